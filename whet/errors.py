@@ -1,0 +1,77 @@
+"""The errors of whet: one class per boundary, each also the nearest class of the standard library.
+
+WhetError
+├── ConfigError      (ValueError)    what the user asked for: a field, a name, a keyword, a model that can't do it
+├── DataError        (ValueError)    what the user brought: rows, columns, prompts, tensors of the wrong shape
+├── RewardError      (RuntimeError)  what a reward function returned, raised or never returned
+├── EngineError      (RuntimeError)  generation: a request that can't fit, an engine that failed
+└── CheckpointError  (RuntimeError)  saving, loading, resuming
+
+A message says the value, the rule and the fix.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "RewardError",
+    "WhetError",
+    "lookup_error",
+    "nearest",
+]
+
+
+class WhetError(Exception):
+    """Base of every error that whet raises on purpose."""
+
+
+class ConfigError(WhetError, ValueError):
+    """A configuration that can't be carried out."""
+
+
+class DataError(WhetError, ValueError):
+    """Input data that breaks a rule: a missing column, an empty data set, a prompt over the limit."""
+
+
+class RewardError(WhetError, RuntimeError):
+    """A reward function failed: wrong length, NaN, an exception, a timeout."""
+
+
+class EngineError(WhetError, RuntimeError):
+    """Generation failed or a request could never be served."""
+
+
+class CheckpointError(WhetError, RuntimeError):
+    """A checkpoint can't be written, read, or does not fit this run."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """The end of a message that names the nearest known words.
+
+    Args: word: what was given. known: what is accepted.
+    Returns: "; did you mean a or b?", or "" when nothing is near.
+
+    >>> nearest("epsilom", ["epsilon", "beta"])
+    '; did you mean epsilon?'
+    """
+    near = difflib.get_close_matches(word, list(known), 3, 0.6)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def lookup_error(kind: str, word: object, known: Iterable[str]) -> ConfigError:
+    """The error for an unknown name: what was given, the nearest match, and every known name.
+
+    Args: kind: what the name stands for, e.g. "advantage estimator". word: what was given. known: accepted names.
+    Returns: the ConfigError, to be raised by the caller.
+
+    >>> print(lookup_error("loss", "ppoo", ["grpo", "ppo"]))
+    unknown loss 'ppoo'; did you mean ppo? Known: grpo, ppo
+    """
+    known = sorted(known)
+    return ConfigError(f"unknown {kind} {word!r}{nearest(str(word), known) or '.'} Known: {', '.join(known)}")
