@@ -1,0 +1,174 @@
+"""The distribution that tokens are drawn from, the same for the engine's sampler and for the trainer.
+
+Order of work as in transformers: repetition penalty, forbidden tokens and minimum length, temperature, top-k, top-p,
+min-p. Dim legend: n rows (tokens to draw or to score), V vocabulary.
+Left out on purpose: beam search, typical and eta sampling, grammar constraints.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whet.errors import ConfigError
+
+__all__ = ["Support", "draw", "greedy", "support_logits"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Support:
+    """The distribution drawn from: what is done to logits before the softmax.
+
+    Raises: ConfigError: a field out of its range.
+    Source: the fields of transformers' GenerationConfig, with `forbidden_ids` for suppress_tokens and `min_tokens` for
+        min_new_tokens.
+
+    >>> Support(temperature=0.7).plain, Support(top_k=5).plain, Support(top_k=5, full=True).plain
+    (True, False, True)
+    """
+
+    temperature: float = 1.0
+    """Logits are divided by it. 0 = greedy: draws are argmax, logprobs are taken at 1 and nothing is truncated."""
+    top_k: int = 0
+    """Keep the k likeliest tokens and those tied with the last of them; 0 = off."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens up to and including the one that brings their mass to p; 1 = off."""
+    min_p: float = 0.0
+    """Keep tokens at least this share as likely as the likeliest; 0 = off."""
+    repetition_penalty: float = 1.0
+    """Logits of tokens seen before are divided by it where positive, multiplied where negative; 1 = off."""
+    forbidden_ids: tuple[int, ...] = ()
+    """Tokens that are never drawn."""
+    min_tokens: int = 0
+    """Completion tokens before a stop token may be drawn."""
+    stop_ids: tuple[int, ...] = ()
+    """The stop tokens that min_tokens holds back."""
+    full: bool = False
+    """True = temperature alone, whatever else is set (logprob_support="full")."""
+
+    def __post_init__(self) -> None:
+        rules = (
+            ("temperature", self.temperature >= 0, "at least 0 (0 = greedy)"),
+            ("top_k", self.top_k >= 0, "at least 0 (0 = off)"),
+            ("top_p", 0 < self.top_p <= 1, "in (0, 1] (1 = off)"),
+            ("min_p", 0 <= self.min_p <= 1, "in [0, 1] (0 = off)"),
+            ("repetition_penalty", self.repetition_penalty > 0, "positive (1 = off)"),
+            ("min_tokens", self.min_tokens >= 0, "at least 0"),
+        )
+        for name, good, rule in rules:
+            if not good:
+                raise ConfigError(f"{name} {vars(self)[name]!r} must be {rule}")
+
+    @property
+    def penalises(self) -> bool:
+        """True when the repetition penalty is at work, so that support_logits needs `seen`."""
+        return not self.full and self.repetition_penalty != 1.0
+
+    @property
+    def forbids(self) -> bool:
+        """True when tokens are forbidden, always or before min_tokens."""
+        return not self.full and bool(self.forbidden_ids or (self.min_tokens and self.stop_ids))
+
+    @property
+    def truncates(self) -> bool:
+        """True when top-k, top-p or min-p is at work."""
+        return not self.full and self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def plain(self) -> bool:
+        """True when only temperature matters."""
+        return not (self.penalises or self.forbids or self.truncates)
+
+
+def support_logits(
+    logits: Tensor, support: Support, *, seen: Tensor | None = None, position: Tensor, keep: Tensor | None = None
+) -> Tensor:
+    """Logits of the distribution drawn from.
+
+    z' = penalise(z) / T inside the support, -inf outside; softmax(z') is what is drawn from.
+    Args: logits [n, V]. support: what to do. seen: Bool [n, V], tokens that stand before this place, in prompt or
+            completion; needed with a repetition penalty only. position: Long [n], completion tokens before this place.
+        keep: Long [n], the sampled tokens: they stay inside whatever the truncation says, so that no logprob is -inf
+            after an update.
+    Returns: [n, V], fp32 or wider. What is outside is decided on detached values; inside it is differentiable.
+    Raises: ConfigError: a repetition penalty without `seen`.
+    Source: transformers' LogitsProcessors, in their order. Ties: top-k keeps all that equal the k-th, as transformers;
+        top-p drops the lower id first (a stable sort).
+
+    >>> support_logits(torch.tensor([[1., 3., 2.]]), Support(top_k=2), position=torch.tensor([0]))
+    tensor([[-inf, 3., 2.]])
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if support.penalises:
+        if seen is None:
+            raise ConfigError(f"repetition_penalty {support.repetition_penalty} needs the tokens seen: pass `seen` [n, V]")
+        penalty = support.repetition_penalty
+        logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
+    if support.temperature not in (0.0, 1.0):
+        logits = logits / support.temperature
+    if not (support.forbids or support.truncates):
+        return logits
+    outside = _outside(logits.detach(), support, position)
+    if keep is not None:
+        outside = outside.scatter(1, keep.unsqueeze(1), False)
+    return logits.masked_fill(outside, -torch.inf)
+
+
+def draw(logits: Tensor, u: Tensor) -> Tensor:
+    """One token per row by the inverse of its cumulative distribution, in the order of ids.
+
+    a = min {j : Σᵢ≤ⱼ pᵢ > u}, p = softmax(z), z the logits.
+    Args: logits [n, V], already through support_logits. u: float64 [n] in [0, 1), one uniform number per row.
+    Returns: Long [n]. Never a token of probability 0.
+
+    >>> draw(torch.tensor([[0., -torch.inf, 0.]] * 3), torch.tensor([0., 0.49, 0.51], dtype=torch.float64))
+    tensor([0, 0, 2])
+    """
+    top, likeliest = logits.max(1, keepdim=True)
+    p = (logits - top).exp()
+    cdf = p.cumsum(1, dtype=torch.float64)
+    place = torch.searchsorted(cdf, u.double().unsqueeze(1) * cdf[:, -1:], right=True).clamp(max=logits.shape[1] - 1)
+    # A parallel cumulative sum need not be monotone to the last bit, so a place of probability 0 is possible there.
+    return torch.where(p.gather(1, place) > 0, place, likeliest).squeeze(1)
+
+
+def greedy(logits: Tensor) -> Tensor:
+    """The likeliest token of each row; of equal ones the lowest id.
+
+    Args: logits [n, V], already through support_logits.
+    Returns: Long [n].
+
+    >>> greedy(torch.tensor([[1., 3., 3.]]))
+    tensor([1])
+    """
+    return logits.argmax(1)
+
+
+def _outside(logits: Tensor, support: Support, position: Tensor) -> Tensor:
+    """Bool [n, V]: the tokens that are not drawn, from detached logits already divided by the temperature."""
+    outside = torch.zeros_like(logits, dtype=torch.bool)
+    if support.forbidden_ids:
+        outside[:, list(support.forbidden_ids)] = True
+    if support.min_tokens and support.stop_ids:
+        early = (position < support.min_tokens).unsqueeze(1)
+        stops = torch.zeros_like(outside[0])
+        stops[list(support.stop_ids)] = True
+        outside = outside | (early & stops)
+    if not support.truncates:
+        return outside
+    if support.top_k:
+        logits = logits.masked_fill(outside, -torch.inf)
+        last = logits.topk(min(support.top_k, logits.shape[1]), 1).values[:, -1:]
+        outside = outside | (logits < last)
+    if support.top_p < 1:
+        order = logits.masked_fill(outside, -torch.inf).sort(1, stable=True)  # ascending
+        dropped = order.values.softmax(1).cumsum(1) <= 1 - support.top_p
+        dropped[:, -1] = False
+        outside = outside | torch.zeros_like(outside).scatter(1, order.indices, dropped)
+    if support.min_p:
+        logits = logits.masked_fill(outside, -torch.inf)
+        p = logits.softmax(1)
+        outside = outside | (p < support.min_p * p.amax(1, keepdim=True))
+    return outside

@@ -1,0 +1,77 @@
+"""The uniform number of an address: counter-based randomness with no state.
+
+Every draw of a run is keyed by (seed, step, prompt, generation, position). A number depends on its address alone, so
+batch composition, scheduling, restarts and the number of processes don't change it. Integer arithmetic only (64 bit,
+wrapping), so CPU and CUDA give the same bits. Dim legend: n draws.
+Left out on purpose: normal numbers and permutations; and secrecy: the hash is for statistics, not for cryptography.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+__all__ = ["address_key", "uniform"]
+
+# splitmix64 (Steele, Lea, Flood, OOPSLA 2014): the increment and the multipliers of its finaliser.
+_GAMMA = 0x9E3779B97F4A7C15
+_MUL1 = 0xBF58476D1CE4E5B9
+_MUL2 = 0x94D049BB133111EB
+_MASK64 = 2**64 - 1
+
+
+def address_key(seed: int, step: int, prompt: int, generation: int) -> int:
+    """The key of one completion's draws: a hash of where in the run it stands.
+
+    k₀ = 0, kᵢ = mix(kᵢ₋₁ xor aᵢ), a the four parts in order; mix(z) is splitmix64's finaliser of z + γ.
+    Args: seed: the run's, any integer below 2**64. step: the rollout. prompt: place in the data set. generation: 0..G-1.
+    Returns: an integer in int64's range, so that it fits a Long tensor.
+    Source: splitmix64's finaliser, chained.
+
+    >>> address_key(0, 0, 0, 0) == address_key(0, 0, 0, 1)
+    False
+    >>> -(2**63) <= address_key(2**63, 7, 1, 2) < 2**63
+    True
+    """
+    key = 0
+    for part in (seed, step, prompt, generation):
+        key = ((key ^ part) + _GAMMA) & _MASK64
+        key = ((key ^ (key >> 30)) * _MUL1) & _MASK64
+        key = ((key ^ (key >> 27)) * _MUL2) & _MASK64
+        key ^= key >> 31
+    return _signed(key)
+
+
+def uniform(keys: Tensor, positions: Tensor) -> Tensor:
+    """The uniform number of each address.
+
+    u = ⌊h / 2¹¹⌋ · 2⁻⁵³, h = mix(mix(k) xor t), k the key and t the position; mix as in address_key. The first round
+    keeps plain keys apart: without it, (k=0, t=1) and (k=1, t=0) would be the same draw.
+    Args: keys: Long [n], from address_key. positions: Long [n], place of the token in its completion, 0, 1, ...
+    Returns: float64 [n] in [0, 1), multiples of 2**-53; the same bits on every device.
+    Source: splitmix64; 53 bits as in Python's random and numpy.
+
+    >>> import torch
+    >>> u = uniform(torch.tensor([5, 5]), torch.tensor([0, 1]))
+    >>> u.dtype, bool(u[0] != u[1]), bool((u == uniform(torch.tensor([5, 5]), torch.tensor([0, 1]))).all())
+    (torch.float64, True, True)
+    """
+    h = _mix(_mix(keys) ^ positions)
+    return _shift(h, 11).double() * 2.0**-53
+
+
+def _mix(z: Tensor) -> Tensor:
+    """splitmix64's finaliser of z + γ; Long in, Long out, sums and products wrap."""
+    z = z + _signed(_GAMMA)
+    z = (z ^ _shift(z, 30)) * _signed(_MUL1)
+    z = (z ^ _shift(z, 27)) * _signed(_MUL2)
+    return z ^ _shift(z, 31)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift: torch's >> copies the sign bit, so the copies are masked off."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(x: int) -> int:
+    """The int64 with the same 64 bits."""
+    return x - 2**64 if x >= 2**63 else x
