@@ -1,0 +1,1 @@
+"""Models: loading, attention over packed rows, heads, log-probabilities."""
