@@ -3,17 +3,55 @@
 Nothing here knows of models, data sets, devices or configurations; only torch, whet.types and whet.errors are imported.
 """
 
+from whet.ops.advantages import ADVANTAGE_ESTIMATORS, group_relative, group_spread, leave_one_out, mean_only
+from whet.ops.corrections import sampler_is_weights
+from whet.ops.kl import KL_MODES, kl_divergence
 from whet.ops.logprobs import entropy, selective_log_softmax
+from whet.ops.masked import (
+    masked_mean,
+    masked_sum,
+    masked_var,
+    masked_whiten,
+    segment_count,
+    segment_mean,
+    segment_sum,
+)
+from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, nll
 from whet.ops.support import Support, draw, greedy, support_logits
 from whet.ops.uniform import address_key, uniform
+from whet.ops.value_losses import VALUE_LOSSES, clipped_value
+from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights
 
 __all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "KL_MODES",
+    "LOSS_AGG_MODES",
+    "POLICY_LOSSES",
+    "VALUE_LOSSES",
     "Support",
     "address_key",
+    "aggregate",
+    "clipped_surrogate",
+    "clipped_value",
     "draw",
     "entropy",
     "greedy",
+    "group_relative",
+    "group_spread",
+    "kl_divergence",
+    "leave_one_out",
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "mean_only",
+    "nll",
+    "sampler_is_weights",
+    "segment_count",
+    "segment_mean",
+    "segment_sum",
     "selective_log_softmax",
     "support_logits",
+    "token_weights",
     "uniform",
 ]

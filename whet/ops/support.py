@@ -103,7 +103,7 @@ def support_logits(
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if support.penalises:
         if seen is None:
-            raise ConfigError(f"repetition_penalty {support.repetition_penalty} needs the tokens seen: pass `seen` [n, V]")
+            raise ConfigError(f"repetition_penalty {support.repetition_penalty} needs `seen` [n, V], the tokens seen")
         penalty = support.repetition_penalty
         logits = torch.where(seen, torch.where(logits < 0, logits * penalty, logits / penalty), logits)
     if support.temperature not in (0.0, 1.0):
@@ -163,10 +163,10 @@ def _outside(logits: Tensor, support: Support, position: Tensor) -> Tensor:
         last = logits.topk(min(support.top_k, logits.shape[1]), 1).values[:, -1:]
         outside = outside | (logits < last)
     if support.top_p < 1:
-        order = logits.masked_fill(outside, -torch.inf).sort(1, stable=True)  # ascending
-        dropped = order.values.softmax(1).cumsum(1) <= 1 - support.top_p
+        values, ids = logits.masked_fill(outside, -torch.inf).sort(dim=1, stable=True)  # ascending
+        dropped = values.softmax(1).cumsum(1) <= 1 - support.top_p
         dropped[:, -1] = False
-        outside = outside | torch.zeros_like(outside).scatter(1, order.indices, dropped)
+        outside = outside | torch.zeros_like(outside).scatter(1, ids, dropped)
     if support.min_p:
         logits = logits.masked_fill(outside, -torch.inf)
         p = logits.softmax(1)

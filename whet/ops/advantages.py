@@ -1,0 +1,137 @@
+"""Advantages of completions from the rewards of their group.
+
+Dim legend: N completions. Computed in float64, returned in fp32. A NaN reward means "not applicable": it is left out of
+its group's statistics and gets advantage 0. Equal rewards give exactly 0: that is tested by comparing the largest with
+the smallest, since seven rewards of 0.9 have a standard deviation of 1e-16, not of 0.
+Left out on purpose, so far: per-token estimators (GAE) and per-function normalisation (GDPO).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from whet.errors import DataError, lookup_error
+from whet.ops.masked import masked_var, segment_count, segment_mean, segment_sum
+
+__all__ = ["ADVANTAGE_ESTIMATORS", "group_relative", "group_spread", "leave_one_out", "mean_only"]
+
+_SCALES = ("std", "none", "batch")
+
+
+def group_relative(rewards: Tensor, group_ids: Tensor, *, scale: str = "std", eps: float = 1e-6) -> Tensor:
+    """Advantage of each completion against its own group.
+
+    Aᵢ = (rᵢ − mean_g(r)) / (σ + ε), g the group of i; σ = std_g(r) for scale="std", the standard deviation of all
+    rewards for "batch"; "none" drops the denominator (Dr. GRPO).
+    Args: rewards [N]: one score per completion, any unit; NaN = not applicable. group_ids: Long [N], completions of one
+            prompt share an id; any ids in any order. scale: std, none or batch. eps: added to σ.
+    Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
+    Raises: DataError: an infinite reward, or shapes that differ. ConfigError: an unknown scale.
+    Source: arXiv:2402.03300 (outcome supervision); Dr. GRPO arXiv:2503.20783. Sample std (ddof=1) as Tunix and TRL. ε
+        differs in the wild: TRL 1e-4, Tunix 1e-6. TRL leaves rounding noise where rewards are equal.
+
+    >>> from torch import tensor
+    >>> group_relative(tensor([1., 0., 5.]), tensor([0, 0, 1]), scale="none")  # group 0 has mean 0.5
+    tensor([ 0.5000, -0.5000,  0.0000])
+    """
+    if scale not in _SCALES:
+        raise lookup_error("advantage scale", scale, _SCALES)
+    r, given, groups, num = _grouped(rewards, group_ids)
+    centred = r - segment_mean(r, given, groups, num).index_select(0, groups)
+    if scale == "std":
+        squares = segment_sum(torch.where(given, centred, 0.0).square(), groups, num)
+        std = (squares / (segment_count(given, groups, num) - 1).clamp(min=1)).sqrt()
+        centred = centred / (std.index_select(0, groups) + eps)
+    elif scale == "batch":
+        centred = centred / (masked_var(r, given).sqrt() + eps)
+    return _where_signal(centred, r, given, groups, num)
+
+
+def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Advantage of each completion against the mean of its group, not scaled.
+
+    Aᵢ = rᵢ − mean_g(r), g the group of i.
+    Args: rewards [N], NaN = not applicable. group_ids: Long [N].
+    Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
+    Raises: DataError: an infinite reward, or shapes that differ.
+    Source: Dr. GRPO, arXiv:2503.20783.
+
+    >>> from torch import tensor
+    >>> mean_only(tensor([1., 0.]), tensor([0, 0]))
+    tensor([ 0.5000, -0.5000])
+    """
+    return group_relative(rewards, group_ids, scale="none")
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Advantage of each completion against the mean of the others in its group.
+
+    Aᵢ = rᵢ − (Σ_g r − rᵢ) / (n_g − 1), g the group of i, n_g its rewards.
+    Args: rewards [N], NaN = not applicable. group_ids: Long [N].
+    Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
+    Raises: DataError: an infinite reward, or shapes that differ.
+    Source: RLOO, arXiv:2402.14740; agrees with Tunix and TRL.
+
+    >>> from torch import tensor
+    >>> leave_one_out(tensor([1., 2., 3.]), tensor([0, 0, 0]))  # 1 - 5/2, 2 - 4/2, 3 - 3/2
+    tensor([-1.5000,  0.0000,  1.5000])
+    """
+    r, given, groups, num = _grouped(rewards, group_ids)
+    kept = torch.where(given, r, 0.0)
+    total = segment_sum(kept, groups, num).index_select(0, groups)
+    others = (segment_count(given, groups, num) - 1).clamp(min=1).index_select(0, groups)
+    return _where_signal(r - (total - kept) / others, r, given, groups, num)
+
+
+def group_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Which groups have signal: two rewards that differ, so that some advantage is not 0.
+
+    Args: rewards [N], NaN = not applicable. group_ids: Long [N], 0..num_groups-1.
+    Returns: Bool [num_groups], num_groups = the largest id + 1.
+    Raises: DataError: an infinite reward, or shapes that differ.
+    Source: the filter of DAPO's dynamic sampling, arXiv:2503.14476.
+
+    >>> from torch import tensor
+    >>> group_spread(tensor([1., 0., 5., 5.]), tensor([0, 0, 1, 1]))
+    tensor([ True, False])
+    """
+    r, given, _, _ = _grouped(rewards, group_ids)
+    num = int(group_ids.max()) + 1 if len(group_ids) else 0
+    return _spread(r, given, group_ids, num)
+
+
+ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
+    "drgrpo": mean_only,
+    "grpo": group_relative,
+    "rloo": leave_one_out,
+}
+"""fn(rewards [N], group_ids [N], **kw) -> [N], by name."""
+
+
+def _grouped(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Rewards in float64, which are not NaN, dense group ids and how many there are."""
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        shapes = f"{list(rewards.shape)} and {list(group_ids.shape)}"
+        raise DataError(f"rewards and group_ids have shapes {shapes}; give one of each per completion: [N] and [N]")
+    r = rewards.detach().double()
+    if r.isinf().any():
+        at = int(r.isinf().nonzero()[0])
+        raise DataError(f"reward {at} is {r[at].item()}; rewards must be finite, or NaN for not applicable")
+    ids, groups = torch.unique(group_ids, return_inverse=True)
+    return r, ~r.isnan(), groups, len(ids)
+
+
+def _spread(r: Tensor, given: Tensor, groups: Tensor, num: int) -> Tensor:
+    """Bool [num]: the largest reward of a group differs from the smallest."""
+    high = r.new_full((num,), -torch.inf).scatter_reduce(0, groups, torch.where(given, r, -torch.inf), "amax")
+    low = r.new_full((num,), torch.inf).scatter_reduce(0, groups, torch.where(given, r, torch.inf), "amin")
+    return high > low
+
+
+def _where_signal(advantages: Tensor, r: Tensor, given: Tensor, groups: Tensor, num: int) -> Tensor:
+    """Advantages in fp32, exactly 0 without a reward and in groups without spread."""
+    signal = _spread(r, given, groups, num).index_select(0, groups)
+    return torch.where(given & signal, advantages, 0.0).float()

@@ -1,0 +1,124 @@
+"""Masked and segmented sums, means and variances.
+
+What stands at masked-out places never matters, NaN and infinities included, in the value and in the gradient. An empty
+mask gives 0 with gradient 0. Half precision is summed in fp32. Dim legend: S tokens on the token axis, num segments.
+Sums by segment are repeatable on the CPU; on CUDA index_add uses atomics and the last bit may differ between runs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "masked_mean",
+    "masked_sum",
+    "masked_var",
+    "masked_whiten",
+    "segment_count",
+    "segment_mean",
+    "segment_sum",
+]
+
+
+def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Sum over the places where the mask is True.
+
+    Args: x [...]. mask: Bool, broadcastable to x. dim: the dim to sum over; None = all.
+    Returns: 0-d, or x's shape without `dim`; fp32 or wider.
+
+    >>> masked_sum(torch.tensor([1., 2., torch.nan]), torch.tensor([True, True, False]))
+    tensor(3.)
+    """
+    kept = torch.where(mask.bool(), _wide(x), 0.0)
+    return kept.sum() if dim is None else kept.sum(dim)
+
+
+def masked_mean(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
+    """Mean over the places where the mask is True; 0 where there are none.
+
+    Args: x [...]. mask: Bool, broadcastable to x. dim: the dim to average over; None = all.
+    Returns: 0-d, or x's shape without `dim`; fp32 or wider.
+
+    >>> masked_mean(torch.tensor([1., 2., 3., 4., 5.]), torch.tensor([1, 1, 0, 0, 1]))  # (1 + 2 + 5) / 3
+    tensor(2.6667)
+    """
+    kept = mask.bool().expand_as(x)
+    count = kept.sum() if dim is None else kept.sum(dim)
+    return masked_sum(x, kept, dim) / count.clamp(min=1)
+
+
+def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
+    """Variance over the places where the mask is True; 0 where there are fewer than two.
+
+    v = Σ m(x − μ)² / (n − 1), μ the masked mean, n = Σ m; unbiased=False divides by n.
+    Args: x [...]. mask: Bool, broadcastable to x. unbiased: Bessel's correction.
+    Returns: 0-d, fp32 or wider.
+
+    >>> masked_var(torch.tensor([1., 2., 3., 4., 5.]), torch.tensor([1, 1, 0, 0, 1]))  # mean 8/3: (25 + 4 + 49) / 9 / 2
+    tensor(4.3333)
+    """
+    kept = mask.bool().expand_as(x)
+    centred = torch.where(kept, _wide(x), 0.0) - masked_mean(x, kept)
+    return masked_sum(centred.square(), kept) / (kept.sum() - int(unbiased)).clamp(min=1)
+
+
+def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """Shifted and scaled to mean 0 and variance 1 over the places where the mask is True.
+
+    y = (x − μ) / √(v + 1e-8), μ and v the masked mean and unbiased variance.
+    Args: x [...]. mask: Bool, broadcastable to x.
+    Returns: x's shape, fp32 or wider; 0 where masked out.
+    Source: the whitening of PPO in Tunix, verl and TRL; they leave numbers at masked-out places.
+
+    >>> masked_whiten(torch.tensor([1., 3., 9.]), torch.tensor([True, True, False]))  # mean 2, variance 2
+    tensor([-0.7071,  0.7071,  0.0000])
+    """
+    kept = mask.bool().expand_as(x)
+    centred = torch.where(kept, _wide(x), 0.0) - masked_mean(x, kept)
+    return torch.where(kept, centred * (masked_var(x, kept) + 1e-8).rsqrt(), 0.0)
+
+
+def segment_sum(x: Tensor, segments: Tensor, num: int) -> Tensor:
+    """Sum of each segment.
+
+    Args: x [S]. segments: Long [S], the segment of each place, 0..num-1 in any order. num: segments there are.
+    Returns: [num], fp32 or wider (integers stay Long); 0 for a segment without places.
+
+    >>> segment_sum(torch.tensor([1., 2., 4.]), torch.tensor([0, 0, 1]), 3)
+    tensor([3., 4., 0.])
+    """
+    x = _wide(x)
+    return x.new_zeros(num).index_add(0, segments, x)
+
+
+def segment_count(mask: Tensor, segments: Tensor, num: int) -> Tensor:
+    """Places of each segment where the mask is True.
+
+    Args: mask: Bool [S]. segments: Long [S]. num: segments there are.
+    Returns: Long [num].
+
+    >>> segment_count(torch.tensor([True, False, True]), torch.tensor([0, 0, 1]), 2)
+    tensor([1, 1])
+    """
+    return segment_sum(mask.bool().long(), segments, num)
+
+
+def segment_mean(x: Tensor, mask: Tensor, segments: Tensor, num: int) -> Tensor:
+    """Mean of each segment over the places where the mask is True; 0 where there are none.
+
+    Args: x [S]. mask: Bool [S]. segments: Long [S]. num: segments there are.
+    Returns: [num], fp32 or wider.
+
+    >>> segment_mean(torch.tensor([1., 3., 9.]), torch.tensor([True, True, False]), torch.tensor([0, 0, 1]), 2)
+    tensor([2., 0.])
+    """
+    kept = torch.where(mask.bool(), _wide(x), 0.0)
+    return segment_sum(kept, segments, num) / segment_count(mask, segments, num).clamp(min=1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """fp32 for half precision, Long for small integers; else x itself."""
+    if x.is_floating_point():
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.long()

@@ -1,0 +1,142 @@
+"""Policy losses: per token, never a mean; the weights of whet.ops.weighting turn them into one number.
+
+Dim legend: s tokens of a micro-batch, whole sequences laid end to end. Every loss is fn(x: LossInputs, **kw) ->
+(loss [s], {metric: [s]}); metrics are detached, per token, and the caller takes their mean over the mask. Masked-out
+tokens have loss 0 and metrics 0 whatever their logprobs are.
+Left out on purpose, so far: the entropy bonus, CISPO, SAPO; each new loss is one function, here or anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from whet.errors import ConfigError, lookup_error
+from whet.ops.kl import KL_MODES, kl_divergence
+from whet.ops.masked import segment_mean
+from whet.types import LossInputs
+
+__all__ = ["POLICY_LOSSES", "clipped_surrogate", "nll"]
+
+LossOutput = tuple[Tensor, dict[str, Tensor]]
+
+
+def clipped_surrogate(
+    x: LossInputs,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    epsilon_c: float | None = None,
+    level: str = "token",
+    beta: float = 0.0,
+    kl_mode: str = "kl",
+    kl_clamp: float | None = None,
+    sampler_is_weights: Tensor | None = None,
+) -> LossOutput:
+    """The clipped surrogate of PPO and GRPO, with dual clip, sequence-level ratio and KL to the reference.
+
+    l = w · max(−A·r, −A·clip(r, 1 − ε, 1 + ε_high)) + β·KL, r = exp(clip(log π − log π_old, ±20)), A the advantage,
+    w the sampler weight. Dual clip: where A < 0, max(...) is at most −ε_c·A. level="sequence" (GSPO-token): r has the
+    value of exp(mean of the sequence's log-ratios), at most e¹⁰, and the gradient of each token's own logprob.
+    Args: x: needs logprobs, mask, sequence and advantages; old_logprobs None = logprobs.detach(), a ratio of exactly 1.
+        epsilon, epsilon_high: clip range, epsilon_high None = epsilon. epsilon_c: dual clip, above 1; None = off.
+        level: token or sequence. beta: KL weight; 0 = off. kl_mode, kl_clamp: as in kl_divergence. sampler_is_weights
+        [s]: constants that correct for the sampler's numerics; None = 1.
+    Returns: loss [s], and per token: pg_loss (before KL), pg_clipfrac, ppo_kl (−log π + log π_old, before any clip),
+        is_ratio, log_ratio_abs (both as used), clip_ratio/low, /high and /region; pg_clipfrac_lower with epsilon_c;
+        kl and kl_loss where ref_logprobs are given.
+    Raises: ConfigError: epsilon_c not above 1, negative epsilon, unknown level or kl_mode. DataError: a missing column.
+    Source: PPO arXiv:1707.06347; GRPO arXiv:2402.03300; dual clip arXiv:1912.09729; clip-higher, DAPO arXiv:2503.14476;
+        GSPO-token arXiv:2507.18071. Agrees with Tunix's grpo_loss_fn; clip_ratio/* are TRL's.
+
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
+    ...                old_logprobs=torch.tensor([-1.]), advantages=torch.tensor([2.]))
+    >>> clipped_surrogate(x)[0]  # r = e is clipped to 1.2: -2 * 1.2
+    tensor([-2.4000])
+    """
+    _check(epsilon, epsilon_high, epsilon_c, level, kl_mode)
+    advantages = _kept(x, x.need("advantages")).detach()
+    log_ratio, used = _log_ratios(x, level)
+    ratio = used.exp()
+    low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
+    free, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
+    loss = torch.maximum(free, clipped)
+    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    metrics = {
+        "clip_ratio/high": too_high,
+        "clip_ratio/low": too_low,
+        "clip_ratio/region": too_low | too_high,
+        "is_ratio": torch.where(x.mask, ratio, 0.0),
+        "log_ratio_abs": used.abs(),
+        "pg_clipfrac": clipped > free,
+        "ppo_kl": -log_ratio,
+    }
+    if epsilon_c is not None:
+        ceiling = -epsilon_c * advantages
+        metrics["pg_clipfrac_lower"] = (advantages < 0) & (loss > ceiling)
+        loss = torch.where(advantages < 0, torch.minimum(ceiling, loss), loss)
+    if sampler_is_weights is not None:
+        loss = loss * _kept(x, sampler_is_weights).detach()
+    metrics["pg_loss"] = loss
+    if x.ref_logprobs is not None or beta != 0:
+        logprobs = _kept(x, x.logprobs)
+        kl = kl_divergence(logprobs, _kept(x, x.need("ref_logprobs")), mode=kl_mode, clamp=kl_clamp)
+        metrics |= {"kl": kl, "kl_loss": kl}
+        loss = loss + beta * kl if beta != 0 else loss
+    return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}
+
+
+def nll(x: LossInputs) -> LossOutput:
+    """Negative log-likelihood, the loss of supervised training.
+
+    l = −log π(a).
+    Args: x: needs logprobs and mask.
+    Returns: loss [s], 0 where masked out, and the metric nll.
+
+    >>> nll(LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.5])))[0]
+    tensor([1.5000])
+    """
+    loss = -_kept(x, x.logprobs)
+    return loss, {"nll": loss.detach()}
+
+
+POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
+    "grpo": clipped_surrogate,
+    "gspo-token": partial(clipped_surrogate, level="sequence"),
+    "ppo": clipped_surrogate,
+}
+"""fn(x: LossInputs, **kw) -> (loss [s], metrics), by name."""
+
+
+def _log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
+    """Log π − log π_old before any clip, and the log of the importance ratio; [s] and [s]; 0 where masked out."""
+    logprobs = _kept(x, x.logprobs)
+    old = logprobs.detach() if x.old_logprobs is None else _kept(x, x.old_logprobs).detach()
+    log_ratio = logprobs - old
+    clipped = log_ratio.clamp(-20.0, 20.0)
+    if level == "token":
+        return log_ratio, clipped
+    # A sequence has at least one token, so there are at most s of them: no count is read back from the device.
+    means = segment_mean(clipped.detach(), x.mask, x.sequence, len(x.sequence)).index_select(0, x.sequence)
+    return log_ratio, (logprobs - logprobs.detach() + torch.where(x.mask, means, 0.0)).clamp(max=10.0)
+
+
+def _kept(x: LossInputs, column: Tensor) -> Tensor:
+    """The column in fp32 or wider, 0 where masked out: NaN there reaches neither the loss nor the gradient."""
+    return torch.where(x.mask, column.to(torch.promote_types(column.dtype, torch.float32)), 0.0)
+
+
+def _check(epsilon: float, epsilon_high: float | None, epsilon_c: float | None, level: str, kl_mode: str) -> None:
+    """Raises ConfigError for what clipped_surrogate can't carry out."""
+    for name, value in (("epsilon", epsilon), ("epsilon_high", epsilon_high)):
+        if value is not None and not value >= 0:
+            raise ConfigError(f"{name} {value!r} must be at least 0")
+    if epsilon_c is not None and not epsilon_c > 1:
+        raise ConfigError(f"epsilon_c {epsilon_c!r} must be above 1 (3.0 is usual); None = no dual clip")
+    if level not in ("token", "sequence"):
+        raise lookup_error("importance level", level, ("token", "sequence"))
+    if kl_mode not in KL_MODES:
+        raise lookup_error("KL mode", kl_mode, KL_MODES)

@@ -1,0 +1,128 @@
+"""Loss aggregation as token weights: the one place where a loss is divided by anything.
+
+The weights are made once per optimizer step from counts over the whole global batch; (weights * loss).sum() is then the
+aggregate, and micro-batches, ranks and accumulation only ever add. Dim legend: S tokens on the token axis. A unit is a
+trajectory, which the names of the modes call a sequence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from whet.errors import ConfigError, DataError, lookup_error
+from whet.ops.masked import segment_count
+
+__all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights"]
+
+Weighting = Callable[[Tensor, Tensor, float | None, float | None], Tensor]
+"""fn(mask Bool [S], unit_of Long [S], norm, num_units) -> the weight of each token, [S] or 0-d."""
+
+
+def _token_mean(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    return 1 / mask.sum().clamp(min=1).double()
+
+
+def _sequence_mean_token_mean(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    lengths = _unit_lengths(mask, unit_of).clamp(min=1).index_select(0, unit_of)
+    return 1 / (lengths * _units(mask, unit_of, num_units))
+
+
+def _sequence_mean_token_scale(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    if norm is None:
+        raise ConfigError(
+            "loss_agg_mode 'sequence-mean-token-scale' divides by a constant: give norm, the longest completion allowed"
+        )
+    return 1 / (norm * _units(mask, unit_of, num_units))
+
+
+def _seq_mean_token_sum(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    return 1 / _units(mask, unit_of, num_units)
+
+
+def _sequence_mean_token_sum_norm(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    units = _units(mask, unit_of, num_units)
+    return 1 / (units if norm is None else torch.full_like(units, norm))
+
+
+LOSS_AGG_MODES: dict[str, Weighting] = {
+    "seq-mean-token-sum": _seq_mean_token_sum,
+    "sequence-mean-token-mean": _sequence_mean_token_mean,
+    "sequence-mean-token-scale": _sequence_mean_token_scale,
+    "sequence-mean-token-sum-norm": _sequence_mean_token_sum_norm,
+    "token-mean": _token_mean,
+}
+"""Weightings by the names that Tunix uses."""
+
+
+def token_weights(
+    mask: Tensor,
+    unit_of: Tensor,
+    mode: str | Weighting,
+    *,
+    norm: float | None = None,
+    num_units: float | None = None,
+) -> Tensor:
+    """The weight of each token's loss in the aggregate of a whole optimizer step.
+
+    With M = Σ m, n_i the trained tokens of unit i, U the units that have any: token-mean 1/M; sequence-mean-token-mean
+    1/(n_i·U); sequence-mean-token-scale 1/(norm·U); seq-mean-token-sum 1/U; sequence-mean-token-sum-norm 1/norm.
+    Args: mask: Bool [S], True = trained. unit_of: Long [S], 0, 1, ...: the trajectory of each token. mode: a name of
+        LOSS_AGG_MODES or a function like them. norm: a positive constant for the two modes that have one (the others
+        don't depend on it): token-scale needs it, the longest completion in tokens; sum-norm takes U without it.
+        num_units: takes U's place, e.g. to count units with nothing to train as well.
+    Returns: float64 [S]; 0 where masked out.
+    Raises: ConfigError: an unknown mode, a norm or num_units that is not a positive number, token-scale without norm.
+        DataError: mask and unit_of of different shapes.
+    Source: agrees with Tunix's aggregate_loss, but token-scale has no default norm (Tunix: the padded width, which
+        depends on the batch) and sum-norm's default is that of Tunix 0.1.7.
+
+    >>> token_weights(torch.tensor([True, True, True]), torch.tensor([0, 0, 1]), "sequence-mean-token-mean")
+    tensor([0.2500, 0.2500, 0.5000], dtype=torch.float64)
+    """
+    if mask.dim() != 1 or mask.shape != unit_of.shape:
+        raise DataError(f"mask and unit_of have shapes {list(mask.shape)} and {list(unit_of.shape)}; both must be [S]")
+    for name, value in (("norm", norm), ("num_units", num_units)):
+        if value is not None and not _positive(value):
+            raise ConfigError(f"Invalid '{name}' value {value!r}: it must be a positive number, or None")
+    if isinstance(mode, str):
+        if mode not in LOSS_AGG_MODES:
+            raise lookup_error("loss_agg_mode", mode, LOSS_AGG_MODES)
+        mode = LOSS_AGG_MODES[mode]
+    mask = mask.bool()
+    return torch.where(mask, mode(mask, unit_of, norm, num_units).double(), 0.0)
+
+
+def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of a loss per token.
+
+    L = Σ w·l over the tokens with w ≠ 0: a loss of NaN at a masked-out token is ignored.
+    Args: loss [S]. weights [S], from token_weights.
+    Returns: 0-d, in the loss's dtype; fp32 for half precision.
+
+    >>> aggregate(torch.tensor([1., 3., torch.nan]), torch.tensor([0.5, 0.5, 0.]))
+    tensor(2.)
+    """
+    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    return (torch.where(weights != 0, loss, 0.0) * weights.to(loss.dtype)).sum()
+
+
+def _unit_lengths(mask: Tensor, unit_of: Tensor) -> Tensor:
+    """Float64 [U']: the trained tokens of each unit, empty ones included."""
+    return segment_count(mask, unit_of, int(unit_of.max()) + 1 if len(unit_of) else 0).double()
+
+
+def _units(mask: Tensor, unit_of: Tensor, num_units: float | None) -> Tensor:
+    """Float64 0-d: num_units, or the units with a trained token, at least 1."""
+    if num_units is not None:
+        return torch.tensor(float(num_units), dtype=torch.float64, device=mask.device)
+    return (_unit_lengths(mask, unit_of) > 0).sum().clamp(min=1).double()
+
+
+def _positive(value: object) -> bool:
+    """A finite real number above 0; a bool is none."""
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 < float(value) < math.inf
