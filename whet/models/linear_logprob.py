@@ -1,0 +1,151 @@
+"""Log-probabilities and entropies of a linear head, without holding [rows, V] logits.
+
+One autograd function: logits are made chunk by chunk, and again in the backward pass; where they are few they are kept
+instead, which is faster. Dim legend: s rows (hidden states with a target), D width, V vocabulary.
+Left out on purpose: the gradient in the forward pass (a loss may need whole sequences before its weights are known),
+and chunks over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+__all__ = ["CHUNK_BYTES", "HELD_BYTES", "chunks", "linear_logprob"]
+
+CHUNK_BYTES = 100_000_000
+"""Logits of one chunk."""
+HELD_BYTES = 16_000_000
+"""Logits up to this size are kept for the backward pass."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a call does beside its tensors."""
+
+    temperature: float
+    scale: float
+    softcap: float | None
+    entropy: bool
+    rows: int
+    """Rows of a chunk."""
+    held: bool
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    entropy: bool = False,
+    chunk_bytes: int = CHUNK_BYTES,
+    held_bytes: int = HELD_BYTES,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probability of each target under softmax of a linear head, and that distribution's entropy.
+
+    zᵢ = cap(scale · (W hᵢ + b)) / τ, cap(x) = c tanh(x / c) where softcap c is given;
+    log π(yᵢ) = zᵢ[yᵢ] − ls(zᵢ), H = ls(zᵢ) − Σⱼ pⱼ zᵢ[j], ls the log-sum-exp, p = softmax(zᵢ), y the targets.
+    ∂log π/∂z = onehot(y) − p, ∂H/∂z[j] = −pⱼ (log pⱼ + H).
+    Args: hidden [s D], weight [V D], targets [s] Long, bias [V]. temperature: τ > 0. scale, softcap: the head's.
+        entropy: also the entropies. chunk_bytes, held_bytes: see the constants of these names.
+    Returns: ([s], [s] or None), in nats; fp32, or float64 for float64 input. The gradients of weight and bias are
+        summed in that precision, whatever theirs is.
+    Source: agrees with F.linear, float(), log_softmax, gather; memory as in Liger Kernel's fused linear losses
+        (arXiv:2410.10989), but recomputed in the backward pass, not differentiated in the forward one.
+
+    >>> linear_logprob(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), entropy=True)[0]     # log 1/4
+    tensor([-1.3863])
+    """
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    size = weight.shape[0] * dtype.itemsize
+    held = hidden.shape[0] * size <= held_bytes
+    rows = max(1, hidden.shape[0] if held else chunk_bytes // size)
+    plan = _Plan(temperature, scale, softcap, entropy, rows, held)
+    logprobs, entropies = _LinearLogprob.apply(hidden, weight, bias, targets, plan)  # pyright: ignore
+    return logprobs, entropies if entropy else None
+
+
+def chunks(rows: int, size: int) -> Iterator[slice]:
+    """Slices of `size` rows that cover `rows`.
+
+    >>> list(chunks(3, 2))
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
+    return (slice(a, min(a + size, rows)) for a in range(0, rows, size))
+
+
+class _LinearLogprob(torch.autograd.Function):
+    """See linear_logprob."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        logprobs = hidden.new_empty(len(hidden), dtype=dtype)
+        entropies = torch.zeros_like(logprobs)
+        z = None
+        for s in chunks(len(hidden), plan.rows):
+            z = _logits(hidden[s], weight, bias, plan)
+            logp = z.log_softmax(1)
+            logprobs[s] = logp.gather(1, targets[s, None]).squeeze(1)
+            if plan.entropy:
+                entropies[s] = -logp.mul_(z.softmax(1)).sum(1)
+        kept = z if plan.held and any(ctx.needs_input_grad) else None
+        ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
+        ctx.plan = plan
+        if not plan.entropy:
+            ctx.mark_non_differentiable(entropies)
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
+        plan: _Plan = ctx.plan
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = weight.new_zeros(weight.shape, dtype=entropies.dtype) if needs_weight else None
+        d_bias = weight.new_zeros(weight.shape[0], dtype=entropies.dtype) if needs_bias else None
+        for s in chunks(len(hidden), plan.rows):
+            z = _logits(hidden[s], weight, bias, plan) if kept is None else kept
+            d = z.softmax(1)  # not exp: torch's softmax is several times faster on CPUs without AVX-512
+            if plan.entropy:
+                slope = z.log_softmax(1).add_(entropies[s, None]).mul_(grad_entropy[s, None])
+                d *= slope.add_(grad[s, None]).neg_()
+            else:
+                d *= -grad[s, None]
+            d.scatter_add_(1, targets[s, None], grad[s, None])
+            if plan.softcap is not None:
+                d *= 1 - (z * (plan.temperature / plan.softcap)).square()
+            d *= plan.scale / plan.temperature
+            if d_bias is not None:
+                d_bias += d.sum(0)
+            d = d.to(hidden.dtype)
+            if d_hidden is not None:
+                torch.mm(d, weight, out=d_hidden[s])
+            if d_weight is not None and d.dtype == d_weight.dtype:
+                d_weight.addmm_(d.t(), hidden[s])
+            elif d_weight is not None:
+                d_weight += d.t() @ hidden[s]
+        to = lambda x, like: None if x is None else x.to(like.dtype)
+        return d_hidden, to(d_weight, weight), to(d_bias, bias), None, None
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+    """[rows V], in fp32 or float64: the head's transform done, divided by the temperature."""
+    z = F.linear(hidden, weight, bias)
+    z = z.to(torch.promote_types(z.dtype, torch.float32))
+    if plan.softcap is not None:
+        return z.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
+    return z if plan.scale == plan.temperature else z.mul_(plan.scale / plan.temperature)
