@@ -1,0 +1,312 @@
+"""The order of prompts: which rows make up each step, the same again after a resume.
+
+Three kinds of source. Rows with a length (a list, a Dataset): each epoch in an order drawn from (seed, epoch) alone.
+Ready-made batches (mappings from column to a list, Tunix's form): as they come. A stream of rows: as they come, in
+batches of batch_size; a resume reads and skips what was used.
+Left out on purpose: ranks (every rank draws the same batch, and the worker splits it) and reading ahead (the state is
+then exactly what was handed out).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from itertools import chain, islice
+from typing import Any, Literal
+
+import numpy as np
+
+from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
+from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
+
+__all__ = ["PromptStream", "epoch_order", "unbatch"]
+
+Encode = Callable[[Any, int], Any]
+"""(row, its place in the data set) -> what batches are made of, or None to leave it out."""
+
+
+def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the rows in one epoch.
+
+    The ranks of `rows` raw draws of Philox seeded with (seed, epoch). numpy promises the raw draws for good, which it
+    doesn't for its own permutation.
+
+    Args: rows: how many. seed: of the run, 0 or more. epoch: 0, 1, ...
+    Returns: int64 [rows], each place once.
+
+    >>> sorted(epoch_order(5, seed=0, epoch=1).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    draws = np.random.Philox(np.random.SeedSequence([seed, epoch])).random_raw(rows)
+    return np.argsort(draws, kind="stable")
+
+
+def unbatch(batch: Mapping[str, Any], prompt_column: str | None = None) -> list[dict[str, Any]]:
+    """The rows of a batch; columns with more dimensions keep the inner ones.
+
+    Args: batch: column -> one value per prompt, as a list or array. prompt_column: None = prompt, prompts or messages.
+    Raises: DataError: a column of another length than the prompts'.
+
+    >>> unbatch({"prompts": ["a", "b"], "answer": [1, 2]})
+    [{'prompts': 'a', 'answer': 1}, {'prompts': 'b', 'answer': 2}]
+    """
+    size = len(batch[find_prompt_column(batch, prompt_column)])
+    for name, column in batch.items():
+        if isinstance(column, str | bytes) or not isinstance(column, Sized) or len(column) != size:
+            length = len(column) if isinstance(column, Sized) else "no"
+            raise DataError(f"column {name!r} of a batch of {size} prompts has {length} values; give one per prompt")
+    return [{name: column[i] for name, column in batch.items()} for i in range(size)]
+
+
+class PromptStream:
+    """Batches of prompts over epochs; deterministic, and resumable between any two batches.
+
+    A batch that an epoch has too few rows for is dropped (counted in `dropped_rows`) or kept, by last_batch.
+
+    >>> stream = PromptStream([{"prompt": c} for c in "abcd"], batch_size=2, shuffle=False, num_epochs=1)
+    >>> batches = iter(stream)
+    >>> next(batches)
+    [{'prompt': 'a'}, {'prompt': 'b'}]
+    >>> state = stream.state()
+    >>> again = PromptStream([{"prompt": c} for c in "abcd"], batch_size=2, shuffle=False, num_epochs=1)
+    >>> again.restore(state)
+    >>> list(again) == list(batches)
+    True
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        *,
+        batch_size: int | None = None,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        num_epochs: int | None = 1,
+        last_batch: Literal["drop", "keep"] = "drop",
+        encode: Encode | None = None,
+        prompt_column: str | None = None,
+    ) -> None:
+        """Args:
+            source: rows with a length, ready-made batches, or a stream of rows.
+            batch_size: prompts of a step; None only for ready-made batches, whose first one tells.
+            seed: of the order.
+            shuffle: None = rows with a length are shuffled, nothing else is.
+            num_epochs: None = without end (an iterator that can be read once ends all the same).
+            last_batch: what becomes of a batch with fewer prompts than the others: "drop" or "keep".
+            encode: applied to each row, e.g. a PromptEncoder; rows with a length are encoded at once, others as read.
+            prompt_column: tells ready-made batches from rows; None = prompt, prompts or messages.
+
+        Raises:
+            ConfigError: a setting out of range, shuffle=True where there is no length, more epochs of an iterator.
+            DataError: no rows, or fewer than a batch.
+        """
+        if last_batch not in ("drop", "keep"):
+            raise lookup_error("last_batch", last_batch, ("drop", "keep"))
+        for name, value, least in (("batch_size", batch_size, 1), ("num_epochs", num_epochs, 1), ("seed", seed, 0)):
+            if value is not None and value < least:
+                raise ConfigError(f"{name} {value} is out of range; give {least} or more")
+        self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
+        self.encode, self.prompt_column = encode, prompt_column
+        self.once = iter(source) is source
+        first, source = _peek(source, self.once)
+        self.kind: Literal["rows", "batches", "stream"] = (
+            "batches" if _is_batch(first, prompt_column) else "rows" if _has_places(source) else "stream"
+        )
+        self.source: Any = source
+        self.batch_size = self._size(first, batch_size)
+        self.shuffle = self.kind == "rows" if shuffle is None else shuffle
+        self.epoch = self.batch = self.used = 0
+        self.dropped_rows = 0
+        self._check()
+
+    def _size(self, first: Any, asked: int | None) -> int:
+        """Prompts of a batch."""
+        if self.kind != "batches":
+            if asked is None:
+                raise ConfigError("batch_size is needed: the data are rows, not ready-made batches")
+            return asked
+        size = len(first[find_prompt_column(first, self.prompt_column)])
+        if size == 0:
+            raise DataError("the first batch has no prompts; every batch needs at least one")
+        if asked not in (None, size):
+            raise ConfigError(f"batch_size {asked}, but the data come in batches of {size}; set it to {size} or None")
+        return size
+
+    def _check(self) -> None:
+        """Refuses what would train on nothing; encodes rows that have a length."""
+        if self.kind != "rows" and self.shuffle:
+            kind = "a stream" if self.kind == "stream" else "ready-made batches"
+            raise ConfigError(
+                f"shuffle=True needs rows with a length, but the data are {kind}; set shuffle=False and shuffle them "
+                "where they are made"
+            )
+        if self.once and (self.num_epochs or 1) > 1:
+            raise ConfigError(
+                f"num_epochs {self.num_epochs}, but the data are an iterator that can be read once; give a list or an "
+                "object whose __iter__ starts anew, or num_epochs=1"
+            )
+        if self.kind != "rows":
+            return
+        if self.encode is not None:
+            encoded = (self.encode(row, place) for place, row in enumerate(self.source))
+            self.source = [row for row in encoded if row is not None]
+        rows = len(self.source)
+        if rows == 0 or (rows < self.batch_size and self.last_batch == "drop"):
+            raise DataError(
+                f"{rows} prompts don't fill one batch of {self.batch_size}; set batch_size to {max(rows, 1)} or less, "
+                "last_batch='keep', or bring more prompts"
+            )
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Batches of one epoch; None where the data have no length."""
+        if self.kind != "rows":
+            return len(self.source) if self.kind == "batches" and isinstance(self.source, Sized) else None
+        whole, rest = divmod(len(self.source), self.batch_size)
+        return whole + (rest > 0 and self.last_batch == "keep")
+
+    def describe(self) -> str:
+        """One line for the log: how many, in what order, what is left out, what a resume does."""
+        if self.kind == "stream":
+            return f"a stream of prompts in its own order, batches of {self.batch_size}; a resume reads and skips rows"
+        if self.kind == "batches":
+            return f"ready-made batches of {self.batch_size} prompts in their own order; a resume reads and skips them"
+        rest = len(self.source) % self.batch_size
+        fate = "dropped" if self.last_batch == "drop" else "in a smaller batch"
+        tail = f"; {rest} rows an epoch {fate}" if rest else ""
+        order = f"shuffled with seed {self.seed}" if self.shuffle else "in data-set order"
+        return (
+            f"{len(self.source)} prompts {order}, {self.batches_per_epoch} batches of {self.batch_size} an epoch{tail}"
+        )
+
+    def state(self) -> dict[str, int]:
+        """Where the stream stands: after the last batch handed out. Plain ints."""
+        return {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "used": self.used,
+            "dropped_rows": self.dropped_rows,
+            "seed": self.seed,
+            "shuffle": int(self.shuffle),
+            "batch_size": self.batch_size,
+            "rows": len(self.source) if self.kind == "rows" else -1,
+        }
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on after the last batch of a saved state; call it before iterating.
+
+        Raises: CheckpointError: the state is of other data or other settings, with the first difference.
+        """
+        now = self.state()
+        for name in ("rows", "batch_size", "seed", "shuffle"):
+            if state[name] != now[name]:
+                raise CheckpointError(
+                    f"the checkpoint's data have {name} {state[name]}, these have {now[name]}; resume with the same "
+                    "data and settings, or start a new run"
+                )
+        self.epoch, self.batch, self.used = int(state["epoch"]), int(state["batch"]), int(state["used"])
+        self.dropped_rows = int(state["dropped_rows"])
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        """Batches from where the stream stands.
+
+        Raises: DataError: an epoch without a single batch.
+        """
+        while self.num_epochs is None or self.epoch < self.num_epochs:
+            if self.kind == "rows":
+                yield from self._rows()
+            else:
+                yield from self._read()
+            if self.batch == 0:
+                raise DataError(
+                    f"epoch {self.epoch} gave no batch of {self.batch_size} prompts; use a smaller batch_size, "
+                    "last_batch='keep', or data that can be read again"
+                )
+            self.epoch, self.batch, self.used = self.epoch + 1, 0, 0
+            if self.once:
+                return
+
+    def _rows(self) -> Iterator[list[Any]]:
+        """The rest of an epoch of rows with a length."""
+        rows = len(self.source)
+        order = epoch_order(rows, self.seed, self.epoch) if self.shuffle else np.arange(rows)
+        while self.used < rows:
+            places = order[self.used : self.used + self.batch_size].tolist()
+            if len(places) < self.batch_size and self.last_batch == "drop":
+                self.dropped_rows += len(places)
+                return
+            self.batch, self.used = self.batch + 1, self.used + len(places)
+            yield [self.source[place] for place in places]
+
+    def _read(self) -> Iterator[list[Any]]:
+        """The rest of an epoch of what is read in its own order; `used` counts the items read."""
+        items = iter(self.source)
+        for _ in islice(items, self.used):
+            pass
+        return self._read_batches(items) if self.kind == "batches" else self._read_rows(items)
+
+    def _read_batches(self, items: Iterator[Mapping[str, Any]]) -> Iterator[list[Any]]:
+        for item in items:
+            rows = unbatch(item, self.prompt_column)
+            first = self.used * self.batch_size
+            self.used += 1
+            if len(rows) > self.batch_size:
+                raise DataError(
+                    f"batch {self.used - 1} has {len(rows)} prompts, the first had {self.batch_size}; make them equal"
+                )
+            if not rows or (len(rows) < self.batch_size and self.last_batch == "drop"):
+                self.dropped_rows += len(rows)
+                continue
+            made = [self._made(row, first + place) for place, row in enumerate(rows)]
+            if any(row is None for row in made):
+                raise DataError(
+                    f"batch {self.used - 1}: a prompt over the limit can't be dropped from a ready-made batch; set "
+                    "on_long_prompt to truncate_left, or leave such rows out where the batches are made"
+                )
+            self.batch += 1
+            yield made
+
+    def _read_rows(self, items: Iterator[Any]) -> Iterator[list[Any]]:
+        held: list[Any] = []
+        for row in items:
+            made = self._made(row, self.used)
+            self.used += 1
+            if made is not None:
+                held.append(made)
+            if len(held) == self.batch_size:
+                self.batch += 1
+                full, held = held, []
+                yield full
+        if held and self.last_batch == "keep":
+            self.batch += 1
+            yield held
+        elif held:
+            self.dropped_rows += len(held)
+
+    def _made(self, row: Any, number: int) -> Any:
+        return row if self.encode is None else self.encode(row, number)
+
+
+def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
+    """The first item, and a source that still has it."""
+    if isinstance(source, Mapping | str):
+        raise DataError(f"data of type {type(source).__name__}; give a list of rows, a Dataset or an iterable of them")
+    items = iter(source)
+    try:
+        first = next(items)
+    except StopIteration:
+        raise DataError("the data have no rows; bring at least one batch of prompts") from None
+    return first, chain([first], items) if once else source
+
+
+def _is_batch(item: Any, prompt_column: str | None) -> bool:
+    """Whether an item is a batch: its prompt column is a list or array of prompts, not one conversation."""
+    names = PROMPT_COLUMNS if prompt_column is None else (prompt_column,)
+    value = next((item[name] for name in names if name in item), None) if isinstance(item, Mapping) else None
+    if not isinstance(value, list | tuple | np.ndarray) or (isinstance(value, np.ndarray) and value.ndim == 0):
+        return False
+    return len(value) == 0 or not isinstance(value[0], Mapping)
+
+
+def _has_places(source: Any) -> bool:
+    """Whether rows can be counted and taken by place."""
+    return isinstance(source, Sequence) or (isinstance(source, Sized) and hasattr(source, "__getitem__"))

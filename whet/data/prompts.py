@@ -1,0 +1,231 @@
+"""From rows to prompts: which column, which template, how long.
+
+Token ids are made once, here; nothing re-tokenises later. Left out on purpose: images (refused) and tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from whet.errors import ConfigError, DataError, lookup_error, nearest
+from whet.types import Message, Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["LongPrompt", "PromptEncoder", "encode_prompts", "find_prompt_column"]
+
+LongPrompt = Literal["error", "truncate_left", "drop"]
+"""What becomes of a prompt over the limit."""
+PROMPT_COLUMNS = ("prompt", "prompts", "messages")
+"""Names of the prompt column, in the order of preference."""
+IMAGE_COLUMNS = ("image", "images")
+GIVEN = ("completions", "completion_ids", "mode", "prompts", "trajectory_ids")
+"""Keywords that reward functions are given besides the columns: no column may have such a name."""
+
+
+def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None) -> str:
+    """The column that holds the prompts.
+
+    Args: columns: what a row has. prompt_column: the one to take; None = prompt, else prompts, else messages.
+    Raises: DataError: it is not there; the message lists the columns and the nearest.
+
+    >>> find_prompt_column(["answer", "messages"])
+    'messages'
+    """
+    columns = list(columns)
+    wanted = PROMPT_COLUMNS if prompt_column is None else (prompt_column,)
+    for name in wanted:
+        if name in columns:
+            return name
+    hint = next((near for word in (*wanted, "question") if (near := nearest(word, columns))), "")
+    raise DataError(
+        f"no prompt column ({' or '.join(wanted)}) among the columns {', '.join(columns)}{hint}"
+        f"{'' if hint.endswith('?') else ';'} name it in prompt_column"
+    )
+
+
+class PromptEncoder:
+    """Turns rows into Prompts, and counts what it dropped and truncated.
+
+    Text is encoded as it is (the tokenizer adds its own special tokens, e.g. bos); a list of messages goes through the
+    chat template, with the header of the assistant's turn at the end. A list that ends in an assistant turn is
+    continued: that turn stays open.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> encode = PromptEncoder(byte_tokenizer())
+    >>> p = encode({"prompt": "2+2=", "answer": 4}, 7)
+    >>> p.tokens.tolist(), p.source, p.columns, p.row
+    ([50, 43, 50, 61], '2+2=', {'answer': 4}, 7)
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        prompt_column: str | None = None,
+        apply_chat_template: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        system_prompt: str | None = None,
+        max_prompt_length: int | None = None,
+        on_long_prompt: LongPrompt = "error",
+    ) -> None:
+        """Args:
+            tokenizer: of transformers.
+            prompt_column: None = prompt, else prompts, else messages.
+            apply_chat_template: texts become one user turn; messages always go through the template.
+            chat_template_kwargs: further arguments of the template, e.g. {"enable_thinking": False}, which is the
+                default; templates ignore what they don't know.
+            system_prompt: put before messages that have no system turn; texts need apply_chat_template for it.
+            max_prompt_length: tokens, template included; None = no limit.
+            on_long_prompt: "error"; "truncate_left": the last max_prompt_length tokens stay; "drop".
+
+        Raises:
+            ConfigError: an unknown on_long_prompt, a limit below 1, a template asked for where there is none.
+        """
+        if on_long_prompt not in ("error", "truncate_left", "drop"):
+            raise lookup_error("on_long_prompt", on_long_prompt, ("error", "truncate_left", "drop"))
+        if max_prompt_length is not None and max_prompt_length < 1:
+            raise ConfigError(f"max_prompt_length {max_prompt_length} allows no prompt; give at least 1, or None")
+        self.tokenizer = tokenizer
+        self.prompt_column = prompt_column
+        self.apply_chat_template = apply_chat_template
+        self.chat_template_kwargs = {"enable_thinking": False, **(chat_template_kwargs or {})}
+        self.system_prompt = system_prompt
+        self.max_prompt_length = max_prompt_length
+        self.on_long_prompt = on_long_prompt
+        self.counts = {"encoded": 0, "dropped": 0, "truncated": 0}
+        if apply_chat_template:
+            self._need_template()
+
+    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Prompt | None:
+        """One row as a Prompt.
+
+        Args: row: column -> value. number: the row's place in the data set.
+        Returns: the Prompt; None where it is too long and on_long_prompt is "drop".
+        Raises: DataError: no prompt column, no text, images, too long, no tokens. ConfigError: no chat template.
+        """
+        if not isinstance(row, Mapping):
+            raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
+        name = find_prompt_column(row, self.prompt_column)
+        self._refuse(row, name, number)
+        source = _source(row[name], name, number)
+        tokens = self._tokens(source, number)
+        if not tokens:
+            raise DataError(f"row {number}: the prompt {source!r} has no tokens; leave the row out or give it a text")
+        limit = self.max_prompt_length
+        if limit is not None and len(tokens) > limit:
+            if self.on_long_prompt == "drop":
+                self.counts["dropped"] += 1
+                return None
+            if self.on_long_prompt == "error":
+                raise DataError(
+                    f"row {number}: the prompt has {len(tokens)} tokens, over max_prompt_length {limit}; raise it to "
+                    f"{len(tokens)}, or set on_long_prompt to truncate_left or drop"
+                )
+            self.counts["truncated"] += 1
+            tokens = tokens[-limit:]
+        self.counts["encoded"] += 1
+        ids = np.asarray(tokens, dtype=np.int32)
+        ids.setflags(write=False)
+        columns = {column: value for column, value in row.items() if column != name}
+        return Prompt(tokens=ids, source=source, columns=columns, row=number)
+
+    def _tokens(self, source: str | list[Message], number: int) -> list[int]:
+        """The ids that the model is given."""
+        if isinstance(source, str) and not self.apply_chat_template:
+            if self.system_prompt is not None:
+                raise ConfigError(
+                    f"row {number} is plain text, which has no system turn; set apply_chat_template=True for "
+                    "system_prompt, or put it in the text"
+                )
+            return list(self.tokenizer(source, verbose=False).input_ids)
+        messages = [{"role": "user", "content": source}] if isinstance(source, str) else source
+        if self.system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+        self._need_template()
+        open_turn = messages[-1]["role"] == "assistant"
+        ids = self.tokenizer.apply_chat_template(
+            messages,
+            tokenize=True,
+            return_dict=False,
+            add_generation_prompt=not open_turn,
+            continue_final_message=open_turn,
+            **self.chat_template_kwargs,
+        )
+        return list(ids)  # pyright: ignore[reportArgumentType]
+
+    def _need_template(self) -> None:
+        """Raises ConfigError where the tokenizer has no chat template."""
+        if self.tokenizer.chat_template is None:
+            raise ConfigError(
+                "this tokenizer has no chat template, which messages need; set tokenizer.chat_template, take the "
+                "instruction-tuned model's tokenizer, or give plain text prompts"
+            )
+
+    def _refuse(self, row: Mapping[str, Any], name: str, number: int) -> None:
+        """Raises DataError for columns that can't travel."""
+        for column in IMAGE_COLUMNS:
+            if column in row and row[column] is not None:
+                raise DataError(f"row {number} has an {column!r} column; whet trains on text alone, remove the column")
+        taken = [column for column in GIVEN if column in row and column != name]
+        if taken:
+            raise DataError(
+                f"column {taken[0]!r} has the name of an argument that reward functions are given; rename it"
+            )
+
+
+def encode_prompts(
+    rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
+) -> tuple[list[Prompt], dict[str, int]]:
+    """All rows as Prompts.
+
+    Args: rows: in data-set order. tokenizer: of transformers. options: of PromptEncoder.
+    Returns: the prompts kept, and the counts {"encoded", "dropped", "truncated"}.
+    Raises: as PromptEncoder does; DataError too where every prompt was dropped.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> rows = [{"prompt": "ab"}, {"prompt": "abc"}]
+    >>> prompts, counts = encode_prompts(rows, byte_tokenizer(), max_prompt_length=2, on_long_prompt="drop")
+    >>> len(prompts), counts
+    (1, {'encoded': 1, 'dropped': 1, 'truncated': 0})
+    """
+    encode = PromptEncoder(tokenizer, **options)
+    prompts = [prompt for number, row in enumerate(rows) if (prompt := encode(row, number)) is not None]
+    if not prompts:
+        raise DataError(
+            f"no prompts: {encode.counts['dropped']} rows were over max_prompt_length {encode.max_prompt_length}; "
+            "raise it, or bring rows"
+        )
+    return prompts, encode.counts
+
+
+def _source(value: Any, name: str, number: int) -> str | list[Message]:
+    """A prompt in the form that the data set has it, checked: a text, or a list of messages."""
+    if isinstance(value, bytes):
+        value = value.decode("utf-8")
+    if isinstance(value, str):
+        return str(value)
+    if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
+        raise DataError(
+            f"row {number}: column {name!r} holds {type(value).__name__} {value!r}; a prompt is a text or a list of "
+            "messages"
+        )
+    return [_message(message, place, number) for place, message in enumerate(value)]
+
+
+def _message(message: Any, place: int, number: int) -> Message:
+    """One message; keys that a table filled with None are left out."""
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise DataError(f"row {number}, message {place}: {message!r}; a message has a role and a content")
+    content = message["content"]
+    parts = content if isinstance(content, list | tuple) else ()
+    kinds = {part["type"] for part in parts if isinstance(part, Mapping) and "type" in part}
+    if kinds - {"text"}:
+        raise DataError(
+            f"row {number}, message {place} has parts {', '.join(sorted(kinds))}; whet trains on text alone"
+        )
+    return {key: value for key, value in message.items() if value is not None or key == "content"}

@@ -1,0 +1,157 @@
+"""Tokenizers: loading, a byte-level one that needs no files, whole-completion decoding, stop ids.
+
+Left out on purpose: a tokenizer class of our own. What is returned is transformers', and nothing sets a field on one
+that the user brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from whet.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["byte_tokenizer", "decode_completions", "load_tokenizer", "pad_token_id", "stop_token_ids"]
+
+BYTE_CHAT_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder, a hub name or an object.
+
+    Args: source: a path or hub name, "byte" for byte_tokenizer(), a tokenizer (returned as it is), or a processor
+        (its tokenizer is returned). kwargs: to AutoTokenizer.from_pretrained.
+    Raises: ConfigError: there is no tokenizer, or the object can't encode.
+
+    >>> load_tokenizer("byte")("hi").input_ids
+    [104, 105]
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
+
+    if isinstance(source, ProcessorMixin):
+        source = source.tokenizer  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(source, PreTrainedTokenizerBase):
+        return source
+    if not isinstance(source, str | Path):
+        raise ConfigError(f"a tokenizer is a path, a hub name or a transformers tokenizer, got {type(source).__name__}")
+    if source == "byte":
+        return byte_tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(str(source), **kwargs)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            f"no tokenizer at {str(source)!r} ({type(error).__name__}: {error}); give a folder that holds "
+            "tokenizer.json, a hub name, or 'byte'"
+        ) from error
+
+
+def byte_tokenizer() -> PreTrainedTokenizerBase:
+    """A tokenizer of bytes: id = byte value, <|im_end|> (stop) 256, <|pad|> 257, <|im_start|> 258; len 259.
+
+    It has a chat template, needs no files, and survives save_pretrained and AutoTokenizer.
+
+    >>> t = byte_tokenizer()
+    >>> t("a é").input_ids, t.eos_token_id, t.pad_token_id, len(t)
+    ([97, 32, 195, 169], 256, 257, 259)
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(_byte_chars())}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        eos_token="<|im_end|>",
+        pad_token="<|pad|>",
+        additional_special_tokens=["<|im_start|>"],
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = BYTE_CHAT_TEMPLATE
+    return tokenizer
+
+
+def decode_completions(
+    tokenizer: PreTrainedTokenizerBase,
+    completions: Sequence[Sequence[int] | np.ndarray],
+    *,
+    skip_special_tokens: bool = True,
+) -> list[str]:
+    """The texts of whole completions; decoding a part of one would break characters of several bytes.
+
+    Args: completions: token ids, one sequence each. skip_special_tokens: leave stop and other special tokens out.
+    Returns: one text per completion, spaces as they were.
+
+    >>> decode_completions(byte_tokenizer(), [[104, 105, 256], []])
+    ['hi', '']
+    """
+    ids = [np.asarray(c, dtype=np.int64).tolist() for c in completions]
+    return [
+        tokenizer.decode(i, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False) for i in ids
+    ]
+
+
+def stop_token_ids(
+    tokenizer: PreTrainedTokenizerBase, model_config: Any = None, generation_config: Any = None
+) -> tuple[int, ...]:
+    """Every id that ends a completion: the tokenizer's, the generation config's and the model config's.
+
+    Args: model_config, generation_config: transformers configs or mappings; their eos_token_id may be an int or a list.
+        A text model inside a larger one is asked through its own text config.
+    Returns: sorted, each once; () where nobody names one, and then only the length ends a completion.
+
+    >>> stop_token_ids(byte_tokenizer(), {"eos_token_id": [3, 256]}, {"eos_token_id": 7})
+    (3, 7, 256)
+    """
+    found = [tokenizer.eos_token_id, _field(generation_config, "eos_token_id"), _field(model_config, "eos_token_id")]
+    ids: set[int] = set()
+    for value in found:
+        if value is not None:
+            ids.update(int(i) for i in np.atleast_1d(np.asarray(value)))
+    return tuple(sorted(ids))
+
+
+def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()) -> int:
+    """The id to fill padding with: the tokenizer's pad token, else its eos, else a stop id, else 0.
+
+    Any id would do: masks come from lengths, never from comparing with this one.
+
+    >>> pad_token_id(byte_tokenizer())
+    257
+    """
+    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id, *stop_ids):
+        if value is not None:
+            return int(value)
+    return 0
+
+
+def _field(config: Any, name: str) -> Any:
+    """One field of a transformers config, of its text part, or of a mapping; None where it has none."""
+    if config is None:
+        return None
+    if isinstance(config, Mapping):
+        return config.get(name)
+    from transformers import PreTrainedConfig
+
+    if isinstance(config, PreTrainedConfig):
+        config = config.get_text_config()
+    return config.to_dict().get(name)
+
+
+def _byte_chars() -> list[str]:
+    """The printable stand-in of each byte that byte-level BPE uses, in the order of the bytes.
+
+    Printable Latin-1 characters stand for themselves, the other 68 bytes for the characters from 256 up.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,0 +1,116 @@
+"""References to the user's own code: "package.module:name" and "folder/file.py:name".
+
+Left out on purpose: entry points and plugins. A reference says where the thing lies.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import pkgutil
+import sys
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from whet.errors import ConfigError, nearest
+
+__all__ = ["is_ref", "resolve_ref"]
+
+
+def is_ref(text: str) -> bool:
+    """Whether a text has the form of a reference: "package.module:name" or "file.py:name".
+
+    >>> is_ref("rewards.py:score"), is_ref("my.rewards:score"), is_ref("openai/gsm8k"), is_ref("exact_match")
+    (True, True, False, False)
+    """
+    place, colon, name = text.rpartition(":")
+    if not colon or not all(part.isidentifier() for part in name.split(".")):
+        return False
+    return place.endswith(".py") or all(part.isidentifier() for part in place.split("."))
+
+
+def resolve_ref(text: str, kind: str) -> Any:
+    """The object that a reference names.
+
+    Modules and files beside the working folder are found too: that folder (of a file: its own) joins the end of
+    sys.path, so it hides nothing and the user's own imports work. A file is run once, however often it is named.
+
+    Args: text: "package.module:name" or "file.py:name"; the name may have dots. kind: what is looked for, for messages.
+    Returns: the object.
+    Raises: ConfigError: not a reference, no such file, module or name (with the nearest), or the user's code raised.
+
+    >>> resolve_ref("math:sqrt", "reward")(9.0)
+    3.0
+    """
+    if not is_ref(text):
+        raise ConfigError(f"{kind} {text!r} is no reference; write package.module:name or path/to/file.py:name")
+    place, _, name = text.rpartition(":")
+    module = (
+        _from_file(Path(place).expanduser(), text, kind) if place.endswith(".py") else _from_name(place, text, kind)
+    )
+    found: Any = module
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            known = [word for word, _ in inspect.getmembers_static(found) if not word.startswith("_")]
+            hint = nearest(part, known) or "; check the name"
+            raise ConfigError(f"{kind} {text!r}: {place} has no {part!r}{hint}") from error
+    return found
+
+
+def _from_file(path: Path, text: str, kind: str) -> ModuleType:
+    """The module of a file, run on first use."""
+    if not path.is_file():
+        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        raise ConfigError(f"{kind} {text!r}: no file {path}{nearest(path.name, beside) or '; check the path'}")
+    path = path.resolve()
+    for module in list(sys.modules.values()):
+        if isinstance(module, ModuleType) and vars(module).get("__file__") == str(path):
+            return module
+    name = f"whet_file_{path.stem}_{zlib.crc32(str(path).encode()):08x}"  # hides no installed module of the file's name
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{kind} {text!r}: {path} can't be imported as Python")
+    _reach(path.parent)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _failed(text, kind, str(path), error) from error
+    return module
+
+
+def _from_name(place: str, text: str, kind: str) -> ModuleType:
+    """The module of a dotted name."""
+    _reach(Path.cwd())
+    importlib.invalidate_caches()
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if missing != place and not place.startswith(missing + "."):
+            raise _failed(text, kind, place, error) from error  # found, but something that it imports is not
+        parent, _, last = missing.rpartition(".")
+        folders = sys.modules[parent].__path__ if parent else None
+        beside = [info.name for info in pkgutil.iter_modules(folders)]
+        hint = nearest(last, beside) or "; is it installed?"
+        raise ConfigError(f"{kind} {text!r}: no module {missing!r}{hint}") from error
+    except Exception as error:
+        raise _failed(text, kind, place, error) from error
+
+
+def _reach(folder: Path) -> None:
+    """Makes a folder importable, after everything else."""
+    folder = folder.resolve()
+    if folder not in (Path(entry).resolve() for entry in sys.path):
+        sys.path.append(str(folder))
+
+
+def _failed(text: str, kind: str, place: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{kind} {text!r}: importing {place} raised {type(error).__name__}: {error}; fix that first")
