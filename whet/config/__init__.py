@@ -1,0 +1,51 @@
+"""Configuration: frozen keyword-only dataclasses, checked from Python as from YAML. Imports no torch."""
+
+from whet.config.algo import AlgorithmConfig, GRPOConfig, GrpoConfig
+from whet.config.base import check, config, field_docs
+from whet.config.data import DataConfig
+from whet.config.enums import Mode, Role
+from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
+from whet.config.model import OptimConfig, RoleConfig
+from whet.config.rollout import RolloutConfig
+from whet.config.run import SHORT, RunConfig, load_run
+from whet.config.training import (
+    BatchSizes,
+    CheckpointingOptions,
+    ClusterConfig,
+    MetricsLoggerOptions,
+    PerfMetricsOptions,
+    RLTrainingConfig,
+    TrainingConfig,
+)
+
+__all__ = [
+    "SHORT",
+    "AlgorithmConfig",
+    "BatchSizes",
+    "CheckpointingOptions",
+    "ClusterConfig",
+    "DataConfig",
+    "GRPOConfig",
+    "GrpoConfig",
+    "MetricsLoggerOptions",
+    "Mode",
+    "OptimConfig",
+    "PerfMetricsOptions",
+    "RLTrainingConfig",
+    "Role",
+    "RoleConfig",
+    "RolloutConfig",
+    "RunConfig",
+    "TrainingConfig",
+    "check",
+    "config",
+    "diff",
+    "dump",
+    "dump_tree",
+    "field_docs",
+    "load",
+    "load_run",
+    "read_yaml",
+    "show",
+    "tree",
+]

@@ -1,0 +1,106 @@
+"""The algorithm: the section algo. Names and defaults are Tunix's where Tunix has the field."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from whet.config.base import Bool, Count, Float, Fn, Int, config
+from whet.errors import ConfigError
+
+__all__ = ["AlgorithmConfig", "GRPOConfig", "GrpoConfig"]
+
+
+@config
+class AlgorithmConfig:
+    """What every algorithm is made of: functions by name, as objects, or as "package.module:function"."""
+
+    algo_variant: str = "grpo"
+    """Tunix's name of the algorithm. No effect: the parts below say it all."""
+    advantage_estimator: str | Fn = "grpo"
+    """Rewards -> advantages."""
+    policy_loss_fn: str | Fn = "grpo"
+    """Logprobs and advantages -> a loss per token."""
+    reward_manager: str | Fn = "sequence-level"
+    """How the rewards of several functions become one."""
+    kl_clamp_value: Float | None = None
+    """Bound of the KL estimate at each token, both ways; None = off."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        if self.kl_clamp_value is not None and self.kl_clamp_value <= 0:
+            raise ConfigError(f"kl_clamp_value must be positive, got {self.kl_clamp_value!r}; None turns it off")
+
+
+@config
+class GRPOConfig(AlgorithmConfig):
+    """Group-relative policy optimisation (arXiv:2402.03300) and its relatives.
+
+    >>> GRPOConfig(num_generations=1)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: num_generations must be greater than 1, got 1: a completion is compared with its group
+    >>> GRPOConfig(epsilon=0.2, epsilon_high=0.28).clip_range
+    (0.2, 0.28)
+    """
+
+    num_generations: Int = 2
+    """G: completions of each prompt."""
+    num_iterations: Count = 1
+    """μ: passes over each rollout."""
+    beta: Float = 0.04
+    """Weight of the KL to the reference. 0.0 = off, and no reference is loaded."""
+    kl_loss_mode: str = "kl"
+    """KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3)."""
+    epsilon: Float = 0.2
+    """The ratio is clipped below 1 - ε."""
+    epsilon_high: Float | None = None
+    """The ratio is clipped above 1 + ε_high; None = epsilon."""
+    epsilon_c: Float | None = None
+    """Dual clip: with a negative advantage the loss stays below -ε_c·A; None = off, else greater than 1."""
+    loss_algo: Literal["grpo", "gspo-token"] | str = "grpo"
+    """Ratio of each token (grpo) or of the whole sequence (gspo-token)."""
+    loss_agg_mode: str | Fn = "sequence-mean-token-mean"
+    """How the losses of tokens become one: the weight of every token."""
+    loss_agg_norm: Float | None = None
+    """The constant of the modes that divide by one; None = their default."""
+    use_rollout_logps: Bool = True
+    """Old logprobs are the sampler's; off, the trainer computes them from the weights at the start of the step."""
+    sampler_is: Literal["token"] | str | None = None
+    """"token" = weight each token by trainer / sampler probability, truncated; None = off."""
+    sampler_is_threshold: Float = 2.0
+    """Greatest such weight."""
+    force_compute_kl: Bool = False
+    """Compute the KL to the reference as a metric also when beta is 0.0."""
+    mask_truncated_completions: Bool = False
+    """Train nothing of completions that were cut at the length limit."""
+    reward_weights: tuple[Float, ...] | None = None
+    """Weight of each reward function, in their order; None = 1.0 each."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        super().__post_init__()
+        if self.loss_algo not in ("grpo", "gspo-token"):
+            raise ConfigError(f"loss_algo should be either grpo or gspo-token. Received: {self.loss_algo}")
+        if self.num_generations <= 1:
+            raise ConfigError(
+                f"num_generations must be greater than 1, got {self.num_generations}: "
+                "a completion is compared with its group"
+            )
+        if self.sampler_is not in (None, "token"):
+            raise ConfigError(f"sampler_is should be None or 'token'. Received: {self.sampler_is!r}")
+        for name in ("beta", "epsilon", "epsilon_high", "sampler_is_threshold"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name} must not be negative, got {value!r}")
+        if self.epsilon_c is not None and self.epsilon_c <= 1:
+            raise ConfigError(f"epsilon_c must be greater than 1, got {self.epsilon_c!r}; None turns the dual clip off")
+        if self.loss_agg_norm is not None and self.loss_agg_norm <= 0:
+            raise ConfigError(f"Invalid 'norm' value: loss_agg_norm must be positive, got {self.loss_agg_norm!r}")
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(ε, ε_high) with ε_high settled."""
+        return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+
+GrpoConfig = GRPOConfig
+"""Tunix's other spelling."""

@@ -1,0 +1,301 @@
+"""What makes a class a configuration: frozen, keyword-only, checked, and documented field by field.
+
+A configuration is an ordinary frozen dataclass. pydantic's TypeAdapter checks it, from Python exactly as from YAML:
+a wrong keyword is a ConfigError with the nearest match, a wrong type one with the path to it. The type aliases here
+(Int, Float, ...) cast nothing that a reader would not: True is no integer, 2.0 is none either, numpy's numbers are.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import operator
+import textwrap
+import types
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from typing import Annotated, Any, TypeVar, dataclass_transform
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic_core import ArgsKwargs
+
+from whet.errors import ConfigError, nearest
+
+__all__ = [
+    "Bool",
+    "Count",
+    "Float",
+    "Fn",
+    "Int",
+    "Items",
+    "Strings",
+    "adapter",
+    "check",
+    "config",
+    "explain",
+    "field_docs",
+    "leaves",
+    "type_text",
+]
+
+T = TypeVar("T")
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool) or type(value).__name__ == "bool_":
+        raise ValueError(f"expected an integer, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"expected an integer, got {value!r}") from None
+
+
+def _count(value: Any) -> int:
+    try:
+        number = _int(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"must be a positive integer. Got: {value!r}")
+    return number
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool) or type(value).__name__ == "bool_":
+        raise ValueError(f"expected a number, got {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a number, got {value!r}") from None
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {value!r}")
+    return number
+
+
+def _bool(value: Any) -> bool:
+    if isinstance(value, bool) or type(value).__name__ == "bool_":
+        return bool(value)
+    raise ValueError(f"expected true or false, got {value!r}")
+
+
+def _many(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+Int = Annotated[int, BeforeValidator(_int)]
+"""An integer, numpy's included; neither a bool nor a float."""
+Count = Annotated[int, BeforeValidator(_count)]
+"""A positive integer."""
+Float = Annotated[float, BeforeValidator(_float)]
+"""A finite number."""
+Bool = Annotated[bool, BeforeValidator(_bool)]
+"""True or false, nothing that merely looks like it."""
+Strings = Annotated[tuple[str, ...], BeforeValidator(_many)]
+"""Strings; a lone one counts as one."""
+Items = Annotated[tuple[Any, ...], BeforeValidator(_many)]
+"""Names or objects; a lone one counts as one."""
+Fn = Callable[..., Any]
+"""A function, class or partial."""
+
+_SPOKEN = {
+    "Int": "int",
+    "Count": "positive int",
+    "Float": "float",
+    "Bool": "bool",
+    "Strings": "list of str",
+    "Items": "list",
+    "Fn": "callable",
+}
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def config(cls: type[T]) -> type[T]:
+    """The decorator of every configuration class: a frozen keyword-only dataclass that checks what it is given.
+
+    Args: cls: annotated fields, each with a docstring line under it; `__post_init__` may raise ConfigError.
+        A class attribute REFUSED = {keyword: reason} explains keywords that peers have and whet does not.
+    Returns: the same class.
+
+    >>> from whet.config import OptimConfig
+    >>> OptimConfig(lrr=1.0)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: unknown keyword OptimConfig.lrr; did you mean lr?
+    """
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+    made.__pydantic_config__ = {"extra": "forbid", "coerce_numbers_to_str": True}  # pyright: ignore
+    plain = made.__init__
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        if args:
+            raise ConfigError(f"{type(self).__name__} takes keywords only, got {len(args)} positional value(s)")
+        try:
+            adapter(type(self)).validator.validate_python(ArgsKwargs((), given), self_instance=self)
+        except ValidationError as error:
+            raise explain(type(self), error, given, root=type(self).__name__) from None
+
+    made.__init__ = __init__  # pyright: ignore[reportAttributeAccessIssue]
+    return made
+
+
+@functools.cache
+def adapter(cls: type) -> TypeAdapter[Any]:
+    """pydantic's view of a configuration class, made at first use: importing whet.config builds no schema."""
+    return TypeAdapter(cls)
+
+
+def check(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | None = None) -> T:
+    """A configuration from plain nested dicts.
+
+    Args: cls: a configuration class. tree: as from YAML. short: shorthands, named in suggestions.
+    Returns: the instance.
+    Raises: ConfigError: every unknown key, missing key and wrong value at once, a line each.
+    """
+    try:
+        return adapter(cls).validate_python(dict(tree))
+    except ValidationError as error:
+        raise explain(cls, error, tree, short=short) from None
+
+
+def explain(
+    cls: type, error: ValidationError, given: Any, *, root: str = "", short: Mapping[str, str] | None = None
+) -> ConfigError:
+    """pydantic's findings in whet's words: one line per path, the deepest of a union's complaints.
+
+    Args: cls: what was checked. error: pydantic's. given: what it was made from. root: class name, from Python.
+        short: shorthands, named in suggestions.
+    Returns: the ConfigError, to be raised by the caller.
+    """
+    found: dict[tuple[str, ...], list[Any]] = {}
+    for item in error.errors(include_url=False):
+        found.setdefault(_path(item["loc"], given, item["type"]), []).append(item)
+    lines = [
+        _line(cls, path, items, root, short or {})
+        for path, items in found.items()
+        if not any(len(other) > len(path) and other[: len(path)] == path for other in found)
+    ]
+    return ConfigError("\n".join(lines))
+
+
+def _path(loc: tuple[int | str, ...], given: Any, kind: str) -> tuple[str, ...]:
+    """The parts of pydantic's location that the user wrote, without its names for the members of a union."""
+    path = []
+    for i, part in enumerate(loc):
+        if isinstance(given, Mapping) and part in given:
+            given = given[part]
+        elif isinstance(given, list | tuple) and isinstance(part, int):
+            given = given[part]
+        elif not (kind == "missing" and i == len(loc) - 1):
+            continue
+        path.append(str(part))
+    return tuple(path)
+
+
+def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: Mapping[str, str]) -> str:
+    key = ".".join([root, *path] if root else path)
+    first = items[0]
+    if "error" in (first.get("ctx") or {}) and len(items) == 1:
+        message = str(first["ctx"]["error"])
+        cross_field = dataclasses.is_dataclass(_section(cls, path))
+        if cross_field and (root or not path):
+            return message
+        return f"{key} {message}" if message.startswith("must be") else f"{key}: {message}"
+    if first["type"] == "unexpected_keyword_argument":
+        return _unknown(cls, path, key, root, short)
+    if first["type"] == "missing":
+        return f"{key} is required"
+    if len(items) == 1:
+        return f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+    owner = _section(cls, path[:-1])
+    expected = type_text(owner, path[-1]) if owner and path else "another type"
+    return f"{key}: expected {expected}, got {first['input']!r}"
+
+
+def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str]) -> str:
+    owner = _section(cls, path[:-1])
+    refused = {k: v for c in reversed(owner.__mro__) for k, v in vars(c).get("REFUSED", {}).items()} if owner else {}
+    if path[-1] in refused:
+        return f"{key}: {refused[path[-1]]}"
+    noun = "keyword" if root else "key"
+    inside = [f.name for f in dataclasses.fields(owner)] if owner else []
+    near = nearest(path[-1], inside) if root else nearest(key, [*(k for k, *_ in leaves(cls, True)), *short])
+    if not near and not root:
+        same = [k for k, *_ in leaves(cls, True) if k.split(".")[-1] == path[-1]]
+        near = f"; did you mean {' or '.join(same[:3])}?" if same else nearest(path[-1], inside)
+    return f"unknown {noun} {key}{near}"
+
+
+def _section(cls: type, path: tuple[str, ...]) -> Any:
+    """The configuration class at a path; None where there is none."""
+    kind: Any = cls
+    for part in path:
+        if dataclasses.is_dataclass(kind):
+            kind = _hints(kind).get(part)
+        else:
+            kind = next((a[1] for a in map(typing.get_args, _members(kind)) if len(a) == 2), None)
+        kind = next((m for m in _members(kind) if dataclasses.is_dataclass(m)), kind)
+    return kind if dataclasses.is_dataclass(kind) else None
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+
+
+def type_text(cls: type, name: str) -> str:
+    """A field's type as help and messages say it.
+
+    >>> from whet.config import OptimConfig
+    >>> type_text(OptimConfig, "total_steps")
+    'positive int | None'
+    """
+    text = next(f.type for f in dataclasses.fields(cls) if f.name == name)  # pyright: ignore[reportArgumentType]
+    tree = ast.parse(str(text), mode="eval")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name):
+            node.id = _SPOKEN.get(node.id, node.id)
+    return ast.unparse(tree)
+
+
+@functools.cache
+def field_docs(cls: type) -> dict[str, str]:
+    """The docstring under each field, inherited fields included.
+
+    Args: cls: a configuration class.
+    Returns: field -> text, the nearest class's for a field that several define.
+
+    >>> from whet.config import OptimConfig
+    >>> field_docs(OptimConfig)["lr"]
+    'Learning rate, at its peak where there is a schedule.'
+    """
+    docs: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # pyright: ignore
+        for field, under in zip(body, body[1:]):
+            if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(field.target, ast.Name):
+                docs[field.target.id] = inspect.cleandoc(ast.literal_eval(under.value))
+    return docs
+
+
+def leaves(cls: type, optional: bool = False, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], type]]:
+    """Every dotted key below a class.
+
+    Args: cls: a configuration class. optional: also the keys of sections that are None by default.
+        prefix: put before each key.
+    Returns: (key, field, class that has the field), in order.
+    """
+    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        section = _section(cls, (field.name,))
+        if section and (optional or field.default_factory is section):
+            yield from leaves(section, optional, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field, cls

@@ -1,0 +1,43 @@
+"""The data set: the section data."""
+
+from __future__ import annotations
+
+from whet.config.base import Bool, Count, Float, config
+from whet.errors import ConfigError
+
+__all__ = ["DataConfig"]
+
+
+@config
+class DataConfig:
+    """Where prompts come from."""
+
+    path: str | None = None
+    """Hub name, folder, or a json, jsonl, csv, parquet or arrow file; None = given from Python."""
+    eval_path: str | None = None
+    """The same for evaluation; None = path with eval_split, or a part cut off by eval_fraction."""
+    split: str = "train"
+    """Split to train on, where there are several."""
+    eval_split: str | None = None
+    """Split to evaluate on."""
+    eval_fraction: Float = 0.0
+    """Share of the rows kept for evaluation and not trained on. 0.0 = off."""
+    batch_size: Count = 8
+    """Prompts of one step."""
+    prompt_column: str | None = None
+    """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
+    shuffle: Bool = True
+    """A new order in each epoch, from the run's seed."""
+    streaming: Bool = False
+    """Read the data set as the run goes on, without downloading it first."""
+    system_prompt: str = ""
+    """Put before every conversation. "" = off."""
+    limit: Count | None = None
+    """Use so many rows; None = all."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        if not 0 <= self.eval_fraction < 1:
+            raise ConfigError(f"eval_fraction must lie in [0, 1), got {self.eval_fraction!r}; 0.0 turns it off")
+        if self.eval_fraction and (self.eval_path or self.eval_split):
+            raise ConfigError("eval_fraction cuts evaluation rows off the training data; drop it or eval_path/eval_split")

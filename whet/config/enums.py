@@ -1,0 +1,32 @@
+"""The two enumerations of a run: modes and roles."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+__all__ = ["Mode", "Role"]
+
+
+class Mode(str, Enum):  # noqa: UP042 - str(Mode.TRAIN) is "Mode.TRAIN", which StrEnum would change
+    """Whether prompts are rolled out to train on or to evaluate.
+
+    >>> Mode("eval"), Mode.TRAIN == "train", str(Mode.TRAIN)
+    (<Mode.EVAL: 'eval'>, True, 'Mode.TRAIN')
+    """
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+class Role(str, Enum):  # noqa: UP042
+    """What a model is for.
+
+    >>> Role("actor"), Role.ROLLOUT.value
+    (<Role.ACTOR: 'actor'>, 'rollout')
+    """
+
+    ACTOR = "actor"
+    CRITIC = "critic"
+    REFERENCE = "reference"
+    REWARD = "reward"
+    ROLLOUT = "rollout"

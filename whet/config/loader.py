@@ -1,0 +1,232 @@
+"""Configuration from YAML files and key=value words, and back.
+
+`load` merges every --config file, then every key=value with or without leading dashes, expands shorthands, and checks
+the whole at once. YAML is read by the rules of YAML 1.2's core: 1e-6 is a number, `yes` and `12:30` are strings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from whet.config.base import check, field_docs, leaves, type_text
+from whet.errors import ConfigError
+
+__all__ = ["diff", "dump", "dump_tree", "load", "read_yaml", "show", "tree"]
+
+T = TypeVar("T")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars: only true and false are bools, 1e-6 is a float, dates and times stay strings."""
+
+
+_REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in _REPLACED]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
+    ("float", r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|nan)$", "-+.0123456789"),
+):
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file.
+
+    Args: path: the file; an empty one is an empty mapping.
+    Raises: ConfigError: no such file, not YAML, or not a mapping.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; --config takes a YAML file") from None
+    found = _parse(text, str(path))
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: a configuration is a mapping of keys, got {type(found).__name__}")
+    return found
+
+
+def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The nested dict that command-line words stand for: files first, then key=value in order.
+
+    Args: argv: `--config FILE`, `key=value`, `--key=value`, `--key value`. short: shorthand -> full key; a key that
+        is also a section (`data`) is a shorthand only for a plain value.
+    Raises: ConfigError: a key without a value, a key given both short and in full, a value where a section is.
+
+    >>> tree(["actor.lr=1e-6", "--data", "train.jsonl"], {"actor.lr": "actor.optim.lr", "data": "data.path"})
+    {'actor': {'optim': {'lr': 1e-06}}, 'data': {'path': 'train.jsonl'}}
+    """
+    short = short or {}
+    files: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        key, equals, text = word.removeprefix("--").partition("=")
+        if not equals:
+            if not word.startswith("--"):
+                raise ConfigError(f"{word!r}: expected key=value or --config FILE")
+            value = next(words, None)
+            if value is None or value.startswith("--"):
+                raise ConfigError(f"{key}: no value; write {key}=VALUE")
+            text = value
+        if key == "config":
+            files = _merge(files, _expand(read_yaml(text), short))
+            continue
+        node: Any = _parse(text, key) if text else text
+        for part in reversed(key.replace("-", "_").split(".")):
+            node = {part: node}
+        pairs = _merge(pairs, _expand(node, short))
+    return _merge(files, pairs)
+
+
+def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = None) -> T:
+    """A checked configuration from command-line words.
+
+    Args: cls: a configuration class. argv, short: see `tree`.
+    Returns: the instance.
+    Raises: ConfigError: every problem at once, a line each, with its path and the nearest key.
+    """
+    return check(cls, tree(argv, short), short=short)
+
+
+def _merge(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    both = {k: _merge(a[k], v) if isinstance(v, Mapping) and isinstance(a.get(k), Mapping) else v for k, v in b.items()}
+    return {**a, **both}
+
+
+def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any]:
+    """Moves what stands under a shorthand to its full key."""
+    full = _merge({}, _copied(given))
+    for key, target in short.items():
+        *parents, name = key.split(".")
+        node = _at(full, parents)
+        if node is None or name not in node:
+            continue
+        value = node[name]
+        if target.startswith(f"{key}.") and (value is None or isinstance(value, Mapping)):
+            continue
+        del node[name]
+        *parents, name = target.split(".")
+        there = _at(full, parents)
+        if there is not None and name in there:
+            raise ConfigError(f"{key} and {target} are one key; give it once")
+        for part in reversed([*parents, name]):
+            value = {part: value}
+        full = _merge(full, value)
+    return full
+
+
+def _copied(node: Any) -> Any:
+    return {k: _copied(v) for k, v in node.items()} if isinstance(node, Mapping) else node
+
+
+def _at(node: Any, parts: Iterable[str]) -> dict[str, Any] | None:
+    for part in parts:
+        node = node.get(part) if isinstance(node, dict) else None
+    return node if isinstance(node, dict) else None
+
+
+def dump_tree(value: Any) -> Any:
+    """A configuration as plain dicts, lists and scalars.
+
+    Args: value: a configuration or anything inside one. A function becomes "module:name", which whet reads back; an
+        object becomes the "module:name" of its class, so that no memory address makes two equal runs differ.
+    """
+    if isinstance(value, Enum):
+        return value.value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: dump_tree(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {str(dump_tree(k)): dump_tree(v) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [dump_tree(v) for v in value]
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, functools.partial):
+        return dump_tree(value.func)
+    named = value if isinstance(value, type) or isinstance(value, Callable) and hasattr(value, "__qualname__") else type(value)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def dump(config: Any) -> str:
+    """A configuration as YAML that `load` reads back to an equal one.
+
+    >>> from whet.config import CheckpointingOptions
+    >>> print(dump(CheckpointingOptions(max_to_keep=2)), end="")
+    save_interval_steps: null
+    save_interval_s: 180.0
+    max_to_keep: 2
+    timeout_secs: 1200
+    enable_async_checkpointing: false
+    """
+    return yaml.safe_dump(dump_tree(config), sort_keys=False, allow_unicode=True)
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, Mapping) or not node:
+        return {prefix[:-1]: node}
+    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+
+
+def diff(old: Any, new: Any) -> list[str]:
+    """What changed from one configuration to another.
+
+    Args: old, new: configurations, or the trees that `read_yaml` gives.
+    Returns: "key: old -> new", a line per key; a key that one side lacks is "(none)" there.
+
+    >>> from whet.config import OptimConfig
+    >>> diff(OptimConfig(), OptimConfig(lr=3e-6))
+    ['lr: 1e-06 -> 3e-06']
+    """
+    a, b = _flat(dump_tree(old)), _flat(dump_tree(new))
+    absent = object()
+    say = lambda v: "(none)" if v is absent else repr(v)
+    keys = [*a, *(k for k in b if k not in a)]
+    return [
+        f"{key}: {say(a.get(key, absent))} -> {say(b.get(key, absent))}"
+        for key in keys
+        if a.get(key, absent) != b.get(key, absent)
+    ]
+
+
+def show(cls: type, short: Mapping[str, str] | None = None) -> str:
+    """Help: every key with its default, its type and its docstring; then the shorthands.
+
+    Args: cls: a configuration class. short: shorthand -> full key.
+    """
+    lines = []
+    for key, field, owner in leaves(cls):
+        if field.default_factory is not dataclasses.MISSING:
+            default: Any = field.default_factory()
+        else:
+            default = field.default
+        text = "(required)" if default is dataclasses.MISSING else yaml.safe_dump(
+            dump_tree(default), default_flow_style=True, width=1000
+        ).removesuffix("...\n").strip()
+        lines.append(f"  {key}={text}  ({type_text(owner, field.name)})")
+        lines += [f"      {line}" for line in field_docs(owner).get(field.name, "").splitlines()]
+    if short:
+        lines += ["", "Shorthands:", *(f"  {key} = {target}" for key, target in short.items())]
+    return "\n".join(lines)

@@ -1,0 +1,68 @@
+"""A model and its optimizer: the sections actor, critic and reference."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, Literal
+
+from whet.config.base import Bool, Count, Float, Int, config
+from whet.errors import ConfigError
+
+__all__ = ["OptimConfig", "RoleConfig"]
+
+
+@config
+class OptimConfig:
+    """The optimizer of one model.
+
+    >>> OptimConfig(lr="fast")
+    Traceback (most recent call last):
+    whet.errors.ConfigError: OptimConfig.lr: expected a number, got 'fast'
+    """
+
+    name: str = "adamw"
+    """"adamw" (fused), "sgd", or "package.module:factory", called with (parameter groups, lr=...)."""
+    lr: Float = 1e-6
+    """Learning rate, at its peak where there is a schedule."""
+    betas: tuple[Float, Float] = (0.9, 0.999)
+    """AdamW's decay of the first and second moment."""
+    eps: Float = 1e-8
+    """AdamW's ε, added to the root of the second moment."""
+    weight_decay: Float = 0.0
+    """Decoupled decay of matrices; vectors (norms, biases) never decay. 0.0 = off."""
+    schedule: str = "constant"
+    """A schedule of transformers.get_scheduler: constant, constant_with_warmup, linear, cosine, cosine_with_min_lr ..."""
+    schedule_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the schedule, e.g. {min_lr: 1.0e-7} for cosine_with_min_lr."""
+    warmup_steps: Int = 0
+    """Updates over which the rate rises from 0. 0 = off."""
+    total_steps: Count | None = None
+    """Updates that the schedule spans; None = as many as the run makes."""
+    max_grad_norm: Float = 1.0
+    """Norm of the whole gradient above which it is scaled down. 0.0 = off."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        for name in ("lr", "weight_decay", "warmup_steps", "max_grad_norm"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}; 0 turns it off")
+        if self.eps <= 0:
+            raise ConfigError(f"eps must be positive, got {self.eps!r}")
+        if any(not 0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"betas must lie in [0, 1), got {self.betas!r}")
+
+
+@config
+class RoleConfig:
+    """One model: what to load, how to compute it, and how to train it."""
+
+    model: str | None = None
+    """Hub name or folder of a Hugging Face model; None = given from Python, or (critic, reference) the actor's."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Compute dtype; masters are always float32. "auto" = the faster of the two on this device, by a measured probe."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """The optimizer; nothing for a model that is only read."""
+    gradient_checkpointing: Bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    dropout: Bool = False
+    """Keep the model's dropout while training; off, sampler and trainer see the same policy."""

@@ -1,0 +1,216 @@
+"""Sampling: the section rollout.
+
+The names and defaults are Tunix's where Tunix has the field. Fields of engines that are not used have no effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import field
+from typing import Any, ClassVar, Literal
+
+from whet.config.base import Bool, Count, Float, Int, Strings, config
+from whet.config.enums import Mode
+from whet.errors import ConfigError, nearest
+
+__all__ = ["RolloutConfig"]
+
+_SHARED = "the rollout reads the trainer's own weights; choose their dtype with actor.dtype"
+
+
+@config
+class RolloutConfig:
+    """How completions are drawn.
+
+    >>> RolloutConfig(top_p=0.0)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: top_p must lie in (0, 1], got 0.0; 1.0 turns it off
+    >>> RolloutConfig(temperature=1.0, eval={"temperature": 0.0}).for_mode("eval").temperature
+    0.0
+    """
+
+    max_tokens_to_generate: Count = 64
+    """Longest completion in tokens, stop token included."""
+    temperature: Float = 0.9
+    """Divides the logits; 0.0 = greedy."""
+    top_p: Float | None = 1.0
+    """Smallest set of tokens with this probability; 1.0 or None = off."""
+    top_k: Int | None = None
+    """So many most likely tokens; None or -1 = off."""
+    seed: Int | None = None
+    """Seed of the draws; None = the run's (trainer.seed)."""
+    max_prompt_length: Count = 64
+    """Longest prompt in tokens; on_long_prompt says what becomes of a longer one."""
+    kv_cache_size: Count = 1024
+    """Tunix's cache length of a row. No effect: a row takes the cache it needs, kv_cache_tokens bounds them all."""
+    data_type: str | None = None
+    """Must be None: the rollout reads the trainer's own weights, whose dtype is actor.dtype."""
+    eos_tokens: tuple[Int, ...] | None = None
+    """Ids that end a completion and are part of it; None = the model's and the tokenizer's."""
+    rollout_mapping_config: Any = None
+    """Must be None: both sides use Hugging Face's parameter names, there is nothing to map."""
+    tensor_parallel_size: Int = -1
+    """Devices that share one copy of an external engine's model; -1 = all it has."""
+    data_parallel_size: Int = -1
+    """Copies of an external engine's model; -1 = as many as fit the devices."""
+    expert_parallel_size: Int = 1
+    """Devices that share the experts of an external engine's model."""
+    return_logprobs: Bool = False
+    """Fill RolloutOutput.logprobs. The engine records them and training uses them either way."""
+
+    min_p: Float = 0.0
+    """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
+    repetition_penalty: Float = 1.0
+    """Divides positive and multiplies negative logits of tokens already there, the prompt's included. 1.0 = off."""
+    min_tokens: Int = 0
+    """No stop token is drawn before this many tokens."""
+    stop: Strings = ()
+    """Strings that end a completion; the text up to and with the string stays."""
+    forbidden_tokens: tuple[Int, ...] = ()
+    """Ids that are never drawn."""
+    logprob_support: Literal["sampling", "full"] = "sampling"
+    """Distribution of all logprobs: "sampling" = the truncated, penalised one drawn from; "full" = temperature alone."""
+    on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
+    """A prompt over max_prompt_length: refuse the data, keep its last tokens, or leave the row out (counted, logged)."""
+    max_batch_size: Count = 256
+    """Completions decoded together."""
+    kv_cache_tokens: Count | None = None
+    """Tokens that the KV cache holds over all completions; None = what max_batch_size of the longest need."""
+    num_generations_eval: Count | None = None
+    """Completions of each evaluation prompt; None = algo.num_generations."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, e.g. {enable_thinking: false}."""
+    eval: dict[str, Any] = field(default_factory=dict)
+    """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
+
+    rollout_vllm_server_mode: Bool = False
+    """vLLM: run as a server that takes requests while it decodes."""
+    rollout_vllm_server_mode_submission_threshold: Int = 0
+    """vLLM server: requests to gather before decoding starts. 0 = off."""
+    rollout_vllm_server_mode_submission_timeout_s: Float = 0.0
+    """vLLM server: longest wait for that many, in seconds. 0.0 = off."""
+    rollout_vllm_model_version: str = ""
+    """vLLM: model to start from; "" = the actor's."""
+    rollout_vllm_lora_config: dict[str, Any] | None = None
+    """vLLM: LoRA options."""
+    rollout_vllm_hbm_utilization: Float = 0.2
+    """vLLM: share of the device's memory it may take."""
+    rollout_vllm_init_with_random_weights: Bool = True
+    """vLLM: start without reading a checkpoint; the first sync brings the weights."""
+    rollout_vllm_tpu_backend_type: str | None = None
+    """vLLM on TPU: must be None, there is no TPU back end."""
+    rollout_vllm_async_scheduling: Bool = False
+    """vLLM: schedule the next step while one runs."""
+    rollout_vllm_logprobs_mode: str = "processed_logprobs"
+    """vLLM: which logprobs it reports."""
+    rollout_vllm_hf_config_path: str | None = None
+    """vLLM: folder of another Hugging Face configuration."""
+    rollout_vllm_additional_config: dict[str, Any] | None = None
+    """vLLM: its additional_config."""
+    rollout_vllm_enable_dp_attention: Bool = False
+    """vLLM: data-parallel attention."""
+    rollout_vllm_delete_dst_buffers: Bool = True
+    """vLLM: free its old weights during a sync."""
+    rollout_vllm_max_num_batched_tokens: Count | None = None
+    """vLLM: tokens of one step."""
+    rollout_vllm_max_num_seqs: Count | None = None
+    """vLLM: completions decoded together."""
+    rollout_vllm_reshard_chunk_size: Count | None = None
+    """vLLM: parameters sent at a time; None = by bytes."""
+    rollout_vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    """vLLM: further arguments of the engine."""
+    rollout_vllm_sampling_kwargs: dict[str, Any] = field(default_factory=dict)
+    """vLLM: further sampling parameters."""
+
+    rollout_sglang_jax_model_version: str = ""
+    """SGLang: model to start from; "" = the actor's."""
+    rollout_sglang_jax_context_length: Count | None = None
+    """SGLang: longest prompt and completion together."""
+    rollout_sglang_jax_mem_fraction_static: Float = 0.2
+    """SGLang: share of the device's memory it may take."""
+    rollout_sglang_jax_init_with_random_weights: Bool = True
+    """SGLang: start without reading a checkpoint; the first sync brings the weights."""
+    rollout_sglang_jax_disable_radix_cache: Bool = True
+    """SGLang: keep no prefixes from one call to the next."""
+    rollout_sglang_jax_enable_deterministic_sampling: Bool = False
+    """SGLang: the same seed draws the same tokens."""
+    rollout_sglang_jax_use_sort_for_toppk_minp: Bool = True
+    """SGLang: sort in top-k, top-p and min-p."""
+    rollout_sglang_jax_enable_static_lora: Bool = False
+    """SGLang: LoRA."""
+    rollout_sglang_jax_enable_single_process: Bool = True
+    """SGLang: one controlling process."""
+    rollout_sglang_jax_lora_target_modules: list[str] | None = None
+    """SGLang: modules with LoRA."""
+    rollout_sglang_jax_max_lora_rank: Count | None = None
+    """SGLang: LoRA rank."""
+    rollout_sglang_jax_lora_scaling: Float | None = None
+    """SGLang: LoRA scaling."""
+    rollout_sglang_jax_precompile_bs_paddings: list[Int] | None = None
+    """SGLang: batch sizes to compile for."""
+    rollout_sglang_jax_precompile_token_paddings: list[Int] | None = None
+    """SGLang: prefill lengths to compile for."""
+    rollout_sglang_jax_chunked_prefill_size: Int | None = -1
+    """SGLang: tokens prefilled at a time; -1 = all."""
+    rollout_sglang_jax_page_size: Count = 128
+    """SGLang: tokens of a KV page."""
+    rollout_sglang_jax_load_format: str = "auto"
+    """SGLang: format of the weights."""
+    rollout_sglang_jax_max_running_requests: Count | None = None
+    """SGLang: completions decoded together."""
+    rollout_sglang_jax_log_level: str | None = "info"
+    """SGLang: level of its log."""
+    rollout_sglang_jax_kwargs: dict[str, Any] = field(default_factory=dict)
+    """SGLang: further arguments of the engine."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "top_n_sigma": "not offered; use top_p, top_k or min_p",
+        "rollout_vllm_swap_space_size_gb": "gone from vLLM; leave it out",
+    }
+
+    def __post_init__(self) -> None:
+        """Checks the ranges and the overrides of evaluation."""
+        self._check_ranges()
+        if self.data_type is not None:
+            raise ConfigError(f"data_type must be None, got {self.data_type!r}: {_SHARED}")
+        if self.rollout_mapping_config is not None:
+            raise ConfigError("rollout_mapping_config must be None: both sides use Hugging Face's parameter names")
+        if self.rollout_vllm_tpu_backend_type is not None:
+            raise ConfigError("rollout_vllm_tpu_backend_type must be None: there is no TPU back end")
+        if self.eval:
+            known = {f.name for f in dataclasses.fields(self)} - {"eval"}
+            for name in self.eval:
+                if name not in known:
+                    raise ConfigError(f"eval: unknown key {name}{nearest(name, known)}")
+            try:
+                self.for_mode(Mode.EVAL)
+            except ConfigError as error:
+                raise ConfigError(f"eval: {error}") from None
+
+    def _check_ranges(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"temperature must not be negative, got {self.temperature!r}; 0.0 is greedy")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p!r}; 1.0 turns it off")
+        if self.top_k is not None and self.top_k < 1 and self.top_k not in (-1, 0):
+            raise ConfigError(f"top_k must be positive, got {self.top_k!r}; None turns it off")
+        if not 0 <= self.min_p < 1:
+            raise ConfigError(f"min_p must lie in [0, 1), got {self.min_p!r}; 0.0 turns it off")
+        if self.repetition_penalty <= 0:
+            raise ConfigError(f"repetition_penalty must be positive, got {self.repetition_penalty!r}; 1.0 turns it off")
+        if not 0 <= self.min_tokens <= self.max_tokens_to_generate:
+            raise ConfigError(
+                f"min_tokens must lie in 0..max_tokens_to_generate={self.max_tokens_to_generate}, got {self.min_tokens}"
+            )
+        if "" in self.stop:
+            raise ConfigError("stop holds an empty string, which would end every completion at once; leave it out")
+
+    def for_mode(self, mode: Mode | str) -> RolloutConfig:
+        """This section as training or evaluation uses it.
+
+        Args: mode: Mode or its value.
+        Returns: itself for training, else a copy with the fields of `eval` set.
+        """
+        if Mode(mode) is Mode.TRAIN or not self.eval:
+            return self
+        return dataclasses.replace(self, **{**self.eval, "eval": {}})

@@ -1,0 +1,91 @@
+"""The whole configuration of a run: what a recipe holds, and the shorthands of the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import field
+
+from whet.config.algo import GRPOConfig
+from whet.config.base import Float, config
+from whet.config.data import DataConfig
+from whet.config.loader import load
+from whet.config.model import OptimConfig, RoleConfig
+from whet.config.rollout import RolloutConfig
+from whet.config.training import RLTrainingConfig
+from whet.errors import ConfigError
+
+__all__ = ["SHORT", "RunConfig", "load_run"]
+
+
+@config
+class RunConfig:
+    """Everything that `whet grpo` needs.
+
+    >>> load_run(["model=my/model", "actor.lr=2e-6", "data=train.jsonl"]).actor.optim.lr
+    2e-06
+    """
+
+    actor: RoleConfig = field(default_factory=RoleConfig)
+    """The policy."""
+    critic: RoleConfig | None = None
+    """The value model; None = none."""
+    reference: RoleConfig | None = None
+    """What the KL is taken to; None = the actor as it was at the start."""
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    """Sampling."""
+    algo: GRPOConfig = field(default_factory=GRPOConfig)
+    """The algorithm."""
+    data: DataConfig = field(default_factory=DataConfig)
+    """The data set."""
+    trainer: RLTrainingConfig = field(default_factory=RLTrainingConfig)
+    """The loop."""
+    reward: str | list[str] | dict[str, Float] | None = None
+    """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight."""
+    tokenizer: str | None = None
+    """Hub name or folder of the tokenizer; None = the actor's."""
+
+    def __post_init__(self) -> None:
+        """Checks what concerns several sections."""
+        for role in ("actor", "critic"):
+            if getattr(self.trainer, f"{role}_optimizer") is not None:
+                raise ConfigError(f"trainer.{role}_optimizer is for Python; in a run's configuration set {role}.optim")
+        if isinstance(self.reward, dict) and self.algo.reward_weights is not None:
+            raise ConfigError("reward gives weights and algo.reward_weights too; keep one of them")
+        count = len(self.reward) if isinstance(self.reward, list) else 1 if isinstance(self.reward, str) else None
+        if count is not None and self.algo.reward_weights is not None and len(self.algo.reward_weights) != count:
+            raise ConfigError(
+                f"algo.reward_weights has {len(self.algo.reward_weights)} values for {count} reward functions; "
+                "give one each"
+            )
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The reward functions in their order."""
+        return (self.reward,) if isinstance(self.reward, str) else tuple(self.reward or ())
+
+    @property
+    def reward_weights(self) -> tuple[float, ...] | None:
+        """Their weights, from `reward` or from `algo`; None = 1.0 each."""
+        return tuple(self.reward.values()) if isinstance(self.reward, dict) else self.algo.reward_weights
+
+
+SHORT: dict[str, str] = {
+    "model": "actor.model",
+    "data": "data.path",
+    **{
+        f"{role}.{f.name}": f"{role}.optim.{f.name}"
+        for role in ("actor", "critic")
+        for f in dataclasses.fields(OptimConfig)
+    },
+}
+"""Shorthand -> full key of a RunConfig."""
+
+
+def load_run(argv: Sequence[str]) -> RunConfig:
+    """A RunConfig from `--config run.yaml key=value ...`.
+
+    Args: argv: words of the command line after the verb.
+    Raises: ConfigError: every problem at once, a line each.
+    """
+    return load(RunConfig, argv, SHORT)

@@ -1,0 +1,327 @@
+"""The loop: the section trainer, and what a cluster is made of.
+
+The names and defaults are Tunix's where Tunix has the field. Sizes count prompts; the completions of a prompt stay
+together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
+from pydantic_core import ArgsKwargs
+
+from whet.config.base import Bool, Count, Float, Fn, Int, Items, config
+from whet.config.enums import Mode, Role
+from whet.config.model import OptimConfig
+from whet.config.rollout import RolloutConfig
+from whet.errors import ConfigError
+
+__all__ = [
+    "BatchSizes",
+    "CheckpointingOptions",
+    "ClusterConfig",
+    "MetricsLoggerOptions",
+    "PerfMetricsOptions",
+    "RLTrainingConfig",
+    "TrainingConfig",
+]
+
+
+@config
+class CheckpointingOptions:
+    """When checkpoints are saved and how many are kept."""
+
+    save_interval_steps: Count | None = None
+    """Save every so many steps; None = by time."""
+    save_interval_s: Float = 180.0
+    """Save when this many seconds have passed since the last one; only where save_interval_steps is None."""
+    max_to_keep: Count | None = 3
+    """Older ones are removed; None = keep all."""
+    timeout_secs: Count = 1200
+    """Tunix's limit of one save in seconds. No effect: a save is synchronous and ends or raises."""
+    enable_async_checkpointing: Bool = False
+    """Accepted either way. Saves are synchronous: a checkpoint is whole before the next step begins."""
+
+
+@config
+class MetricsLoggerOptions:
+    """Where metrics go besides the run folder."""
+
+    log_dir: str | None = None
+    """Folder of the TensorBoard files; None = the run folder."""
+    project_name: str = "whet"
+    """Project in Weights & Biases or trackio."""
+    run_name: str = ""
+    """Name of the run there; "" = the run folder's."""
+    flush_every_n_steps: Count = 100
+    """Steps between two flushes of a logger that buffers."""
+    backend_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments by logger: {wandb: {mode: offline}, tensorboard: {...}, trackio: {...}}."""
+    enable_opentelemetry: Bool = False
+    """Must be false: there is no OpenTelemetry exporter."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is not there."""
+        if self.enable_opentelemetry:
+            raise ConfigError("enable_opentelemetry must be false: there is no exporter; give loggers an object")
+
+
+@config
+class PerfMetricsOptions:
+    """Where the time of a step went."""
+
+    enable_perf_v1: Bool = True
+    """Tunix's switch of its first tracer. No effect: time/ metrics are always there."""
+    enable_perf_v2: Bool = False
+    """Tunix's switch of its second tracer. No effect."""
+    enable_trace_writer: Bool = True
+    """Write trace.json, to be opened in Perfetto or chrome://tracing."""
+    trace_dir: str | None = None
+    """Folder of trace.json; None = the run folder."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "custom_export_fn_path": "not offered; time/ metrics go to every logger, give trainer.loggers an object",
+        "custom_export_fn_path_v2": "not offered; time/ metrics go to every logger, give trainer.loggers an object",
+    }
+
+
+@config
+class TrainingConfig:
+    """A training loop of any kind.
+
+    >>> TrainingConfig(max_seq_token_per_tpu=4096).max_tokens_per_microbatch
+    4096
+    """
+
+    eval_every_n_steps: Int = 0
+    """Steps between two evaluations. 0 = never."""
+    max_steps: Count | None = None
+    """Steps of the run, one rollout each; None = until the data ends."""
+    gradient_accumulation_steps: Count | None = None
+    """Micro-batches of an update, outside RL."""
+    checkpoint_root_directory: str | None = None
+    """Folder of the checkpoints; None = the run folder's checkpoints/."""
+    checkpointing_options: CheckpointingOptions | None = None
+    """When to save; None = the defaults."""
+    metrics_logging_options: MetricsLoggerOptions | None = None
+    """Where metrics go; None = the defaults."""
+    profiler_options: Any = None
+    """Must be None: wrap the run in torch.profiler, or read trace.json."""
+    perf_metrics_options: PerfMetricsOptions | None = None
+    """Where the time went; None = the defaults without trace.json."""
+    data_sharding_axis: tuple[str, ...] = ("fsdp",)
+    """Mesh axes over which a batch is split."""
+    max_inflight_computations: Count = 2
+    """Tunix's bound on steps queued on the device. No effect: a step ends before the next begins."""
+    metrics_prefix: str = ""
+    """Put before every metric's name in the loggers, with a slash."""
+    pbar_description: str | None = "Training"
+    """Words before the progress bar; None = no bar."""
+    max_tokens_per_microbatch: Count | None = None
+    """Tokens of one forward and backward pass, prompts and completions; None = 16384."""
+    max_segments_per_packed_row: Count | None = None
+    """Sequences of one micro-batch; None = as many as the tokens allow."""
+
+    num_epochs: Count | None = None
+    """Passes over the data; None = one, or as many as max_steps asks for."""
+    seed: Int = 0
+    """Seed of the run: every draw's address begins with it."""
+    data_shuffle_seed: Int | None = None
+    """Seed of the order of the data; None = seed."""
+    run_dir: str | None = None
+    """Run folder; None = none is written."""
+    loggers: Items = ()
+    """Names (tensorboard, wandb, trackio, package.module:name) or objects with log(step, values) and close()."""
+    resume: str | None = None
+    """"latest" = go on in run_dir where it stopped, a path = from that checkpoint; None = begin."""
+    allow_config_change: Bool = False
+    """Let a resumed run differ in its configuration; the differences are logged."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "max_logp_positions_per_packed_row": "not needed: logprobs are computed at completion tokens alone; leave it out",
+    }
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aliases(cls, given: Any) -> Any:
+        """Reads Tunix's name of the token budget."""
+        words = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(words, Mapping) or "max_seq_token_per_tpu" not in words:
+            return given
+        words = dict(words)
+        budget = words.pop("max_seq_token_per_tpu")
+        if words.get("max_tokens_per_microbatch") is not None:
+            raise ConfigError("max_seq_token_per_tpu and max_tokens_per_microbatch are one key; give it once")
+        words["max_tokens_per_microbatch"] = budget
+        return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
+
+    def __post_init__(self) -> None:
+        """Checks the ranges and refuses what is not there."""
+        if self.eval_every_n_steps < 0:
+            raise ConfigError(f"eval_every_n_steps must not be negative, got {self.eval_every_n_steps}; 0 is never")
+        if self.profiler_options is not None:
+            raise ConfigError(
+                "profiler_options must be None: wrap the run in torch.profiler, or set "
+                "perf_metrics_options.enable_trace_writer and read trace.json"
+            )
+        if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:
+            raise ConfigError("resume='latest' needs to know where; set run_dir")
+
+    @property
+    def max_seq_token_per_tpu(self) -> int | None:
+        """Tunix's name of max_tokens_per_microbatch."""
+        return self.max_tokens_per_microbatch
+
+    @property
+    def token_budget(self) -> int:
+        """Tokens of one micro-batch: max_tokens_per_microbatch, or 16384."""
+        return self.max_tokens_per_microbatch or 16384
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchSizes:
+    """The sizes of one step, in prompts, each of them settled."""
+
+    full: int
+    """One global step: one rollout."""
+    mini: int
+    """One update."""
+    train_micro: int
+    """Most prompts of one forward and backward pass."""
+    rollout_micro: int
+    """Prompts rolled out at a time."""
+    compute_logps_micro: int
+    """Most prompts of one scoring pass."""
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of an update."""
+        return self.mini // self.train_micro
+
+    @property
+    def service(self) -> int:
+        """Prompts that rollout and scoring finish together: the least common multiple of both."""
+        return math.lcm(self.rollout_micro, self.compute_logps_micro)
+
+
+@config
+class RLTrainingConfig(TrainingConfig):
+    """The loop of GRPO and its relatives.
+
+    >>> RLTrainingConfig(train_micro_batch_size=2)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: For RL training, `mini_batch_size` must be set when `train_micro_batch_size` is set.
+    """
+
+    actor_optimizer: OptimConfig | str | Fn | None = None
+    """From Python: an OptimConfig, a factory or its "package.module:name"; None = the defaults. In YAML: actor.optim."""
+    critic_optimizer: OptimConfig | str | Fn | None = None
+    """The critic's; None = as the actor's. In YAML: critic.optim."""
+    mini_batch_size: Count | None = None
+    """Prompts of one update; None = all of the step."""
+    train_micro_batch_size: Count | None = None
+    """Most prompts of one forward and backward pass, besides the token budget; None = the token budget alone."""
+    rollout_micro_batch_size: Count | None = None
+    """Prompts rolled out at a time; None = all of the step."""
+    compute_logps_micro_batch_size: Count | None = None
+    """Most prompts of one scoring pass; None = the token budget alone."""
+    compute_logps_chunk_size: Int = 0
+    """Positions whose logits are held at a time; 0 = chosen by memory. The logits of a batch are never all held."""
+    on_reward_error: Literal["raise", "none"] = "raise"
+    """A reward function that fails: end the run, or count it as not applicable (None) for that batch, with a warning."""
+    last_batch: Literal["drop", "keep"] = "drop"
+    """Prompts left over at the end of an epoch that fill no step: dropped, their number logged, or a smaller step."""
+
+    def __post_init__(self) -> None:
+        """Checks the hierarchy of batches as far as it is known without the data."""
+        super().__post_init__()
+        if self.gradient_accumulation_steps is not None:
+            raise ConfigError(
+                "For RL training, gradient_accumulation_steps should be None. It is automatically derived from: "
+                "`mini_batch_size // train_micro_batch_size`."
+            )
+        if self.compute_logps_chunk_size < 0:
+            raise ConfigError(f"compute_logps_chunk_size must not be negative, got {self.compute_logps_chunk_size}")
+        if self.train_micro_batch_size is not None:
+            if self.mini_batch_size is None:
+                raise ConfigError(
+                    "For RL training, `mini_batch_size` must be set when `train_micro_batch_size` is set."
+                )
+            _divides("train_micro_batch_size", self.train_micro_batch_size, "mini_batch_size", self.mini_batch_size)
+
+    def resolve_batch_sizes(self, full: int) -> BatchSizes:
+        """The hierarchy of batches for steps of so many prompts.
+
+        Args: full: prompts of one step.
+        Returns: BatchSizes: mini defaults to full, train_micro to mini, rollout and scoring to train_micro.
+        Raises: ConfigError: one of them does not divide the next.
+
+        >>> RLTrainingConfig(mini_batch_size=8, train_micro_batch_size=2).resolve_batch_sizes(32)
+        BatchSizes(full=32, mini=8, train_micro=2, rollout_micro=2, compute_logps_micro=2)
+        """
+        if isinstance(full, bool) or full != int(full) or full < 1:
+            raise ConfigError(f"a step needs a positive number of prompts, got {full!r}")
+        mini = self.mini_batch_size or full
+        train = self.train_micro_batch_size or mini
+        rollout = self.rollout_micro_batch_size or train
+        logps = self.compute_logps_micro_batch_size or train
+        _divides("mini_batch_size", mini, "batch_size", full)
+        _divides("train_micro_batch_size", train, "mini_batch_size", mini)
+        _divides("rollout_micro_batch_size", rollout, "batch_size", full)
+        _divides("compute_logps_micro_batch_size", logps, "batch_size", full)
+        return BatchSizes(
+            full=int(full), mini=mini, train_micro=train, rollout_micro=rollout, compute_logps_micro=logps
+        )
+
+
+def _divides(small_name: str, small: int, big_name: str, big: int) -> None:
+    if big % small:
+        fits = [n for n in range(1, big + 1) if big % n == 0]
+        below = max((n for n in fits if n < small), default=None)
+        above = min((n for n in fits if n > small), default=None)
+        use = " or ".join(str(n) for n in (below, above) if n)
+        raise ConfigError(f"{big_name}={big} must be a multiple of {small_name}={small}; use {small_name}={use}")
+
+
+@config
+class ClusterConfig:
+    """Models' places, the engine, and the two sections they share. Holds objects: it never lies in YAML.
+
+    >>> ClusterConfig(rollout_config={"eval": RolloutConfig()})
+    Traceback (most recent call last):
+    whet.errors.ConfigError: rollout_config is a dict without Mode.TRAIN; give it an entry for training
+    """
+
+    role_to_mesh: dict[Role, Any] | None = None
+    """Device mesh of each role; None or {} = all on this process's device."""
+    role_to_logical_axis_rule: dict[Role, Any] | None = None
+    """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
+    rollout_engine: str | Fn = "vanilla"
+    """"vanilla" = the embedded engine, another known name, "package.module:name", or an engine's class or partial."""
+    offload_to_cpu: Bool = False
+    """Keep models that are not at work in host memory."""
+    training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
+    """The loop."""
+    rollout_config: RolloutConfig | dict[Mode, RolloutConfig] = field(default_factory=RolloutConfig)
+    """Sampling: one for both modes (with its `eval`), or one for each."""
+
+    def __post_init__(self) -> None:
+        """Checks that training has a rollout configuration."""
+        if isinstance(self.rollout_config, dict) and Mode.TRAIN not in self.rollout_config:
+            raise ConfigError("rollout_config is a dict without Mode.TRAIN; give it an entry for training")
+        if self.role_to_logical_axis_rule:
+            raise ConfigError("role_to_logical_axis_rule must be None: parameters are sharded by mesh axis")
+
+    def rollout_for(self, mode: Mode | str) -> RolloutConfig:
+        """The sampling of a mode.
+
+        Args: mode: Mode or its value.
+        Returns: the dict's entry (training's where evaluation has none), or the one configuration with its `eval`.
+        """
+        if isinstance(self.rollout_config, dict):
+            return self.rollout_config.get(Mode(mode), self.rollout_config[Mode.TRAIN])
+        return self.rollout_config.for_mode(mode)
