@@ -1,0 +1,228 @@
+"""From a TokenBatch to micro-batches that a model can run: shared prefixes, packed rows, or padded ones.
+
+Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n its sequences.
+A sequence stays whole. A group's sequences share one copy of their prefix; where a group is over the token budget it is
+split, and each part repeats the prefix. The plan depends on lengths alone, never on the clock.
+Left out on purpose: columns such as advantages; `MicroBatch.index` says where a token's columns are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.errors import ConfigError, DataError
+from whet.models.attention import SegmentLayout
+from whet.types import TokenBatch
+
+__all__ = ["MicroBatch", "plan_micro_batches"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    """One forward pass: what goes in, and where each target is. Integers only; places count over input_ids flattened.
+
+    Example: prompt [5, 6], completions [7, 2] and [8, 2], packed: input_ids [[5, 6, 7, 2, 8, 2]],
+    rows [1, 2, 1, 4], targets [7, 2, 8, 2], index [0, 1, 2, 3], sequence [0, 0, 1, 1], position [0, 1, 0, 1].
+    """
+
+    input_ids: Tensor
+    """Long [B T]."""
+    layout: SegmentLayout | None
+    """Who sees whom, where the model takes it (then B = 1)."""
+    attention_mask: Tensor | None
+    """Long [B T], 1 = token, for a model with its own attention."""
+    rows: Tensor
+    """Long [s]: the place of the hidden state that predicts each target; a prompt's last one once per completion."""
+    targets: Tensor
+    """Long [s]."""
+    index: Tensor
+    """Long [s]: place on the token axis of the TokenBatch."""
+    sequence: Tensor
+    """Long [s]: 0, 1, ... in order, the sequence of each target in this micro-batch."""
+    position: Tensor
+    """Long [s]: completion tokens before the target."""
+    sequences: Tensor
+    """Long [n]: which sequences of the TokenBatch these are."""
+    spans: Tensor
+    """Long [n 4]: of each sequence the place and length of its prefix, then of its completion."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Places of input_ids, padding included: what the forward pass costs."""
+        return self.input_ids.numel()
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """Sequences that share one copy of a prefix."""
+
+    sequences: tuple[int, ...]
+    tokens: int
+
+
+def plan_micro_batches(
+    batch: TokenBatch,
+    *,
+    max_tokens: int,
+    max_sequences: int | None = None,
+    packable: bool = True,
+    shared_prefix: bool = True,
+    device: torch.device | str = "cpu",
+) -> list[MicroBatch]:
+    """Cuts a batch into micro-batches within a token budget; every completion token is a target of exactly one.
+
+    Args: batch: what to run. max_tokens: places of input_ids in a micro-batch; a sequence over it goes alone.
+        max_sequences: most sequences of a micro-batch; None = no limit. packable: the model takes layouts; False =
+        right-padded rows of like length. shared_prefix: a group holds its prefix once; False = once per sequence.
+        device: of the tensors.
+    Returns: the micro-batches, largest first.
+    Raises: ConfigError: a budget below 1. DataError: an empty prefix, which leaves a first token that nothing predicts.
+    """
+    for name, value in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1")
+    prefix_lengths = batch.prefix_lengths.numpy()[batch.prefix_of.numpy()]  # [N]
+    if not prefix_lengths.all():
+        raise DataError(
+            f"sequence {int(np.argmin(prefix_lengths))} has an empty prefix; a prompt needs at least one token"
+        )
+    lengths = batch.lengths.numpy()
+    most = max_sequences or len(lengths)
+    if not packable:
+        bins = _padded_bins(prefix_lengths + lengths, max_tokens, most)
+        return [_on(_padded(batch, ids), device) for ids in bins]
+    units = []
+    for ids in _groups(batch.prefix_of.numpy(), shared_prefix):
+        prefix = int(prefix_lengths[ids[0]])
+        parts = _first_fit([_Unit((i,), int(lengths[i])) for i in ids], max_tokens - prefix, most)
+        for part in parts:
+            members = tuple(sorted(i for u in part for i in u.sequences))
+            units.append(_Unit(members, prefix + sum(u.tokens for u in part)))
+    return [_on(_packed(batch, units), device) for units in _first_fit(units, max_tokens, most)]
+
+
+def _groups(prefix_of: np.ndarray, shared: bool) -> list[list[int]]:
+    """Sequences of one prefix together, or each on its own."""
+    if not shared:
+        return [[i] for i in range(len(prefix_of))]
+    groups: dict[int, list[int]] = {}
+    for i, k in enumerate(prefix_of.tolist()):
+        groups.setdefault(k, []).append(i)
+    return list(groups.values())
+
+
+def _first_fit(units: Sequence[_Unit], max_tokens: int, max_sequences: int) -> list[list[_Unit]]:
+    """First fit decreasing: each unit, largest first, into the first bin with room; one over the budget has its own."""
+    bins: list[list[_Unit]] = []
+    room: list[tuple[int, int]] = []
+    for unit in sorted(units, key=lambda u: (-u.tokens, u.sequences)):
+        count = len(unit.sequences)
+        for b, (tokens, sequences) in enumerate(room):
+            if unit.tokens <= tokens and count <= sequences:
+                bins[b].append(unit)
+                room[b] = tokens - unit.tokens, sequences - count
+                break
+        else:
+            bins.append([unit])
+            room.append((max_tokens - unit.tokens, max_sequences - count))
+    return bins
+
+
+def _padded_bins(lengths: np.ndarray, max_tokens: int, max_sequences: int) -> list[list[int]]:
+    """Rows sorted by length, longest first, while rows times the longest fit the budget."""
+    bins: list[list[int]] = []
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        if bins and len(bins[-1]) < max_sequences and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= max_tokens:
+            bins[-1].append(i)
+        else:
+            bins.append([i])
+    return bins
+
+
+def _packed(batch: TokenBatch, units: Sequence[_Unit]) -> MicroBatch:
+    """One row: each unit a prefix followed by its completions; a lone sequence is a single segment."""
+    ids, lengths, parents, spans, sequences = [], [], [], [], []
+    tokens, ends = batch.tokens.numpy(), batch.ends.tolist()
+    starts = [0, *ends[:-1]]
+    place = 0
+    for unit in units:
+        prefix = batch.prefix(unit.sequences[0]).numpy()
+        completions = [tokens[starts[i] : ends[i]] for i in unit.sequences]
+        root, at = len(lengths), place + len(prefix)
+        lengths.append(len(prefix))
+        parents.append(-1)
+        for c in completions:
+            spans.append((place, len(prefix), at, len(c)))
+            at += len(c)
+            lengths.append(len(c))
+            parents.append(root)
+        if len(completions) == 1:
+            lengths[root:], parents[root:] = [len(prefix) + len(completions[0])], [-1]
+        ids += [prefix, *completions]
+        sequences += unit.sequences
+        place = at
+    layout = SegmentLayout(lengths, parents)
+    return _micro(batch, np.concatenate(ids)[None], sequences, spans, layout=layout)
+
+
+def _padded(batch: TokenBatch, sequences: list[int]) -> MicroBatch:
+    """Right-padded rows of prompt and completion."""
+    tokens, ends = batch.tokens.numpy(), batch.ends.tolist()
+    starts = [0, *ends[:-1]]
+    parts = [(batch.prefix(i).numpy(), tokens[starts[i] : ends[i]]) for i in sequences]
+    width = max(len(p) + len(c) for p, c in parts)
+    ids = np.zeros((len(parts), width), dtype=np.int64)
+    mask, spans = np.zeros_like(ids), []
+    for b, (p, c) in enumerate(parts):
+        ids[b, : len(p) + len(c)] = np.concatenate([p, c])
+        mask[b, : len(p) + len(c)] = 1
+        spans.append((b * width, len(p), b * width + len(p), len(c)))
+    return _micro(batch, ids, sequences, spans, mask=torch.from_numpy(mask))
+
+
+def _micro(
+    batch: TokenBatch,
+    ids: np.ndarray,
+    sequences: Sequence[int],
+    spans: Sequence[tuple[int, int, int, int]],
+    *,
+    layout: SegmentLayout | None = None,
+    mask: Tensor | None = None,
+) -> MicroBatch:
+    """The targets of these sequences: the first is predicted by the prefix's last token, others by the one before."""
+    table = np.array(spans, dtype=np.int64)  # [n 4]
+    lengths = table[:, 3]
+    sequence = np.repeat(np.arange(len(table)), lengths)
+    position = np.arange(len(sequence)) - np.repeat(lengths.cumsum() - lengths, lengths)
+    own = table[sequence, 2] + position
+    rows = np.where(position == 0, table[sequence, 0] + table[sequence, 1] - 1, own - 1)
+    starts = (batch.ends - batch.lengths).numpy()[np.asarray(sequences)]
+    tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x))
+    return MicroBatch(
+        input_ids=tensor(ids),
+        layout=layout,
+        attention_mask=mask,
+        rows=tensor(rows),
+        targets=tensor(ids.reshape(-1)[own]),
+        index=tensor(starts[sequence] + position),
+        sequence=tensor(sequence),
+        position=tensor(position),
+        sequences=torch.tensor(sequences),
+        spans=tensor(table),
+    )
+
+
+def _on(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
+    """The same on a device."""
+    if torch.device(device).type == "cpu":
+        return micro
+    columns = {f.name: vars(micro)[f.name] for f in dataclasses.fields(micro)}
+    moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
+    layout = micro.layout and SegmentLayout(micro.layout.lengths, micro.layout.parents, device)
+    return dataclasses.replace(micro, layout=layout, **moved)

@@ -1,0 +1,153 @@
+"""The model call of training and scoring: a micro-batch in, log-probabilities, entropies or values out.
+
+Only the hidden states that predict a target meet the head. Dim legend: B rows, T tokens, s targets, n sequences,
+V vocabulary, D width. Left out on purpose: sampling, which belongs to the engines, and columns, which belong to losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from whet.errors import ConfigError
+from whet.models.heads import Head
+from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, chunks, linear_logprob
+from whet.ops.logprobs import entropy as entropy_of
+from whet.ops.logprobs import selective_log_softmax
+from whet.ops.support import Support, support_logits
+from whet.types import TokenStats
+
+if TYPE_CHECKING:
+    from whet.data.packing import MicroBatch
+    from whet.models.load import LoadedModel
+
+__all__ = ["model_stats", "token_stats"]
+
+PLAIN = Support()
+
+
+def token_stats(
+    loaded: LoadedModel, micro: MicroBatch, *, support: Support = PLAIN, entropy: bool = False
+) -> TokenStats:
+    """What a model says of each target of a micro-batch.
+
+    log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
+    before aₜ. Greedy decoding (temperature 0) is scored at temperature 1.
+    Args: loaded: the model. micro: what to run; with a layout where the model is packable, else padded.
+        support: the sampler's distribution. entropy: also the entropies.
+    Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), or a critic's values; in fp32 or float64.
+    Raises: ConfigError: a packed micro-batch for a model that can't take a layout.
+    """
+    if micro.layout is not None and not loaded.packable:
+        raise ConfigError(
+            f"{loaded.name} can't take packed rows ({'; '.join(loaded.reasons)}); plan with packable=False"
+        )
+    return model_stats(loaded.module, micro, head=loaded.head, support=support, entropy=entropy)
+
+
+def model_stats(
+    module: PreTrainedModel, micro: MicroBatch, *, head: Head, support: Support = PLAIN, entropy: bool = False
+) -> TokenStats:
+    """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
+
+    Args: module: the root. head: its head. The others and the result as in token_stats.
+    """
+    layer = module.get_output_embeddings()
+    if head.kind == "value":
+        values = layer(_hidden(module, micro)).squeeze(1)
+        return TokenStats(values=_wide(values))
+    temperature = support.temperature or 1.0
+    if head.linear and support.plain:
+        logprobs, entropies = linear_logprob(
+            _hidden(module, micro),
+            layer.weight,
+            micro.targets,
+            bias=layer.bias,
+            temperature=temperature,
+            scale=head.scale,
+            softcap=head.softcap,
+            entropy=entropy,
+        )
+        return TokenStats(logprobs=logprobs, entropy=entropies)
+    if head.linear:
+        rows = _hidden(module, micro)
+        logits = lambda s: _transform(F.linear(rows[s], layer.weight, layer.bias), head)
+    else:
+        rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.rows)
+        logits = lambda s: _wide(rows[s])
+    return _supported(logits, micro, rows, layer.weight.shape[0], support, entropy)
+
+
+def _inputs(micro: MicroBatch) -> dict[str, object]:
+    """The keywords of the forward pass."""
+    if micro.layout is None:
+        return {"input_ids": micro.input_ids, "attention_mask": micro.attention_mask, "use_cache": False}
+    return {
+        "input_ids": micro.input_ids,
+        "position_ids": micro.layout.position_ids,
+        "whet_layout": micro.layout,
+        "use_cache": False,
+    }
+
+
+def _hidden(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
+    """[s D]: the last hidden states that predict the targets; index_select, whose backward is repeatable."""
+    hidden = module.get_decoder()(**_inputs(micro)).last_hidden_state  # [B T D]
+    return hidden.flatten(0, 1).index_select(0, micro.rows)
+
+
+def _transform(logits: Tensor, head: Head) -> Tensor:
+    """The head's transform, in fp32 or float64."""
+    logits = _wide(logits) * head.scale
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In fp32, or float64 where it was."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _supported(
+    logits: Callable[[slice], Tensor],
+    micro: MicroBatch,
+    rows: Tensor,
+    vocab: int,
+    support: Support,
+    entropy: bool,
+) -> TokenStats:
+    """Statistics from whole logits, in chunks of rows; more than one chunk is made again in the backward pass."""
+    first = _first_places(micro, vocab) if support.penalises else None
+
+    def part(s: slice) -> tuple[Tensor, Tensor | None]:
+        seen = None
+        if first is not None:
+            before = micro.spans[:, 1].index_select(0, micro.sequence[s]) + micro.position[s]
+            seen = first.index_select(0, micro.sequence[s]) < before[:, None]
+        keep = micro.targets[s]
+        z = support_logits(logits(s), support, seen=seen, position=micro.position[s], keep=keep)
+        return selective_log_softmax(z, keep), entropy_of(z) if entropy else None
+
+    size = vocab * 4
+    if len(rows) * size <= HELD_BYTES or not torch.is_grad_enabled():
+        parts = [part(s) for s in chunks(len(rows), max(1, CHUNK_BYTES // size))]
+    else:
+        parts = [checkpoint(part, s, use_reentrant=False) for s in chunks(len(rows), max(1, CHUNK_BYTES // size))]
+    logprobs, entropies = zip(*parts)
+    return TokenStats(logprobs=torch.cat(logprobs), entropy=torch.cat(entropies) if entropy else None)
+
+
+def _first_places(micro: MicroBatch, vocab: int) -> Tensor:
+    """[n V]: where each token first stands in a sequence, prefix included; a place past the end where it does not."""
+    flat = micro.input_ids.flatten()
+    first = torch.full((len(micro.spans), vocab), torch.iinfo(torch.int32).max, dtype=torch.int32, device=flat.device)
+    for row, (a, p, b, c) in zip(first, micro.spans.tolist()):
+        ids = torch.cat([flat[a : a + p], flat[b : b + c]])
+        places = torch.arange(p + c, dtype=torch.int32, device=flat.device)
+        row.scatter_reduce_(0, ids, places, "amin")
+    return first

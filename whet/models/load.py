@@ -1,0 +1,251 @@
+"""Loading and saving Hugging Face causal language models, and the check whether they take a layout.
+
+A model that takes a layout (`packable`) trains on packed rows with shared prefixes; any other trains on padded rows
+with its own attention. Whether it does is found by a look at its config and by running 24 tokens: many models that
+can't would not raise but return wrong logits. Dim legend: T tokens, V vocabulary.
+Left out on purpose: vision, audio and encoder-decoder models; remote code; quantised weights.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from whet.errors import ConfigError, lookup_error
+from whet.models.attention import ATTENTION, SegmentLayout
+from whet.models.heads import Head, detect_head, with_value_head
+
+__all__ = ["LoadedModel", "load_model", "save_model"]
+
+logger = logging.getLogger("whet")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+ROLES = ("actor", "critic", "reference")
+TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""Largest difference of packed and separate logits, relative to the largest logit; else HALF_TOLERANCE."""
+HALF_TOLERANCE = 5e-2
+ISOLATION = 0.1
+"""Share of that tolerance by which a row may move when another row changes (expert products change shape)."""
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to train, with what whet found out about it."""
+
+    module: PreTrainedModel
+    """In train mode, with every dropout at 0: eval mode would turn activation checkpointing off."""
+    packable: bool
+    """True = it takes a layout, and its attention is whet's."""
+    reasons: tuple[str, ...]
+    """Why it is not packable."""
+    head: Head
+    name: str
+
+
+def load_model(
+    model: str | Path | nn.Module,
+    *,
+    dtype: str | torch.dtype = "float32",
+    device: torch.device | str = "cpu",
+    role: str = "actor",
+) -> LoadedModel:
+    """A causal language model from a folder, from the hub, or as given.
+
+    Args: model: a folder, a hub name, or a transformers module, which is used as it is, its dtype included.
+        dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
+        read in bf16 would lose every small update. device: where it goes. role: actor, critic (value head) or
+        reference (no gradient).
+    Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
+    Raises: ConfigError: an unknown dtype or role, nothing to read there, or not a text-only causal language model.
+    """
+    if role not in ROLES:
+        raise lookup_error("role", role, ROLES)
+    weight = None
+    if isinstance(model, nn.Module):
+        module, name = model, model.name_or_path or type(model).__name__
+        _check_config(module.config, name)
+    else:
+        module, weight = _read(str(model), _dtype(dtype), role)
+        name = str(model)
+    module = module.to(device).train()
+    if module.config._attn_implementation == ATTENTION:  # loaded before: the checks below run without a layout
+        module.set_attn_implementation("eager")
+    _drop_dropout(module, name)
+    is_critic = "whet_value_head" in vars(module.config)
+    head = Head("value") if is_critic else detect_head(module)
+    reasons = _refusals(module)
+    if not reasons:
+        module.set_attn_implementation(ATTENTION)
+    else:
+        logger.warning("%s trains padded with the hf engine: %s", name, "; ".join(reasons))
+    if vars(module.config).get("router_aux_loss_coef"):
+        logger.info("%s: the router's auxiliary loss is not added to the objective", name)
+    loaded = LoadedModel(module, not reasons, reasons, head, name)
+    if role == "critic" and (weight is not None or not is_critic):
+        loaded = with_value_head(loaded, weight)
+    if role == "reference":
+        module.requires_grad_(False)
+    return loaded
+
+
+def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
+    """Writes a model in Hugging Face's format (safetensors); an actor loads with plain transformers.
+
+    Args: loaded: what to save. tokenizer: saved beside it; None = no tokenizer. folder: made where it is missing.
+    Returns: the folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    loaded.module.save_pretrained(folder)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """The torch dtype of a name."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise lookup_error("dtype", dtype, DTYPES)
+    return DTYPES[dtype]
+
+
+def _read(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Tensor | None]:
+    """The module of a folder or hub name, and the value head where one was saved there."""
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"can't read a model at {path!r}: {error}; give a folder with config.json or a hub name"
+        ) from error
+    _check_config(config, path)
+    critic = "whet_value_head" in vars(config)
+    if critic and role != "critic":
+        raise ConfigError(f"{path!r} is a critic: it has a value head and no language head; it can't be the {role}")
+    if critic:
+        del config.whet_value_head
+    try:
+        module = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=critic
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't load {path!r} as a causal language model: {error}") from error
+    return module, _value_weight(Path(path)) if critic else None
+
+
+def _value_weight(folder: Path) -> Tensor:
+    """The [1 D] value head of a saved critic."""
+    name, file = "lm_head.weight", "model.safetensors"
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        file = json.loads(index.read_text())["weight_map"][name]
+    with safe_open(folder / file, "pt") as f:
+        return f.get_tensor(name)
+
+
+def _check_config(config: PretrainedConfig, name: str) -> None:
+    """Raises ConfigError unless this is a text-only causal language model."""
+    extra = sorted(set(vars(config)) & {"vision_config", "audio_config", "image_token_id", "audio_token_id"})
+    if extra or config.get_text_config() is not config:
+        raise ConfigError(
+            f"{name!r} ({config.model_type}) is not a text-only model: its config has "
+            f"{', '.join(extra) or 'sub-models'}; give the causal language model alone"
+        )
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{name!r} ({config.model_type}) is an encoder-decoder; give a causal language model")
+
+
+def _drop_dropout(module: nn.Module, name: str) -> None:
+    """Sets every dropout (and router noise) of config and modules to 0; logs those that were above it."""
+    found: dict[str, float] = {}
+
+    def clear(owner: Any, path: str) -> None:
+        for key, value in list(vars(owner).items()):
+            noisy = any(word in key for word in ("dropout", "pdrop", "layerdrop", "jitter"))
+            if noisy and isinstance(value, float) and value > 0:
+                setattr(owner, key, 0.0)
+                found[f"{path}{key}"] = value
+
+    clear(module.config, "")
+    for path, part in module.named_modules():
+        if isinstance(part, nn.Dropout) and part.p:
+            found[path] = part.p
+            part.p = 0.0
+        clear(part, f"{path}.")
+    if found:
+        shown = ", ".join(f"{key} {value:g}" for key, value in list(found.items())[:8])
+        logger.warning("%s: %d dropouts set to 0 (%s)", name, len(found), shown)
+
+
+def _refusals(module: PreTrainedModel) -> tuple[str, ...]:
+    """Why a model can't take a layout; empty = it can. Static first, since a probe of an odd model may raise."""
+    config = vars(module.config)
+    why = []
+    if not module._can_set_attn_implementation():
+        why.append("its attention is not behind transformers' attention interface")
+    if odd := set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}:
+        why.append(f"it has {', '.join(sorted(odd))} layers")
+    if module._is_stateful:
+        why.append("it has a recurrent state")
+    rope = config.get("rope_parameters") or {}
+    kinds = {r["rope_type"] for r in (rope, *rope.values()) if isinstance(r, dict) and "rope_type" in r}
+    if long := kinds & {"dynamic", "longrope"}:
+        why.append(f"its rope ({', '.join(long)}) depends on the longest position of a pass")
+    return tuple(why) or _probe(module)
+
+
+class _CountedLayout(SegmentLayout):
+    """A layout that counts the layers that used it."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.calls = 0
+
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.calls += 1
+        return super().attend(*args, **kwargs)
+
+
+@torch.no_grad()
+def _probe(module: PreTrainedModel) -> tuple[str, ...]:
+    """Runs 24 tokens packed (13, and 7 with a child of 4) and apart under eager attention, and compares."""
+    before = module.config._attn_implementation
+    device = module.get_input_embeddings().weight.device
+    ids = (torch.arange(24, device=device) * 7 + 3) % module.config.vocab_size
+    other = ids.clone()
+    other[5] = (other[5] + 1) % module.config.vocab_size
+    layout = _CountedLayout((13, 7, 4), (-1, -1, 1), device)
+    packed = lambda x: (
+        module(input_ids=x[None], position_ids=layout.position_ids, whet_layout=layout, use_cache=False)
+        .logits[0]
+        .double()
+    )
+    try:
+        module.set_attn_implementation(ATTENTION)
+        together = packed(ids)
+        calls, layers = layout.calls, module.config.num_hidden_layers
+        if calls != layers:
+            return (f"the layout reached {calls} attention calls of {layers} layers",)
+        moved = (packed(other) - together)[13:].abs().max()
+        module.set_attn_implementation("eager")
+        alone = torch.cat([module(input_ids=x[None], use_cache=False).logits[0].double() for x in (ids[:13], ids[13:])])
+    except Exception as error:  # a model's own code may raise anything; whatever it is, it can't take a layout
+        return (f"{type(error).__name__}: {error}".splitlines()[0],)
+    finally:
+        module.set_attn_implementation(before)
+    dtype = next(module.parameters()).dtype
+    limit = TOLERANCE.get(dtype, HALF_TOLERANCE) * alone.abs().max()
+    if not (apart := (together - alone).abs().max()) <= limit:
+        return (f"packed logits differ from separate ones by {apart:.1e}",)
+    if not moved <= ISOLATION * limit:
+        return (f"a row moves by {moved:.1e} when another row changes",)
+    return ()
