@@ -11,8 +11,10 @@ import ast
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 import operator
+import re
 import textwrap
 import types
 import typing
@@ -125,7 +127,7 @@ def config(cls: type[T]) -> type[T]:
     whet.errors.ConfigError: unknown keyword OptimConfig.lrr; did you mean lr?
     """
     made = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    made.__pydantic_config__ = {"extra": "forbid", "coerce_numbers_to_str": True}  # pyright: ignore
+    made.__pydantic_config__ = {"extra": "forbid"}  # pyright: ignore
     plain = made.__init__
 
     @functools.wraps(plain)
@@ -143,7 +145,7 @@ def config(cls: type[T]) -> type[T]:
 
 @functools.cache
 def adapter(cls: type) -> TypeAdapter[Any]:
-    """pydantic's view of a configuration class, made at first use: importing whet.config builds no schema."""
+    """The TypeAdapter of a configuration class, made at first use: importing whet.config builds no schema."""
     return TypeAdapter(cls)
 
 
@@ -163,7 +165,7 @@ def check(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | N
 def explain(
     cls: type, error: ValidationError, given: Any, *, root: str = "", short: Mapping[str, str] | None = None
 ) -> ConfigError:
-    """pydantic's findings in whet's words: one line per path, the deepest of a union's complaints.
+    """The findings of pydantic in whet's words: one line per path, the deepest of a union's complaints.
 
     Args: cls: what was checked. error: pydantic's. given: what it was made from. root: class name, from Python.
         short: shorthands, named in suggestions.
@@ -171,7 +173,7 @@ def explain(
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):
-        found.setdefault(_path(item["loc"], given, item["type"]), []).append(item)
+        found.setdefault(_path(cls, item["loc"], given), []).append(item)
     lines = [
         _line(cls, path, items, root, short or {})
         for path, items in found.items()
@@ -180,18 +182,19 @@ def explain(
     return ConfigError("\n".join(lines))
 
 
-def _path(loc: tuple[int | str, ...], given: Any, kind: str) -> tuple[str, ...]:
-    """The parts of pydantic's location that the user wrote, without its names for the members of a union."""
-    path = []
-    for i, part in enumerate(loc):
-        if isinstance(given, Mapping) and part in given:
+def _path(cls: type, loc: tuple[Any, ...], given: Any) -> tuple[str, ...]:
+    """The parts of pydantic's location that the user knows, without its names for the members of a union."""
+    path: tuple[str, ...] = ()
+    for part in loc:
+        section = _section(cls, path)
+        if (isinstance(given, Mapping) and part in given) or (
+            isinstance(given, list | tuple) and isinstance(part, int)
+        ):
             given = given[part]
-        elif isinstance(given, list | tuple) and isinstance(part, int):
-            given = given[part]
-        elif not (kind == "missing" and i == len(loc) - 1):
+        elif section is None or part not in (f.name for f in dataclasses.fields(section)):
             continue
-        path.append(str(part))
-    return tuple(path)
+        path = (*path, str(part))
+    return path
 
 
 def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: Mapping[str, str]) -> str:
@@ -199,19 +202,21 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
     first = items[0]
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
         message = str(first["ctx"]["error"])
-        cross_field = dataclasses.is_dataclass(_section(cls, path))
-        if cross_field and (root or not path):
+        if not path:
             return message
         return f"{key} {message}" if message.startswith("must be") else f"{key}: {message}"
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short)
     if first["type"] == "missing":
         return f"{key} is required"
-    if len(items) == 1:
-        return f"{key}: {first['msg'][0].lower()}{first['msg'][1:]}, got {first['input']!r}"
+    if first["type"].startswith("dataclass") and len(items) == 1:
+        some = next(f.name for f in dataclasses.fields(_section(cls, path)))
+        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {first['input']!r}"
     owner = _section(cls, path[:-1])
-    expected = type_text(owner, path[-1]) if owner and path else "another type"
-    return f"{key}: expected {expected}, got {first['input']!r}"
+    if len(items) > 1 and owner and path[-1] in (f.name for f in dataclasses.fields(owner)):
+        return f"{key}: expected {type_text(owner, path[-1])}, got {first['input']!r}"
+    said = dict.fromkeys(f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
+    return f"{key}: {'; '.join(said)}, got {first['input']!r}"
 
 
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str]) -> str:
@@ -221,10 +226,11 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
         return f"{key}: {refused[path[-1]]}"
     noun = "keyword" if root else "key"
     inside = [f.name for f in dataclasses.fields(owner)] if owner else []
-    near = nearest(path[-1], inside) if root else nearest(key, [*(k for k, *_ in leaves(cls, True)), *short])
-    if not near and not root:
-        same = [k for k, *_ in leaves(cls, True) if k.split(".")[-1] == path[-1]]
-        near = f"; did you mean {' or '.join(same[:3])}?" if same else nearest(path[-1], inside)
+    near = nearest(path[-1], inside)
+    if not root:
+        keys = [k for k, *_ in leaves(cls, True)]
+        same = [k for k in keys if k.split(".")[-1] == path[-1]]
+        near = near or nearest(key, [*keys, *short]) or (f"; did you mean {' or '.join(same[:3])}?" if same else "")
     return f"unknown {noun} {key}{near}"
 
 
@@ -261,7 +267,7 @@ def type_text(cls: type, name: str) -> str:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
             node.id = _SPOKEN.get(node.id, node.id)
-    return ast.unparse(tree)
+    return re.sub(r"InstanceOf\[(\w+)\]", r"\1", ast.unparse(tree))
 
 
 @functools.cache
@@ -280,7 +286,7 @@ def field_docs(cls: type) -> dict[str, str]:
         if not dataclasses.is_dataclass(base):
             continue
         body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # pyright: ignore
-        for field, under in zip(body, body[1:]):
+        for field, under in itertools.pairwise(body):
             if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(field.target, ast.Name):
                 docs[field.target.id] = inspect.cleandoc(ast.literal_eval(under.value))
     return docs

@@ -40,4 +40,4 @@ class DataConfig:
         if not 0 <= self.eval_fraction < 1:
             raise ConfigError(f"eval_fraction must lie in [0, 1), got {self.eval_fraction!r}; 0.0 turns it off")
         if self.eval_fraction and (self.eval_path or self.eval_split):
-            raise ConfigError("eval_fraction cuts evaluation rows off the training data; drop it or eval_path/eval_split")
+            raise ConfigError("eval_fraction cuts rows off the training data; drop it, or eval_path and eval_split")

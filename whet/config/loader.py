@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -36,14 +36,18 @@ _Loader.yaml_implicit_resolvers = {
 for _tag, _pattern, _first in (
     ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
     ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
-    ("float", r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|nan)$", "-+.0123456789"),
+    (
+        "float",
+        r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|nan)$",
+        "-+.0123456789",
+    ),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
 
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return yaml.load(text, _Loader)  # noqa: S506 - a SafeLoader
+        return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
 
@@ -166,7 +170,7 @@ def dump_tree(value: Any) -> Any:
         return str(value)
     if isinstance(value, functools.partial):
         return dump_tree(value.func)
-    named = value if isinstance(value, type) or isinstance(value, Callable) and hasattr(value, "__qualname__") else type(value)
+    named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
 
 
@@ -211,6 +215,10 @@ def diff(old: Any, new: Any) -> list[str]:
     ]
 
 
+def _one_line(value: Any) -> str:
+    return yaml.safe_dump(dump_tree(value), default_flow_style=True, width=1000).removesuffix("...\n").strip()
+
+
 def show(cls: type, short: Mapping[str, str] | None = None) -> str:
     """Help: every key with its default, its type and its docstring; then the shorthands.
 
@@ -222,9 +230,7 @@ def show(cls: type, short: Mapping[str, str] | None = None) -> str:
             default: Any = field.default_factory()
         else:
             default = field.default
-        text = "(required)" if default is dataclasses.MISSING else yaml.safe_dump(
-            dump_tree(default), default_flow_style=True, width=1000
-        ).removesuffix("...\n").strip()
+        text = "(required)" if default is dataclasses.MISSING else _one_line(default)
         lines.append(f"  {key}={text}  ({type_text(owner, field.name)})")
         lines += [f"      {line}" for line in field_docs(owner).get(field.name, "").splitlines()]
     if short:

@@ -31,7 +31,7 @@ class OptimConfig:
     weight_decay: Float = 0.0
     """Decoupled decay of matrices; vectors (norms, biases) never decay. 0.0 = off."""
     schedule: str = "constant"
-    """A schedule of transformers.get_scheduler: constant, constant_with_warmup, linear, cosine, cosine_with_min_lr ..."""
+    """A schedule of transformers.get_scheduler: constant, constant_with_warmup, linear, cosine ..."""
     schedule_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the schedule, e.g. {min_lr: 1.0e-7} for cosine_with_min_lr."""
     warmup_steps: Int = 0

@@ -9,7 +9,7 @@ import dataclasses
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
-from whet.config.base import Bool, Count, Float, Int, Strings, config
+from whet.config.base import Bool, Count, Float, Int, Strings, check, config
 from whet.config.enums import Mode
 from whet.errors import ConfigError, nearest
 
@@ -69,9 +69,9 @@ class RolloutConfig:
     forbidden_tokens: tuple[Int, ...] = ()
     """Ids that are never drawn."""
     logprob_support: Literal["sampling", "full"] = "sampling"
-    """Distribution of all logprobs: "sampling" = the truncated, penalised one drawn from; "full" = temperature alone."""
+    """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
-    """A prompt over max_prompt_length: refuse the data, keep its last tokens, or leave the row out (counted, logged)."""
+    """A prompt over max_prompt_length: refuse it, keep its last tokens, or leave the row out (counted, logged)."""
     max_batch_size: Count = 256
     """Completions decoded together."""
     kv_cache_tokens: Count | None = None
@@ -185,7 +185,7 @@ class RolloutConfig:
             try:
                 self.for_mode(Mode.EVAL)
             except ConfigError as error:
-                raise ConfigError(f"eval: {error}") from None
+                raise ConfigError(f"eval.{error}") from None
 
     def _check_ranges(self) -> None:
         if self.temperature < 0:
@@ -213,4 +213,5 @@ class RolloutConfig:
         """
         if Mode(mode) is Mode.TRAIN or not self.eval:
             return self
-        return dataclasses.replace(self, **{**self.eval, "eval": {}})
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return check(type(self), {**fields, **self.eval, "eval": {}})

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import InstanceOf, model_validator
 from pydantic_core import ArgsKwargs
 
 from whet.config.base import Bool, Count, Float, Fn, Int, Items, config
@@ -142,7 +142,7 @@ class TrainingConfig:
     """Let a resumed run differ in its configuration; the differences are logged."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "max_logp_positions_per_packed_row": "not needed: logprobs are computed at completion tokens alone; leave it out",
+        "max_logp_positions_per_packed_row": "not needed: logprobs are computed at completion tokens alone",
     }
 
     @model_validator(mode="before")
@@ -218,7 +218,7 @@ class RLTrainingConfig(TrainingConfig):
     """
 
     actor_optimizer: OptimConfig | str | Fn | None = None
-    """From Python: an OptimConfig, a factory or its "package.module:name"; None = the defaults. In YAML: actor.optim."""
+    """From Python: an OptimConfig, a factory or "package.module:name"; None = the defaults. In YAML: actor.optim."""
     critic_optimizer: OptimConfig | str | Fn | None = None
     """The critic's; None = as the actor's. In YAML: critic.optim."""
     mini_batch_size: Count | None = None
@@ -232,7 +232,7 @@ class RLTrainingConfig(TrainingConfig):
     compute_logps_chunk_size: Int = 0
     """Positions whose logits are held at a time; 0 = chosen by memory. The logits of a batch are never all held."""
     on_reward_error: Literal["raise", "none"] = "raise"
-    """A reward function that fails: end the run, or count it as not applicable (None) for that batch, with a warning."""
+    """A reward function that fails: end the run, or count as not applicable (None) for that batch, with a warning."""
     last_batch: Literal["drop", "keep"] = "drop"
     """Prompts left over at the end of an epoch that fill no step: dropped, their number logged, or a smaller step."""
 
@@ -306,7 +306,7 @@ class ClusterConfig:
     """Keep models that are not at work in host memory."""
     training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
-    rollout_config: RolloutConfig | dict[Mode, RolloutConfig] = field(default_factory=RolloutConfig)
+    rollout_config: InstanceOf[RolloutConfig] | dict[Mode, RolloutConfig] = field(default_factory=RolloutConfig)
     """Sampling: one for both modes (with its `eval`), or one for each."""
 
     def __post_init__(self) -> None:
