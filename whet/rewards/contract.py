@@ -1,0 +1,330 @@
+"""How reward functions are called: by keyword, each with a deadline, and nothing that they return goes unchecked.
+
+    fn(prompts=, completions=, **columns) -> list[float | None]        plain, async, partial or any callable
+
+What is offered, one entry per completion: `prompts`, `completions`, `completion_ids`, every column of the data set,
+`trajectory_ids` ("{row}_{generation}"); and once: `mode`. A function is given what its signature names, or all of it
+where it has **kwargs; fields of the algorithm's configuration only by name. Left out on purpose: worker processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import math
+import threading
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from whet.errors import ConfigError, RewardError, nearest
+
+__all__ = ["OnError", "RewardFn", "RewardInputs", "call_rewards", "checked_rewards", "function_name", "keywords"]
+
+RewardFn = Callable[..., Any]
+LOOP_GRACE_S = 0.5
+"""How long after the deadline an event loop may take to say which functions were late."""
+OnError = Literal["raise", "none"]
+"""A failing reward function stops the run, or counts as "not applicable"."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RewardInputs:
+    """What the reward functions of one call are offered; N trajectories.
+
+    Example: RewardInputs(prompts=["2+2="], completions=["4"], columns={"answer": [4]}, trajectory_ids=["7_0"],
+    completion_ids=[[52, 256]]).
+    """
+
+    prompts: list[Any]
+    """[N]: text or messages, as the data set has them."""
+    completions: list[Any]
+    """[N]: text; messages [{"role": "assistant", "content": text}] where the prompt is a list of messages."""
+    completion_ids: list[list[int]]
+    """[N]: the tokens, stop token included."""
+    trajectory_ids: list[str]
+    """[N]: "{row}_{generation}"."""
+    mode: Any = "train"
+    """"train" or "eval" (a Mode is also such a string)."""
+    columns: Mapping[str, list[Any]] = field(default_factory=dict)
+    """[N] each: the data set's other columns."""
+    algo_fields: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the algorithm's configuration, for functions that name them."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Further keywords, handed on as they are."""
+
+    def offered(self) -> dict[str, Any]:
+        """Every keyword with its value; the lists are new ones, so that a function may change its own."""
+        own = {
+            "prompts": self.prompts,
+            "completions": self.completions,
+            "completion_ids": self.completion_ids,
+            "trajectory_ids": self.trajectory_ids,
+        }
+        lists = {name: list(values) for name, values in {**self.columns, **own}.items()}
+        return {**self.extras, **lists, "mode": self.mode}
+
+
+def function_name(fn: Any) -> str:
+    """What a function is called in metrics and messages: its own name, of a partial the inner one's, else its class's.
+
+    >>> function_name(functools.partial(max, 3)), function_name(lambda: 0)
+    ('max', 'lambda')
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name = fn.__name__ if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__name__
+    return name.strip("<>")
+
+
+def keywords(
+    fn: RewardFn, offered: Mapping[str, Any], by_name: Mapping[str, Any], *, name: str, kind: str = "reward function"
+) -> dict[str, Any]:
+    """The arguments that a function is called with.
+
+    Args:
+        fn: the function. offered: what it gets where it names it or has **kwargs.
+        by_name: what it gets only where it names it; `offered` goes before. name, kind: for messages.
+
+    Returns:
+        Keyword -> value. What a partial has bound stays as bound.
+
+    Raises:
+        ConfigError: the function needs an argument that nobody offers (with the nearest), takes one by position alone,
+            or has no signature.
+
+    >>> keywords(lambda completions, answer=0: [], {"completions": ["4"], "mode": "train"}, {}, name="f")
+    {'completions': ['4']}
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{kind} {name}: {error}; wrap it in a def that names its arguments") from error
+    bound = fn.keywords if isinstance(fn, functools.partial) else {}
+    given: dict[str, Any] = {}
+    for parameter in parameters:
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= {word: value for word, value in offered.items() if word not in given and word not in bound}
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) or parameter.name in bound:
+            continue
+        known = parameter.name in offered or parameter.name in by_name
+        if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
+            raise ConfigError(f"{kind} {name} takes {parameter.name!r} by position alone; remove the '/'")
+        if not known and parameter.default is parameter.empty:
+            words = sorted({*offered, *by_name})
+            raise ConfigError(
+                f"{kind} {name} needs {parameter.name!r}, which is neither a column nor offered"
+                f"{nearest(parameter.name, words) or '.'} Offered: {', '.join(words)}"
+            )
+        if known and parameter.kind is not parameter.POSITIONAL_ONLY:
+            given[parameter.name] = offered[parameter.name] if parameter.name in offered else by_name[parameter.name]
+    return given
+
+
+def checked_rewards(
+    value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise"
+) -> tuple[np.ndarray, int]:
+    """What a function returned, as numbers.
+
+    Args:
+        value: a list, tuple, array or tensor of numbers, bools or None, one per completion.
+        ids: [N] trajectory ids. name: of the function.
+        on_error: "raise", or "none": what is wrong becomes NaN and is counted.
+
+    Returns:
+        float64 [N], NaN = not applicable (None); and how many were wrong.
+
+    Raises:
+        RewardError: None as a whole, no list, a wrong length, NaN, inf or no number, with row and value.
+
+    >>> checked_rewards([1, None, True], ["0_0", "0_1", "0_2"], name="f")
+    (array([ 1., nan,  1.]), 0)
+    """
+    problem = _shape_problem(value, len(ids), name)
+    if problem is not None:
+        if on_error == "raise":
+            raise RewardError(problem)
+        return np.full(len(ids), math.nan), len(ids)
+    items = value.detach().cpu().tolist() if isinstance(value, torch.Tensor) else list(value)
+    rewards, wrong = np.full(len(ids), math.nan), 0
+    for i, item in enumerate(items):
+        if item is None:
+            continue
+        try:
+            number = math.nan if isinstance(item, str | bytes) else float(item)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            rewards[i] = number
+            continue
+        if on_error == "raise":
+            row, _, generation = ids[i].rpartition("_")
+            raise RewardError(
+                f"reward function {name} returned {item!r} for row {row}, generation {generation} (entry {i}); return "
+                "a finite number, or None where it does not apply"
+            )
+        wrong += 1
+    return rewards, wrong
+
+
+def _shape_problem(value: Any, count: int, name: str) -> str | None:
+    """What is wrong with a returned value as a whole; None = nothing."""
+    rule = f"return a list of {count} numbers, one per completion"
+    if value is None:
+        return f"reward function {name} returned None; {rule} (None entries mean: not applicable)"
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return (
+            None
+            if tuple(value.shape) == (count,)
+            else f"reward function {name} returned shape {list(value.shape)}; {rule}"
+        )
+    if isinstance(value, str | bytes | Mapping | set) or not hasattr(value, "__len__"):
+        return f"reward function {name} returned {type(value).__name__} {str(value)[:60]!r}; {rule}"
+    return None if len(value) == count else f"reward function {name} returned {len(value)} rewards; {rule}"
+
+
+def call_rewards(
+    fns: Mapping[str, RewardFn],
+    inputs: RewardInputs,
+    *,
+    timeout_s: float | None = 60.0,
+    on_error: OnError = "raise",
+) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    """Every reward function on the same trajectories.
+
+    Plain functions run one after the other, async ones all together on one event loop beside them. With a timeout a
+    plain function runs in a thread of its own: Python can't end a thread, so one that hangs goes on in the background
+    (it ends with the process); and what must be on the main thread (signal, so math-verify's own alarm) needs
+    timeout_s=None. Gradient mode, CUDA device and context variables are those of the caller.
+
+    Args:
+        fns: by name. inputs: what they are offered. timeout_s: for each; None = no deadline, on the caller's thread.
+        on_error: "raise", or "none": a failure counts as "not applicable".
+
+    Returns:
+        float64 [N] per name, NaN = not applicable; and the number of failed entries per name.
+
+    Raises:
+        ConfigError: a function needs what is not offered. RewardError: it raised, hung, or returned something wrong.
+
+    >>> x = RewardInputs(prompts=["a"], completions=["bc"], completion_ids=[[98, 99]], trajectory_ids=["0_0"])
+    >>> call_rewards({"length": lambda completions: [len(c) for c in completions]}, x)
+    ({'length': array([2.])}, {'length': 0})
+    """
+    calls = {
+        name: functools.partial(fn, **keywords(fn, inputs.offered(), inputs.algo_fields, name=name))
+        for name, fn in fns.items()
+    }
+    together = _Loop({name: call for name, call in calls.items() if _is_async(call)}, timeout_s)
+    values = {name: _outcome(call, name, timeout_s) for name, call in calls.items() if not _is_async(call)}
+    late = {name: value for name, value in values.items() if inspect.isawaitable(value)}  # plain, but gave a coroutine
+    values |= _Loop({name: functools.partial(_same, value) for name, value in late.items()}, timeout_s).outcomes()
+    values |= together.outcomes()
+    rewards, errors = {}, {}
+    for name in fns:
+        value = values[name]
+        if not isinstance(value, RewardError):
+            rewards[name], errors[name] = checked_rewards(value, inputs.trajectory_ids, name=name, on_error=on_error)
+        elif on_error == "raise":
+            raise value
+        else:
+            rewards[name], errors[name] = np.full(len(inputs.prompts), math.nan), len(inputs.prompts)
+    return rewards, errors
+
+
+def _is_async(call: Any) -> bool:
+    """Whether calling it gives a coroutine: async def, also within a partial or as a class's __call__."""
+    while isinstance(call, functools.partial):
+        call = call.func
+    return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(type(call).__call__)
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _outcome(call: Callable[[], Any], name: str, timeout_s: float | None) -> Any:
+    """What a plain function returned, or the RewardError that stands for its failure."""
+    box: list[Any] = []
+
+    def run() -> None:
+        try:
+            box.append(call())
+        except (Exception, SystemExit) as error:
+            box.append(_raised(name, error))
+
+    if timeout_s is None:
+        run()
+        return box[0]
+    thread = threading.Thread(target=_like_here(run), name=f"reward {name}", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return box[0] if box else _hung(name, timeout_s)
+
+
+class _Loop:
+    """Async functions, together on one event loop in a thread of its own: the caller may be in a loop itself."""
+
+    def __init__(self, calls: Mapping[str, Callable[[], Awaitable[Any]]], timeout_s: float | None) -> None:
+        self.calls, self.timeout_s = calls, timeout_s
+        self.box: dict[str, Any] = {}
+        self.started = time.monotonic()
+        self.thread = threading.Thread(target=_like_here(lambda: asyncio.run(self._all())), daemon=True)
+        if calls:
+            self.thread.start()
+
+    async def _all(self) -> None:
+        await asyncio.gather(*(self._one(name, call) for name, call in self.calls.items()))
+
+    async def _one(self, name: str, call: Callable[[], Awaitable[Any]]) -> None:
+        limit = asyncio.timeout(self.timeout_s)
+        try:
+            async with limit:
+                self.box[name] = await call()
+        except (Exception, SystemExit) as error:
+            self.box[name] = _hung(name, self.timeout_s) if limit.expired() else _raised(name, error)
+
+    def outcomes(self) -> dict[str, Any]:
+        """What each returned, or the RewardError of its failure, once all are done or late."""
+        if self.calls:
+            left = None if self.timeout_s is None else self.started + self.timeout_s + LOOP_GRACE_S - time.monotonic()
+            self.thread.join(None if left is None else max(left, 0.0))
+        return {name: self.box.get(name) if name in self.box else _hung(name, self.timeout_s) for name in self.calls}
+
+
+def _like_here(run: Callable[[], None]) -> Callable[[], None]:
+    """The same to be run in another thread, with this thread's context variables, gradient mode and CUDA device."""
+    context, grad = contextvars.copy_context(), torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+    def there() -> None:
+        if device is not None:
+            torch.cuda.set_device(device)
+        with torch.set_grad_enabled(grad):
+            context.run(run)
+
+    return there
+
+
+def _raised(name: str, error: BaseException) -> RewardError:
+    """The error for a function that raised."""
+    text = f"reward function {name} raised {type(error).__name__}: {error}"
+    if "main thread" in str(error) or "threaded environment" in str(error):
+        text += "; set the reward timeout to None, and it is called on the main thread"
+    failed = RewardError(text)
+    failed.__cause__ = error
+    return failed
+
+
+def _hung(name: str, timeout_s: float | None) -> RewardError:
+    """The error for a function that is late."""
+    return RewardError(
+        f"reward function {name} returned nothing within {timeout_s} s; its thread can't be ended and goes on in the "
+        "background. Give it a limit of its own, or raise the reward timeout (an async function must never block)"
+    )

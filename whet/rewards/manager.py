@@ -1,0 +1,291 @@
+"""From completions to rewards: calls the functions, weighs them, counts.
+
+J trajectories of a batch, in the order of groups and generations (the forks of one episode are one trajectory, judged
+by its last fork). Left out on purpose: advantages, which are the estimator's business.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.errors import ConfigError, DataError, lookup_error
+from whet.metrics import Max, Mean, Metric, Min, Sum
+from whet.refs import is_ref, resolve_ref
+from whet.rewards.contract import OnError, RewardFn, RewardInputs, call_rewards, function_name, keywords
+from whet.rewards.text import REWARDS
+from whet.types import Group
+
+__all__ = ["REWARD_MANAGERS", "RewardManager", "Rewarded", "resolve_reward", "resolve_reward_manager", "reward_metrics"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Rewarded:
+    """What a reward manager returns.
+
+    Example: one group of two, exact_match of weight 1: total = [1., 0.], metrics["reward"] = Mean(1.0, 2).
+    """
+
+    groups: list[Group]
+    """The groups, with `rewards` filled."""
+    total: np.ndarray
+    """float64 [J]: the weighted sum of what applied; NaN = no function applied."""
+    metrics: dict[str, Metric]
+    """By name."""
+    names: tuple[str, ...] = ()
+    """The functions, in order."""
+
+
+class RewardManager:
+    """One number per trajectory: totalⱼ = Σ_f w_f r_fj over the functions f that apply to j.
+
+    Rewards that a group brings (an environment's) count with weight 1, beside the functions.
+
+    >>> from whet.types import Completion, Prompt
+    >>> p = Prompt(tokens=np.array([50, 43, 50, 61]), source="2+2=", columns={"answer": "4"}, row=7)
+    >>> c = [Completion(tokens=np.array([52 + i, 256]), logprobs=np.zeros(2), versions=np.zeros(2, int),
+    ...      finish_reason="stop", generation=i) for i in range(2)]
+    >>> out = RewardManager("exact_match", weights=[2.0])([Group(prompt=p, completions=tuple(c))], [["4", "5"]])
+    >>> out.total, out.groups[0].rewards, out.metrics["reward"].value
+    (array([2., 0.]), {'exact_match': array([1., 0.])}, 1.0)
+    """
+
+    def __init__(
+        self,
+        reward_fns: Any,
+        weights: Sequence[float] | None = None,
+        *,
+        on_error: OnError = "raise",
+        timeout_s: float | None = 60.0,
+        algo_fields: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Args:
+            reward_fns: one or a list: callables, names of whet's own, "package.module:name" or "file.py:name".
+            weights: one number each; None = 1.
+            on_error: "raise", or "none": a failure counts as "not applicable".
+            timeout_s: of each call; None = no deadline, and plain functions run on the caller's thread.
+            algo_fields: fields of the algorithm's configuration, for functions that name them.
+
+        Raises:
+            ConfigError: no functions, an unknown name, weights that don't fit, an unknown on_error, a timeout of 0.
+        """
+        given = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
+        if not given:
+            raise ConfigError(
+                f"reward_fns is empty; give at least one function, or a name among {', '.join(sorted(REWARDS))}"
+            )
+        if on_error not in ("raise", "none"):
+            raise lookup_error("on_error", on_error, ("raise", "none"))
+        if timeout_s is not None and not timeout_s > 0:
+            raise ConfigError(f"timeout_s {timeout_s} is no time; give more than 0, or None for no deadline")
+        self.fns = _named([resolve_reward(fn) for fn in given])
+        self.weights = _weights(weights, list(self.fns))
+        self.on_error: OnError = on_error
+        self.timeout_s = timeout_s
+        self.algo_fields = dict(algo_fields or {})
+
+    def check(self, columns: Sequence[str]) -> None:
+        """Says before the first rollout whether every function gets what it needs.
+
+        Args: columns: of the data set, without the prompt.
+        Raises: ConfigError: a function needs an argument that is neither a column nor offered.
+        """
+        empty = RewardInputs(
+            prompts=[],
+            completions=[],
+            completion_ids=[],
+            trajectory_ids=[],
+            columns={name: [] for name in columns},
+        )
+        for name, fn in self.fns.items():
+            keywords(fn, empty.offered(), self.algo_fields, name=name)
+
+    def __call__(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> Rewarded:
+        """The rewards of a batch.
+
+        Args:
+            groups: rolled out. texts: the decoded completion of each completion of each group, or a list of messages
+                for a transcript. mode: "train" or "eval", for the functions.
+
+        Returns:
+            Rewarded.
+
+        Raises:
+            RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
+        """
+        inputs, sizes = _inputs(groups, texts, mode, self.algo_fields)
+        made, errors = call_rewards(self.fns, inputs, timeout_s=self.timeout_s, on_error=self.on_error)
+        ends = np.cumsum(sizes)
+        filled = []
+        for group, end, size in zip(groups, ends, sizes, strict=True):
+            own = {name: values[end - size : end] for name, values in made.items()}
+            filled.append(dataclasses.replace(group, rewards={**group.rewards, **own}))
+        brought = dict.fromkeys(name for group in groups for name in group.rewards if name not in made)
+        for name in brought:
+            made[name] = np.concatenate(
+                [_brought(group, name, size) for group, size in zip(groups, sizes, strict=True)]
+            )
+        weights = {name: self.weights.get(name, 1.0) for name in made}
+        total = _weighted(made, weights)
+        metrics = reward_metrics(made, total, sizes)
+        metrics |= {f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count}
+        return Rewarded(groups=filled, total=total, metrics=metrics, names=tuple(made))
+
+
+def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: Sequence[int]) -> dict[str, Metric]:
+    """What is logged of a batch's rewards; NaN (not applicable) is left out everywhere.
+
+    Tunix's: rewards/<f>, the mean of one function; rewards/{sum,mean,min,max}: of a trajectory over its functions,
+    unweighted; then the mean (sum, mean), least and greatest of the batch. TRL's: rewards/<f>/{mean,std}; reward, the
+    mean of the totals; reward_std, the mean over groups of the standard deviation of the totals in a group (n - 1; 0
+    for a group of one); frac_reward_zero_std, the share of groups whose totals are all equal. Standard deviations
+    merge across batches as means.
+
+    Args: rewards: float64 [J] per function. total: float64 [J]. sizes: trajectories per group, sum J.
+    Returns: name -> metric.
+    Source: Tunix rl/reward_manager.py, TRL GRPOTrainer; Tunix logs NaN for min and max where one is NaN, whet doesn't.
+
+    >>> m = reward_metrics({"f": np.array([1.0, 0.0, 1.0, 1.0])}, np.array([1.0, 0.0, 1.0, 1.0]), [2, 2])
+    >>> m["rewards/f"].value, m["reward"].value, round(m["reward_std"].value, 4), m["frac_reward_zero_std"].value
+    (0.75, 0.75, 0.3536, 0.5)
+    """
+    metrics: dict[str, Metric] = {}
+    for name, values in rewards.items():
+        known = values[~np.isnan(values)]
+        metrics[f"rewards/{name}"] = metrics[f"rewards/{name}/mean"] = Mean(float(known.sum()), len(known))
+        metrics[f"rewards/{name}/std"] = Mean(_std(known), 1) if len(known) else Mean(0.0, 0)
+    table = np.stack(list(rewards.values()), 1)  # [J f]
+    table = table[~np.isnan(table).all(1)]
+    if len(table):
+        sums, means = np.nansum(table, 1), np.nanmean(table, 1)
+        metrics["rewards/sum"] = Mean(float(sums.sum()), len(sums))
+        metrics["rewards/mean"] = Mean(float(means.sum()), len(means))
+        metrics["rewards/min"] = Min(float(np.nanmin(table)))
+        metrics["rewards/max"] = Max(float(np.nanmax(table)))
+    parts = [part[~np.isnan(part)] for part in np.split(total, np.cumsum(sizes)[:-1])]
+    parts = [part for part in parts if len(part)]
+    known = total[~np.isnan(total)]
+    metrics["reward"] = Mean(float(known.sum()), len(known))
+    metrics["reward_std"] = Mean(float(sum(_std(part) for part in parts)), len(parts))
+    metrics["frac_reward_zero_std"] = Mean(float(sum(bool((part == part[0]).all()) for part in parts)), len(parts))
+    return metrics
+
+
+REWARD_MANAGERS: dict[str, Callable[..., RewardManager]] = {"sequence-level": RewardManager}
+"""Reward managers by name: what is called with (reward_fns, weights, **options) and gives a callable like it."""
+
+
+def resolve_reward(ref: Any) -> RewardFn:
+    """A reward function, by name, by reference or as it is.
+
+    Args: ref: a callable, a name in REWARDS, "package.module:name" or "file.py:name".
+    Raises: ConfigError: an unknown name (with the nearest), or what is referred to can't be called.
+
+    >>> resolve_reward("exact_match").__name__
+    'exact_match'
+    """
+    return _resolved(ref, "reward function", REWARDS)
+
+
+def resolve_reward_manager(ref: Any) -> Callable[..., RewardManager]:
+    """A reward manager's class (or factory), by name, by reference or as it is.
+
+    >>> resolve_reward_manager("sequence-level").__name__
+    'RewardManager'
+    """
+    return _resolved(ref, "reward manager", REWARD_MANAGERS)
+
+
+def _resolved(ref: Any, kind: str, known: Mapping[str, Any]) -> Any:
+    if isinstance(ref, str):
+        if not is_ref(ref) and ref not in known:
+            raise lookup_error(kind, ref, [*known, "package.module:name", "file.py:name"])
+        ref = known[ref] if ref in known else resolve_ref(ref, kind)
+    if not callable(ref):
+        raise ConfigError(f"a {kind} is a callable or its name, got {type(ref).__name__} {ref!r}")
+    return ref
+
+
+def _named(fns: Sequence[RewardFn]) -> dict[str, RewardFn]:
+    """Functions by name; the second of a name is name_2, the third name_3."""
+    named: dict[str, RewardFn] = {}
+    for fn in fns:
+        name = base = function_name(fn)
+        count = 1
+        while name in named:
+            count += 1
+            name = f"{base}_{count}"
+        named[name] = fn
+    return named
+
+
+def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str, float]:
+    """The weight of each function."""
+    if weights is None:
+        return dict.fromkeys(names, 1.0)
+    if len(weights) != len(names):
+        raise ConfigError(
+            f"{len(weights)} reward weights for {len(names)} reward functions ({', '.join(names)}); give one each"
+        )
+    bad = [weight for weight in weights if not math.isfinite(weight)]
+    if bad:
+        raise ConfigError(f"reward weight {bad[0]} is not finite; give numbers, 0.0 to log a function without using it")
+    return dict(zip(names, map(float, weights), strict=True))
+
+
+def _weighted(rewards: Mapping[str, np.ndarray], weights: Mapping[str, float]) -> np.ndarray:
+    """float64 [J]: the weighted sum over the functions that apply; NaN where none does."""
+    table = np.stack(list(rewards.values()))  # [f J]
+    weighted = np.nansum(table * np.array([weights[name] for name in rewards])[:, None], 0)
+    return np.where(np.isnan(table).all(0), math.nan, weighted)
+
+
+def _inputs(
+    groups: Sequence[Group], texts: Sequence[Sequence[Any]], mode: Any, algo_fields: Mapping[str, Any]
+) -> tuple[RewardInputs, list[int]]:
+    """What the functions are offered, and the trajectories of each group."""
+    if len(texts) != len(groups) or any(len(t) != len(g.completions) for t, g in zip(texts, groups, strict=True)):
+        raise DataError("texts don't match the groups; give one text for every completion of every group")
+    prompts, completions, ids, names, sources = [], [], [], [], []
+    sizes: list[int] = []
+    for group, of_group in zip(groups, texts, strict=True):
+        last = {c.generation: place for place, c in enumerate(group.completions)}  # first seen first, last fork wins
+        sizes.append(len(last))
+        for generation, place in last.items():
+            text = of_group[place]
+            chat = not isinstance(group.prompt.source, str)
+            prompts.append(list(group.prompt.source) if chat else group.prompt.source)
+            completions.append([{"role": "assistant", "content": text}] if chat and isinstance(text, str) else text)
+            ids.append(np.asarray(group.completions[place].tokens).tolist())
+            names.append(f"{group.prompt.row}_{generation}")
+            sources.append(group.prompt.columns)
+    if not prompts:
+        raise DataError("no completions to reward; sample at least one per prompt")
+    known = dict.fromkeys(name for columns in sources for name in columns)
+    inputs = RewardInputs(
+        prompts=prompts,
+        completions=completions,
+        completion_ids=ids,
+        trajectory_ids=names,
+        mode=mode,
+        columns={name: [columns.get(name) for columns in sources] for name in known},  # ragged rows: None where absent
+        algo_fields=algo_fields,
+    )
+    return inputs, sizes
+
+
+def _brought(group: Group, name: str, size: int) -> np.ndarray:
+    """float64 [size]: a reward that a group came with; NaN where it has none of that name."""
+    values = np.asarray(group.rewards[name], dtype=np.float64) if name in group.rewards else np.full(size, math.nan)
+    if values.shape != (size,):
+        raise DataError(f"row {group.prompt.row} brings {values.shape} rewards {name!r} for {size} trajectories")
+    return values
+
+
+def _std(values: np.ndarray) -> float:
+    """The sample standard deviation; 0 for one value, and exactly 0 for equal ones."""
+    return 0.0 if len(values) < 2 or (values == values[0]).all() else float(values.std(ddof=1))

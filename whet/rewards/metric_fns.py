@@ -1,0 +1,73 @@
+"""The user's own metrics of a batch (Tunix's metric_fns).
+
+    fn(prompts=, completions=, advantages=, rewards=, **columns) -> {name: (value, aggregation)}
+
+Arguments are chosen as for reward functions: what the signature names, or all with **kwargs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from whet.errors import RewardError
+from whet.rewards.contract import function_name, keywords
+
+__all__ = ["call_metric_fns"]
+
+
+def call_metric_fns(
+    fns: Sequence[Callable[..., Any]],
+    prompts: Sequence[Any],
+    completions: Sequence[Any],
+    advantages: Any,
+    rewards: Any,
+    **columns: Any,
+) -> dict[str, tuple[Any, Callable[..., Any] | None]]:
+    """What the metric functions say of a batch of N trajectories.
+
+    Args:
+        fns: called one after the other. prompts, completions [N]: as reward functions see them.
+        advantages, rewards: one per trajectory (advantages also one per token). columns: [N] each, and whatever else.
+
+    Returns:
+        name -> (value, aggregation): the aggregation joins the values of a step (e.g. numpy.mean); None = as it is.
+
+    Raises:
+        ConfigError: a function needs what is not offered. RewardError: it raised, or returned another form, or a name
+            that another function gave.
+
+    >>> call_metric_fns([lambda rewards, **kw: {"best": (max(rewards), max)}], ["a"], ["b"], [0.0], [1.0])
+    {'best': (1.0, <built-in function max>)}
+    """
+    offered = {
+        **columns,
+        "prompts": prompts,
+        "completions": completions,
+        "advantages": advantages,
+        "rewards": rewards,
+    }
+    metrics: dict[str, tuple[Any, Callable[..., Any] | None]] = {}
+    for fn in fns:
+        name = function_name(fn)
+        given = keywords(fn, offered, {}, name=name, kind="metric function")
+        try:
+            made = fn(**given)
+        except Exception as error:
+            raise RewardError(f"metric function {name} raised {type(error).__name__}: {error}") from error
+        if not isinstance(made, Mapping):
+            raise RewardError(
+                f"metric function {name} returned {type(made).__name__}; return {{name: (value, np.mean)}}"
+            )
+        for key, pair in made.items():
+            if not isinstance(key, str):
+                raise RewardError(f"metric function {name} returned the name {key!r}; names are texts")
+            if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[1] is None or callable(pair[1])):
+                raise RewardError(
+                    f"metric function {name} returned {pair!r} for {key!r}; give (value, aggregation), the aggregation "
+                    "a function such as numpy.mean, or None"
+                )
+            if key in metrics:
+                raise RewardError(f"metric {key!r} comes from two functions, the second {name}; rename one")
+            metrics[key] = pair
+    return metrics
