@@ -1,0 +1,149 @@
+"""From configuration to an engine, and from prompts to groups: what the cluster asks of rollout/."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.config import RolloutConfig
+from whet.errors import EngineError
+from whet.models import LoadedModel
+from whet.ops import Support
+from whet.rollout.base import Request, RolloutEngine, Sampling
+from whet.types import Completion, Group, Prompt
+
+__all__ = ["complete", "make_engine", "sampling_of", "support_of"]
+
+log = logging.getLogger("whet")
+
+
+def sampling_of(config: RolloutConfig, eos_ids: Sequence[int]) -> Sampling:
+    """The sampling parameters of a rollout configuration; `eos_tokens` comes before the tokenizer's own end ids."""
+    return Sampling(
+        max_tokens=config.max_tokens_to_generate,
+        min_tokens=config.min_tokens,
+        temperature=config.temperature,
+        top_p=1.0 if config.top_p is None else config.top_p,
+        top_k=config.top_k or 0,
+        min_p=config.min_p,
+        repetition_penalty=config.repetition_penalty,
+        stop_ids=tuple(config.eos_tokens or eos_ids),
+        stop=tuple(config.stop),
+        forbidden_ids=tuple(config.forbidden_tokens),
+        logprob_support=config.logprob_support,
+    )
+
+
+def support_of(sampling: Sampling) -> Support:
+    """The distribution whose logprobs the trainer computes: the one that the sampler reports."""
+    return Support(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        forbidden_ids=sampling.forbidden_ids,
+        min_tokens=sampling.min_tokens,
+        stop_ids=sampling.stop_ids,
+        full=sampling.logprob_support == "full",
+    )
+
+
+def make_engine(
+    spec: Any,
+    loaded: LoadedModel,
+    *,
+    config: RolloutConfig,
+    decode: Callable[[Sequence[int]], str],
+    tokenizer: Any,
+    mesh: Any = None,
+) -> RolloutEngine:
+    """The engine of a cluster.
+
+    Args: spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
+        called as cls(loaded, decode=...); one with Tunix's `generate` as cls(rollout_actor=..., tokenizer=...,
+        mesh=..., rollout_config=...). loaded: the policy. config: the rollout's. decode: ids to text.
+    Returns: the engine. "vanilla" becomes "hf" where the model can't take whet's attention layout, with the reason.
+    """
+    from whet.rollout import resolve_engine
+    from whet.rollout.compat import BaseRolloutAdapter
+
+    if spec == "vanilla" and not loaded.packable:
+        log.warning("rollout_engine 'vanilla' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
+        spec = "hf"
+    made = resolve_engine(spec)
+    options: dict[str, Any] = {"decode": decode}
+    if spec == "vanilla":
+        options |= {"max_batch": config.max_batch_size, "kv_cache_tokens": config.kv_cache_tokens}
+    kind = made.func if isinstance(made, functools.partial) else made
+    if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
+        inner = made(
+            rollout_actor=loaded.module,
+            tokenizer=tokenizer,
+            mesh=mesh,
+            rollout_config=config,
+        )
+        return BaseRolloutAdapter(inner, decode=decode, rollout_config=config)
+    return made(loaded, **options)
+
+
+def complete(
+    engine: RolloutEngine,
+    prompts: Sequence[Prompt],
+    sampling: Sampling,
+    *,
+    num_generations: int,
+    address: tuple[int, int, int],
+    first_id: int,
+) -> list[Group]:
+    """Runs prompts through an engine to the end.
+
+    Args: address: (seed, step, place of the first prompt). first_id: requests are numbered from it.
+    Returns: a group per prompt, in order; completions in the order of generation.
+    Raises: EngineError: the engine lost a request.
+    """
+    seed, step, start = address
+    requests = [
+        Request(
+            id=first_id + i * num_generations + g,
+            tokens=p.tokens,
+            sampling=sampling,
+            group=first_id + i * num_generations,
+            address=(seed, step, start + i, g),
+        )
+        for i, p in enumerate(prompts)
+        for g in range(num_generations)
+    ]
+    engine.submit(requests)
+    done = {}
+    while len(done) < len(requests):
+        outputs = engine.poll()
+        if not outputs:
+            lost = [r.id for r in requests if r.id not in done]
+            raise EngineError(f"the engine is at rest, but {len(lost)} of {len(requests)} requests never came back")
+        done |= {o.id: o for o in outputs}
+    groups = []
+    for i, p in enumerate(prompts):
+        made = [done[first_id + i * num_generations + g] for g in range(num_generations)]
+        groups.append(
+            Group(
+                prompt=p,
+                completions=tuple(
+                    Completion(
+                        tokens=np.asarray(o.tokens, np.int32),
+                        logprobs=np.asarray(o.logprobs, np.float32),
+                        versions=np.asarray(o.versions, np.int32),
+                        finish_reason=o.finish_reason,
+                        generation=g,
+                        info={} if o.logits is None else {"logits": o.logits},
+                    )
+                    for g, o in enumerate(made)
+                ),
+            )
+        )
+    return groups

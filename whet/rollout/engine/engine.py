@@ -1,0 +1,331 @@
+"""The embedded engine: the protocol, and the host's books.
+
+It runs the module it is given, with the parameters as they are at the time: after an optimizer step there is nothing
+to send. All work happens inside `poll`: let in what fits, decode a few steps, read what was drawn, let out what is
+finished. A sequence that ends leaves at once, and the last row moves into its place.
+Left out on purpose: threads, and preemption by memory (memory is reserved when a request is let in).
+Dim legend: n live rows.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whet.errors import ConfigError, EngineError
+from whet.models.load import LoadedModel, load_model
+from whet.rollout.base import EngineCaps, Output, Request, Sampling
+from whet.rollout.engine.runner import Block, Runner
+from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan
+from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
+from whet.types import FinishReason
+
+__all__ = ["EmbeddedEngine"]
+
+MADE, LEFT, PROMPT, PLAN = range(4)
+"""Rows of the book: tokens made in this stay, tokens it may make, prompt tokens, index of the plan."""
+STEPS = 4
+"""Decode steps between two looks at what was drawn."""
+
+
+class EmbeddedEngine:
+    """Continuous batching with shared prompts, on the trainer's own module.
+
+    Requests of one group with equal prompts share one prefill and its KV. Draws follow Request.address, so a request
+    gives the same tokens alone and in a crowd (but for ties broken by the last bit of a logit).
+    Args: model: a LoadedModel, or a module to load. decode: ids -> text, needed for stop strings only.
+        max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included; None =
+            as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run in chunks.
+    Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
+
+    Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
+    """
+
+    caps = EngineCaps(shared_weights=True, addressed=True, abort=True, sleep=True, logits=True)
+
+    def __init__(
+        self,
+        model: LoadedModel | nn.Module,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        max_batch: int = 256,
+        kv_cache_tokens: int | None = None,
+        prefill_tokens: int = 8192,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("prefill_tokens", prefill_tokens), ("kv_cache_tokens", kv_cache_tokens)):
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} {value} must be at least 1")
+        loaded = load_model(model) if isinstance(model, nn.Module) else model
+        if not loaded.packable:
+            raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
+        self._decode = decode
+        config = loaded.module.config.get_text_config()  # pyright: ignore[reportCallIssue]
+        self._positions: int | None = config.max_position_embeddings
+        self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens)
+        self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
+        self._plans: list[Plan] = []
+        self._plan_of: dict[Sampling, int] = {}
+        self._ids: set[int] = set()
+        self._rows: list[tuple[Task, Prefix]] = []
+        self._book = np.zeros((4, 0), np.int64)
+        """[4, n], a column for each live row."""
+        self._tokens = np.zeros((max_batch, 0), np.int32)
+        self._logprobs = np.zeros((max_batch, 0), np.float32)
+        self._prefixes: dict[tuple[int, bytes], Prefix] = {}
+        self._done: list[Output] = []
+        self._stale = True
+        self._asleep = False
+        self.version = 0
+        """The policy version stamped on what is drawn now."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests.
+
+        Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then.
+        """
+        ids: set[int] = set()
+        for r in requests:
+            if r.id in self._ids or r.id in ids:
+                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+            ids.add(r.id)
+            check_request(
+                r, vocabulary=self._runner.vocabulary, positions=self._positions, decodes=self._decode is not None
+            )
+            self._scheduler.check(r)
+        plans = [self._plan(r.sampling) for r in requests]
+        self._ids |= ids
+        self._scheduler.add([Task(request=r, plan=p) for r, p in zip(requests, plans, strict=True)])
+
+    def _plan(self, sampling: Sampling) -> int:
+        """The index of a Sampling's plan."""
+        if sampling not in self._plan_of:
+            self._plans.append(make_plan(sampling))
+            self._plan_of[sampling] = len(self._plans) - 1
+        return self._plan_of[sampling]
+
+    @torch.no_grad()
+    def poll(self, timeout_s: float | None = None) -> list[Output]:
+        """Computes until something finishes, or the time is up, and returns what has finished.
+
+        Args: timeout_s: looked at between blocks of steps; None = no limit.
+        Returns: finished requests; [] = nothing in flight (or the time is up).
+        Raises: EngineError: the engine sleeps.
+        """
+        if self._asleep:
+            raise EngineError("the engine sleeps; call wake() first")
+        start = time.monotonic()
+        while not self._done and (self._rows or self._scheduler.queue):
+            self._admit()
+            if self._rows and not self._done:
+                self._advance()
+            if timeout_s is not None and time.monotonic() - start >= timeout_s:
+                break
+        done, self._done = self._done, []
+        return done
+
+    def _admit(self) -> None:
+        """Lets in what fits, prefills new prompts, draws first tokens."""
+        live, scheduler, runner = len(self._rows), self._scheduler, self._runner
+        if not scheduler.queue:
+            return
+        longest = int(self._book[LEFT].max(initial=0))
+        idle = max(1, scheduler.max_batch // 8)
+        admitted = scheduler.admit(live=live, longest=longest, prefixes=self._prefixes, idle=idle)
+        if not admitted:
+            return
+        taken: dict[int, int] = {}
+        for p in self._prefixes.values():
+            taken[p.bucket] = taken.get(p.bucket, 0) + 1
+        new = {p.key: p for _, p in admitted if p.hidden is None}
+        if new:
+            runner.prefill(list(new.values()), taken)
+            self._prefixes |= new
+        runner.own.reserve(live + len(admitted), runner.own.length)
+        block = runner.enter(live, admitted, self._plans)
+        for _, p in admitted:
+            p.live += 1
+        self._rows += admitted
+        columns = [(0, t.left, len(p.tokens), t.plan) for t, p in admitted]
+        self._book = np.concatenate([self._book, np.array(columns, np.int64).T], 1)
+        self._stale = True
+        self._collect(block, live)
+
+    def _advance(self) -> None:
+        """Decodes a few steps, no more than the row nearest to its limit may make."""
+        runner, book = self._runner, self._book
+        steps = min(STEPS, int((book[LEFT] - book[MADE]).min()))
+        runner.own.reserve(len(self._rows), int(book[MADE].max()) - 1 + steps, longest=int(book[LEFT].max()))
+        if self._stale:
+            runner.regroup(self._rows, self._plans)
+            self._stale = False
+        self._collect(runner.run(steps, book[MADE], int((book[PROMPT] + book[MADE]).max())), 0)
+
+    def _collect(self, block: Block, first: int) -> None:
+        """Books what rows first.. drew, and lets out those that are finished."""
+        steps, count = block.tokens.shape
+        rows = np.arange(first, first + count)
+        made = self._book[MADE, first : first + count]
+        self._room(int(made.max()) + steps)
+        columns = made[:, None] + np.arange(steps)
+        self._tokens[rows[:, None], columns] = block.tokens.T
+        self._logprobs[rows[:, None], columns] = block.logprobs.T
+        made += steps  # a view of the book
+        for row in range(first, first + count) if block.logits is not None else ():
+            if self._rows[row][0].request.sampling.return_logits:
+                self._rows[row][0].logits.append(block.logits[:, row - first])  # pyright: ignore[reportOptionalSubscript]
+        ended = self._ended(block, first)
+        if ended:
+            self._leave(ended)
+
+    def _room(self, columns: int) -> None:
+        """Makes the host's buffers wide enough."""
+        if (missing := columns - self._tokens.shape[1]) > 0:
+            pad = ((0, 0), (0, max(missing, self._tokens.shape[1], 64)))
+            self._tokens, self._logprobs = np.pad(self._tokens, pad), np.pad(self._logprobs, pad)
+
+    def _ended(self, block: Block, first: int) -> dict[int, FinishReason]:
+        """Rows that are finished, and why; what a row that stopped has made is cut to its stop token."""
+        steps, count = block.tokens.shape
+        book, ended = self._book[:, first : first + count], {}
+        for row in np.flatnonzero(book[MADE] >= book[LEFT]):
+            ended[first + int(row)] = "length"
+        for plan in np.unique(book[PLAN]):
+            sampling = self._plans[plan].sampling
+            mine = np.flatnonzero(book[PLAN] == plan)
+            stops = np.isin(block.tokens[:, mine], sampling.stop_ids)
+            for i in np.flatnonzero(stops.any(0)):
+                book[MADE, mine[i]] += int(stops[:, i].argmax()) + 1 - steps
+                ended[first + int(mine[i])] = "stop"
+            for row in mine + first if sampling.stop else ():
+                if self._cut(int(row), steps):
+                    ended[int(row)] = "stop"
+        return ended
+
+    def _cut(self, row: int, steps: int) -> bool:
+        """Cuts a row at the token that completes a stop string, if one of its last `steps` does."""
+        task, made = self._rows[row][0], int(self._book[MADE, row])
+        r = task.request
+        before = [*r.tokens[len(r.tokens) - r.offset :], *(t for p in task.parts for t in p.tokens)]
+        assert self._decode is not None
+        whole = [int(t) for t in (*before, *self._tokens[row, :made])]
+        place = completed_string(self._decode, whole, r.sampling.stop, fresh=min(steps, made))
+        if place is None:
+            return False
+        self._book[MADE, row] = place - len(before)
+        return True
+
+    def _leave(self, ended: dict[int, FinishReason]) -> None:
+        """Lets rows out and closes the ranks."""
+        for row in sorted(ended):
+            task = self._rows[row][0]
+            self._close_stay(row)
+            self._ids.discard(task.request.id)
+            self._done.append(task.output(ended[row]))
+        self._compact(set(ended))
+
+    def _close_stay(self, row: int) -> None:
+        """Puts what a row made in this stay into its task."""
+        task, made = self._rows[row][0], int(self._book[MADE, row])
+        logits = np.concatenate(task.logits)[:made] if task.logits else None
+        task.logits = []
+        part = Part(
+            tokens=self._tokens[row, :made].copy(),
+            logprobs=self._logprobs[row, :made].copy(),
+            version=self.version,
+            logits=logits,
+        )
+        task.parts.append(part)
+
+    def _compact(self, gone: set[int]) -> None:
+        """Moves the last rows into the holes; drops prompts that nobody reads."""
+        n = len(self._rows) - len(gone)
+        for row in gone:
+            self._rows[row][1].live -= 1
+        holes = [r for r in sorted(gone) if r < n]
+        last = [r for r in range(n, len(self._rows)) if r not in gone]
+        if holes:
+            source, target = np.array(last), np.array(holes)
+            self._runner.move_rows(source, target, int(self._book[MADE, source].max()))
+            self._book[:, target] = self._book[:, source]
+            for x in (self._tokens, self._logprobs):
+                x[target] = x[source]
+            for s, t in zip(last, holes, strict=True):
+                self._rows[t] = self._rows[s]
+        del self._rows[n:]
+        self._book = self._book[:, :n].copy()
+        self._stale = True
+        queue = self._scheduler.queue
+        waiting = (queue[0].request.group, queue[0].context.tobytes()) if queue else None
+        for p in [p for p in self._prefixes.values() if not p.live and p.key != waiting]:
+            self._forget(p)
+
+    def _forget(self, prefix: Prefix) -> None:
+        """Drops a prompt; the last one of its store moves into its place."""
+        del self._prefixes[prefix.key]
+        same = [p for p in self._prefixes.values() if p.bucket == prefix.bucket]
+        last = max(same, key=lambda p: p.slot, default=None)
+        if last is not None and last.slot > prefix.slot:
+            self._runner.move_prefix(prefix.bucket, last.slot, prefix.slot)
+            last.slot = prefix.slot
+
+    def abort(self, ids: Iterable[int]) -> list[Output]:
+        """Ends requests now; ids that are not in flight are passed over.
+
+        Args: ids: of requests.
+        Returns: what they had made, finish_reason "abort"; submit again with an offset to go on.
+        """
+        gone = set(ids)
+        out = [t.output("abort") for t in self._scheduler.remove(gone)]
+        rows = {i for i, (t, _) in enumerate(self._rows) if t.request.id in gone}
+        for row in sorted(rows):
+            self._close_stay(row)
+            out.append(self._rows[row][0].output("abort"))
+        if rows:
+            with torch.no_grad():
+                self._compact(rows)
+        self._ids -= {o.id for o in out}
+        return out
+
+    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Takes a new policy version. Sequences under way go on under it, with their KV made anew.
+
+        Args: version: stamped on tokens from now on. weights: must be None: the parameters are the trainer's own.
+        Raises: EngineError: weights were given.
+        """
+        if weights is not None:
+            raise EngineError("the embedded engine reads the trainer's own parameters; call update(version) without weights")
+        self._requeue()
+        self.version = version
+
+    def _requeue(self) -> None:
+        """Takes all rows out, keeping what they made, and drops all KV."""
+        for row in range(len(self._rows)):
+            self._close_stay(row)
+        self._scheduler.resume([t for t, _ in self._rows])
+        self._rows, self._book = [], np.zeros((4, 0), np.int64)
+        self._prefixes.clear()
+        self._runner.drop()
+
+    def sleep(self) -> None:
+        """Frees KV memory; sequences under way are kept as tokens and go on after wake."""
+        self._requeue()
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undoes sleep; memory comes back as it is needed."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """Frees everything; what was in flight is lost."""
+        self.abort(set(self._ids))
+        self._runner.drop()
+        self._done = []
+
+    @property
+    def kv_bytes(self) -> int:
+        """KV memory held now."""
+        return self._runner.own.bytes + sum(s.bytes for s in self._runner.stores.values())

@@ -1,0 +1,98 @@
+"""Where keys and values lie: rows of one store per layer, grown by doubling, compacted by moving rows.
+
+A store serves the prompts (one row per distinct prompt) or the completions (one row per live sequence). The rows in
+use are always 0..n-1, so attention reads views and never gathers. Shapes are learned at a layer's first write: layers
+may differ in heads and head sizes, and keys from values.
+Left out on purpose: pages. Prompts of very different lengths lie in different stores (`bucket_length`), and rows are
+as long as the longest live completion asks for.
+Dim legend: R rows, K KV heads, L places of a row, D head size, n rows in use.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["KVStore", "bucket_length"]
+
+SMALLEST = 32
+"""Places of the smallest row."""
+ROWS = 8
+"""Rows are added in steps of this many."""
+
+
+def bucket_length(length: int) -> int:
+    """The power of two, at least 32, that a row of this many tokens is kept in.
+
+    Args: length: tokens.
+    Returns: places.
+
+    >>> bucket_length(5), bucket_length(33)
+    (32, 64)
+    """
+    return max(SMALLEST, 1 << (length - 1).bit_length())
+
+
+class KVStore:
+    """Keys and values of R rows of L places, for every layer that has written."""
+
+    def __init__(self, *, rows: int = 0, length: int = 0) -> None:
+        self.rows = rows
+        """Rows allocated."""
+        self.length = length
+        """Places allocated in each row."""
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def reserve(self, rows: int, length: int, *, longest: int | None = None) -> None:
+        """Makes room: rows in steps, places by doubling; what lies there stays.
+
+        Args: rows, length: needed. longest: places that no row will ever exceed.
+        """
+        if rows <= self.rows and length <= self.length:
+            return
+        more_rows = max(self.rows, -(-rows // ROWS) * ROWS)
+        places = self.length if length <= self.length else bucket_length(length)
+        if longest is not None:
+            places = max(length, self.length, min(places, longest))
+        for layer, pair in self._layers.items():
+            self._layers[layer] = tuple(self._grown(x, more_rows, places) for x in pair)  # pyright: ignore[reportArgumentType]
+        self.rows, self.length = more_rows, places
+
+    def _grown(self, old: Tensor, rows: int, length: int) -> Tensor:
+        """A larger buffer with the old one's content."""
+        new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
+        new[: old.shape[0], :, : old.shape[2]] = old
+        return new
+
+    def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The buffers [R K L D] of a layer, made to the shape of its first keys and values.
+
+        Args: layer: its index. k, v: [*, K, *, D], read for heads, head size, dtype and device alone.
+        Returns: (keys, values).
+        """
+        pair = self._layers.get(layer)
+        if pair is None:
+            # Zeros: a masked place must not hold NaN, since 0 * NaN is NaN.
+            pair = tuple(x.new_zeros(self.rows, x.shape[1], self.length, x.shape[3]) for x in (k, v))
+            self._layers[layer] = pair  # pyright: ignore[reportArgumentType]
+        return pair  # pyright: ignore[reportReturnType]
+
+    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+        """Copies rows over rows, to fill holes.
+
+        Args: source, target: Long [m], without common rows. length: places in use.
+        """
+        for pair in self._layers.values():
+            for x in pair:
+                part = x[:, :, :length]
+                part.index_copy_(0, target, part.index_select(0, source))
+
+    def drop(self) -> None:
+        """Frees all memory."""
+        self._layers.clear()
+        self.rows = self.length = 0
+
+    @property
+    def bytes(self) -> int:
+        """Memory held."""
+        return sum(x.nbytes for pair in self._layers.values() for x in pair)

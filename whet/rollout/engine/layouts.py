@@ -1,0 +1,338 @@
+"""How attention reads and writes the KV stores: prefill of packed prompts, and one decode step of the live rows.
+
+A decode step looks at the prompt (once per group: the rows of a group are the queries of one block) and at the row's
+own tokens, and merges both parts by their log-sum-exp. That is exact, but carries no gradient: inference only.
+Dim legend: n live rows, m prompts of a bucket, G most rows of one of its prompts, H query heads, K KV heads,
+g = H / K, S places read, D head size, T packed tokens.
+Left out on purpose: paged reads, and a fused kernel for CUDA (the generic path runs there).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whet.models.attention import Layout
+from whet.rollout.engine.kv_cache import KVStore
+
+__all__ = ["DecodeLayout", "PrefillLayout", "Run", "attention_part"]
+
+FAR = -1e30
+"""Added to the score of a key that must not be seen: finite, so a part that sees nothing gets no weight, and no NaN."""
+
+
+def attention_part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention over some of the keys, and the log-sum-exp to merge it with the rest.
+
+    o = Σⱼ exp(sⱼ − lse) vⱼ, lse = log Σⱼ exp(sⱼ), s = cap(q·k·scale) + bias, cap(x) = c·tanh(x / c).
+    Args: q [B, K, T, D]. k, v: [B, K, S, D]. bias: broadcastable to [B, K, T, S], 0 or FAR; None = all seen.
+    Returns: ([B, K, T, D], lse [B, K, T] in fp32). Without gradient.
+
+    >>> one = torch.ones(1, 1, 1, 8)
+    >>> attention_part(one, one, one, None, scale=1.0, softcap=None)[1]
+    tensor([[[8.]]])
+    """
+    if q.device.type == "cpu" and softcap is None and k.shape[-1] == v.shape[-1]:
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    s = torch.matmul(q, k.transpose(-1, -2)).to(_wide(q.dtype)) * scale
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if bias is not None:
+        s = s + bias
+    return torch.matmul(s.softmax(-1).to(v.dtype), v), s.logsumexp(-1)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or the dtype where that is wider."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where a key is seen, FAR (or the dtype's least) where it is hidden."""
+    far = max(FAR, torch.finfo(dtype).min)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, far)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """Neighbours in a packed row that are attended to together: `count` prompts, tokens start..start+length of each."""
+
+    count: int
+    start: int
+    length: int
+    store: KVStore
+    slot: int
+    """The first prompt's row of the store; the others follow."""
+
+
+class PrefillLayout(Layout):
+    """Packed prompts, or chunks of them, that see themselves causally and leave their keys and values in the stores."""
+
+    def __init__(self, runs: list[Run], device: torch.device) -> None:
+        self.runs = runs
+        steps = [torch.arange(r.start, r.start + r.length).repeat(r.count) for r in runs]
+        self.position_ids = torch.cat(steps).unsqueeze(0).to(device)
+        self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Writes k and v, and attends: [1, H, T, D] -> [1, H, T, D]."""
+        outs, begin = [], 0
+        for run in self.runs:
+            count, length, end = run.count, run.length, run.start + run.length
+            span = slice(begin, begin + count * length)
+            qr, kr, vr = (x[0, :, span].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
+            keys, values = run.store.layer(layer, k, v)
+            rows = slice(run.slot, run.slot + count)
+            keys[rows, :, run.start : end] = kr
+            values[rows, :, run.start : end] = vr
+            if run.start:
+                kr, vr = keys[rows, :, :end], values[rows, :, :end]
+            o = self._causal(qr, kr, vr, run, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            outs.append(o.transpose(0, 1).flatten(1, 2))  # [H, count * length, D]
+            begin = span.stop
+        return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).unsqueeze(0)
+
+    def _causal(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        run: Run,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """One run: [count, H, length, D] queries at start.., keys from 0."""
+        allowed = self._mask(run, window, q.device)
+        if softcap is None and sinks is None:
+            return F.scaled_dot_product_attention(
+                q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        if allowed is None:
+            allowed = torch.ones(run.length, run.length, dtype=torch.bool, device=q.device).tril()
+        (count, heads, length, _), kv = q.shape, k.shape[1]
+        o, lse = attention_part(
+            q.reshape(count, heads, length, -1),
+            k.repeat_interleave(heads // kv, 1),
+            v.repeat_interleave(heads // kv, 1),
+            _bias(~allowed, q.dtype),
+            scale=scale,
+            softcap=softcap,
+        )
+        if sinks is not None:
+            o = o * torch.sigmoid(lse - sinks.float().view(1, heads, 1)).unsqueeze(-1).to(o.dtype)
+        return o
+
+    def _mask(self, run: Run, window: int | None, device: torch.device) -> Tensor | None:
+        """Bool [length, start + length]: what each query sees; None = plainly causal."""
+        end = run.start + run.length
+        if window is not None and window >= end:
+            window = None
+        if window is None and run.start == 0:
+            return None
+        key = (run.start, run.length, window)
+        if key not in self._masks:
+            distance = torch.arange(run.start, end, device=device)[:, None] - torch.arange(end, device=device)
+            self._masks[key] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return self._masks[key]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Bucket:
+    """The prompts of one store, and which rows ask them."""
+
+    store: KVStore
+    prompts: int
+    """m."""
+    most: int
+    """G."""
+    places: int
+    """S: the longest prompt."""
+    rows: np.ndarray
+    """[m, G]: the row of each query; places without one repeat row 0."""
+    lengths: Tensor
+    """Long [m]."""
+    row_index: Tensor
+    """Long [m * G]."""
+    hidden: Tensor | None
+    """Bool [m, S]: places behind a prompt's end; None = none."""
+
+
+class DecodeLayout(Layout):
+    """One new token for each live row."""
+
+    def __init__(self, own: KVStore, device: torch.device) -> None:
+        self.own = own
+        self.device = device
+        self.rows = 0
+        self._buckets: list[_Bucket] = []
+        self._place = np.zeros((0, 3), np.int64)
+        self._head_tables: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
+        self._range = torch.arange(0, device=device)
+
+    def regroup(self, stores: dict[int, KVStore], buckets: np.ndarray, slots: np.ndarray, lengths: np.ndarray) -> None:
+        """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
+
+        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
+        """
+        self.rows = len(buckets)
+        self._head_tables.clear()
+        self._buckets = []
+        self._place = np.zeros((self.rows, 3), np.int64)  # bucket number, prompt slot, rank among its rows
+        for number, bucket in enumerate(np.unique(buckets)):
+            mine = np.flatnonzero(buckets == bucket)
+            mine = mine[np.argsort(slots[mine], kind="stable")]
+            at = slots[mine]
+            m = int(at.max()) + 1
+            counts = np.bincount(at, minlength=m)
+            rank = np.arange(len(mine)) - (counts.cumsum() - counts)[at]
+            rows, plens = np.zeros((m, int(counts.max())), np.int64), np.ones(m, np.int64)
+            rows[at, rank] = mine
+            plens[at] = lengths[mine]
+            self._place[mine] = np.stack([np.full(len(mine), number), at, rank], 1)
+            longest, tensor = int(plens.max()), torch.from_numpy(plens).to(self.device)
+            hidden = torch.arange(longest, device=self.device) >= tensor[:, None]
+            self._buckets.append(
+                _Bucket(
+                    store=stores[int(bucket)],
+                    prompts=m,
+                    most=rows.shape[1],
+                    places=longest,
+                    rows=rows,
+                    lengths=tensor,
+                    row_index=torch.from_numpy(rows.reshape(-1)).to(self.device),
+                    hidden=None if (plens == longest).all() else hidden,
+                )
+            )
+
+    def begin(self, position: Tensor, made: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
+        """Sets one step.
+
+        Args: position: Long [n], of the new tokens. made: Long [n], own tokens before them. longest: its maximum.
+            furthest: the maximum of position. equal: all of `made` are the same.
+        """
+        self.position_ids = position.unsqueeze(1)
+        self._made = made
+        self._longest, self._furthest, self._equal = longest + 1, furthest, equal
+        self._own_bias: dict[int | None, Tensor | None] = {}
+        self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
+        self._write_at: dict[int, Tensor] = {}
+        if len(self._range) < self._longest:
+            self._range = torch.arange(2 * self._longest, device=self.device)
+
+    def attend(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Writes k and v behind each row's own tokens, and attends: [n, H, 1, D] -> [n, H, 1, D]."""
+        n, heads, _, size = q.shape
+        kv = k.shape[1]
+        if window is not None and window > self._furthest:
+            window = None
+        keys, values = self.own.layer(layer, k, v)
+        at = self._write(kv)
+        keys.view(-1, size).index_copy_(0, at, k.reshape(n * kv, size))
+        values.view(-1, v.shape[-1]).index_copy_(0, at, v.reshape(n * kv, -1))
+        s = self._longest
+        q = q.reshape(n * heads, size)
+        bias = self._own_mask(window, q.dtype)
+        own, own_lse = attention_part(
+            q.view(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], bias, scale=scale, softcap=softcap
+        )
+        tables, back = self._heads(heads, kv)
+        outs, lses = [], []
+        for number, (bucket, table) in enumerate(zip(self._buckets, tables, strict=True)):
+            pk, pv = bucket.store.layer(layer, k, v)
+            m, p = bucket.prompts, bucket.places
+            asked = q.index_select(0, table).view(m, kv, -1, size)
+            bias = self._prompt_mask(number, window, heads // kv, q.dtype)
+            o, lse = attention_part(asked, pk[:m, :, :p], pv[:m, :, :p], bias, scale=scale, softcap=softcap)
+            outs.append(o.reshape(-1, o.shape[-1]))
+            lses.append(lse.reshape(-1))
+        prompt = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, back)
+        prompt_lse = (lses[0] if len(lses) == 1 else torch.cat(lses)).index_select(0, back)
+        own, own_lse = own.reshape(n * heads, -1), own_lse.reshape(-1)
+        out = torch.lerp(*(x.to(prompt_lse.dtype) for x in (own, prompt)), torch.sigmoid(prompt_lse - own_lse).unsqueeze(1))
+        if sinks is not None:
+            lse = torch.logaddexp(prompt_lse, own_lse).view(n, heads)
+            out = out * torch.sigmoid(lse - sinks.float()).view(-1, 1)
+        return out.to(q.dtype).view(n, heads, 1, -1)
+
+    def _write(self, kv: int) -> Tensor:
+        """Long [n * K]: rows of the flattened own store that take the new keys."""
+        if kv not in self._write_at:
+            row = torch.arange(self.rows * kv, device=self.device).view(self.rows, kv) * self.own.length
+            self._write_at[kv] = (row + self._made.unsqueeze(1)).view(-1)
+        return self._write_at[kv]
+
+    def _own_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[n, 1, 1, S] of 0 and FAR over own tokens; None = all seen."""
+        if window is not None and window >= self._longest:
+            window = None
+        if window is None and self._equal:
+            return None
+        if window not in self._own_bias:
+            distance = self._made.unsqueeze(1) - self._range[: self._longest]
+            hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
+            self._own_bias[window] = _bias(hidden, dtype)[:, None, None]
+        return self._own_bias[window]
+
+    def _prompt_mask(self, number: int, window: int | None, g: int, dtype: torch.dtype) -> Tensor | None:
+        """[m, 1, 1 or G * g, S] of 0 and FAR over a bucket's prompts; None = all seen."""
+        bucket = self._buckets[number]
+        key = (number, window, g)
+        if window is None and bucket.hidden is None:
+            return None
+        if window is None and key not in self._prompt_bias:
+            self._prompt_bias[key] = _bias(bucket.hidden, dtype)[:, None, None]
+        if key not in self._prompt_bias:
+            position = self.position_ids.view(-1).index_select(0, bucket.row_index).view(bucket.prompts, -1, 1)
+            place = torch.arange(bucket.places, device=self.device)
+            hidden = (place >= bucket.lengths.view(-1, 1, 1)) | (position - place >= window)
+            self._prompt_bias[key] = _bias(hidden, dtype).repeat_interleave(g, 1).unsqueeze(1)
+        return self._prompt_bias[key]
+
+    def _heads(self, heads: int, kv: int) -> tuple[list[Tensor], Tensor]:
+        """Index tables for a head count: of the queries of each bucket, and back to the rows' order."""
+        if (heads, kv) not in self._head_tables:
+            g, tables, bases, base = heads // kv, [], [], 0
+            head = np.arange(heads).reshape(kv, 1, g)
+            for b in self._buckets:
+                index = b.rows[:, None, :, None] * heads + head  # [m K G g]
+                tables.append(torch.from_numpy(index.reshape(-1)).to(self.device))
+                bases.append(base)
+                base += index.size
+            number, slot, rank = self._place.T[:, :, None, None]
+            most = np.array([b.most for b in self._buckets])[number]
+            k, j = np.arange(kv)[:, None], np.arange(g)
+            back = np.array(bases)[number] + ((slot * kv + k) * most + rank) * g + j  # [n K g]
+            self._head_tables[heads, kv] = tables, torch.from_numpy(back.reshape(-1)).to(self.device)
+        return self._head_tables[heads, kv]

@@ -1,0 +1,227 @@
+"""Prefill and decode: forwards through the Hugging Face module, with the state of the live rows on the device.
+
+Live rows are 0..n-1. A step does nothing per row in Python: token, position and draw number are tensors, and what was
+drawn is read by the host every few steps.
+Dim legend: n live rows, V vocabulary, d hidden size.
+Left out on purpose: CUDA graphs, and packed weights (`refresh` is where they would be renewed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.models.load import LoadedModel
+from whet.ops.uniform import address_key
+from whet.rollout.engine.kv_cache import KVStore
+from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.sampler import Plan, sample_rows, seen_tokens
+from whet.rollout.engine.scheduler import Prefix, Task
+
+__all__ = ["Block", "Runner"]
+
+TOKEN, POSITION, OWN, PLACE, KEY = range(5)
+"""Rows of the state: last token, its position, own tokens before it, completion tokens up to it, address key."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Block:
+    """What some steps drew, on the host."""
+
+    tokens: np.ndarray
+    """int32 [steps, n]."""
+    logprobs: np.ndarray
+    """float32 [steps, n]."""
+    logits: np.ndarray | None
+    """float32 [steps, n, V], where a row asked for them."""
+
+
+class Runner:
+    """The device's half of the engine."""
+
+    def __init__(self, loaded: LoadedModel, *, max_batch: int, prefill_tokens: int) -> None:
+        module = loaded.module
+        self.loaded = loaded
+        self.device = next(module.parameters()).device
+        self._trunk, self._head = module.get_decoder(), module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+        self.vocabulary = int(self._head.weight.shape[0])
+        self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
+        self.own = KVStore()
+        self.stores: dict[int, KVStore] = {}
+        self.layout = DecodeLayout(self.own, self.device)
+        self.state = torch.zeros(5, max_batch, dtype=torch.long, device=self.device)
+        self.seen: Tensor | None = None
+        self.groups: list[tuple[Plan, Tensor | None]] = []
+
+    def prefill(self, prefixes: Sequence[Prefix], taken: dict[int, int]) -> None:
+        """Runs new prompts, packed, each once; their KV goes to the stores, their last hidden state to the prefix.
+
+        Args: prefixes: new ones. taken: by bucket, the rows in use; the new prompts take the next ones.
+        """
+        order = sorted(prefixes, key=lambda p: len(p.tokens))
+        for p in order:
+            p.slot = taken.get(p.bucket, 0)
+            taken[p.bucket] = p.slot + 1
+            self.stores.setdefault(p.bucket, KVStore()).reserve(p.slot + 1, p.bucket)
+        chunk, room = [], self.prefill_tokens
+        for p in order:
+            if chunk and len(p.tokens) > room:
+                self._prefill_chunk(chunk)
+                chunk, room = [], self.prefill_tokens
+            for start in range(0, len(p.tokens), self.prefill_tokens):
+                end = min(len(p.tokens), start + self.prefill_tokens)
+                if start:
+                    self._prefill_chunk(chunk)
+                    chunk, room = [], self.prefill_tokens
+                chunk.append((p, start, end))
+                room -= end - start
+        if chunk:
+            self._prefill_chunk(chunk)
+
+    def _prefill_chunk(self, chunk: list[tuple[Prefix, int, int]]) -> None:
+        """One forward over packed prompts, or over one chunk of a long one."""
+        runs: list[Run] = []
+        for p, start, end in chunk:
+            store, last = self.stores[p.bucket], runs[-1] if runs else None
+            if last and last.store is store and last.start == start == 0 and last.length == end:
+                runs[-1] = Run(count=last.count + 1, start=0, length=end, store=store, slot=last.slot)
+            else:
+                runs.append(Run(count=1, start=start, length=end - start, store=store, slot=p.slot))
+        ids = np.concatenate([p.tokens[start:end] for p, start, end in chunk]).astype(np.int64)
+        hidden = self._features(torch.from_numpy(ids).to(self.device).unsqueeze(0), PrefillLayout(runs, self.device))[0]
+        ends = np.cumsum([end - start for _, start, end in chunk]) - 1
+        last_hidden = hidden.index_select(0, torch.from_numpy(ends).to(self.device))
+        for (p, _, _), h in zip(chunk, last_hidden, strict=True):
+            p.hidden = h
+
+    def _features(self, ids: Tensor, layout: PrefillLayout | DecodeLayout) -> Tensor:
+        """Hidden states [B T d] after the last norm; logits [B T V] where only the model itself can make them."""
+        call = {"input_ids": ids, "position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
+        if not self.loaded.head.linear:
+            return self.loaded.module(**call).logits
+        return self._trunk(**call).last_hidden_state
+
+    def _logits(self, features: Tensor) -> Tensor:
+        """fp32 [n V] of features [n d]."""
+        head = self.loaded.head
+        if not head.linear:
+            return features.float()
+        logits = self._head(features)
+        logits = logits.float() if head.scale == 1.0 else (logits * head.scale).float()
+        return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+    def enter(self, first: int, admitted: Sequence[tuple[Task, Prefix]], plans: Sequence[Plan]) -> Block:
+        """Takes sequences in as rows first.., and draws their first tokens.
+
+        Args: first: live rows before. admitted: tasks with prefilled prefixes. plans: of the tasks' indices.
+        Returns: a block of one step over the new rows.
+        """
+        rows = slice(first, first + len(admitted))
+        state = np.zeros((5, len(admitted)), np.int64)
+        state[POSITION] = [len(p.tokens) for _, p in admitted]
+        state[PLACE] = [t.request.offset + t.made for t, _ in admitted]
+        state[KEY] = [address_key(*t.request.address) for t, _ in admitted]
+        self.state[:, rows] = torch.from_numpy(state).to(self.device)
+        if any(plans[t.plan].support.penalises for t, _ in admitted):
+            if self.seen is None:
+                self.seen = torch.zeros(self.max_batch, self.vocabulary, dtype=torch.bool, device=self.device)
+            contexts = [torch.from_numpy(p.tokens.astype(np.int64)).to(self.device) for _, p in admitted]
+            self.seen[rows] = seen_tokens(contexts, self.vocabulary)
+        logits = self._logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
+        groups = self._grouped([t.plan for t, _ in admitted], plans)
+        tokens, logprobs = self._sample(logits, groups, rows)
+        self.state[TOKEN, rows] = tokens
+        keep = any(plan.sampling.return_logits for plan, _ in groups)
+        return self._read([tokens], [logprobs], [logits] if keep else None)
+
+    def regroup(self, rows: Sequence[tuple[Task, Prefix]], plans: Sequence[Plan]) -> None:
+        """Takes note of which rows live and where their prompts lie. Args: rows: in order. plans: of the tasks."""
+        buckets = np.array([p.bucket for _, p in rows], np.int64)
+        slots = np.array([p.slot for _, p in rows], np.int64)
+        self.layout.regroup(self.stores, buckets, slots, np.array([len(p.tokens) for _, p in rows], np.int64))
+        self.groups = self._grouped([t.plan for t, _ in rows], plans)
+
+    def run(self, steps: int, own: np.ndarray, furthest: int) -> Block:
+        """Decodes some steps.
+
+        Args: steps: how many. own: int [n], tokens that each row has made (the last one is not in its KV yet).
+            furthest: the largest number of tokens, prompt included, of a row.
+        Returns: what was drawn.
+        """
+        n = len(own)
+        longest, equal = int(own.max()), bool((own == own[0]).all())
+        keep = any(plan.sampling.return_logits for plan, _ in self.groups)
+        tokens, logprobs, kept = [], [], [] if keep else None
+        state, rows = self.state[:, :n], slice(0, n)
+        for step in range(steps):
+            ids = state[TOKEN].clone()
+            self.layout.begin(
+                state[POSITION], state[OWN], longest=longest - 1 + step, furthest=furthest - 1 + step, equal=equal
+            )
+            logits = self._logits(self._features(ids.unsqueeze(1), self.layout)[:, 0])
+            state[POSITION : PLACE + 1] += 1
+            drawn, logprob = self._sample(logits, self.groups, rows)
+            state[TOKEN] = drawn
+            tokens.append(drawn)
+            logprobs.append(logprob)
+            if kept is not None:
+                kept.append(logits)
+        return self._read(tokens, logprobs, kept)
+
+    def _grouped(self, indices: list[int], plans: Sequence[Plan]) -> list[tuple[Plan, Tensor | None]]:
+        """Rows by plan; None = all rows."""
+        distinct = sorted(set(indices))
+        if len(distinct) == 1:
+            return [(plans[distinct[0]], None)]
+        at = np.array(indices)
+        return [(plans[i], torch.from_numpy(np.flatnonzero(at == i)).to(self.device)) for i in distinct]
+
+    def _sample(self, logits: Tensor, groups: list[tuple[Plan, Tensor | None]], rows: slice) -> tuple[Tensor, Tensor]:
+        """Draws for rows of the state whose logits are given, plan by plan, and marks the tokens as seen."""
+        key, place = self.state[KEY, rows], self.state[PLACE, rows]
+        seen = None if self.seen is None else self.seen[rows]
+        if len(groups) == 1:
+            plan = groups[0][0]
+            tokens, logprobs = sample_rows(logits, plan, keys=key, position=place, seen=seen)
+        else:
+            tokens, logprobs = torch.empty_like(key), torch.empty(len(key), device=logits.device)
+            for plan, index in groups:
+                assert index is not None
+                part = [None if x is None else x.index_select(0, index) for x in (logits, key, place, seen)]
+                t, lp = sample_rows(part[0], plan, keys=part[1], position=part[2], seen=part[3])  # pyright: ignore
+                tokens.index_copy_(0, index, t)
+                logprobs.index_copy_(0, index, lp)
+        if seen is not None:
+            seen.scatter_(1, tokens.unsqueeze(1), True)
+        return tokens, logprobs
+
+    def _read(self, tokens: list[Tensor], logprobs: list[Tensor], logits: list[Tensor] | None) -> Block:
+        """Copies steps to the host."""
+        return Block(
+            tokens=torch.stack(tokens).to(torch.int32).cpu().numpy(),
+            logprobs=torch.stack(logprobs).cpu().numpy(),
+            logits=None if logits is None else torch.stack(logits).cpu().numpy(),
+        )
+
+    def move_rows(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
+        """Moves live rows into holes. Args: source, target: int [m]. length: longest own KV."""
+        src, dst = (torch.from_numpy(x).to(self.device) for x in (source, target))
+        self.own.move(src, dst, length)
+        self.state.index_copy_(1, dst, self.state.index_select(1, src))
+        if self.seen is not None:
+            self.seen.index_copy_(0, dst, self.seen.index_select(0, src))
+
+    def move_prefix(self, bucket: int, source: int, target: int) -> None:
+        """Moves a prompt's KV into a hole of its store."""
+        src, dst = (torch.tensor([x], device=self.device) for x in (source, target))
+        self.stores[bucket].move(src, dst, bucket)
+
+    def drop(self) -> None:
+        """Frees KV and all that depends on it."""
+        self.own.drop()
+        self.stores.clear()
+        self.seen = None

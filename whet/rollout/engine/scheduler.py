@@ -1,0 +1,164 @@
+"""What waits, and what is let in.
+
+Requests wait in the order of their submission; inside one submission whole groups are sorted so that the longest come
+first: they would otherwise run on alone at the end. Nothing here depends on the clock, and the order changes no token,
+since every draw has an address.
+Memory is reserved for the longest a completion may become, so what was let in never has to leave.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from whet.errors import EngineError
+from whet.rollout.base import Output, Request
+from whet.rollout.engine.kv_cache import bucket_length
+from whet.types import FinishReason
+
+__all__ = ["Part", "Prefix", "Scheduler", "Task"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """Tokens that one stay in the batch made, under one policy version."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    version: int
+    logits: np.ndarray | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Task:
+    """A request under way, and what it has made so far."""
+
+    request: Request
+    plan: int
+    """Index of its Sampling among the engine's plans."""
+    parts: list[Part] = field(default_factory=list)
+    logits: list[np.ndarray] = field(default_factory=list)
+    """float32 [steps, V] blocks of this stay, where the request asked for them."""
+
+    @property
+    def made(self) -> int:
+        """Tokens made in earlier stays."""
+        return sum(len(p.tokens) for p in self.parts)
+
+    @property
+    def left(self) -> int:
+        """Tokens it may still make."""
+        return self.request.sampling.max_tokens - self.made
+
+    @property
+    def context(self) -> np.ndarray:
+        """int32: all tokens to prefill: the request's, then those made in earlier stays."""
+        return np.concatenate([self.request.tokens, *(p.tokens for p in self.parts)]).astype(np.int32)
+
+    def output(self, reason: FinishReason) -> Output:
+        """What the protocol returns."""
+        parts = self.parts
+        logits = [p.logits for p in parts if p.logits is not None]
+        return Output(
+            id=self.request.id,
+            tokens=np.concatenate([np.zeros(0, np.int32), *(p.tokens for p in parts)]).astype(np.int32),
+            logprobs=np.concatenate([np.zeros(0, np.float32), *(p.logprobs for p in parts)]).astype(np.float32),
+            versions=np.concatenate([np.zeros(0, np.int32), *(np.full(len(p.tokens), p.version, np.int32) for p in parts)]),
+            finish_reason=reason,
+            logits=np.concatenate(logits) if logits else None,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class Prefix:
+    """A distinct prompt that is prefilled once, and where its KV lies."""
+
+    tokens: np.ndarray
+    key: tuple[int, bytes]
+    """(group, the tokens' bytes)."""
+    slot: int = 0
+    """Row of its bucket's store."""
+    live: int = 0
+    """Sequences that read it."""
+    hidden: Tensor | None = None
+    """[d]: the last hidden state of its last token; None = not prefilled."""
+
+    @property
+    def bucket(self) -> int:
+        """Places of a row of its store."""
+        return bucket_length(len(self.tokens))
+
+
+class Scheduler:
+    """The queue and the memory account. KV is counted in tokens, padding of the buffers included."""
+
+    def __init__(self, *, max_batch: int, kv_cache_tokens: int | None) -> None:
+        self.max_batch = max_batch
+        self.kv_cache_tokens = kv_cache_tokens
+        self.queue: deque[Task] = deque()
+
+    def check(self, request: Request) -> None:
+        """Raises EngineError for a request that would not fit in an empty cache."""
+        needed = bucket_length(len(request.tokens)) + request.sampling.max_tokens
+        if self.kv_cache_tokens is not None and needed > self.kv_cache_tokens:
+            raise EngineError(
+                f"request {request.id} can never fit: {len(request.tokens)} prompt tokens (a row of "
+                f"{bucket_length(len(request.tokens))}) + {request.sampling.max_tokens} new tokens = {needed}, the cache holds "
+                f"{self.kv_cache_tokens}; raise kv_cache_tokens, or shorten the prompt or max_tokens"
+            )
+
+    def add(self, tasks: Sequence[Task]) -> None:
+        """Queues tasks behind those that wait; groups stay together, those that may grow longest first."""
+        longest: dict[int, tuple[int, int]] = {}
+        for t in tasks:
+            size = (t.left, len(t.request.tokens))
+            longest[t.request.group] = max(longest.get(t.request.group, (0, 0)), size)
+        first = {g: i for i, g in enumerate(longest)}
+        self.queue.extend(sorted(tasks, key=lambda t: (*(-x for x in longest[t.request.group]), first[t.request.group])))
+
+    def resume(self, tasks: Sequence[Task]) -> None:
+        """Puts tasks that had been let in back to the front."""
+        self.queue.extendleft(reversed(tasks))
+
+    def remove(self, ids: set[int]) -> list[Task]:
+        """Takes tasks out of the queue, by request id."""
+        out = [t for t in self.queue if t.request.id in ids]
+        self.queue = deque(t for t in self.queue if t.request.id not in ids)
+        return out
+
+    def admit(self, *, live: int, longest: int, prefixes: dict[tuple[int, bytes], Prefix], idle: int) -> list[tuple[Task, Prefix]]:
+        """Lets tasks in, first come first served, while slots and memory last.
+
+        Waits until `idle` slots are free at once, so that prompts are prefilled together.
+        Args: live: sequences in the batch. longest: most tokens that one of them may make. prefixes: those whose KV is
+            held. idle: free slots below which nobody is let in, unless nothing else waits or runs.
+        Returns: tasks with their prefixes; new prefixes are not in `prefixes` yet.
+        """
+        free = self.max_batch - live
+        if not self.queue or free < min(idle, len(self.queue)):
+            return []
+        rows: dict[int, int] = {}
+        for p in prefixes.values():
+            rows[p.bucket] = rows.get(p.bucket, 0) + 1
+        known, out = dict(prefixes), []
+        while self.queue and len(out) < free:
+            task = self.queue[0]
+            context = task.context
+            key = (task.request.group, context.tobytes())
+            prefix = known.get(key) or Prefix(tokens=context, key=key)
+            needed = max(longest, task.left)
+            if self.kv_cache_tokens is not None:
+                held = sum(bucket * n for bucket, n in rows.items()) + (0 if key in known else prefix.bucket)
+                full = held + (live + len(out) + 1) * needed > self.kv_cache_tokens
+                if full and (live or out):  # a lone sequence always goes on: it was checked when it came
+                    break
+            if key not in known:
+                known[key] = prefix
+                rows[prefix.bucket] = rows.get(prefix.bucket, 0) + 1
+            longest = needed
+            out.append((self.queue.popleft(), prefix))
+        return out

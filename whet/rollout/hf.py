@@ -1,0 +1,204 @@
+"""The naive engine: the model's own forward and cache, one batch of equal lengths at a time.
+
+It takes any causal language model of transformers, also those that whet's attention does not fit, and it is what
+every other engine is tested against. Only requests of equal lengths and one Sampling run together, so there is no
+padding that a stateful model could take in.
+Left out on purpose: continuous batching, shared prompts, generate()'s own options.
+Dim legend: n rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whet.errors import ConfigError, EngineError
+from whet.models.attention import ATTENTION
+from whet.models.load import LoadedModel
+from whet.ops.uniform import address_key
+from whet.rollout.base import EngineCaps, Output, Request
+from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan, sample_rows, seen_tokens
+
+__all__ = ["HFEngine"]
+
+
+class HFEngine:
+    """transformers' forward in a loop.
+
+    Args: model: a causal language model, or a LoadedModel. decode: ids -> text, needed for stop strings only.
+        batch_size: requests run together where their lengths and Sampling are equal.
+    Raises: ConfigError: batch_size below 1.
+
+    Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
+    """
+
+    caps = EngineCaps(shared_weights=True, addressed=True, abort=True, sleep=True, logits=True)
+
+    def __init__(
+        self,
+        model: nn.Module | LoadedModel,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        batch_size: int = 64,
+    ) -> None:
+        if batch_size < 1:
+            raise ConfigError(f"batch_size {batch_size} must be at least 1")
+        self._module = model.module if isinstance(model, LoadedModel) else model
+        config = self._module.config.get_text_config()  # pyright: ignore[reportCallIssue]
+        self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        self._positions = config.to_dict().get("max_position_embeddings")
+        self._decode, self._batch_size = decode, batch_size
+        self._queue: deque[Request] = deque()
+        self._asleep = False
+        self.version = 0
+        """The policy version stamped on what is drawn now."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. Raises EngineError: one could never fit, or its id is in flight; none is queued then."""
+        ids = {r.id for r in self._queue}
+        for r in requests:
+            if r.id in ids:
+                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+            ids.add(r.id)
+            check_request(
+                r, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None
+            )
+            make_plan(r.sampling)
+        self._queue.extend(requests)
+
+    def poll(self, timeout_s: float | None = None) -> list[Output]:
+        """Runs one batch to its end and returns it; [] = nothing in flight. Raises EngineError: the engine sleeps.
+
+        Args: timeout_s: not looked at inside a batch.
+        """
+        if self._asleep:
+            raise EngineError("the engine sleeps; call wake() first")
+        if not self._queue:
+            return []
+        first = self._queue[0]
+        alike = [r for r in self._queue if len(r.tokens) == len(first.tokens) and r.sampling == first.sampling]
+        batch = alike[: self._batch_size]
+        taken = {r.id for r in batch}
+        self._queue = deque(r for r in self._queue if r.id not in taken)
+        with torch.no_grad(), own_attention(self._module):
+            return self._generate(batch, make_plan(first.sampling))
+
+    def _generate(self, batch: list[Request], plan: Plan) -> list[Output]:
+        """All tokens of requests of equal lengths."""
+        device = next(self._module.parameters()).device
+        ids = torch.from_numpy(np.stack([r.tokens for r in batch]).astype(np.int64)).to(device)
+        keys = torch.tensor([address_key(*r.address) for r in batch], device=device)
+        place = torch.tensor([r.offset for r in batch], device=device)
+        seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
+        tokens, logprobs, raw = [], [], []
+        ended: dict[int, tuple[int, str]] = {}
+        cache, fresh = None, ids
+        for step in range(plan.sampling.max_tokens):
+            logits, cache = self._forward(ids, fresh, cache)
+            token, logprob = sample_rows(logits, plan, keys=keys, position=place + step, seen=seen)
+            if seen is not None:
+                seen.scatter_(1, token.unsqueeze(1), True)
+            fresh = token.unsqueeze(1)
+            ids = torch.cat([ids, fresh], 1)
+            tokens.append(token.cpu().numpy())
+            logprobs.append(logprob.cpu().numpy())
+            if plan.sampling.return_logits:
+                raw.append(logits.float().cpu().numpy())
+            self._look(batch, np.stack(tokens), ended)
+            if len(ended) == len(batch):
+                break
+        table, chosen = np.stack(tokens), np.stack(logprobs)
+        return [self._output(r, i, ended.get(i, (len(table), "length")), table, chosen, raw) for i, r in enumerate(batch)]
+
+    def _forward(self, ids: Tensor, fresh: Tensor, cache: object) -> tuple[Tensor, object]:
+        """Logits [n V] behind the last token: with the model's cache, or over everything where it keeps none."""
+        if cache is None:
+            out = self._module(input_ids=ids, use_cache=True)
+        else:
+            out = self._module(input_ids=fresh, past_key_values=cache, use_cache=True)
+        return out.logits[:, -1], out.past_key_values if "past_key_values" in out else None
+
+    def _look(self, batch: list[Request], tokens: np.ndarray, ended: dict[int, tuple[int, str]]) -> None:
+        """Notes the rows that the last token has ended."""
+        for i, r in enumerate(batch):
+            if i in ended:
+                continue
+            stop = int(tokens[-1, i]) in r.sampling.stop_ids
+            if r.sampling.stop and not stop and self._decode is not None:
+                whole = [int(t) for t in (*r.tokens[len(r.tokens) - r.offset :], *tokens[:, i])]
+                stop = completed_string(self._decode, whole, r.sampling.stop, fresh=1) is not None
+            if stop:
+                ended[i] = len(tokens), "stop"
+
+    def _output(
+        self,
+        request: Request,
+        row: int,
+        end: tuple[int, str],
+        tokens: np.ndarray,
+        logprobs: np.ndarray,
+        raw: list[np.ndarray],
+    ) -> Output:
+        """One row, cut where it ended."""
+        length, reason = end
+        return Output(
+            id=request.id,
+            tokens=tokens[:length, row].astype(np.int32),
+            logprobs=logprobs[:length, row].astype(np.float32),
+            versions=np.full(length, self.version, np.int32),
+            finish_reason=reason,  # pyright: ignore[reportArgumentType]
+            logits=np.stack([x[row] for x in raw[:length]]) if raw else None,
+        )
+
+    def abort(self, ids: Iterable[int]) -> list[Output]:
+        """Takes requests out of the queue; a batch that runs can't be aborted, since poll runs it to its end.
+
+        Returns: an empty Output with finish_reason "abort" for each.
+        """
+        gone = set(ids)
+        out = [r for r in self._queue if r.id in gone]
+        self._queue = deque(r for r in self._queue if r.id not in gone)
+        none = np.zeros(0, np.int32)
+        return [
+            Output(id=r.id, tokens=none, logprobs=none.astype(np.float32), versions=none, finish_reason="abort") for r in out
+        ]
+
+    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Takes a new policy version. Raises EngineError: weights were given; the parameters are the trainer's own."""
+        if weights is not None:
+            raise EngineError("the hf engine reads the trainer's own parameters; call update(version) without weights")
+        self.version = version
+
+    def sleep(self) -> None:
+        """No memory is held between polls; polling is refused until wake."""
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undoes sleep."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """Forgets what waits."""
+        self._queue.clear()
+
+
+@contextmanager
+def own_attention(module: nn.Module) -> Iterator[None]:
+    """Gives a module that was loaded for whet's layouts one of transformers' attentions for a while.
+
+    Args: module: a model of transformers; untouched where it has its own attention already.
+    """
+    config = module.config.get_text_config()  # pyright: ignore
+    if config._attn_implementation != ATTENTION:
+        yield
+        return
+    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")  # pyright: ignore
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(ATTENTION)  # pyright: ignore

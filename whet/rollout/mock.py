@@ -1,0 +1,140 @@
+"""An engine without a model, for tests and load trials: random tokens, lengths by a chosen distribution.
+
+Tokens and lengths follow the request's address alone. Logprobs are those of the uniform distribution that the tokens
+are drawn from. Left out on purpose: everything that asks for a distribution (top-p, penalties) and stop strings.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.errors import ConfigError, EngineError, lookup_error
+from whet.ops.uniform import address_key, uniform
+from whet.rollout.base import EngineCaps, Output, Request
+from whet.rollout.engine.sampler import check_request
+
+__all__ = ["MockEngine"]
+
+DISTRIBUTIONS = ("fixed", "normal", "skewed", "uniform")
+LENGTH, SPREAD = -1, -2
+"""Draw numbers of a request's length; tokens use 0, 1, ..."""
+
+
+class MockEngine:
+    """Random completions of random lengths, a few finished at each poll.
+
+    Args: vocabulary: V; tokens are drawn from 0..V-1, stop ids left out until the end. length_distribution: of the
+            completions: "fixed" (max_tokens), "uniform" (1..max_tokens), "normal" (mean half of it, deviation an
+            eighth), "skewed" (log-normal, a few very long). per_poll: most outputs of one poll.
+    Raises: ConfigError: an unknown distribution, or a size below 1.
+
+    >>> from whet.rollout.base import Sampling
+    >>> engine = MockEngine(vocabulary=8)
+    >>> engine.submit([Request(id=0, tokens=np.array([1]), sampling=Sampling(max_tokens=3), group=0, address=(0, 0, 0, 0))])
+    >>> [len(o.tokens) for o in engine.poll()], engine.poll()
+    ([3], [])
+    """
+
+    caps = EngineCaps(shared_weights=True, addressed=True, stop_strings=False, abort=True, sleep=True)
+
+    def __init__(
+        self,
+        *,
+        vocabulary: int = 256,
+        length_distribution: Literal["fixed", "uniform", "normal", "skewed"] = "fixed",
+        per_poll: int = 8,
+    ) -> None:
+        if length_distribution not in DISTRIBUTIONS:
+            raise lookup_error("length_distribution", length_distribution, DISTRIBUTIONS)
+        if vocabulary < 1 or per_poll < 1:
+            raise ConfigError(f"vocabulary {vocabulary} and per_poll {per_poll} must be at least 1")
+        self._vocabulary, self._lengths, self._per_poll = vocabulary, length_distribution, per_poll
+        self._queue: deque[Request] = deque()
+        self._asleep = False
+        self.version = 0
+        """The policy version stamped on what is drawn now."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. Raises EngineError: one could never be served, or its id is in flight."""
+        ids = {r.id for r in self._queue}
+        for r in requests:
+            if r.id in ids:
+                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+            ids.add(r.id)
+            check_request(r, vocabulary=self._vocabulary, positions=None, decodes=False)
+            if len(set(r.sampling.stop_ids) | set(r.sampling.forbidden_ids)) >= self._vocabulary:
+                raise EngineError(f"request {r.id}: all {self._vocabulary} tokens are stop or forbidden ids")
+        self._queue.extend(requests)
+
+    def poll(self, timeout_s: float | None = None) -> list[Output]:
+        """The next few completions; [] = nothing in flight. Raises EngineError: the engine sleeps."""
+        if self._asleep:
+            raise EngineError("the engine sleeps; call wake() first")
+        return [self._output(self._queue.popleft()) for _ in range(min(self._per_poll, len(self._queue)))]
+
+    def _output(self, request: Request) -> Output:
+        """One completion, whole."""
+        s, key = request.sampling, address_key(*request.address)
+        count = max(1, min(s.max_tokens, self._length(key, s.max_tokens + request.offset) - request.offset))
+        barred = set(s.stop_ids) | set(s.forbidden_ids)
+        allowed = np.array([i for i in range(self._vocabulary) if i not in barred], np.int32)
+        places = torch.arange(request.offset, request.offset + count)
+        u = uniform(torch.full((count,), key), places).numpy()
+        tokens = allowed[(u * len(allowed)).astype(np.int64)]
+        stopped = bool(s.stop_ids) and count < s.max_tokens
+        if stopped:
+            tokens[-1] = s.stop_ids[0]
+        logprobs = np.full(count, -math.log(len(allowed)), np.float32)
+        return Output(
+            id=request.id,
+            tokens=tokens,
+            logprobs=logprobs,
+            versions=np.full(count, self.version, np.int32),
+            finish_reason="stop" if stopped else "length",
+        )
+
+    def _length(self, key: int, most: int) -> int:
+        """Tokens of a completion of at most `most`."""
+        if self._lengths == "fixed":
+            return most
+        u, w = uniform(torch.tensor([key, key]), torch.tensor([LENGTH, SPREAD])).tolist()
+        if self._lengths == "uniform":
+            return 1 + int(u * most)
+        z = math.sqrt(-2 * math.log(1 - u)) * math.cos(2 * math.pi * w)
+        mean = most / 2 + z * most / 8 if self._lengths == "normal" else most / 8 * math.exp(z)
+        return max(1, min(most, round(mean)))
+
+    def abort(self, ids: Iterable[int]) -> list[Output]:
+        """Takes requests out of the queue, with nothing made. Returns: their Outputs."""
+        gone = set(ids)
+        out = [r for r in self._queue if r.id in gone]
+        self._queue = deque(r for r in self._queue if r.id not in gone)
+        none = np.zeros(0, np.int32)
+        return [
+            Output(id=r.id, tokens=none, logprobs=none.astype(np.float32), versions=none, finish_reason="abort") for r in out
+        ]
+
+    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Takes a new policy version; weights, if any, are read and dropped."""
+        for _ in weights or ():
+            pass
+        self.version = version
+
+    def sleep(self) -> None:
+        """Refuses polls until wake."""
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undoes sleep."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """Forgets what waits."""
+        self._queue.clear()
