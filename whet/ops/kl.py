@@ -58,6 +58,6 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, *, mode: str, clamp: f
         raise lookup_error("KL mode", mode, KL_MODES)
     if clamp is not None and not clamp > 0:
         raise ConfigError(f"the KL clamp {clamp!r} must be positive; None = no clamp")
-    d = logprobs - ref_logprobs
-    kl = KL_MODES[mode](d.to(torch.promote_types(d.dtype, torch.float32)))
+    dtype = torch.promote_types(torch.promote_types(logprobs.dtype, ref_logprobs.dtype), torch.float32)
+    kl = KL_MODES[mode](logprobs.to(dtype) - ref_logprobs.to(dtype))
     return kl if clamp is None else kl.clamp(-clamp, clamp)

@@ -1,0 +1,62 @@
+import ast
+import doctest
+import importlib
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import whet.ops
+
+PARTS = [f"whet.ops.{m.name}" for m in pkgutil.iter_modules(whet.ops.__path__)]
+MODULES = ["whet.errors", "whet.types", "whet.ops", *PARTS]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name):
+    failed, _ = doctest.testmod(importlib.import_module(name))
+    assert failed == 0
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_public_names_are_sorted_documented_and_there(name):
+    module = importlib.import_module(name)
+    names = module.__all__
+    # constants first, then classes, then functions: the order that ruff's RUF022 keeps
+    assert names == sorted(names, key=lambda n: (not n.isupper(), not n[0].isupper(), n))
+    for public in names:
+        value = getattr(module, public)
+        if callable(value) and not isinstance(value, dict) and value.__module__.startswith("whet"):
+            assert value.__doc__, public
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_every_public_function_has_an_example(name):
+    module = importlib.import_module(name)
+    for public in module.__all__:
+        value = getattr(module, public)
+        if callable(value):
+            assert ">>>" in value.__doc__, public
+
+
+def test_ops_exports_all_that_its_modules_do():
+    exported = {n for m in PARTS for n in importlib.import_module(m).__all__}
+    assert set(whet.ops.__all__) == exported
+
+
+def test_ops_import_nothing_but_torch_types_and_errors():
+    allowed = {"torch", "whet.types", "whet.errors"}
+    for path in Path(whet.ops.__path__[0]).glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            for name in names:
+                known = name in allowed or name.startswith("whet.ops") or name.split(".")[0] in sys.stdlib_module_names
+                assert known, f"{path.name} imports {name}"
+
+
+def test_importing_ops_leaves_transformers_alone():
+    code = "import sys, whet.ops; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,65 @@
+import math
+
+import pytest
+import torch
+from torch import tensor
+
+from whet.errors import ConfigError
+from whet.ops.kl import KL_MODES, kl_divergence
+
+
+def test_each_mode_by_hand():
+    # d = -1 - (-2) = 1: k1 1, k2 .5, k3 exp(-1) + 1 - 1 = .367879; d = -1: k1 -1, k2 .5, k3 e - 1 - 1 = .718282, abs 1
+    p, q = tensor([-1.0, -2.0]), tensor([-2.0, -1.0])
+    expected = {"k1": [1, -1], "k2": [0.5, 0.5], "k3": [0.367879, 0.718282], "abs": [1, 1]}
+    for mode, values in expected.items():
+        assert kl_divergence(p, q, mode=mode).tolist() == pytest.approx(values, abs=1e-6)
+    for name, same in {"kl": "k1", "mse_kl": "k2", "low_var_kl": "k3"}.items():
+        assert kl_divergence(p, q, mode=name).tolist() == kl_divergence(p, q, mode=same).tolist()
+
+
+def test_clamp_is_symmetric_on_the_result():
+    p, q = tensor([-50.0, 0.0, 50.0]), tensor([50.0, 0.0, -50.0])  # differences -100, 0, 100
+    assert kl_divergence(p, q, mode="kl", clamp=10).tolist() == [-10, 0, 10]
+    assert kl_divergence(tensor([200.0, -200.0]), tensor([0.0, 0.0]), mode="kl", clamp=5).tolist() == [5, -5]
+    assert kl_divergence(p, q, mode="kl").tolist() == [-100, 0, 100]
+
+
+def test_k3_neither_overflows_nor_loses_small_differences():
+    far = kl_divergence(tensor([-200.0]), tensor([0.0]), mode="k3")  # exp(20) - 1 - 200
+    assert far.item() == pytest.approx(math.expm1(20) - 200, rel=1e-6)
+    # d = 1e-4: d²/2 = 5e-9, which exp(-d) + d - 1 loses in fp32 (the spacing at 1 is 1.2e-7)
+    assert kl_divergence(tensor([1e-4]), tensor([0.0]), mode="k3").item() == pytest.approx(5e-9, rel=0.01)
+
+
+def test_gradients_by_hand():
+    # d/dlogp at d = 1: k1 1, k2 d = 1, k3 1 - exp(-1) = .632121
+    for mode, slope in {"k1": 1.0, "k2": 1.0, "k3": 0.632121, "abs": 1.0}.items():
+        p = tensor([-1.0], requires_grad=True)
+        kl_divergence(p, tensor([-2.0]), mode=mode).sum().backward()
+        assert p.grad is not None and p.grad.item() == pytest.approx(slope, abs=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["k1", "k3"])
+def test_mean_under_the_policy_is_the_exact_kl(mode):
+    g = torch.Generator().manual_seed(0)
+    p, q = torch.randn(2, 20, generator=g, dtype=torch.float64).log_softmax(-1)
+    exact = (p.exp() * (p - q)).sum()
+    assert (p.exp() * kl_divergence(p, q, mode=mode)).sum().item() == pytest.approx(exact.item())
+
+
+def test_half_precision_is_computed_in_fp32_and_float64_stays():
+    for mode in KL_MODES:
+        half = torch.ones(1, dtype=torch.bfloat16)
+        assert kl_divergence(half, half, mode=mode).dtype == torch.float32
+        assert kl_divergence(half.double(), half.double(), mode=mode).dtype == torch.float64
+    # both are exact in bf16, their difference is not (it would be 199)
+    p, q = tensor([-1.0078125], dtype=torch.bfloat16), tensor([-200.0], dtype=torch.bfloat16)
+    assert kl_divergence(p, q, mode="k1").item() == 198.9921875
+
+
+def test_unknown_mode_lists_the_known_and_a_bad_clamp_is_refused():
+    with pytest.raises(ConfigError, match="unknown KL mode 'lowvar_kl'; did you mean low_var_kl"):
+        kl_divergence(tensor([0.0]), tensor([0.0]), mode="lowvar_kl")
+    with pytest.raises(ConfigError, match="clamp -1"):
+        kl_divergence(tensor([0.0]), tensor([0.0]), mode="kl", clamp=-1)

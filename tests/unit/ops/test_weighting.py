@@ -1,0 +1,119 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import tensor
+
+from whet.errors import ConfigError, DataError
+from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights
+
+NAN = math.nan
+LOSS = tensor([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+MASK = tensor([True, True, False, True, True, True])
+UNIT = tensor([0, 0, 0, 1, 1, 1])
+
+
+def agg(mode, loss=LOSS, mask=MASK, unit_of=UNIT, **kw):
+    return aggregate(loss, token_weights(mask, unit_of, mode, **kw)).item()
+
+
+@pytest.mark.parametrize(
+    ("mode", "norm", "expected"),
+    [
+        ("token-mean", None, 0.36),  # (.1 + .2 + .4 + .5 + .6) / 5
+        ("sequence-mean-token-mean", None, 0.325),  # (.3/2 + 1.5/3) / 2
+        ("sequence-mean-token-scale", 3, 0.3),  # (.3/3 + 1.5/3) / 2
+        ("sequence-mean-token-scale", 3.14, 1.8 / 3.14 / 2),
+        ("seq-mean-token-sum", None, 0.9),  # (.3 + 1.5) / 2
+        ("sequence-mean-token-sum-norm", None, 0.9),  # 1.8 / 2 units
+        ("sequence-mean-token-sum-norm", 4, 0.45),  # 1.8 / 4
+    ],
+)
+def test_each_mode_by_hand(mode, norm, expected):
+    assert agg(mode, norm=norm) == pytest.approx(expected)
+
+
+def test_the_modes_are_tunix_s_five():
+    assert sorted(LOSS_AGG_MODES) == [
+        "seq-mean-token-sum",
+        "sequence-mean-token-mean",
+        "sequence-mean-token-scale",
+        "sequence-mean-token-sum-norm",
+        "token-mean",
+    ]
+
+
+@pytest.mark.parametrize("mode", sorted(LOSS_AGG_MODES))
+def test_nothing_to_train_gives_zero(mode):
+    assert token_weights(torch.zeros(6, dtype=torch.bool), UNIT, mode, norm=3).tolist() == [0.0] * 6
+    assert token_weights(torch.zeros(0, dtype=torch.bool), torch.zeros(0).long(), mode, norm=3).tolist() == []
+
+
+def test_units_with_nothing_to_train_are_not_counted():
+    # rows [.1, .2] and [.3, .4] with the second masked: 1 unit, .3 / 1; with norm 4 .3 / 4
+    loss, mask, unit_of = tensor([0.1, 0.2, 0.3, 0.4]), tensor([True, True, False, False]), tensor([0, 0, 1, 1])
+    assert agg("seq-mean-token-sum", loss, mask, unit_of) == pytest.approx(0.3)
+    assert agg("sequence-mean-token-sum-norm", loss, mask, unit_of, norm=4) == pytest.approx(0.075)
+    assert agg("sequence-mean-token-mean", loss, mask, unit_of) == pytest.approx(0.15)
+    assert agg("sequence-mean-token-mean", loss, mask, unit_of, num_units=2) == pytest.approx(0.075)
+
+
+def test_masked_out_tokens_weigh_nothing_whatever_their_loss():
+    weights = token_weights(MASK, UNIT, "token-mean")
+    assert weights[2] == 0 and weights.dtype == torch.float64
+    loss = tensor([1.0, 1, NAN, 1, 1, 1], requires_grad=True)
+    total = aggregate(loss, weights)
+    total.backward()
+    assert total.item() == 1 and loss.grad is not None
+    assert loss.grad.tolist() == pytest.approx([0.2, 0.2, 0, 0.2, 0.2, 0.2])
+
+
+def test_half_precision_loss_is_summed_in_fp32():
+    loss = tensor([1, 2, 3], dtype=torch.bfloat16)
+    total = aggregate(loss, token_weights(tensor([True, True, False]), tensor([0, 0, 0]), "token-mean"))
+    assert total.item() == 1.5 and total.dtype == torch.float32
+    assert aggregate(loss.double(), torch.ones(3)).dtype == torch.float64
+
+
+@pytest.mark.parametrize("mode", sorted(LOSS_AGG_MODES))
+def test_parts_of_a_batch_add_up_to_the_whole(mode):
+    g = torch.Generator().manual_seed(0)
+    unit_of = torch.arange(9).repeat_interleave(torch.tensor([1, 5, 2, 8, 3, 1, 9, 4, 7]))
+    loss = torch.randn(40, generator=g, dtype=torch.float64)
+    weights = token_weights(torch.rand(40, generator=g) < 0.6, unit_of, mode, norm=9)
+    parts = sum(aggregate(a, b) for a, b in zip(loss.split(7), weights.split(7), strict=True))
+    torch.testing.assert_close(parts, aggregate(loss, weights))
+
+
+def test_equal_weight_for_each_sequence_not_for_each_token():
+    # advantages 1.5 on 3 tokens and 3.0 on 1: (-1.5 - 3) / 2 = -2.25; pooling the row would give -7.5 / 4 = -1.875
+    loss, mask = tensor([-1.5, -1.5, -1.5, -3.0]), torch.ones(4, dtype=torch.bool)
+    assert agg("sequence-mean-token-mean", loss, mask, tensor([0, 0, 0, 1])) == -2.25
+    assert agg("token-mean", loss, mask, tensor([0, 0, 0, 1])) == -1.875
+
+
+@pytest.mark.parametrize("norm", [0, -1, NAN, math.inf, True, "4", [4]])
+def test_an_invalid_norm_is_refused(norm):
+    for mode in LOSS_AGG_MODES:
+        with pytest.raises(ConfigError, match="Invalid 'norm' value"):
+            token_weights(MASK, UNIT, mode, norm=norm)
+
+
+def test_numpy_numbers_are_numbers():
+    for norm in (np.int64(4), np.float32(4), np.float64(4)):
+        assert agg("sequence-mean-token-sum-norm", norm=norm) == pytest.approx(0.45)
+
+
+def test_token_scale_asks_for_norm_and_unknown_modes_list_the_known():
+    with pytest.raises(ConfigError, match="give norm, the longest completion allowed"):
+        token_weights(MASK, UNIT, "sequence-mean-token-scale")
+    with pytest.raises(ConfigError, match="unknown loss_agg_mode 'token_mean'; did you mean token-mean"):
+        token_weights(MASK, UNIT, "token_mean")
+    with pytest.raises(DataError, match=r"\[6\] and \[1\]"):
+        token_weights(MASK, tensor([0]), "token-mean")
+
+
+def test_a_function_serves_as_a_mode():
+    weights = token_weights(MASK, UNIT, lambda mask, unit_of, norm, num_units: unit_of + norm, norm=2)
+    assert weights.tolist() == [2, 2, 0, 3, 3, 3]
