@@ -77,11 +77,11 @@ def model_stats(
         return TokenStats(logprobs=logprobs, entropy=entropies)
     if head.linear:
         rows = _hidden(module, micro)
-        logits = lambda s: _transform(F.linear(rows[s], layer.weight, layer.bias), head)
+        vocab, logits = layer.weight.shape[0], lambda s: _transform(F.linear(rows[s], layer.weight, layer.bias), head)
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.rows)
-        logits = lambda s: _wide(rows[s])
-    return _supported(logits, micro, rows, layer.weight.shape[0], support, entropy)
+        vocab, logits = rows.shape[1], lambda s: _wide(rows[s])
+    return _supported(logits, micro, vocab, support, entropy)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:
@@ -116,7 +116,6 @@ def _wide(x: Tensor) -> Tensor:
 def _supported(
     logits: Callable[[slice], Tensor],
     micro: MicroBatch,
-    rows: Tensor,
     vocab: int,
     support: Support,
     entropy: bool,
@@ -133,11 +132,11 @@ def _supported(
         z = support_logits(logits(s), support, seen=seen, position=micro.position[s], keep=keep)
         return selective_log_softmax(z, keep), entropy_of(z) if entropy else None
 
-    size = vocab * 4
-    if len(rows) * size <= HELD_BYTES or not torch.is_grad_enabled():
-        parts = [part(s) for s in chunks(len(rows), max(1, CHUNK_BYTES // size))]
+    count, size = len(micro.rows), vocab * 4
+    if count * size <= HELD_BYTES or not torch.is_grad_enabled():
+        parts = [part(s) for s in chunks(count, max(1, CHUNK_BYTES // size))]
     else:
-        parts = [checkpoint(part, s, use_reentrant=False) for s in chunks(len(rows), max(1, CHUNK_BYTES // size))]
+        parts = [checkpoint(part, s, use_reentrant=False) for s in chunks(count, max(1, CHUNK_BYTES // size))]
     logprobs, entropies = zip(*parts)
     return TokenStats(logprobs=torch.cat(logprobs), entropy=torch.cat(entropies) if entropy else None)
 
