@@ -1,0 +1,105 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from whet.models.linear_logprob import linear_logprob
+
+
+def oracle(hidden, weight, targets, bias=None, temperature=1.0, scale=1.0, softcap=None):
+    """Plain autograd over whole logits."""
+    z = F.linear(hidden, weight, bias) * scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    logp = (z / temperature).log_softmax(-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def tensors(dtype, rows=7, width=5, vocab=11):
+    g = torch.Generator().manual_seed(0)
+    make = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    return make(rows, width), make(vocab, width), make(vocab), torch.randint(0, vocab, (rows,), generator=g)
+
+
+HEADS = [
+    {},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "scale": 0.0625},
+    {"softcap": 2.0},
+    {"softcap": 2.0, "temperature": 0.5},
+]
+CHUNKS = [
+    {"held_bytes": 10**9},
+    {"held_bytes": 0},
+    {"held_bytes": 0, "chunk_bytes": 1},
+    {"held_bytes": 0, "chunk_bytes": 300},
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_fused_equals_plain_autograd(dtype, entropy, head):
+    hidden, weight, bias, targets = tensors(dtype)
+    leaves = (hidden, weight, bias)
+    want, want_entropy = oracle(hidden, weight, targets, bias, **head)
+    a, b = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    total = lambda x, e: (a * x).sum() + ((b * e).sum() if entropy else 0.0)
+    grads = torch.autograd.grad(total(want, want_entropy), leaves)
+    limit = 1e-12 if dtype == torch.float64 else 1e-5
+    for how in CHUNKS:
+        got, got_entropy = linear_logprob(hidden, weight, targets, bias=bias, entropy=entropy, **head, **how)
+        assert got.dtype == dtype and (got_entropy is None) == (not entropy)
+        torch.testing.assert_close(got, want, atol=limit, rtol=0)
+        for x, y in zip(torch.autograd.grad(total(got, got_entropy), leaves), grads):
+            torch.testing.assert_close(x, y, atol=limit, rtol=0)
+
+
+def test_a_tied_weight_sums_both_gradients():
+    hidden, weight, _, targets = tensors(torch.float64)
+    ids = torch.arange(7)
+    run = lambda f: torch.autograd.grad(f(F.embedding(ids, weight) * hidden, weight, targets)[0].sum(), weight)[0]
+    torch.testing.assert_close(run(linear_logprob), run(oracle), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("held_bytes", [0, 10**9])
+def test_bf16_sums_in_fp32(held_bytes):
+    hidden, weight, bias, targets = tensors(torch.bfloat16, rows=64, width=16)
+    want, _ = oracle(*(x.detach().float().requires_grad_() for x in (hidden, weight)), targets, bias.detach().float())
+    got, _ = linear_logprob(hidden, weight, targets, bias=bias, held_bytes=held_bytes, chunk_bytes=200)
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, want, atol=0.1, rtol=0)  # the logits themselves are rounded to 8 bits
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    exact = torch.autograd.grad(oracle(*wide, targets, bias.detach().double())[0].sum(), wide[1])[0]
+    grad = torch.autograd.grad(got.sum(), weight)[0]
+    assert grad.dtype == torch.bfloat16
+    assert (grad.double() - exact).abs().max() < 0.02 * exact.abs().max()
+
+
+def test_only_the_gradients_asked_for_are_made():
+    hidden, weight, _, targets = tensors(torch.float64)
+    got, _ = linear_logprob(hidden.detach(), weight, targets)
+    got.sum().backward()
+    assert hidden.grad is None and weight.grad is not None
+    with torch.no_grad():
+        assert not linear_logprob(hidden, weight, targets)[0].requires_grad
+
+
+def test_backward_twice_gives_the_same_gradient():
+    hidden, weight, _, targets = tensors(torch.float64)
+    got, entropies = linear_logprob(hidden, weight, targets, entropy=True)
+    run = lambda: torch.autograd.grad((got + entropies).sum(), weight, retain_graph=True)[0]
+    assert torch.equal(run(), run())
+
+
+def test_one_row_and_no_row():
+    hidden, weight, _, targets = tensors(torch.float64)
+    got, _ = linear_logprob(hidden[:1], weight, targets[:1])
+    torch.testing.assert_close(got, oracle(hidden[:1], weight, targets[:1])[0])
+    empty, entropies = linear_logprob(hidden[:0], weight, targets[:0], entropy=True)
+    (empty.sum() + entropies.sum()).backward()
+    assert empty.shape == (0,) and weight.grad.abs().max() == 0
+
+
+def test_a_head_without_opinion_gives_log_vocabulary():
+    logprobs, entropies = linear_logprob(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), entropy=True)
+    assert logprobs.item() == pytest.approx(-1.3862944) and entropies.item() == pytest.approx(1.3862944)  # log 4
