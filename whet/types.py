@@ -29,6 +29,7 @@ __all__ = [
     "LossInputs",
     "Message",
     "Prompt",
+    "RolloutOutput",
     "TokenBatch",
     "TokenStats",
     "TrainExample",
@@ -92,6 +93,26 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float64 [trajectories] per reward function, in the order of generation; NaN = not applicable."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutOutput:
+    """What `RLCluster.generate` returns, in Tunix's shape; one entry per prompt.
+
+    Example: generate(["2+2="]) -> RolloutOutput(text=["4"], logits=None, tokens=[array([52, 256])],
+    left_padded_prompt_tokens=array([[50, 43, 50, 61]]), logprobs=None).
+    """
+
+    text: list[str]
+    """Completions, special tokens left out."""
+    logits: list[np.ndarray] | None
+    """float32 [C, V] each, on request."""
+    tokens: list[np.ndarray]
+    """int32 [C] each, stop token included, not padded."""
+    left_padded_prompt_tokens: np.ndarray
+    """int32 [B, P]."""
+    logprobs: list[np.ndarray] | None
+    """float32 [C] each, where RolloutConfig.return_logprobs asks for them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -238,6 +259,37 @@ class TokenBatch:
             group_of=group_of,
             rewards=self.rewards.index_select(0, trajectories),
             **columns,
+        )
+
+    @classmethod
+    def cat(cls, batches: Sequence[TokenBatch]) -> TokenBatch:
+        """Batches end to end. A column that only some of them have raises DataError.
+
+        Args: batches: at least one.
+        Returns: their sequences in order; prefixes, trajectories and groups stay apart even where they are equal.
+        """
+        if len(batches) == 1:
+            return batches[0]
+        columns: dict[str, Tensor | None] = {}
+        for name in cls.TOKEN_COLUMNS:
+            parts = [getattr(b, name) for b in batches]
+            if len({p is None for p in parts}) > 1:
+                raise DataError(f"column {name} is set in some of the batches and not in others; set it in all or none")
+            columns[name] = None if parts[0] is None else torch.cat(parts)
+
+        def shifted(name: str, sizes: list[int]) -> Tensor:
+            starts = np.cumsum([0, *sizes[:-1]])
+            return torch.cat([getattr(b, name) + int(start) for b, start in zip(batches, starts, strict=True)])
+
+        return cls(
+            prefixes=torch.cat([b.prefixes for b in batches]),
+            prefix_ends=shifted("prefix_ends", [len(b.prefixes) for b in batches]),
+            prefix_of=shifted("prefix_of", [len(b.prefix_ends) for b in batches]),
+            ends=shifted("ends", [b.num_tokens for b in batches]),
+            trajectory_of=shifted("trajectory_of", [len(b.group_of) for b in batches]),
+            group_of=shifted("group_of", [int(b.group_of.max()) + 1 for b in batches]),
+            rewards=torch.cat([b.rewards for b in batches]),
+            **columns,  # pyright: ignore[reportArgumentType]
         )
 
     @classmethod

@@ -12,7 +12,7 @@ import numpy as np
 
 from whet.config import RolloutConfig
 from whet.errors import EngineError
-from whet.models import LoadedModel
+from whet.models.load import LoadedModel
 from whet.ops import Support
 from whet.rollout.base import Request, RolloutEngine, Sampling
 from whet.types import Completion, Group, Prompt

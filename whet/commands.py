@@ -1,0 +1,191 @@
+"""What the verbs of the command line do: from a RunConfig to a cluster, a learner and a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.cluster import RLCluster
+from whet.config import ClusterConfig, Mode, RoleConfig, RunConfig, dump_tree, load_run
+from whet.data.sources import load_rows
+from whet.errors import ConfigError
+from whet.learners.grpo import GRPOLearner
+from whet.learners.run import Run
+from whet.observe.plots import write_curves
+from whet.refs import is_ref, resolve_ref
+
+__all__ = ["demo", "grpo"]
+
+log = logging.getLogger("whet")
+
+
+def grpo(config: RunConfig) -> dict[str, Any]:
+    """`whet grpo`: trains a policy by GRPO, evaluating before and after where there is evaluation data.
+
+    Args: config: the whole configuration. actor.model may be "package.module:function" or "file.py:function", called
+        with folder= and seed= and returning the folder of the model that it made there.
+    Returns: the summary that is written to summary.json.
+    """
+    started = time.monotonic()
+    config = _with_run_dir(config)
+    folder = Path(config.trainer.run_dir or "")
+    log.info("run folder: %s", folder)
+    config = _with_model(config, folder)
+    learner, train_ds, eval_ds = build(config)
+    run = learner.train(train_ds, eval_ds)
+    learner.cluster.close()
+    summary = summarise(run, config, time.monotonic() - started)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    write_curves(folder)
+    return summary
+
+
+def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """`whet demo`: the recipe of the demo, with its story told around it.
+
+    Args: argv: overrides, as of `whet grpo`; seed=n is short for trainer.seed=n.
+    Returns: the summary.
+    """
+    words = [w.replace("seed=", "trainer.seed=", 1) if w.removeprefix("--").startswith("seed=") else w for w in argv]
+    recipe = recipe_path("demo.yaml")
+    config = load_run(["--config", str(recipe), *words])
+    say = _Say()
+    say("whet demo: GRPO teaches a small model the order of operations (about 4 minutes on 2 cores)")
+    say("  task: 2*2+4*3= -> 4+4*3=4+12=16. The warm start imitates right steps in any order; the reward sees the end.")
+    summary = grpo(config)
+    folder = Path(summary["run_dir"])
+    say("")
+    for line in stories(folder, summary["steps"]):
+        say(line)
+    say("")
+    say(f"held-out accuracy (greedy, {summary['eval_prompts']} unseen prompts): "
+        f"{summary['accuracy_before']:.1%} before GRPO, {summary['accuracy_after']:.1%} after")
+    say(f"time: {summary['train_seconds']:.0f} s for warm start, training and evaluation")
+    say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
+    say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
+    say(f"next: whet grpo --config {recipe} algo.num_generations=16 trainer.max_steps=50")
+    return summary
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
+    """The cluster and learner of a configuration, and its training and evaluation data."""
+    if config.actor.model is None:
+        raise ConfigError("no model; write model=<hub name or folder>")
+    if config.data.path is None:
+        raise ConfigError("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
+    if not config.reward_names:
+        raise ConfigError("no reward; write reward=file.py:function, or the name of one of whet's own")
+    train_ds, eval_ds = data(config)
+    algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
+    reference = None
+    if algo.beta or algo.force_compute_kl:
+        reference = config.reference or RoleConfig()
+        reference = dataclasses.replace(reference, model=reference.model or config.actor.model)
+    training = dataclasses.replace(config.trainer, actor_optimizer=config.actor.optim)
+    cluster = RLCluster(
+        actor=config.actor,
+        reference=reference,
+        tokenizer=config.tokenizer or config.actor.model,
+        cluster_config=ClusterConfig(rollout_config=config.rollout, training_config=training),
+    )
+    learner = GRPOLearner(
+        cluster, algo, list(config.reward_names), data=config.data, settings=dump_tree(config)
+    )
+    return learner, train_ds, eval_ds
+
+
+def data(config: RunConfig) -> tuple[Any, Any]:
+    """Training and evaluation rows of a configuration; the latter None where none are asked for."""
+    c = config.data
+    rows = load_rows(c.path, split=c.split, streaming=c.streaming, limit=c.limit)
+    if c.eval_path is not None:
+        return rows, load_rows(c.eval_path, split=c.eval_split or c.split)
+    if c.eval_split is not None:
+        return rows, load_rows(c.path, split=c.eval_split)
+    if c.eval_fraction:
+        rows = list(rows)
+        held = max(1, round(len(rows) * c.eval_fraction))
+        return rows[:-held], rows[-held:]
+    return rows, None
+
+
+def _with_run_dir(config: RunConfig) -> RunConfig:
+    """A run folder where none was given: runs/<date>-<time>; the newest one there for resume=latest."""
+    if config.trainer.run_dir is not None:
+        return config
+    folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(folder)))
+
+
+def _with_model(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with a model that is made by a function turned into the folder where it was made."""
+    model = config.actor.model
+    if model is None or not is_ref(model):
+        return config
+    made = resolve_ref(model, "model")(folder=str(folder / "start"), seed=config.trainer.seed)
+    actor = dataclasses.replace(config.actor, model=made)
+    return dataclasses.replace(config, actor=actor)
+
+
+def summarise(run: Run, config: RunConfig, seconds: float) -> dict[str, Any]:
+    """What a run came to, from its rows of metrics."""
+    evals = [row for row in run.rows if row["mode"] == Mode.EVAL.value]
+    train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
+    found: dict[str, Any] = {
+        "steps": run.step,
+        "seed": config.trainer.seed,
+        "train_seconds": round(seconds, 1),
+        "reward_first": train[0]["reward"] if train else None,
+        "reward_last": train[-1]["reward"] if train else None,
+        "run_dir": str(config.trainer.run_dir),
+    }
+    if evals:
+        found |= {
+            "accuracy_before": evals[0]["reward"],
+            "accuracy_after": evals[-1]["reward"],
+            "eval_prompts": int(evals[-1]["prompts/count"]),
+        }
+    return found
+
+
+def stories(folder: Path, last: int, count: int = 4) -> list[str]:
+    """Example completions of the same held-out prompts, before and after."""
+    import pandas
+
+    before, after = (
+        pandas.read_parquet(folder / "completions" / f"eval-{step:06d}.parquet").set_index("row") for step in (0, last)
+    )
+    lines = ["held-out examples, greedy, before -> after:"]
+    learned = [r for r in before.index if before.reward[r] < after.reward[r]][:count]
+    for row in learned:
+        b, a = before.loc[row], after.loc[row]
+        lines.append(f"  {b.prompt}{b.completion:<24} {'right' if b.reward else 'wrong'} -> {a.completion:<24} "
+                     f"{'right' if a.reward else 'wrong'}")
+    return lines
+
+
+def recipe_path(name: str) -> Path:
+    """A recipe of whet: beside the package in a checkout, inside it in a wheel."""
+    here = Path(__file__).parent
+    found = [p for p in (here.parent / "recipes" / name, here / "recipes" / name) if p.is_file()]
+    if not found:
+        raise ConfigError(f"recipe {name} is not in {here / 'recipes'}; reinstall whet")
+    return found[0]
+
+
+class _Say:
+    """Lines for a person on standard output."""
+
+    def __call__(self, line: str) -> None:
+        import sys
+
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

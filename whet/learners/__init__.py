@@ -1,0 +1,1 @@
+"""Learners: the loop, and what each algorithm puts into it."""

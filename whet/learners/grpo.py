@@ -1,0 +1,201 @@
+"""GRPOLearner: group-relative policy optimisation, and the relatives that differ by a name in its configuration.
+
+    A_i = (r_i - mean_g r) / (std_g r + eps)                       advantage_estimator, per trajectory
+    l_t = -min(ρ_t A, clip(ρ_t, 1 - ε, 1 + ε_high) A) + β KL_t     policy_loss_fn, per token; ρ_t = π / π_old
+    L   = Σ_t w_t l_t                                              loss_agg_mode, as weights w made once per mini-batch
+
+Source: DeepSeekMath, arXiv:2402.03300; agrees with Tunix's GRPOLearner. It differs in that old log-probabilities are
+those of the start of the step also where trainer and engine share weights, and that groups without signal are not run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from whet.cluster import RLCluster
+from whet.config import DataConfig, GRPOConfig, Role
+from whet.errors import ConfigError, EngineError, lookup_error
+from whet.learners.base import RLLearner
+from whet.learners.report import advantage_metrics
+from whet.metrics import Max, Mean, merge
+from whet.ops import (
+    ADVANTAGE_ESTIMATORS,
+    LOSS_AGG_MODES,
+    POLICY_LOSSES,
+    kl_divergence,
+    sampler_is_weights,
+    segment_sum,
+)
+from whet.refs import is_ref, resolve_ref
+from whet.types import LossInputs, TokenBatch
+
+__all__ = ["GRPOLearner", "GrpoLearner"]
+
+_REDUCTIONS = {
+    "is_ratio": ("mean", "max", "min"),
+    "sampling/sampling_logp_difference": ("mean", "max"),
+    "sampler_is/weight": ("mean", "min"),
+}
+
+
+class GRPOLearner(RLLearner):
+    """Trains the actor by GRPO: see RLLearner for the arguments.
+
+    Raises: ConfigError: beta is not 0 and the cluster has no reference; an unknown loss, estimator or aggregation.
+
+    Example: GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), reward_fns=[exact]).train(rows)
+    """
+
+    algo_config: GRPOConfig
+
+    def __init__(
+        self,
+        rl_cluster: RLCluster,
+        algo_config: GRPOConfig,
+        reward_fns: Any,
+        metric_fns: Sequence[Callable[..., Any]] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        data: DataConfig | None = None,
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(
+            rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, data=data, settings=settings
+        )
+        c = algo_config
+        if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
+            raise ConfigError(
+                f"beta={c.beta} compares with a reference model; give RLCluster(reference=...), or beta=0.0 to do without"
+            )
+        self.estimator = named(c.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
+        name = c.loss_algo if c.policy_loss_fn == "grpo" else c.policy_loss_fn
+        self.policy_loss = self._policy_loss(name)
+        self.skips = name in POLICY_LOSSES and not self.needs_reference
+        named(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
+        norm = c.loss_agg_norm
+        if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
+            norm = float(rl_cluster.get_rollout_config().max_tokens_to_generate)
+        trainer = rl_cluster.actor_trainer
+        trainer.with_loss_fn(self.loss, loss_agg_mode=c.loss_agg_mode, loss_agg_norm=norm, entropy=True)
+        trainer.with_rl_metrics_to_log({**_REDUCTIONS, **trainer.reductions})
+        micro = self.config.train_micro_batch_size
+        rl_cluster.actor.max_sequences = micro and micro * c.num_generations
+        reads = self.config.compute_logps_micro_batch_size or micro
+        for worker in rl_cluster.workers.values():
+            worker.max_read_sequences = reads and reads * c.num_generations
+
+    def _policy_loss(self, name: Any) -> Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]:
+        """The per-token surrogate with this configuration's clipping bound to it; a user's own is called as it is."""
+        c = self.algo_config
+        fn = named(name, POLICY_LOSSES, "policy loss")
+        if name not in POLICY_LOSSES:
+            return fn
+        return functools.partial(fn, epsilon=c.epsilon, epsilon_high=c.epsilon_high, epsilon_c=c.epsilon_c)
+
+    # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def score(self, batch: TokenBatch) -> TokenBatch:
+        """Old log-probabilities where several updates follow one rollout, the reference's where beta is not 0."""
+        c, cluster = self.algo_config, self.cluster
+        if c.sampler_is is not None or not c.use_rollout_logps:
+            with cluster.trace.span("old_logprobs"):
+                batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
+            if c.sampler_is is not None:
+                assert batch.old_logprobs is not None
+                _, found = sampler_is_weights(
+                    batch.old_logprobs, batch.sampler_logprobs, mask=batch.mask, threshold=c.sampler_is_threshold
+                )
+                self.metrics = merge(self.metrics, {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()})
+        elif cluster.rollout.caps.logprobs and not (self.on_policy and cluster.rollout.caps.shared_weights):
+            batch = batch.replace(old_logprobs=batch.sampler_logprobs)
+        elif not self.on_policy:
+            raise EngineError(
+                "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
+                f"{self.updates_per_step} updates follow each rollout; set use_rollout_logps=False to recompute them"
+            )
+        if self.needs_reference:
+            with cluster.trace.span("ref_logprobs"):
+                batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
+        return batch
+
+    def assign_advantages(self, batch: TokenBatch) -> TokenBatch:
+        """One advantage per trajectory, given to each of its tokens."""
+        per_trajectory = self.estimator(batch.rewards, batch.group_of)
+        self.metrics = merge(self.metrics, advantage_metrics(per_trajectory))
+        return batch.replace(advantages=per_trajectory.float().index_select(0, batch.trajectory))
+
+    def update(self, mini: TokenBatch) -> None:
+        """Weighs the tokens of the mini-batch, leaves out groups that have no gradient, and updates the actor."""
+        mini = self.cluster.actor_trainer.weighted(mini)
+        if self.skips:
+            mini = mini.select(with_signal(mini))
+        with self.cluster.trace.span("update"):
+            self.metrics = merge(self.metrics, self.cluster.actor_trainer.update(mini))
+
+    def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The surrogate, times the sampler's correction, plus beta times the divergence from the reference: [s]."""
+        c = self.algo_config
+        loss, metrics = self.policy_loss(x)
+        old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
+        if x.sampler_logprobs is not None:
+            metrics["sampling/sampling_logp_difference"] = (old - x.sampler_logprobs).abs()
+        if c.sampler_is is not None:
+            weights, _ = sampler_is_weights(
+                old, x.need("sampler_logprobs"), mask=x.mask, threshold=c.sampler_is_threshold
+            )
+            loss = loss * weights
+            metrics["sampler_is/weight"] = weights
+        if x.ref_logprobs is not None:
+            kl = kl_divergence(x.logprobs, x.ref_logprobs, mode=c.kl_loss_mode, clamp=c.kl_clamp_value)
+            metrics |= {"kl": kl.detach(), "kl_loss": c.beta * kl.detach()}
+            loss = loss + c.beta * kl if c.beta else loss
+        assert x.entropy is not None
+        metrics["entropy"] = x.entropy.detach()
+        return loss, metrics
+
+    # ---- what the configuration implies --------------------------------------------------------------------------
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a reference is read: for the loss, or as a metric."""
+        return bool(self.algo_config.beta) or self.algo_config.force_compute_kl
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether each rollout is followed by a single update, so that the ratio is exactly 1."""
+        return self.updates_per_step == 1
+
+    @property
+    def num_generations(self) -> int:
+        """G: completions of each prompt in training."""
+        return self.algo_config.num_generations
+
+    @property
+    def num_iterations(self) -> int:
+        """Passes over the samples of a step (mu)."""
+        return self.algo_config.num_iterations
+
+
+def with_signal(batch: TokenBatch) -> Tensor:
+    """The sequences of trajectories with a token whose advantage is not 0: Long [M]."""
+    assert batch.advantages is not None
+    size = segment_sum((batch.advantages * batch.mask).abs(), batch.sequence, batch.num_sequences)
+    return (size > 0).nonzero().flatten()
+
+
+def named(value: Any, known: Mapping[str, Any], kind: str) -> Any:
+    """What a name stands for: a callable as it is, "package.module:function" resolved, or a name that whet knows."""
+    if callable(value):
+        return value
+    if is_ref(value):
+        return resolve_ref(value, kind)
+    if value not in known:
+        raise lookup_error(kind, value, known)
+    return known[value]
+
+
+GrpoLearner = GRPOLearner

@@ -1,0 +1,331 @@
+"""Run: what surrounds the steps of a training: the data's order, resuming, logs, evaluation, checkpoints, the end.
+
+    with Run(learner, train_ds, eval_ds) as run:
+        for step, prompts in run.steps():
+            ...
+            run.after_step(step, batch, metrics, rewarded)
+
+A step is one rollout. Step s is finished when its row of metrics is written; a checkpoint of step s holds all that
+step s + 1 needs, and a resumed run cuts off what was written after it. What depends on the clock stands under time/
+and perf/ alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import random
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from whet.config import CheckpointingOptions, Mode, diff, dump_tree
+from whet.data.order import PromptStream, is_batch
+from whet.data.sources import load_rows
+from whet.errors import CheckpointError, ConfigError, DataError
+from whet.learners.report import rollout_metrics, spread
+from whet.metrics import Metric, flat, merge
+from whet.observe.loggers import make_loggers
+from whet.observe.progress import Progress
+from whet.observe.store import RunFolder, completion_rows
+from whet.types import Prompt, TokenBatch
+
+if TYPE_CHECKING:
+    from whet.learners.base import RLLearner
+    from whet.rewards.manager import Rewarded
+
+__all__ = ["Run"]
+
+log = logging.getLogger("whet")
+_NOT_COMPARED = ("trainer.resume", "trainer.allow_config_change", "trainer.run_dir", "trainer.loggers", "trainer.pbar_description",
+                 "trainer.max_steps", "trainer.metrics_logging_options", "trainer.checkpointing_options", "trainer.perf_metrics_options")
+"""Settings that a resumed run may change without changing what is computed."""
+
+
+class Run:
+    """One training run of a learner.
+
+    Args: learner: whose run it is. train_ds: rows, batches or a reference to them; None = evaluation only. eval_ds:
+        evaluated whole, every eval_every_n_steps steps.
+    """
+
+    def __init__(self, learner: RLLearner, train_ds: Any, eval_ds: Any = None) -> None:
+        self.learner, self.cluster, self.config = learner, learner.cluster, learner.config
+        self.step = 0
+        self.rows: list[dict[str, float]] = []
+        self.stream = None if train_ds is None else self._stream(train_ds)
+        self.eval_ds = eval_ds
+        self.folder: RunFolder | None = None
+        self.tokens = 0
+        self._eval_prompts: list[Prompt] | None = None
+        self._resumed_s = 0.0
+
+    # ---- opening -------------------------------------------------------------------------------------------------
+
+    def _stream(self, train_ds: Any) -> PromptStream:
+        c, learner = self.config, self.learner
+        rows = load_rows(train_ds, split=learner.data.split, limit=learner.data.limit)
+        shuffle = learner.data.shuffle if learner.data.shuffle is False else None
+        epochs = c.num_epochs if c.num_epochs is not None else (None if c.max_steps else 1)
+        stream = PromptStream(
+            rows,
+            batch_size=None if _batched(rows) else learner.data.batch_size,
+            seed=c.seed if c.data_shuffle_seed is None else c.data_shuffle_seed,
+            shuffle=shuffle,
+            num_epochs=epochs,
+            last_batch=c.last_batch,
+            encode=self.cluster.encoder(
+                Mode.TRAIN, prompt_column=learner.data.prompt_column, system_prompt=learner.data.system_prompt
+            ),
+            prompt_column=learner.data.prompt_column,
+        )
+        log.info("data: %s", stream.describe())
+        c.resolve_batch_sizes(stream.batch_size)
+        learner.batch_size = stream.batch_size
+        return stream
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None where the data don't tell."""
+        assert self.stream is not None
+        known = self.stream.batches_per_epoch
+        by_data = None if known is None or self.stream.num_epochs is None else known * self.stream.num_epochs
+        limits = [n for n in (self.config.max_steps, by_data) if n is not None]
+        return min(limits) if limits else None
+
+    def __enter__(self) -> Run:
+        """Opens the run folder, resumes where asked, starts the loggers and the progress bar."""
+        c = self.config
+        learner = self.learner
+        self.settings = self._settings()
+        checkpoint = None
+        if c.resume is not None:
+            checkpoint = self.cluster.find_checkpoint(c.resume, self.checkpoint_root)
+            if checkpoint is None:
+                log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoint_root)
+        if checkpoint is not None:
+            self._restore(checkpoint)
+        if c.run_dir is not None:
+            self.folder = RunFolder(c.run_dir, after_step=self.step, fresh=checkpoint is None)
+            self.folder.write_config(self.settings)
+            self.folder.write_environment({"compute_dtype": self.cluster.dtypes})
+        total = self.total_steps
+        for trainer in self.cluster.trainers.values():
+            trainer.worker.plan(None if total is None else total * learner.updates_per_step)
+            trainer.hooks.on_train_start(trainer)
+        self.loggers = make_loggers(c.loggers, c.metrics_logging_options, run_dir=c.run_dir, config=self.settings)
+        self.progress = Progress(total, description=c.pbar_description, start=self.step)
+        self.progress.start()
+        self.started = self.step_started = self.saved_at = time.monotonic()
+        return self
+
+    @property
+    def checkpoint_root(self) -> Path | None:
+        """Where checkpoints lie; None = none are written."""
+        c = self.config
+        if c.checkpoint_root_directory is not None:
+            return Path(c.checkpoint_root_directory)
+        return None if c.run_dir is None else Path(c.run_dir) / "checkpoints"
+
+    def _settings(self) -> dict[str, Any]:
+        """The whole configuration as plain containers."""
+        learner = self.learner
+        if learner.settings is not None:
+            return learner.settings
+        return {
+            "algo": dump_tree(learner.algo_config),
+            "rollout": dump_tree(self.cluster.get_rollout_config(Mode.TRAIN)),
+            "trainer": dump_tree(self.config),
+        }
+
+    # ---- the steps -----------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[tuple[int, list[Prompt]]]:
+        """(step, prompts) from where the run stands to its end; steps count from 1."""
+        assert self.stream is not None
+        last = self.config.max_steps
+        if last is not None and self.step >= last:
+            return
+        for prompts in self.stream:
+            self.cluster.global_steps = self.step + 1
+            self.step_started = time.monotonic()
+            self.cluster.trace.start_step(self.step + 1)
+            yield self.step + 1, prompts
+            if self.config.max_steps is not None and self.step >= self.config.max_steps:
+                return
+
+    def after_step(self, step: int, batch: TokenBatch, metrics: Mapping[str, Metric], rewarded: Rewarded) -> None:
+        """Writes the step's row and completions; evaluates and saves where due."""
+        self.step = step
+        self.tokens += batch.num_tokens
+        seconds = time.monotonic() - self.step_started
+        row = {
+            **flat(metrics),
+            **self.cluster.take_metrics(step, Mode.TRAIN),
+            "num_tokens": float(self.tokens),
+            "optim/updates": float(self.cluster.actor_trainer.train_steps),
+            **self.cluster.trace.times(),
+            "time/step": seconds,
+            "perf/global_step_time": seconds,
+            "perf/tokens_per_second": batch.num_tokens / max(seconds, 1e-9),
+        }
+        self._log(step, Mode.TRAIN, row)
+        if self.folder is not None:
+            self.folder.write_completions(Mode.TRAIN.value, step, completion_rows(step, rewarded, batch, self.cluster.decode))
+        shown = {n: row[n] for n in self.cluster.actor_trainer.displayed if n in row}
+        self.progress.update(step, reward=row.get("reward", float("nan")), tokens=batch.num_tokens, **shown)
+        if self.eval_ds is not None and self.config.eval_every_n_steps and step % self.config.eval_every_n_steps == 0:
+            self.evaluate(step)
+        if self._save_due(step):
+            self.save()
+
+    def _log(self, step: int, mode: Mode, row: Mapping[str, float]) -> None:
+        full = {"step": step, "mode": mode.value, "version": self.cluster.actor.version, **row}
+        self.rows.append(full)
+        if self.folder is not None:
+            self.folder.write_metrics(full)
+        prefix = f"{self.config.metrics_prefix}/" if self.config.metrics_prefix else ""
+        named = {f"{prefix}{'eval/' if mode is Mode.EVAL else ''}{n}": v for n, v in row.items()}
+        for logger in self.loggers:
+            logger.log(step, named)
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Rolls out the whole evaluation set and rewards it.
+
+        Returns: the row that is logged: rewards/score/{mean,max,min}, each function's, lengths.
+        """
+        learner, cluster = self.learner, self.cluster
+        if self._eval_prompts is None:
+            self._eval_prompts = self._encode_eval()
+        config = cluster.get_rollout_config(Mode.EVAL)
+        generations = config.num_generations_eval or (1 if config.temperature == 0 else learner.num_generations)
+        started = time.monotonic()
+        with cluster.trace.span("eval"):
+            groups = cluster.sample(self._eval_prompts, num_generations=generations, step=step, mode=Mode.EVAL)
+            texts = [[cluster.decode(c.tokens) for c in g.completions] for g in groups]
+            rewarded = learner.reward_manager(groups, texts, mode=Mode.EVAL)
+        batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+        metrics = merge(rewarded.metrics, rollout_metrics(rewarded.groups))
+        best = np.array([np.nanmax(rewarded.total[i : i + generations]) for i in range(0, len(rewarded.total), generations)])
+        metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best) if generations > 1 else {})
+        row = {**flat(metrics), **cluster.take_metrics(step, Mode.EVAL), "time/eval": time.monotonic() - started}
+        if self.folder is not None:
+            self.folder.write_completions(Mode.EVAL.value, step, completion_rows(step, rewarded, batch, cluster.decode))
+        self._log(step, Mode.EVAL, row)
+        return row
+
+    def _encode_eval(self) -> list[Prompt]:
+        data = self.learner.data
+        encode = self.cluster.encoder(Mode.EVAL, prompt_column=data.prompt_column, system_prompt=data.system_prompt)
+        rows = load_rows(self.eval_ds, split=data.eval_split or data.split)
+        stream = PromptStream(rows, batch_size=None if _batched(rows) else 1, shuffle=False, last_batch="keep", encode=encode)
+        return [p for batch in stream for p in batch]
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save_due(self, step: int) -> bool:
+        options = self.config.checkpointing_options or CheckpointingOptions()
+        if options.save_interval_steps is not None:
+            return step % options.save_interval_steps == 0
+        return time.monotonic() - self.saved_at >= options.save_interval_s
+
+    def save(self) -> None:
+        """Writes a checkpoint of the step just finished."""
+        if self.checkpoint_root is None:
+            return
+        assert self.stream is not None
+        options = self.config.checkpointing_options or CheckpointingOptions()
+        state = {
+            "step": self.step,
+            "tokens": self.tokens,
+            "stream": self.stream.state(),
+            "settings": _plain(self.settings),
+            "random": _random_state(),
+        }
+        with self.cluster.trace.span("checkpoint"):
+            self.cluster.save_checkpoint(self.checkpoint_root, self.step, state, keep=options.max_to_keep)
+        self.saved_at = time.monotonic()
+
+    def _restore(self, checkpoint: Path) -> None:
+        state = self.cluster.load_checkpoint(checkpoint, check=self._check_settings)
+        assert self.stream is not None
+        self.stream.restore(state["stream"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        _set_random_state(state["random"])
+        log.info("resumed from %s: step %d is done", checkpoint, self.step)
+
+    def _check_settings(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where the configuration is another, listing the differences."""
+        changed = [d for d in diff(state["settings"], _plain(self.settings)) if not d.startswith(_NOT_COMPARED)]
+        if not changed:
+            return
+        if not self.config.allow_config_change:
+            raise CheckpointError(
+                "the configuration differs from the checkpoint's:\n  " + "\n  ".join(changed)
+                + "\nresume with the same one, or set trainer.allow_config_change=true to go on with these changes"
+            )
+        log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Saves the last step and the model where training ended by itself; closes everything in any case."""
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self.progress.stop()
+            for logger in self.loggers:
+                logger.close()
+            if self.folder is not None:
+                self.folder.close()
+
+    def _finish(self) -> None:
+        for trainer in self.cluster.trainers.values():
+            trainer.hooks.on_train_end(trainer)
+        if self.step == 0:
+            raise DataError("the run ended without a single step: every prompt was dropped; raise max_prompt_length")
+        self.save()
+        if self.folder is not None:
+            self.cluster.actor.export(self.folder.path / "final", self.cluster.tokenizer)
+            options = self.config.perf_metrics_options
+            if options is not None and options.enable_trace_writer:
+                self.cluster.trace.write(Path(options.trace_dir or self.folder.path) / "trace.json")
+
+
+def _batched(rows: Any) -> bool:
+    """Whether an evaluation set comes as ready-made batches."""
+    return not isinstance(rows, Iterator) and is_batch(next(iter(rows), None))
+
+
+def _plain(tree: Any) -> Any:
+    """A configuration tree without anything that a weights_only file could not hold."""
+    if isinstance(tree, Mapping):
+        return {str(k): _plain(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_plain(v) for v in tree]
+    return tree if isinstance(tree, str | int | float | bool | None) else repr(tree)
+
+
+def _random_state() -> dict[str, Any]:
+    """The global generators, for reward functions that draw from them; whet itself never does."""
+    kind, keys, place, has_gauss, cached = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), [int(k) for k in keys], int(place), int(has_gauss), float(cached)),  # pyright: ignore[reportArgumentType]
+        "torch": torch.get_rng_state(),
+    }
+
+
+def _set_random_state(state: Mapping[str, Any]) -> None:
+    random.setstate(state["python"])
+    kind, keys, place, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
+    torch.set_rng_state(state["torch"])

@@ -1,0 +1,192 @@
+"""The optimizer of one model: fp32 masters, schedule, clipping, and its state in safetensors.
+
+Where the module computes in fp32 its parameters are the masters. Where it computes in bf16, fp32 masters lie beside
+the optimizer, gradients are added to them in fp32 as each one is made, and after a step the module's own parameters
+are written in place, so that an engine which reads them has nothing to fetch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from whet.config import OptimConfig
+from whet.errors import CheckpointError, ConfigError
+from whet.refs import resolve_ref
+
+__all__ = ["Optim"]
+
+
+class Optim:
+    """Masters, optimizer, schedule and clipping of one module.
+
+    Args: module: whose parameters with requires_grad are trained. config: an OptimConfig, or a factory
+        `f(parameters) -> torch.optim.Optimizer`, which then has a constant rate of its own and no clipping.
+        dtype: what the module is to compute in; None = as it does.
+    """
+
+    def __init__(
+        self, module: nn.Module, config: OptimConfig | Callable[..., Any], *, dtype: torch.dtype | None = None
+    ) -> None:
+        self.params = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        if not self.params:
+            raise ConfigError("the model has no parameter with requires_grad; unfreeze what is to be trained")
+        self.masters = {n: _master(p, dtype or p.dtype) for n, p in self.params.items()}
+        for name, p in self.params.items():
+            if self.masters[name] is not p:
+                p.data = p.data.to(dtype or p.dtype)
+                p.register_post_accumulate_grad_hook(_adder(self.masters[name]))
+        self.config = config if isinstance(config, OptimConfig) else None
+        self.optimizer = _optimizer(self.masters, config)
+        self.updates = 0
+        self.schedule: Any = None
+        self.total_updates: int | None = None if self.config is None else self.config.total_steps
+
+    def masters_by_name(self) -> dict[str, Tensor]:
+        """The fp32 weights under the module's parameter names."""
+        return self.masters
+
+    def plan(self, total_updates: int | None) -> None:
+        """Tells the schedule how many updates there will be; `total_steps` of the configuration comes first."""
+        if self.schedule is None and self.total_updates is None:
+            self.total_updates = total_updates
+
+    def _scheduler(self) -> Any:
+        """Made at the first step, when the number of updates is known."""
+        from transformers import get_scheduler
+
+        if self.config is None:
+            return None
+        name = self.config.schedule
+        if self.total_updates is None and name not in ("constant", "constant_with_warmup"):
+            raise ConfigError(
+                f"optim.schedule={name!r} needs the number of updates; set optim.total_steps or trainer.max_steps"
+            )
+        return get_scheduler(
+            name if not (name == "constant" and self.config.warmup_steps) else "constant_with_warmup",
+            self.optimizer,
+            num_warmup_steps=self.config.warmup_steps,
+            num_training_steps=self.total_updates,
+            scheduler_specific_kwargs=dict(self.config.schedule_kwargs),
+        )
+
+    @torch.no_grad()
+    def step(self) -> tuple[float, float, bool]:
+        """One update from the accumulated gradients, which are cleared.
+
+        Returns: (norm of the whole gradient before clipping, learning rate used, whether the update was skipped
+            because the norm was not finite). A skipped update moves neither weights, moments nor the schedule.
+        """
+        if self.schedule is None:
+            self.schedule = self._scheduler()
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        grads = [_gradient(m) for m in self.masters.values()]
+        norm = float(nn.utils.get_total_norm(grads))
+        finite = math.isfinite(norm)
+        if finite:
+            limit = self.config.max_grad_norm if self.config else 0.0
+            if limit and norm > limit:
+                torch._foreach_mul_(grads, limit / (norm + 1e-6))
+            self.optimizer.step()
+            if self.schedule is not None:
+                self.schedule.step()
+            for name, p in self.params.items():
+                if self.masters[name] is not p:
+                    p.copy_(self.masters[name])
+            self.updates += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, rate, not finite
+
+    def save(self, path: Path) -> dict[str, Any]:
+        """Writes the moments to a safetensors file and returns the rest as plain containers, for torch.save."""
+        state = self.optimizer.state_dict()
+        tensors, plain = {}, {}
+        for i, entry in state["state"].items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    tensors[f"{i}.{key}"] = value.detach().cpu().contiguous().clone()
+                else:
+                    plain[f"{i}.{key}"] = value
+        save_file(tensors, path)
+        return {
+            "groups": state["param_groups"],
+            "plain": plain,
+            "schedule": None if self.schedule is None else self.schedule.state_dict(),
+            "updates": self.updates,
+            "total_updates": self.total_updates,
+        }
+
+    def load(self, path: Path, rest: dict[str, Any]) -> None:
+        """Restores what `save` wrote and returned. Raises CheckpointError where it doesn't fit."""
+        entries: dict[int, dict[str, Any]] = {}
+        for key, value in [*load_file(path).items(), *rest["plain"].items()]:
+            i, _, name = key.partition(".")
+            entries.setdefault(int(i), {})[name] = value
+        try:
+            self.optimizer.load_state_dict({"state": entries, "param_groups": rest["groups"]})
+        except ValueError as e:
+            raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
+        self.updates, self.total_updates = rest["updates"], rest["total_updates"]
+        if rest["schedule"] is not None:
+            self.schedule = self._scheduler()
+            self.schedule.load_state_dict(rest["schedule"])
+
+
+def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
+    """The fp32 tensor that is optimised in place of p: p itself where it computes in fp32 or better."""
+    if p.dtype == compute and compute in (torch.float32, torch.float64):
+        return p
+    return nn.Parameter(p.detach().float().clone())
+
+
+def _gradient(master: Tensor) -> Tensor:
+    """A master's gradient; zero where nothing was run for it, so that a step of skipped groups is the step of zero
+    gradients that it stands for (moments decay, momentum moves)."""
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    return master.grad
+
+
+def _adder(master: Tensor) -> Callable[[Tensor], None]:
+    """A hook that adds a parameter's gradient to its master's in fp32 and drops it."""
+
+    def add(p: Tensor) -> None:
+        assert p.grad is not None
+        if master.grad is None:
+            master.grad = p.grad.float()
+        else:
+            master.grad.add_(p.grad)
+        p.grad = None
+
+    return add
+
+
+def _optimizer(masters: dict[str, Tensor], config: OptimConfig | Callable[..., Any]) -> torch.optim.Optimizer:
+    """The torch optimizer; matrices decay, vectors (norms, biases) don't."""
+    if not isinstance(config, OptimConfig):
+        return _checked(config(list(masters.values())))
+    groups = [
+        {"params": [m for m in masters.values() if m.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [g for g in groups if g["params"]]
+    if config.name == "adamw":
+        return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
+    if config.name == "sgd":
+        return torch.optim.SGD(groups, lr=config.lr)
+    if ":" in config.name:
+        return _checked(resolve_ref(config.name, "optimizer")(groups, lr=config.lr))
+    raise ConfigError(f"optim.name={config.name!r} is unknown. Known: adamw, sgd, or package.module:factory")
+
+
+def _checked(made: Any) -> torch.optim.Optimizer:
+    if not isinstance(made, torch.optim.Optimizer):
+        raise ConfigError(f"an optimizer factory must return a torch.optim.Optimizer, got {type(made).__name__}")
+    return made
+

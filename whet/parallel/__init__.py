@@ -1,0 +1,15 @@
+"""What spans processes and disks: ranks and checkpoints; meshes, sharding and context parallelism come here later."""
+
+from whet.parallel.checkpoint import checkpoints, find_checkpoint, load_state, publish, read_state, save_state
+from whet.parallel.comm import rank, world_size
+
+__all__ = [
+    "checkpoints",
+    "find_checkpoint",
+    "load_state",
+    "publish",
+    "rank",
+    "read_state",
+    "save_state",
+    "world_size",
+]

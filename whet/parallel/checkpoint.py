@@ -1,0 +1,161 @@
+"""Checkpoint folders: whole or absent, the last few kept, read without pickle.
+
+    checkpoints/step-000100/{actor/{model.safetensors, optimizer.safetensors, state.pt}, run.pt}
+    checkpoints/latest                      a text file: "step-000100"
+
+A folder is written under a temporary name, flushed to disk, and renamed; `latest` moves after that. A killed process
+leaves at most a temporary folder, which the next run sweeps away. Tensors lie in safetensors, the rest in files read
+with weights_only=True.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from whet.errors import CheckpointError
+
+__all__ = ["checkpoints", "find_checkpoint", "load_state", "publish", "read_state", "save_state", "sweep"]
+
+_STEP = re.compile(r"step-(\d{6,})")
+
+
+def publish(root: Path, step: int, write: Callable[[Path], None], *, keep: int | None = None) -> Path:
+    """Writes one checkpoint folder that is either whole or absent, then moves `latest`, then drops the oldest.
+
+    Args: root: the folder of checkpoints. step: its number. write: fills the folder it is given. keep: folders to
+        keep, the new one included; None = all.
+    Returns: root/step-<step>. A folder of that step that is already there is left as it is: a step's state is one.
+    Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays.
+    """
+    root.mkdir(parents=True, exist_ok=True)
+    final, tmp = root / f"step-{step:06d}", root / f".tmp-{step:06d}-{uuid.uuid4().hex[:8]}"
+    if not final.exists():
+        try:
+            tmp.mkdir()
+            write(tmp)
+            for folder, _, files in os.walk(tmp):
+                for name in files:
+                    _fsync(Path(folder) / name)
+                _fsync(Path(folder))
+            tmp.rename(final)
+            _fsync(root)
+        except BaseException as e:
+            shutil.rmtree(tmp, ignore_errors=True)
+            if isinstance(e, (OSError, SafetensorError)):
+                raise CheckpointError(f"checkpoint of step {step} could not be written to {root}: {e}") from e
+            raise
+    _point(root, final.name)
+    for old in checkpoints(root)[: -keep or None] if keep else []:
+        if old != final:
+            shutil.rmtree(old, ignore_errors=True)
+    return final
+
+
+def _point(root: Path, name: str) -> None:
+    """Moves `latest`, in one step."""
+    link = root / ".latest.tmp"
+    link.write_text(name + "\n")
+    _fsync(link)
+    link.replace(root / "latest")
+    _fsync(root)
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def checkpoints(root: Path) -> list[Path]:
+    """The whole checkpoints under a folder, oldest step first."""
+    found = [p for p in root.glob("step-*") if _STEP.fullmatch(p.name)] if root.is_dir() else []
+    return sorted(found, key=lambda p: int(p.name[5:]))
+
+
+def sweep(root: Path) -> None:
+    """Removes what killed processes left half-written."""
+    for p in root.glob(".tmp-*") if root.is_dir() else []:
+        shutil.rmtree(p, ignore_errors=True)
+
+
+def find_checkpoint(resume: str, root: Path | None) -> Path | None:
+    """The checkpoint that `resume` names.
+
+    Args: resume: "latest", or a folder. root: the run's checkpoints.
+    Returns: the folder; None where "latest" finds none: the run then starts from the beginning.
+    Raises: CheckpointError: a folder that is no checkpoint.
+    """
+    if resume != "latest":
+        path = Path(resume)
+        if not (path / "run.pt").is_file():
+            raise CheckpointError(f"resume={resume!r} is no checkpoint: {path / 'run.pt'} is missing; give a step-* folder")
+        return path
+    if root is None:
+        raise CheckpointError("resume='latest' needs a run_dir or a checkpoint_root_directory to look in")
+    pointer = root / "latest"
+    named = root / pointer.read_text().strip() if pointer.is_file() else None
+    if named is not None and named.is_dir():
+        return named
+    found = checkpoints(root)
+    return found[-1] if found else None
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """A .pt file of plain containers and tensors. Raises CheckpointError where it is missing, cut short or pickled."""
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as e:
+        raise CheckpointError(f"{path} can't be read ({type(e).__name__}: {e}); resume from an earlier step-* folder") from e
+
+
+def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
+    """Writes the module's parameters and persistent buffers, each shared tensor once, masters in place of parameters."""
+    tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module), **(masters or {})}
+    save_file(
+        {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"}
+    )
+
+
+def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
+    """Reads what `save_state` wrote into the module and its masters, in place.
+
+    Raises: CheckpointError: unreadable, a name missing or left over, or another shape; nothing is changed then.
+    """
+    targets: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module)}
+    try:
+        found = load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
+    if odd := sorted(targets.keys() ^ found.keys()):
+        raise CheckpointError(f"{path} holds another model: {odd[0]!r} is on one side only ({len(odd)} such names)")
+    for name, t in targets.items():
+        if t.shape != found[name].shape:
+            raise CheckpointError(f"{path}: {name} is {tuple(found[name].shape)} there and {tuple(t.shape)} here")
+    with torch.no_grad():
+        for name, t in targets.items():
+            if masters and name in masters:
+                masters[name].copy_(found[name])
+            t.copy_(found[name])
+
+
+def _buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's state, under their full names."""
+    return {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, m in module.named_modules()
+        for name, buffer in m._buffers.items()
+        if buffer is not None and name not in m._non_persistent_buffers_set
+    }

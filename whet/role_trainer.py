@@ -1,0 +1,177 @@
+"""RoleTrainer: one role's update, its loss, hooks and the metrics it reports. Learners and Tunix's verbs share it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from whet.metrics import Mean, merge
+from whet.ops import token_weights
+from whet.types import TokenBatch, TrainExample
+from whet.worker import Loss, Metrics, ModelWorker
+
+__all__ = ["DataHooks", "RoleTrainer", "TrainingHooks"]
+
+
+class TrainingHooks:
+    """Called around training; override what you need. `trainer` is the RoleTrainer, whose `worker` is the model.
+
+    >>> class Print(TrainingHooks):
+    ...     def on_train_step_end(self, trainer, step, metrics):
+    ...         print(step, metrics["loss"].value)
+    """
+
+    def on_train_start(self, trainer: RoleTrainer) -> None:
+        """Before the first update."""
+
+    def on_train_end(self, trainer: RoleTrainer) -> None:
+        """After the last update."""
+
+    def on_train_step_start(self, trainer: RoleTrainer) -> None:
+        """Before each update."""
+
+    def on_train_step_end(self, trainer: RoleTrainer, step: int, metrics: Metrics) -> None:
+        """After each update; step counts updates from 1."""
+
+    def on_eval_step_start(self, trainer: RoleTrainer) -> None:
+        """Before each evaluation batch."""
+
+    def on_eval_step_end(self, trainer: RoleTrainer, metrics: Metrics) -> None:
+        """After each evaluation batch."""
+
+
+class DataHooks:
+    """Give batches in place of the data set's; return None to take the data set's."""
+
+    def load_next_train_batch(self, trainer: RoleTrainer) -> TrainExample | TokenBatch | None:
+        """The batch of the next update."""
+
+    def load_next_eval_batch(self, trainer: RoleTrainer) -> TrainExample | TokenBatch | None:
+        """The next evaluation batch."""
+
+
+class RoleTrainer:
+    """Updates one model: loss, token weights, hooks, metrics.
+
+    Args: worker: the model. loss: per token. loss_agg_mode, loss_agg_norm: how token losses become one number where a
+        batch comes without weights. accumulate: batches of `update_all` that make one optimizer step.
+    """
+
+    def __init__(
+        self,
+        worker: ModelWorker,
+        *,
+        loss: Loss,
+        loss_agg_mode: str = "token-mean",
+        loss_agg_norm: float | None = None,
+        accumulate: int = 1,
+    ) -> None:
+        self.worker = worker
+        self.loss = loss
+        self.loss_agg_mode = loss_agg_mode
+        self.loss_agg_norm = loss_agg_norm
+        self.accumulate = accumulate
+        self.entropy = False
+        self.reductions: dict[str, tuple[str, ...]] = {}
+        self.displayed: tuple[str, ...] = ()
+        self.train_steps = 0
+        self._hooks = TrainingHooks()
+        self._data_hooks = DataHooks()
+        self._input_fn: Callable[[Any], Any] = lambda x: x
+
+    def with_loss_fn(
+        self,
+        loss: Loss,
+        has_aux: bool = True,
+        *,
+        loss_agg_mode: str | None = None,
+        loss_agg_norm: float | None = None,
+        entropy: bool | None = None,
+    ) -> RoleTrainer:
+        """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`, or the first alone if not has_aux.
+
+        Args: loss_agg_mode, loss_agg_norm: with it, how token losses become one number. entropy: x.entropy is needed.
+        """
+        self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
+        self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
+        self.loss_agg_norm = loss_agg_norm if loss_agg_mode else self.loss_agg_norm
+        self.entropy = self.entropy if entropy is None else entropy
+        return self
+
+    def with_gen_model_input_fn(self, fn: Callable[[Any], TrainExample | TokenBatch]) -> RoleTrainer:
+        """Sets what turns an item of a data set into a TrainExample or TokenBatch."""
+        self._input_fn = fn
+        return self
+
+    def with_rl_metrics_to_log(self, metrics: Mapping[str, str | tuple[str, ...]]) -> RoleTrainer:
+        """Sets how a loss's metric becomes numbers: name -> "mean", "max", "min" or several; "mean" if not named."""
+        self.reductions = {n: (how,) if isinstance(how, str) else tuple(how) for n, how in metrics.items()}
+        return self
+
+    def with_tqdm_metrics_to_display(self, names: Iterable[str]) -> RoleTrainer:
+        """Sets which metrics the progress bar shows beside the reward."""
+        self.displayed = tuple(names)
+        return self
+
+    def with_training_hooks(self, hooks: TrainingHooks) -> RoleTrainer:
+        """Sets the training hooks."""
+        self._hooks = hooks
+        return self
+
+    def with_data_hooks(self, hooks: DataHooks) -> RoleTrainer:
+        """Sets the data hooks."""
+        self._data_hooks = hooks
+        return self
+
+    @property
+    def hooks(self) -> TrainingHooks:
+        """The training hooks."""
+        return self._hooks
+
+    def weighted(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with its token weights: made from all of it, once per optimizer step."""
+        if batch.weights is not None:
+            return batch
+        weights = token_weights(batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm)
+        return batch.replace(weights=weights)
+
+    def update(self, batch: TokenBatch) -> Metrics:
+        """One optimizer step on one mini-batch.
+
+        Args: batch: with `weights`, or they are made here from the whole of it.
+        Returns: the loss's metrics, grad_norm, learning_rate.
+        """
+        self._hooks.on_train_step_start(self)
+        metrics = self.worker.forward_backward(
+            self.weighted(batch), self.loss, entropy=self.entropy, reductions=self.reductions
+        )
+        metrics = merge({**metrics, "loss": Mean(metrics["loss"].value)}, self.worker.optim_step())
+        self.train_steps += 1
+        self._hooks.on_train_step_end(self, self.train_steps, metrics)
+        return metrics
+
+    def update_all(self, batches: Iterable[Any]) -> Metrics:
+        """One optimizer step for every `accumulate` batches of a data set; a rest makes a last, smaller one."""
+        metrics: Metrics = {}
+        held: list[TokenBatch] = []
+        for item in batches:
+            held.append(self._batch(self._data_hooks.load_next_train_batch(self) or item))
+            if len(held) == self.accumulate:
+                metrics = merge(metrics, self.update(TokenBatch.cat(held)))
+                held = []
+        return merge(metrics, self.update(TokenBatch.cat(held))) if held else metrics
+
+    def evaluate(self, batches: Iterable[Any]) -> Metrics:
+        """The loss and its metrics over a data set, without an update."""
+        metrics: Metrics = {}
+        for item in batches:
+            self._hooks.on_eval_step_start(self)
+            batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
+            found = self.worker.evaluate(batch, self.loss, entropy=self.entropy, reductions=self.reductions)
+            self._hooks.on_eval_step_end(self, found)
+            metrics = merge(metrics, {**found, "loss": Mean(found["loss"].value)})
+        return metrics
+
+    def _batch(self, item: Any) -> TokenBatch:
+        item = self._input_fn(item)
+        return item if isinstance(item, TokenBatch) else TokenBatch.from_padded(item, version=self.worker.version)

@@ -1,0 +1,269 @@
+"""ModelWorker: one model with its optimizer, and the verbs that learners are written in.
+
+Everything about micro-batches, packing, shared prefixes, mixed precision and (later) FSDP, tensor and context
+parallelism happens behind these verbs; a loss sees whole sequences in fp32 or better. Rule 1 of the design lives here:
+`forward_backward` runs (weights * loss).sum().backward() for each micro-batch and nothing else divides.
+
+Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.config import OptimConfig
+from whet.data.packing import MicroBatch, plan_micro_batches
+from whet.errors import DataError
+from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
+from whet.models.forward import token_stats
+from whet.models.load import LoadedModel, save_model
+from whet.ops import Support
+from whet.optim import Optim
+from whet.parallel import load_state, read_state, save_state
+from whet.types import LossInputs, TokenBatch, TokenStats
+
+__all__ = ["Loss", "Metrics", "ModelWorker"]
+
+Metrics = dict[str, Metric]
+Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+_COLUMNS = ("mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "versions", "advantages", "values", "returns")
+
+
+class ModelWorker:
+    """One model behind verbs: logprobs, values, forward_backward, optim_step, weights, state.
+
+    Args: loaded: the model, as models.load_model gives it. optim: its optimizer, or None for a model that is only
+        read (a reference). dtype: what the model computes in; None = as it is. support: the distribution whose logprobs are computed; the sampler's. max_tokens: token
+        budget of a micro-batch. max_sequences: sequences of a micro-batch at most; None = as many as fit.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        optim: OptimConfig | Callable[..., Any] | None = None,
+        dtype: torch.dtype | None = None,
+        support: Support | None = None,
+        max_tokens: int = 16384,
+        max_sequences: int | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.support = support or Support()
+        self.max_tokens = max_tokens
+        self.max_sequences = max_sequences
+        self.max_read_sequences = max_sequences
+        self.version = 0
+        if optim is None:
+            loaded.module.requires_grad_(False)
+        self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype)
+        if dtype is not None:
+            for p in loaded.module.parameters():
+                p.data = p.data.to(dtype)
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face module, parameters under their own names."""
+        return self.loaded.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return next(self.module.parameters()).dtype
+
+    def plan(self, total_updates: int | None) -> None:
+        """Tells the learning-rate schedule how many updates the run will make."""
+        if self.optim is not None:
+            self.optim.plan(total_updates)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def logprobs(
+        self,
+        batch: TokenBatch,
+        *,
+        entropy: bool = False,
+        support: Support | None = None,
+        max_sequences: int | None = None,
+    ) -> TokenStats:
+        """Log-probability (and entropy) of every completion token.
+
+        Args: batch: N sequences. entropy: also the entropy of the distribution before each token, in nats.
+            support: instead of the worker's own. max_sequences: sequences of one forward pass at most.
+        Returns: TokenStats of [S], detached, on the CPU.
+        """
+        names = ("logprobs", "entropy") if entropy else ("logprobs",)
+        return self._read(batch, names, support or self.support, max_sequences)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """A critic's value of the state before each token: [S], detached, on the CPU."""
+        values = self._read(batch, ("values",), self.support).values
+        assert values is not None
+        return values
+
+    @torch.no_grad()
+    def _read(
+        self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None = None
+    ) -> TokenStats:
+        out: dict[str, Tensor] = {}
+        for micro in self.micro_batches(batch, max_sequences or self.max_read_sequences):
+            stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names)
+            for name in names:
+                column = getattr(stats, name).cpu()
+                whole = out.setdefault(name, torch.zeros(batch.num_tokens, dtype=column.dtype))
+                whole.index_copy_(0, micro.index.cpu(), column)
+        return TokenStats(**out)
+
+    def micro_batches(self, batch: TokenBatch, max_sequences: int | None) -> list[MicroBatch]:
+        """The batch, packed into forward passes by token budget; the same batch gives the same list."""
+        return plan_micro_batches(
+            batch,
+            max_tokens=self.max_tokens,
+            max_sequences=max_sequences,
+            packable=self.loaded.packable,
+            device=self.device,
+        )
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        *,
+        entropy: bool = False,
+        reductions: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> Metrics:
+        """Adds the gradient of (weights * loss).sum() over the whole batch.
+
+        Args: batch: with `weights`, made once per optimizer step. loss: per token. entropy: give the loss the entropy.
+            reductions: how a loss metric becomes numbers: name -> some of "mean", "max", "min"; "mean" if not named.
+        Returns: "loss" (the sum) and the loss's metrics over the tokens of the mask.
+        """
+        return self._run(batch, loss, entropy, reductions or {}, backward=True)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        *,
+        entropy: bool = False,
+        reductions: Mapping[str, tuple[str, ...]] | None = None,
+    ) -> Metrics:
+        """What forward_backward would report, without a gradient."""
+        return self._run(batch, loss, entropy, reductions or {}, backward=False)
+
+    def _run(
+        self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Mapping[str, tuple[str, ...]], *, backward: bool
+    ) -> Metrics:
+        if batch.weights is None:
+            raise DataError("the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)")
+        metrics: Metrics = {"loss": Sum(0.0)}
+        for micro in self.micro_batches(batch, self.max_sequences):
+            stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy)
+            x = self._loss_inputs(batch, micro, stats)
+            per_token, values = loss(x)
+            weights = batch.weights.to(per_token.device, per_token.dtype).index_select(0, micro.index)
+            total = (weights * torch.where(x.mask, per_token, 0.0)).sum()
+            if backward:
+                total.backward()
+            found = _reduced(values, x.mask, reductions)
+            metrics = merge(metrics, {"loss": Sum(float(total.detach())), **found})
+        return metrics
+
+    def _loss_inputs(self, batch: TokenBatch, micro: MicroBatch, stats: TokenStats) -> LossInputs:
+        columns: dict[str, Tensor | None] = {}
+        for name in _COLUMNS:
+            column = getattr(batch, name)
+            columns[name] = None if column is None else column.to(micro.index.device).index_select(0, micro.index)
+        return LossInputs(
+            sequence=micro.sequence,
+            logprobs=stats.logprobs,  # pyright: ignore[reportArgumentType]
+            entropy=stats.entropy,
+            new_values=stats.values,
+            **columns,
+        )
+
+    def optim_step(self) -> Metrics:
+        """Clips, steps, clears. A gradient that isn't finite is skipped, cleared and counted.
+
+        Returns: "grad_norm" (before clipping), "learning_rate" (of this step), "optim/skipped" (0 or 1).
+        """
+        assert self.optim is not None, "this worker was made without an optimizer"
+        norm, rate, skipped = self.optim.step()
+        found: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
+        return found if skipped else {**found, "grad_norm": Mean(norm, 1.0)}
+
+    # ---- weights and state ---------------------------------------------------------------------------------------
+
+    def rollout_weights(self) -> AbstractContextManager[nn.Module]:
+        """The module with plain compute-dtype parameters, for an engine that shares them."""
+        return nullcontext(self.module)
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names."""
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            yield name, p.detach()
+
+    def save(self, folder: Path) -> None:
+        """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version."""
+        masters = None if self.optim is None else self.optim.masters_by_name()
+        save_state(self.module, folder / "model.safetensors", masters)
+        state: dict[str, Any] = {"version": self.version}
+        if self.optim is not None:
+            state["optim"] = self.optim.save(folder / "optimizer.safetensors")
+        torch.save(state, folder / "state.pt")
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
+        state = read_state(folder / "state.pt")
+        masters = None if self.optim is None else self.optim.masters_by_name()
+        load_state(self.module, folder / "model.safetensors", masters)
+        if self.optim is not None:
+            self.optim.load(folder / "optimizer.safetensors", state["optim"])
+        self.version = state["version"]
+
+    def export(self, folder: Path, tokenizer: Any = None) -> None:
+        """Writes the model in Hugging Face's format, from the fp32 masters where there are any."""
+        masters = {} if self.optim is None else self.optim.masters_by_name()
+        held = {n: p.data for n, p in self.module.named_parameters() if n in masters and masters[n] is not p}
+        params = dict(self.module.named_parameters())
+        try:
+            for name in held:
+                params[name].data = masters[name].data
+            save_model(self.loaded, tokenizer, folder)
+        finally:
+            for name, data in held.items():
+                params[name].data = data
+
+    def close(self) -> None:
+        """Frees gradients and optimizer state."""
+        self.optim = None
+
+
+def _reduced(values: Mapping[str, Tensor], mask: Tensor, reductions: Mapping[str, tuple[str, ...]]) -> Metrics:
+    """Per-token metrics over the mask, as mergeable numbers: name (mean), name/max, name/min."""
+    count = float(mask.sum())
+    found: Metrics = {}
+    for name, value in values.items():
+        value = value.detach().double()
+        how = reductions.get(name, ("mean",))
+        if "mean" in how:
+            label = name if how == ("mean",) else f"{name}/mean"
+            found[label] = Mean(float(torch.where(mask, value, 0.0).sum()), count)
+        if "max" in how and count:
+            found[f"{name}/max"] = Max(float(value[mask].max()))
+        if "min" in how and count:
+            found[f"{name}/min"] = Min(float(value[mask].min()))
+    return found
