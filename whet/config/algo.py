@@ -22,6 +22,10 @@ class AlgorithmConfig:
     """Logprobs and advantages -> a loss per token."""
     reward_manager: str | Fn = "sequence-level"
     """How the rewards of several functions become one."""
+    reward_weights: tuple[Float, ...] | None = None
+    """Weight of each reward function, in their order; None = 1.0 each."""
+    num_iterations: Count = 1
+    """μ: passes over each rollout."""
     kl_clamp_value: Float | None = None
     """Bound of the KL estimate at each token, both ways; None = off."""
 
@@ -44,8 +48,6 @@ class GRPOConfig(AlgorithmConfig):
 
     num_generations: Int = 2
     """G: completions of each prompt."""
-    num_iterations: Count = 1
-    """μ: passes over each rollout."""
     beta: Float = 0.04
     """Weight of the KL to the reference. 0.0 = off, and no reference is loaded."""
     kl_loss_mode: str = "kl"
@@ -72,8 +74,6 @@ class GRPOConfig(AlgorithmConfig):
     """Compute the KL to the reference as a metric also when beta is 0.0."""
     mask_truncated_completions: Bool = False
     """Train nothing of completions that were cut at the length limit."""
-    reward_weights: tuple[Float, ...] | None = None
-    """Weight of each reward function, in their order; None = 1.0 each."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

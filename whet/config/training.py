@@ -233,6 +233,10 @@ class RLTrainingConfig(TrainingConfig):
     """Positions whose logits are held at a time; 0 = chosen by memory. The logits of a batch are never all held."""
     on_reward_error: Literal["raise", "none"] = "raise"
     """A reward function that fails: end the run, or count as not applicable (None) for that batch, with a warning."""
+    reward_timeout_s: Float | None = 60.0
+    """Longest time of one call of one reward function, in seconds; None = no deadline."""
+    reward_timeout_s: Float | None = 60.0
+    """Longest time of one call of a reward function, in seconds; None = no limit."""
     last_batch: Literal["drop", "keep"] = "drop"
     """Prompts left over at the end of an epoch that fill no step: dropped, their number logged, or a smaller step."""
 
@@ -244,6 +248,8 @@ class RLTrainingConfig(TrainingConfig):
                 "For RL training, gradient_accumulation_steps should be None. It is automatically derived from: "
                 "`mini_batch_size // train_micro_batch_size`."
             )
+        if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
+            raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None is no limit")
         if self.compute_logps_chunk_size < 0:
             raise ConfigError(f"compute_logps_chunk_size must not be negative, got {self.compute_logps_chunk_size}")
         if self.train_micro_batch_size is not None:

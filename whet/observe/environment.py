@@ -1,0 +1,74 @@
+"""What a run ran on: versions, processor, threads, devices."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from whet._version import __version__
+
+__all__ = ["environment"]
+
+_PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pyarrow", "pydantic")
+_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve", "i8mm")
+
+
+def environment() -> dict[str, Any]:
+    """The facts that the numbers of a run may depend on.
+
+    Returns: nested dicts of plain values: versions, platform, cpu (model, cores usable, the vector instructions that
+        matter), threads, devices, and the environment variables that change results. No names of users or hosts.
+
+    >>> environment()["versions"]["whet"] == __version__
+    True
+    """
+    return {
+        "versions": {"whet": __version__, "python": platform.python_version(), **_versions()},
+        "platform": {"system": platform.system(), "release": platform.release(), "machine": platform.machine()},
+        "cpu": _cpu(),
+        **_torch(),
+        "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
+    }
+
+
+_VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "PYTHONHASHSEED", "WORLD_SIZE", "RANK")
+
+
+def _versions() -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _cpu() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
+    fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "model": fields.get("model name") or platform.processor(),
+        "cores": usable,
+        "flags": [f for f in _FLAGS if f in flags],
+    }
+
+
+def _torch() -> dict[str, Any]:
+    """Threads and devices, where torch has been imported; it is not imported for this."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {}
+    cuda = torch.cuda.is_available()
+    return {
+        "threads": torch.get_num_threads(),
+        "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())] if cuda else [],
+        "cuda": torch.version.cuda,
+    }

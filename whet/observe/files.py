@@ -1,0 +1,58 @@
+"""Files that are whole or absent: a temporary beside the target, fsync, rename."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+__all__ = ["to_json", "write_atomic"]
+
+
+def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
+    """Writes a file so that a reader, or a kill at any moment, sees the old one or the new one.
+
+    Args: path: the file, in a folder that is there. content: its bytes, or a function that writes them.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                content(file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that every reader takes: NaN and infinities become null, numpy's numbers plain ones.
+
+    Args: value: nested dicts, lists and scalars. indent: spaces, for people.
+    """
+    return json.dumps(_plain(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if hasattr(value, "item"):
+        return _plain(value.item())
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return str(value)

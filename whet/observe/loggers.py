@@ -1,0 +1,234 @@
+"""Loggers: where metrics go besides the run folder.
+
+A logger is anything with log(step, values) and close(). The ones known by name are TensorBoard (its own file writer,
+without torch), Weights & Biases, trackio and JSONL. A logger that fails is dropped with a warning; it never ends a run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from whet.config import MetricsLoggerOptions
+from whet.errors import ConfigError, lookup_error
+from whet.observe.files import to_json
+from whet.refs import is_ref, resolve_ref
+
+__all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb"]
+
+log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Logger(Protocol):
+    """What a run asks of a logger."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes the metrics of one step; names are like train/reward."""
+        ...
+
+    def close(self) -> None:
+        """Writes what is left."""
+        ...
+
+
+class Jsonl:
+    """Lines of {"step": ..., name: value}.
+
+    Args: folder: of the file, unless `path` says otherwise. options, config: not used. path: the file.
+    """
+
+    def __init__(
+        self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], *, path: str = ""
+    ) -> None:
+        self._file = Path(path or folder / "log.jsonl").open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Appends a line; NaN becomes null."""
+        self._file.write(to_json({"step": step, **values}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class TensorBoard:
+    """Event files for `tensorboard --logdir`.
+
+    Args: folder: for the files. options: flush_every_n_steps counts. config: not used.
+    """
+
+    def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any]) -> None:
+        writer = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
+        self._event = importlib.import_module("tensorboard.compat.proto.event_pb2").Event
+        self._summary = importlib.import_module("tensorboard.compat.proto.summary_pb2").Summary
+        self._writer = writer.EventFileWriter(str(folder / "tensorboard"))
+        self._every, self._calls = options.flush_every_n_steps, 0
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a point to each curve."""
+        points = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in values.items()]
+        event = self._event(wall_time=time.time(), step=step, summary=self._summary(value=points))
+        self._writer.add_event(event)
+        self._calls += 1
+        if self._calls % self._every == 0:
+            self._writer.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the file."""
+        self._writer.close()
+
+
+class Wandb:
+    """Weights & Biases; `backend_kwargs: {wandb: {mode: offline}}` needs no network, `mode: disabled` turns it off.
+
+    Args: folder: for its files. options: project and run name. config: shown with the run. kwargs: of wandb.init.
+    """
+
+    def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], **kwargs: Any) -> None:
+        wandb = _package("wandb", "wandb")
+        os.environ.setdefault("WANDB_SILENT", "true")  # it would write over the progress bar
+        given = {"project": options.project_name, "name": options.run_name or folder.name, "dir": str(folder)}
+        self._run = wandb.init(**{**given, "config": dict(config), **kwargs})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a point to each curve."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Ends the run there."""
+        self._run.finish()
+
+
+class Trackio:
+    """trackio, a local dashboard: `trackio show`.
+
+    Args: folder: names the run where options don't. options: project and run name. config: shown with the run.
+        kwargs: of trackio.init.
+    """
+
+    def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], **kwargs: Any) -> None:
+        self._trackio = _package("trackio", "trackio")
+        given = {"project": options.project_name, "name": options.run_name or folder.name, "config": dict(config)}
+        self._trackio.init(**{**given, **kwargs})
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a point to each curve."""
+        self._trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Ends the run there."""
+        self._trackio.finish()
+
+
+LOGGERS: dict[str, Callable[..., Logger]] = {
+    "jsonl": Jsonl,
+    "tensorboard": TensorBoard,
+    "trackio": Trackio,
+    "wandb": Wandb,
+}
+"""Loggers by name: called with (folder, options, config, **backend_kwargs[name])."""
+
+
+class _Function:
+    """A plain function(step, values) as a logger."""
+
+    def __init__(self, fn: Callable[[int, Mapping[str, float]], Any]) -> None:
+        self._fn = fn
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        self._fn(step, values)
+
+    def close(self) -> None:
+        pass
+
+
+class Loggers:
+    """All loggers of a run as one. Made on rank 0 alone, after any fork: threads and sockets don't survive one.
+
+    Args: given: names, "package.module:name", objects with log and close, classes of them (called with nothing), or
+        functions (step, values). options: their options. folder: where files go unless options.log_dir is set.
+        config: the run's, as plain dicts. prefix: put before every name, with a slash.
+    Raises: ConfigError: an unknown name, or one whose package is not installed.
+
+    >>> seen = []
+    >>> loggers = Loggers([lambda step, values: seen.append((step, dict(values)))])
+    >>> loggers.log(3, {"reward": 0.5}); seen
+    [(3, {'train/reward': 0.5})]
+    """
+
+    def __init__(
+        self,
+        given: Sequence[Any],
+        *,
+        options: MetricsLoggerOptions | None = None,
+        folder: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._options = options or MetricsLoggerOptions()
+        place = self._options.log_dir or folder
+        self._folder = None if place is None else Path(place)
+        self._config = config or {}
+        self._prefix = f"{prefix}/" if prefix else ""
+        if unknown := [n for n in self._options.backend_kwargs if n not in LOGGERS]:
+            raise lookup_error("logger in backend_kwargs", unknown[0], LOGGERS)
+        self._loggers: dict[str, Logger] = {}
+        for item in given:
+            name, logger = self._made(item)
+            self._loggers[f"{name} {len(self._loggers)}" if name in self._loggers else name] = logger
+
+    def _made(self, item: Any) -> tuple[str, Logger]:
+        name = item if isinstance(item, str) else getattr(item, "__qualname__", type(item).__name__)
+        if isinstance(item, str) and item in LOGGERS:
+            if self._folder is None:
+                raise ConfigError(
+                    f"logger {item!r} writes files; set trainer.run_dir, or metrics_logging_options.log_dir"
+                )
+            self._folder.mkdir(parents=True, exist_ok=True)
+            kwargs = self._options.backend_kwargs.get(item, {})
+            return name, LOGGERS[item](self._folder, self._options, self._config, **kwargs)
+        if isinstance(item, str):
+            if not is_ref(item):
+                raise lookup_error("logger", item, LOGGERS)
+            item = resolve_ref(item, "logger")
+        if isinstance(item, type):
+            item = item()
+        if isinstance(item, Logger):
+            return name, item
+        if callable(item):
+            return name, _Function(item)
+        raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is no function either")
+
+    def log(self, step: int, values: Mapping[str, float], mode: str = "train") -> None:
+        """Gives the metrics of one step to every logger, under "<prefix>/<mode>/<name>"."""
+        named = {f"{self._prefix}{mode}/{name}": value for name, value in values.items()}
+        self._each(lambda logger: logger.log(step, named))
+
+    def close(self) -> None:
+        """Closes every logger."""
+        self._each(lambda logger: logger.close())
+        self._loggers = {}
+
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        for name, logger in list(self._loggers.items()):
+            try:
+                call(logger)
+            except Exception as error:
+                del self._loggers[name]
+                log.warning("logger %s failed and is dropped: %s: %s", name, type(error).__name__, error)
+
+
+def _package(module: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"logger {extra!r} needs a package that is not installed; pip install 'whet[{extra}]'"
+        ) from error

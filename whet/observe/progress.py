@@ -1,0 +1,146 @@
+"""Progress: a bar in a terminal, plain lines elsewhere, on rank 0 alone."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["Progress", "setup_logging", "sparkline"]
+
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def sparkline(values: Sequence[float], width: int = 24) -> str:
+    """A curve in one line of text.
+
+    Args: values: in order; NaN is left out. width: characters at most; longer series are averaged in pieces.
+    Returns: one block character per piece, lowest to highest over the series' own range.
+
+    >>> sparkline([0.0, 0.5, 1.0])
+    '▁▄█'
+    """
+    known = [v for v in values if math.isfinite(v)]
+    if not known:
+        return ""
+    size = math.ceil(len(known) / width)
+    means = [sum(piece) / len(piece) for piece in (known[i : i + size] for i in range(0, len(known), size))]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(_BARS[min(7, int((v - low) / span * 7.999))] for v in means)
+
+
+@functools.cache
+def _console() -> Any:
+    """The one console: a log handler and a bar that share it don't tear each other's lines."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def setup_logging(level: int = logging.INFO) -> None:
+    """Sends log lines to stderr, above the bar where there is one; ranks other than 0 say errors only.
+
+    Args: level: of rank 0. For programs, not for libraries: it replaces the root logger's handlers.
+    """
+    first = _first_rank()
+    if first and _console().is_terminal:
+        from rich.logging import RichHandler
+
+        handler: logging.Handler = RichHandler(console=_console(), show_path=False, markup=False)
+    else:
+        handler = logging.StreamHandler()
+    logging.basicConfig(level=level if first else logging.ERROR, handlers=[handler], format="%(message)s", force=True)
+
+
+class Progress:
+    """Shows how far a run is: step, reward and its curve, tokens per second, time left.
+
+    In a terminal a bar; elsewhere a line on stderr at most every 30 seconds, and always the last. Nothing on other
+    ranks than 0. It runs a thread in a terminal: enter it after any fork.
+
+    Args: total: steps of the run, None where the data decides. start: steps done before (a resumed run).
+        description: words before the bar; None = show nothing. every_s: seconds between two lines.
+    """
+
+    def __init__(
+        self, total: int | None, *, start: int = 0, description: str | None = "Training", every_s: float = 30.0
+    ) -> None:
+        self.total, self.start, self.description, self.every_s = total, start, description, every_s
+        self._shown = _first_rank() and description is not None
+        self._rewards: list[float] = []
+        self._line = ""
+        self._begun = self._said = time.monotonic()
+        self._bar: Any = None
+        self._task: Any = None
+
+    def __enter__(self) -> Progress:
+        self._begun = self._said = time.monotonic()
+        if self._shown and _console().is_terminal:
+            self._bar = _bar()
+            fields = {"reward": "-", "curve": "", "speed": "-"}
+            self._task = self._bar.add_task(self.description, total=self.total, completed=self.start, **fields)
+            self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif self._line:
+            self._say()
+
+    def update(self, step: int, *, reward: float, tokens_per_s: float) -> None:
+        """Shows one more step.
+
+        Args: step: steps done. reward: the step's mean; NaN = none. tokens_per_s: completion tokens.
+        """
+        self._rewards.append(reward)
+        if self._bar is not None:
+            shown = {"reward": f"{reward:.3f}", "curve": sparkline(self._rewards), "speed": f"{tokens_per_s:,.0f}"}
+            self._bar.update(self._task, completed=step, **shown)
+        elif self._shown:
+            self._line = self._text(step, reward, tokens_per_s)
+            if time.monotonic() - self._said >= self.every_s:
+                self._say()
+
+    def _text(self, step: int, reward: float, tokens_per_s: float) -> str:
+        of = "" if self.total is None else f"/{self.total}"
+        line = f"{self.description}: step {step}{of}  reward {reward:.3f}  {tokens_per_s:,.0f} tokens/s"
+        if self.total is None or step <= self.start:
+            return line
+        left = (time.monotonic() - self._begun) / (step - self.start) * (self.total - step)
+        return f"{line}  {left:.0f} s left"
+
+    def _say(self) -> None:
+        self._said = time.monotonic()
+        sys.stderr.write(self._line + "\n")
+        sys.stderr.flush()
+        self._line = ""
+
+
+def _bar() -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as RichProgress
+
+    return RichProgress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        MofNCompleteColumn(),
+        BarColumn(24),
+        TextColumn("reward {task.fields[reward]} {task.fields[curve]}", markup=False),
+        TextColumn("{task.fields[speed]} tokens/s", markup=False),
+        TimeRemainingColumn(),
+        console=_console(),
+        refresh_per_second=4,
+        speed_estimate_period=600,  # steps may be slower than its usual 30 seconds
+        redirect_stdout=True,
+        redirect_stderr=True,
+    )

@@ -1,0 +1,289 @@
+"""The run folder: complete without any logger, and readable after a kill at any moment.
+
+    config.yaml  environment.json  metrics.jsonl  completions/{train,eval}-000012.parquet  summary.json  .lock
+
+metrics.jsonl grows by a line per step and mode, {step, mode, version, name: value}; it is repaired when a run is
+taken up again. Every other file is written whole or not at all. Checkpoints lie here too, but are not this module's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.config import diff, dump, read_yaml
+from whet.errors import CheckpointError, ConfigError, DataError
+from whet.observe.files import to_json, write_atomic
+
+__all__ = ["RunFolder"]
+
+_FREE = (
+    "trainer.max_steps",
+    "trainer.num_epochs",
+    "trainer.resume",
+    "trainer.allow_config_change",
+    "trainer.run_dir",
+    "trainer.loggers",
+    "trainer.metrics_logging_options",
+    "trainer.perf_metrics_options",
+    "trainer.checkpointing_options",
+    "trainer.pbar_description",
+)
+"""Keys that a resumed run may change: they don't change what a step computes."""
+
+
+class RunFolder:
+    """One run's folder, locked while it is open. Made on rank 0 alone.
+
+    Args: path: made if absent. resume_step: None = a new run, which the folder must not hold one of; else what was
+        written after this step is removed (0 = everything), and the run goes on there.
+    Raises: ConfigError: another process has the folder open, or a new run was asked for where one lies.
+
+    Example: with RunFolder("runs/a") as folder: folder.log(step=1, mode="train", version=0, values={"reward": 0.5})
+    """
+
+    def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
+        self.path = Path(path)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(self.path / ".lock")
+        try:
+            (self.path / "completions").mkdir(exist_ok=True)
+            if resume_step is None:
+                self._refuse_old_run()
+            else:
+                self._rewind(resume_step)
+            self._metrics = (self.path / "metrics.jsonl").open("ab")
+        except BaseException:
+            os.close(self._lock)
+            raise
+
+    def __enter__(self) -> RunFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends writing and lets others open the folder."""
+        if not self._metrics.closed:
+            self._metrics.close()
+            (self.path / ".lock").unlink(missing_ok=True)
+            os.close(self._lock)
+
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
+    def _refuse_old_run(self) -> None:
+        rows = self.rows()
+        if rows:
+            raise ConfigError(
+                f"{self.path} holds a run of {rows[-1].get('step')} steps; set trainer.resume=latest to go on with it, "
+                "or another trainer.run_dir"
+            )
+
+    # ---- configuration and environment ---------------------------------------------------------------------------
+
+    def settle_config(self, config: Any, *, allow_change: bool = False) -> list[str]:
+        """Writes config.yaml, or compares with the one that lies there.
+
+        Args: config: of this run. allow_change: let it differ.
+        Returns: the differences to the one that lay there, "key: old -> new"; keys such as trainer.max_steps, which
+            don't change what a step computes, are not counted.
+        Raises: CheckpointError: it differs, and allow_change is off.
+        """
+        path = self.path / "config.yaml"
+        changes = []
+        if path.is_file():
+            changes = [c for c in diff(read_yaml(path), config) if not c.startswith(_FREE)]
+            if changes and not allow_change:
+                raise CheckpointError(
+                    f"{self.path} was begun with another configuration:\n  "
+                    + "\n  ".join(changes)
+                    + "\nset them back, or trainer.allow_config_change=true to go on with the new ones"
+                )
+        write_atomic(path, dump(config).encode())
+        return changes
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Writes a JSON file: environment.json, summary.json. NaN becomes null."""
+        write_atomic(self.path / name, (to_json(value, indent=2) + "\n").encode())
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """What `write_json` wrote; None where there is none."""
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    # ---- metrics -------------------------------------------------------------------------------------------------
+
+    def log(self, *, step: int, mode: str, version: int, values: Mapping[str, float]) -> None:
+        """Appends one row to metrics.jsonl; it is on the disk when this returns.
+
+        Args: step: the global step. mode: "train" or "eval". version: policy version. values: name -> number.
+        """
+        row = to_json({"step": step, "mode": mode, "version": version, **values})
+        self._metrics.write(row.encode() + b"\n")
+        self._metrics.flush()
+        os.fsync(self._metrics.fileno())
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl in order; a torn last line is left out."""
+        return _rows(self.path / "metrics.jsonl")
+
+    def _rewind(self, step: int) -> None:
+        """Removes what was written after a step, and what a kill left half written."""
+        kept = [row for row in self.rows() if row["step"] <= step]
+        lines = "".join(f"{to_json(row)}\n" for row in kept)
+        write_atomic(self.path / "metrics.jsonl", lines.encode())
+        for file in (self.path / "completions").iterdir():
+            number = file.stem.rpartition("-")[2]
+            if file.name.startswith(".") or (file.suffix == ".parquet" and number.isdigit() and int(number) > step):
+                file.unlink()
+
+    # ---- completions ---------------------------------------------------------------------------------------------
+
+    def write_completions(
+        self, *, step: int, mode: str, columns: Mapping[str, Sequence[Any]], rewards: Mapping[str, Sequence[Any]]
+    ) -> Path:
+        """Writes completions/<mode>-<step>.parquet, one row per completion, always with the same columns.
+
+        Args: step: the global step. mode: "train" or "eval". columns: row, generation, prompt (text, or messages),
+            completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version; all but `advantage`
+            are required, and NaN or None becomes null. rewards: per function, "exact" -> column "reward/exact".
+        Returns: the file.
+        Raises: DataError: a column is missing, unknown, or of another length.
+        """
+        import pyarrow.parquet as pq
+
+        table = _table(step, columns, rewards)
+        path = self.path / "completions" / f"{mode}-{step:06d}.parquet"
+        options = {
+            "compression": "zstd",
+            "use_dictionary": ["tokens.list.element", "finish_reason", "prompt"],
+            "column_encoding": {"logprobs.list.element": "BYTE_STREAM_SPLIT"},
+        }
+        write_atomic(path, lambda file: pq.write_table(table, file, **options))
+        return path
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    found = []
+    if path.is_file():
+        for line in path.read_bytes().split(b"\n")[:-1]:
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(row, dict) and isinstance(row.get("step"), int):
+                found.append(row)
+    return found
+
+
+def _table(step: int, columns: Mapping[str, Sequence[Any]], rewards: Mapping[str, Sequence[Any]]) -> Any:
+    import pyarrow as pa
+
+    types = {
+        "row": pa.int64(),
+        "generation": pa.int32(),
+        "prompt": pa.string(),
+        "completion": pa.string(),
+        "tokens": pa.list_(pa.int32()),
+        "logprobs": pa.list_(pa.float32()),
+        "reward": pa.float64(),
+        "advantage": pa.float64(),
+        "finish_reason": pa.string(),
+        "version": pa.int32(),
+    }
+    if missing := [n for n in types if n not in columns and n != "advantage"]:
+        raise DataError(f"completions lack the columns {', '.join(missing)}")
+    if unknown := [n for n in columns if n not in types]:
+        raise DataError(f"completions have unknown columns {', '.join(unknown)}; known: {', '.join(types)}")
+    count = len(columns["tokens"])
+    given = {n: columns.get(n, [None] * count) for n in types}
+    for name, values in {**given, **{f"reward/{n}": v for n, v in rewards.items()}}.items():
+        if len(values) != count:
+            raise DataError(f"column {name} has {len(values)} values for {count} completions")
+    arrays = {"step": pa.array([step] * count, pa.int32())}
+    for name, kind in types.items():
+        if name == "reward":
+            for fn, values in rewards.items():
+                arrays[f"reward/{fn}"] = pa.array(_numbers(values), pa.float64())
+        values = _numbers(given[name]) if kind == pa.float64() else [_text(v) for v in given[name]]
+        arrays[name] = pa.array(values, kind)
+    return pa.table(arrays)
+
+
+def _numbers(values: Sequence[Any]) -> list[float | None]:
+    return [None if v is None or v != v else float(v) for v in values]
+
+
+def _text(value: Any) -> Any:
+    """Text that UTF-8 can hold; messages as JSON; anything else as it is."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+        value = to_json(value)
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+# ---- the lock --------------------------------------------------------------------------------------------------------
+
+
+def _lock(path: Path) -> int:
+    """The descriptor that holds the lock of a folder until it is closed or the process dies.
+
+    The system's lock ends with the process, but a forked child would keep it alive: where the process named in the
+    file is gone, the file is replaced.
+    """
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            holder = _holder(os.pread(fd, 4096, 0))
+            os.close(fd)
+            if holder and holder.get("host") == socket.gethostname() and not _alive(holder):
+                path.unlink(missing_ok=True)
+                continue
+            who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
+            raise ConfigError(f"{path.parent} is in use by {who}; end it, or set another trainer.run_dir") from None
+        if path.exists() and os.fstat(fd).st_ino == path.stat().st_ino:
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, json.dumps(_me()).encode(), 0)
+            return fd
+        os.close(fd)
+
+
+def _me() -> dict[str, Any]:
+    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
+
+
+def _holder(text: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) and {"pid", "host"} <= found.keys() else None
+
+
+def _started(pid: int) -> str | None:
+    """When a process began, in the kernel's ticks; None where that can't be known."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+def _alive(holder: Mapping[str, Any]) -> bool:
+    """Whether the very process that took the lock still runs, not another with its number."""
+    try:
+        os.kill(holder["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return holder.get("started") in (None, _started(holder["pid"]))

@@ -1,0 +1,76 @@
+"""Where the time of a step went: named spans, summed per step and drawn on a timeline.
+
+The file that `write` makes opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Left out on purpose: the kernels
+inside a span; torch.profiler shows those.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from whet.observe.files import write_atomic
+
+__all__ = ["Trace"]
+
+
+class Trace:
+    """Spans of one process.
+
+    Args: keep: latest spans kept for the timeline.
+
+    >>> trace = Trace()
+    >>> with trace.span("rollout", step=3):
+    ...     with trace.span("prefill"):
+    ...         pass
+    >>> sorted(trace.times()), trace.times()
+    (['time/prefill', 'time/rollout'], {})
+    """
+
+    def __init__(self, keep: int = 100_000) -> None:
+        self._events: deque[dict[str, Any]] = deque(maxlen=keep)
+        self._spent: dict[str, float] = {}
+        self._open: list[str] = []
+        self._rank = int(os.environ.get("RANK", "0"))
+
+    @contextmanager
+    def span(self, name: str, **tags: Any) -> Iterator[None]:
+        """Times what runs inside; spans nest.
+
+        Args: name: a phase. tags: shown beside the span on the timeline.
+        """
+        outermost = name not in self._open
+        self._open.append(name)
+        start = time.perf_counter_ns()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter_ns() - start
+            self._open.pop()
+            if outermost:
+                self._spent[name] = self._spent.get(name, 0.0) + spent / 1e9
+            event = {"name": name, "ph": "X", "ts": start / 1e3, "dur": spent / 1e3, "pid": self._rank, "tid": 0}
+            self._events.append({**event, "args": {k: str(v) for k, v in tags.items()}} if tags else event)
+
+    def times(self) -> dict[str, float]:
+        """The seconds of each name since the last call, and begins anew.
+
+        Returns: "time/<name>" -> seconds. A span inside another counts for both; one inside a span of its own name
+            once.
+        """
+        spent, self._spent = self._spent, {}
+        return {f"time/{name}": seconds for name, seconds in spent.items()}
+
+    def write(self, path: str | Path) -> None:
+        """Writes the timeline as Chrome trace JSON, whole or not at all.
+
+        Args: path: the file, in a folder that is there.
+        """
+        events = sorted(self._events, key=lambda e: e["ts"])
+        write_atomic(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
