@@ -1,6 +1,7 @@
 """Pure maths of reinforcement learning on token sequences: torch in, torch out.
 
 Nothing here knows of models, data sets, devices or configurations; only torch, whet.types and whet.errors are imported.
+LossInputs, which every loss receives, is whet.types'.
 """
 
 from whet.ops.advantages import ADVANTAGE_ESTIMATORS, group_relative, group_spread, leave_one_out, mean_only
@@ -21,6 +22,7 @@ from whet.ops.support import Support, draw, greedy, support_logits
 from whet.ops.uniform import address_key, uniform
 from whet.ops.value_losses import VALUE_LOSSES, clipped_value
 from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights
+from whet.types import LossInputs
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -28,6 +30,7 @@ __all__ = [
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
     "VALUE_LOSSES",
+    "LossInputs",
     "Support",
     "address_key",
     "aggregate",
