@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["Progress", "setup_logging", "sparkline"]
@@ -97,23 +97,31 @@ class Progress:
         elif self._line:
             self._say()
 
-    def update(self, step: int, *, reward: float, tokens_per_s: float) -> None:
+    def update(
+        self, step: int, *, reward: float, tokens_per_s: float, shown: Mapping[str, float] | None = None
+    ) -> None:
         """Shows one more step.
 
-        Args: step: steps done. reward: the step's mean; NaN = none. tokens_per_s: completion tokens.
+        Args: step: steps done. reward: the step's mean; NaN = none. tokens_per_s: completion tokens. shown: further
+            metrics, after the reward.
         """
         self._rewards.append(reward)
+        more = "".join(f"  {name} {value:.4g}" for name, value in (shown or {}).items())
         if self._bar is not None:
-            shown = {"reward": f"{reward:.3f}", "curve": sparkline(self._rewards), "speed": f"{tokens_per_s:,.0f}"}
+            shown = {
+                "reward": f"{reward:.3f}",
+                "curve": sparkline(self._rewards) + more,
+                "speed": f"{tokens_per_s:,.0f}",
+            }
             self._bar.update(self._task, completed=step, **shown)
         elif self._shown:
-            self._line = self._text(step, reward, tokens_per_s)
+            self._line = self._text(step, reward, tokens_per_s, more)
             if time.monotonic() - self._said >= self.every_s:
                 self._say()
 
-    def _text(self, step: int, reward: float, tokens_per_s: float) -> str:
+    def _text(self, step: int, reward: float, tokens_per_s: float, more: str) -> str:
         of = "" if self.total is None else f"/{self.total}"
-        line = f"{self.description}: step {step}{of}  reward {reward:.3f}  {tokens_per_s:,.0f} tokens/s"
+        line = f"{self.description}: step {step}{of}  reward {reward:.3f}{more}  {tokens_per_s:,.0f} tokens/s"
         if self.total is None or step <= self.start:
             return line
         left = (time.monotonic() - self._begun) / (step - self.start) * (self.total - step)
