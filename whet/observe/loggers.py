@@ -19,7 +19,7 @@ from whet.errors import ConfigError, lookup_error
 from whet.observe.files import to_json
 from whet.refs import is_ref, resolve_ref
 
-__all__ = ["LOGGERS", "Jsonl", "Logger", "TensorBoard", "Trackio", "Wandb", "make_loggers"]
+__all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb"]
 
 log = logging.getLogger(__name__)
 
@@ -149,81 +149,80 @@ class _Function:
         pass
 
 
-class _Guarded:
-    """A logger that is dropped with a warning when it fails."""
-
-    def __init__(self, name: str, logger: Logger) -> None:
-        self._name = name
-        self._logger: Logger | None = logger
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._try(lambda logger: logger.log(step, values))
-
-    def close(self) -> None:
-        self._try(lambda logger: logger.close())
-        self._logger = None
-
-    def _try(self, call: Callable[[Logger], None]) -> None:
-        if self._logger is None:
-            return
-        try:
-            call(self._logger)
-        except Exception as error:
-            self._logger = None
-            log.warning("logger %s failed and is dropped: %s: %s", self._name, type(error).__name__, error)
-
-
-def make_loggers(
-    given: Sequence[Any],
-    options: MetricsLoggerOptions | None = None,
-    *,
-    run_dir: str | Path | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> list[Logger]:
-    """The loggers of a run. Call it on rank 0 alone, after any fork: threads and sockets don't survive one.
+class Loggers:
+    """All loggers of a run as one. Made on rank 0 alone, after any fork: threads and sockets don't survive one.
 
     Args: given: names, "package.module:name", objects with log and close, classes of them (called with nothing), or
-        functions (step, values). options: their options. run_dir: where files go unless options.log_dir is set.
-        config: the run's, as plain containers, for those that show it.
-    Returns: loggers that never raise: one that fails is dropped with a warning.
+        functions (step, values). options: their options. folder: where files go unless options.log_dir is set.
+        config: the run's, as plain dicts. prefix: put before every name, with a slash.
     Raises: ConfigError: an unknown name, or one whose package is not installed.
 
     >>> seen = []
-    >>> (logger,) = make_loggers([lambda step, values: seen.append((step, values))])
-    >>> logger.log(3, {"reward": 0.5}); seen
-    [(3, {'reward': 0.5})]
+    >>> loggers = Loggers([lambda step, values: seen.append((step, dict(values)))])
+    >>> loggers.log(3, {"reward": 0.5}); seen
+    [(3, {'train/reward': 0.5})]
     """
-    options = options or MetricsLoggerOptions()
-    if unknown := [n for n in options.backend_kwargs if n not in LOGGERS]:
-        raise lookup_error("logger in backend_kwargs", unknown[0], LOGGERS)
-    place = options.log_dir or run_dir
-    made: list[Logger] = []
-    for item in given:
+
+    def __init__(
+        self,
+        given: Sequence[Any],
+        *,
+        options: MetricsLoggerOptions | None = None,
+        folder: str | Path | None = None,
+        config: Mapping[str, Any] | None = None,
+        prefix: str = "",
+    ) -> None:
+        self._options = options or MetricsLoggerOptions()
+        place = self._options.log_dir or folder
+        self._folder = None if place is None else Path(place)
+        self._config = config or {}
+        self._prefix = f"{prefix}/" if prefix else ""
+        if unknown := [n for n in self._options.backend_kwargs if n not in LOGGERS]:
+            raise lookup_error("logger in backend_kwargs", unknown[0], LOGGERS)
+        self._loggers: dict[str, Logger] = {}
+        for item in given:
+            name, logger = self._made(item)
+            self._loggers[f"{name} {len(self._loggers)}" if name in self._loggers else name] = logger
+
+    def _made(self, item: Any) -> tuple[str, Logger]:
         name = item if isinstance(item, str) else getattr(item, "__qualname__", type(item).__name__)
         if isinstance(item, str) and item in LOGGERS:
-            if place is None:
-                raise ConfigError(f"logger {item!r} writes files; set run_dir, or metrics_logging_options.log_dir")
-            Path(place).mkdir(parents=True, exist_ok=True)
-            logger = LOGGERS[item](Path(place), options, config or {}, **options.backend_kwargs.get(item, {}))
-        else:
-            logger = _own(item)
-        made.append(_Guarded(name, logger))
-    return made
+            if self._folder is None:
+                raise ConfigError(
+                    f"logger {item!r} writes files; set trainer.run_dir, or metrics_logging_options.log_dir"
+                )
+            self._folder.mkdir(parents=True, exist_ok=True)
+            kwargs = self._options.backend_kwargs.get(item, {})
+            return name, LOGGERS[item](self._folder, self._options, self._config, **kwargs)
+        if isinstance(item, str):
+            if not is_ref(item):
+                raise lookup_error("logger", item, LOGGERS)
+            item = resolve_ref(item, "logger")
+        if isinstance(item, type):
+            item = item()
+        if isinstance(item, Logger):
+            return name, item
+        if callable(item):
+            return name, _Function(item)
+        raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is no function either")
 
+    def log(self, step: int, values: Mapping[str, float], mode: str = "train") -> None:
+        """Gives the metrics of one step to every logger, under "<prefix>/<mode>/<name>"."""
+        named = {f"{self._prefix}{mode}/{name}": value for name, value in values.items()}
+        self._each(lambda logger: logger.log(step, named))
 
-def _own(item: Any) -> Logger:
-    """A logger of the user's."""
-    if isinstance(item, str):
-        if not is_ref(item):
-            raise lookup_error("logger", item, LOGGERS)
-        item = resolve_ref(item, "logger")
-    if isinstance(item, type):
-        item = item()
-    if isinstance(item, Logger):
-        return item
-    if callable(item):
-        return _Function(item)
-    raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is no function either")
+    def close(self) -> None:
+        """Closes every logger."""
+        self._each(lambda logger: logger.close())
+        self._loggers = {}
+
+    def _each(self, call: Callable[[Logger], None]) -> None:
+        for name, logger in list(self._loggers.items()):
+            try:
+                call(logger)
+            except Exception as error:
+                del self._loggers[name]
+                log.warning("logger %s failed and is dropped: %s: %s", name, type(error).__name__, error)
 
 
 def _package(module: str, extra: str) -> Any:

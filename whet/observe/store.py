@@ -12,9 +12,9 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from whet.config import diff, dump
 from whet.errors import ConfigError, DataError
@@ -22,27 +22,41 @@ from whet.observe.files import to_json, write_atomic
 
 __all__ = ["RunFolder", "changed_settings"]
 
+_FREE = (
+    "trainer.max_steps",
+    "trainer.num_epochs",
+    "trainer.resume",
+    "trainer.allow_config_change",
+    "trainer.run_dir",
+    "trainer.loggers",
+    "trainer.metrics_logging_options",
+    "trainer.perf_metrics_options",
+    "trainer.checkpointing_options",
+    "trainer.pbar_description",
+)
+"""Keys that a resumed run may change: they don't change what a step computes."""
+
 
 class RunFolder:
     """One run's folder, locked while it is open. Made on rank 0 alone.
 
-    Args: path: made if absent. after_step: what was written after this step is removed; the run goes on there.
-        fresh: a new run, which the folder must not hold one of.
-    Raises: ConfigError: another process has the folder open, or a fresh run was asked for where one lies.
+    Args: path: made if absent. resume_step: None = a new run, which the folder must not hold one of; else what was
+        written after this step is removed (0 = everything), and the run goes on there.
+    Raises: ConfigError: another process has the folder open, or a new run was asked for where one lies.
 
-    Example: with RunFolder("runs/a") as folder: folder.write_metrics({"step": 1, "mode": "train", "reward": 0.5})
+    Example: with RunFolder("runs/a") as folder: folder.log(step=1, mode="train", version=0, values={"reward": 0.5})
     """
 
-    def __init__(self, path: str | Path, *, after_step: int = 0, fresh: bool = False) -> None:
+    def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path / ".lock")
         try:
             (self.path / "completions").mkdir(exist_ok=True)
-            if fresh:
+            if resume_step is None:
                 self._refuse_old_run()
             else:
-                self._rewind(after_step)
+                self._rewind(resume_step)
             self._metrics = (self.path / "metrics.jsonl").open("ab")
         except BaseException:
             os.close(self._lock)
@@ -61,6 +75,11 @@ class RunFolder:
             (self.path / ".lock").unlink(missing_ok=True)
             os.close(self._lock)
 
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints lie."""
+        return self.path / "checkpoints"
+
     def _refuse_old_run(self) -> None:
         rows = self.rows()
         if rows:
@@ -69,18 +88,14 @@ class RunFolder:
                 "or another trainer.run_dir"
             )
 
-    # ---- small files ---------------------------------------------------------------------------------------------
+    # ---- configuration and environment ---------------------------------------------------------------------------
 
     def write_config(self, config: Any) -> None:
         """Writes config.yaml, which --config reads. Args: config: a configuration, or its tree."""
         write_atomic(self.path / "config.yaml", dump(config).encode())
 
-    def write_environment(self, more: Mapping[str, Any] | None = None) -> None:
-        """Writes environment.json: see `environment`. Args: more: what a start-up probe chose, beside it."""
-        self.write_json("environment.json", {**environment(), **(more or {})})
-
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Writes a JSON file: summary.json. NaN becomes null."""
+        """Writes a JSON file: environment.json, summary.json. NaN becomes null."""
         write_atomic(self.path / name, (to_json(value, indent=2) + "\n").encode())
 
     def read_json(self, name: str) -> dict[str, Any] | None:
@@ -90,18 +105,19 @@ class RunFolder:
 
     # ---- metrics -------------------------------------------------------------------------------------------------
 
-    def write_metrics(self, row: Mapping[str, Any]) -> None:
-        """Appends a row to metrics.jsonl; it is on the disk when this returns.
+    def log(self, *, step: int, mode: str, version: int, values: Mapping[str, float]) -> None:
+        """Appends one row to metrics.jsonl; it is on the disk when this returns.
 
-        Args: row: step (an int), mode ("train" or "eval"), version, and name -> number; NaN becomes null.
+        Args: step: the global step. mode: "train" or "eval". version: policy version. values: name -> number.
         """
-        self._metrics.write(to_json(row).encode() + b"\n")
+        row = to_json({"step": step, "mode": mode, "version": version, **values})
+        self._metrics.write(row.encode() + b"\n")
         self._metrics.flush()
         os.fsync(self._metrics.fileno())
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl in order; a torn last line is left out."""
-        return read_rows(self.path)
+        return _rows(self.path / "metrics.jsonl")
 
     def _rewind(self, step: int) -> None:
         """Removes what was written after a step, and what a kill left half written."""
@@ -115,17 +131,20 @@ class RunFolder:
 
     # ---- completions ---------------------------------------------------------------------------------------------
 
-    def write_completions(self, mode: str, step: int, rows: Sequence[Mapping[str, Any]]) -> Path:
-        """Writes completions/<mode>-<step>.parquet, one row per completion.
+    def write_completions(
+        self, *, step: int, mode: str, columns: Mapping[str, Sequence[Any]], rewards: Mapping[str, Sequence[Any]]
+    ) -> Path:
+        """Writes completions/<mode>-<step>.parquet, one row per completion, always with the same columns.
 
-        Args: mode: "train" or "eval". step: the global step. rows: see `completion_rows`; every key is required.
-        Returns: the file. Its columns have the same names and types at every step: step, row, generation, prompt,
-            completion, tokens, logprobs, reward/<function> ..., reward, advantage, finish_reason, version.
-        Raises: DataError: a row lacks a key or has an unknown one.
+        Args: step: the global step. mode: "train" or "eval". columns: row, generation, prompt (text, or messages),
+            completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version; all but `advantage`
+            are required, and NaN or None becomes null. rewards: per function, "exact" -> column "reward/exact".
+        Returns: the file.
+        Raises: DataError: a column is missing, unknown, or of another length.
         """
         import pyarrow.parquet as pq
 
-        table = _table(rows)
+        table = _table(step, columns, rewards)
         path = self.path / "completions" / f"{mode}-{step:06d}.parquet"
         options = {
             "compression": "zstd",
@@ -136,53 +155,21 @@ class RunFolder:
         return path
 
 
-def completion_rows(step: int, rewarded: Any, batch: TokenBatch, decode: Callable[[Any], str]) -> list[dict[str, Any]]:
-    """The rows of a step's completions, for `write_completions`.
+def changed_settings(old: Any, new: Any) -> list[str]:
+    """How a resumed run's configuration differs in what its steps compute.
 
-    Args: step: the global step. rewarded: has `groups`, with their rewards. batch: those groups as a TokenBatch, with
-        advantages where they are known. decode: token ids -> text.
-    Returns: a dict per completion. Its advantage is the mean over its trained tokens; NaN rewards become None.
+    Args: old, new: configurations, or their trees.
+    Returns: "key: old -> new" for each key that differs; those that change no step, such as trainer.max_steps, left
+        out.
+
+    >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
+    ['trainer.seed: 0 -> 1']
     """
-    advantages = _advantages(batch)
-    totals = batch.rewards.tolist()
-    rows = []
-    for group in rewarded.groups:
-        order = {g: i for i, g in enumerate(dict.fromkeys(c.generation for c in group.completions))}
-        for c in group.completions:
-            i = len(rows)
-            rows.append(
-                {
-                    "step": step,
-                    "row": group.prompt.row,
-                    "generation": c.generation,
-                    "prompt": group.prompt.source,
-                    "completion": decode(c.tokens),
-                    "tokens": c.tokens,
-                    "logprobs": c.logprobs,
-                    "rewards": {name: values[order[c.generation]] for name, values in group.rewards.items()},
-                    "reward": totals[int(batch.trajectory_of[i])],
-                    "advantage": advantages[i],
-                    "finish_reason": c.finish_reason,
-                    "version": int(c.versions.max(initial=-1)),
-                }
-            )
-    return rows
+    return [change for change in diff(old, new) if not change.startswith(_FREE)]
 
 
-def _advantages(batch: TokenBatch) -> list[float | None]:
-    if batch.advantages is None:
-        return [None] * batch.num_sequences
-    parts = (batch.advantages.double() * batch.mask).split(batch.lengths.tolist())
-    counts = [int(m.sum()) for m in batch.mask.split(batch.lengths.tolist())]
-    return [float(part.sum()) / n if n else None for part, n in zip(parts, counts)]
-
-
-def read_rows(folder: str | Path) -> list[dict[str, Any]]:
-    """The rows of a run folder's metrics.jsonl in order.
-
-    Args: folder: of the run; it may be running. A torn last line is left out.
-    """
-    path, found = Path(folder) / "metrics.jsonl", []
+def _rows(path: Path) -> list[dict[str, Any]]:
+    found = []
     if path.is_file():
         for line in path.read_bytes().split(b"\n")[:-1]:
             try:
@@ -194,48 +181,49 @@ def read_rows(folder: str | Path) -> list[dict[str, Any]]:
     return found
 
 
-def _table(rows: Sequence[Mapping[str, Any]]) -> Any:
+def _table(step: int, columns: Mapping[str, Sequence[Any]], rewards: Mapping[str, Sequence[Any]]) -> Any:
     import pyarrow as pa
 
-    names = sorted({name for row in rows for name in row["rewards"]})
     types = {
-        "step": pa.int32(),
         "row": pa.int64(),
         "generation": pa.int32(),
         "prompt": pa.string(),
         "completion": pa.string(),
         "tokens": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
-        **{f"reward/{name}": pa.float64() for name in names},
         "reward": pa.float64(),
         "advantage": pa.float64(),
         "finish_reason": pa.string(),
         "version": pa.int32(),
     }
-    flat = [{**row, **{f"reward/{n}": row["rewards"].get(n) for n in names}} for row in rows]
-    for row in flat:
-        del row["rewards"]
-        if row.keys() != types.keys():
-            odd = ", ".join(sorted(row.keys() ^ types.keys()))
-            raise DataError(f"a completion's row lacks or has too much: {odd}; its keys are {', '.join(types)}")
-    plain = {pa.float64(): _number, pa.string(): _text}
-    return pa.table(
-        {name: pa.array([plain.get(kind, _same)(row[name]) for row in flat], kind) for name, kind in types.items()}
-    )
+    if missing := [n for n in types if n not in columns and n != "advantage"]:
+        raise DataError(f"completions lack the columns {', '.join(missing)}")
+    if unknown := [n for n in columns if n not in types]:
+        raise DataError(f"completions have unknown columns {', '.join(unknown)}; known: {', '.join(types)}")
+    count = len(columns["tokens"])
+    given = {n: columns.get(n, [None] * count) for n in types}
+    for name, values in {**given, **{f"reward/{n}": v for n, v in rewards.items()}}.items():
+        if len(values) != count:
+            raise DataError(f"column {name} has {len(values)} values for {count} completions")
+    arrays = {"step": pa.array([step] * count, pa.int32())}
+    for name, kind in types.items():
+        if name == "reward":
+            for fn, values in rewards.items():
+                arrays[f"reward/{fn}"] = pa.array(_numbers(values), pa.float64())
+        values = _numbers(given[name]) if kind == pa.float64() else [_text(v) for v in given[name]]
+        arrays[name] = pa.array(values, kind)
+    return pa.table(arrays)
 
 
-def _number(value: Any) -> float | None:
-    return None if value is None or value != value else float(value)
+def _numbers(values: Sequence[Any]) -> list[float | None]:
+    return [None if v is None or v != v else float(v) for v in values]
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
-def _text(value: Any) -> str:
-    """Text that UTF-8 can hold; messages as JSON."""
-    text = value if isinstance(value, str) else to_json(value)
-    return text.encode("utf-8", "replace").decode()
+def _text(value: Any) -> Any:
+    """Text that UTF-8 can hold; messages as JSON; anything else as it is."""
+    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
+        value = to_json(value)
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
 # ---- the lock --------------------------------------------------------------------------------------------------------

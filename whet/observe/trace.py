@@ -37,12 +37,7 @@ class Trace:
         self._events: deque[dict[str, Any]] = deque(maxlen=keep)
         self._spent: dict[str, float] = {}
         self._open: list[str] = []
-        self._step: int | None = None
         self._rank = int(os.environ.get("RANK", "0"))
-
-    def start_step(self, step: int) -> None:
-        """Marks the spans from here on with a step."""
-        self._step = step
 
     @contextmanager
     def span(self, name: str, **tags: Any) -> Iterator[None]:
@@ -61,8 +56,7 @@ class Trace:
             if outermost:
                 self._spent[name] = self._spent.get(name, 0.0) + spent / 1e9
             event = {"name": name, "ph": "X", "ts": start / 1e3, "dur": spent / 1e3, "pid": self._rank, "tid": 0}
-            marks = {} if self._step is None else {"step": self._step}
-            self._events.append({**event, "args": {**marks, **{k: str(v) for k, v in tags.items()}}})
+            self._events.append({**event, "args": {k: str(v) for k, v in tags.items()}} if tags else event)
 
     def times(self) -> dict[str, float]:
         """The seconds of each name since the last call, and begins anew.
