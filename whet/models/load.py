@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from whet.errors import ConfigError, lookup_error
 from whet.models.attention import ATTENTION, SegmentLayout
@@ -69,6 +70,10 @@ def load_model(
         raise lookup_error("role", role, ROLES)
     weight = None
     if isinstance(model, nn.Module):
+        if not isinstance(model, PreTrainedModel):
+            raise ConfigError(
+                f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
+            )
         module, name = model, model.name_or_path or type(model).__name__
         _check_config(module.config, name)
     else:
@@ -138,16 +143,16 @@ def _read(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Te
         )
     except (OSError, ValueError) as error:
         raise ConfigError(f"can't load {path!r} as a causal language model: {error}") from error
-    return module, _value_weight(Path(path)) if critic else None
+    return module, _value_weight(path) if critic else None
 
 
-def _value_weight(folder: Path) -> Tensor:
+def _value_weight(path: str) -> Tensor:
     """The [1 D] value head of a saved critic."""
     name, file = "lm_head.weight", "model.safetensors"
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        file = json.loads(index.read_text())["weight_map"][name]
-    with safe_open(folder / file, "pt") as f:
+    index = cached_file(path, f"{file}.index.json", _raise_exceptions_for_missing_entries=False)
+    if index is not None:
+        file = json.loads(Path(index).read_text())["weight_map"][name]
+    with safe_open(cached_file(path, file), "pt") as f:
         return f.get_tensor(name)
 
 

@@ -1,0 +1,147 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.data.packing import plan_micro_batches
+from whet.errors import ConfigError, DataError
+from whet.types import Completion, Group, Prompt, TokenBatch
+
+
+def batch(*shapes):
+    """Groups of (prompt length, completion lengths); every token has an id of its own."""
+    ids = iter(range(100_000))
+    take = lambda n: np.array([next(ids) for _ in range(n)], dtype=np.int64)
+    groups = []
+    for p, lengths in shapes:
+        made = [
+            Completion(tokens=take(n), logprobs=np.zeros(n), versions=np.zeros(n), finish_reason="stop", generation=g)
+            for g, n in enumerate(lengths)
+        ]
+        groups.append(Group(prompt=Prompt(tokens=take(p), source=""), completions=tuple(made)))
+    return TokenBatch.from_groups(groups, np.zeros(sum(len(lengths) for _, lengths in shapes)))
+
+
+def test_the_example_of_the_docs():
+    completions = tuple(
+        Completion(tokens=np.array(t), logprobs=np.zeros(2), versions=np.zeros(2), finish_reason="stop", generation=g)
+        for g, t in enumerate([[7, 2], [8, 2]])
+    )
+    group = Group(prompt=Prompt(tokens=np.array([5, 6]), source=""), completions=completions)
+    (micro,) = plan_micro_batches(TokenBatch.from_groups([group], [0.0, 0.0]), max_tokens=100)
+    assert micro.input_ids.tolist() == [[5, 6, 7, 2, 8, 2]]
+    assert (micro.layout.lengths, micro.layout.parents) == ((2, 2, 2), (-1, 0, 0))
+    assert micro.rows.tolist() == [1, 2, 1, 4] and micro.targets.tolist() == [7, 2, 8, 2]
+    assert micro.index.tolist() == [0, 1, 2, 3] and micro.position.tolist() == [0, 1, 0, 1]
+    assert micro.sequence.tolist() == [0, 0, 1, 1] and micro.sequences.tolist() == [0, 1]
+    assert micro.spans.tolist() == [[0, 2, 2, 2], [0, 2, 4, 2]]
+
+
+def check(b, micros):
+    """Every completion token is a target exactly once, predicted by the token before it, after its own prefix."""
+    index = torch.cat([m.index for m in micros])
+    assert index.sort().values.tolist() == list(range(b.num_tokens))
+    for m in micros:
+        assert torch.equal(m.targets, b.tokens[m.index])
+        assert torch.equal(b.sequence[m.index], m.sequences[m.sequence])
+        flat = m.input_ids.flatten()
+        for s, (p, pn, c, cn) in zip(m.sequences.tolist(), m.spans.tolist()):
+            assert torch.equal(flat[p : p + pn], b.prefix(s))
+            end = int(b.ends[s])
+            assert torch.equal(flat[c : c + cn], b.tokens[end - cn : end]) and cn == b.lengths[s]
+        before = torch.where(
+            m.position == 0,
+            torch.stack([b.prefix(s)[-1] for s in m.sequences.tolist()])[m.sequence],
+            b.tokens[(m.index - 1).clamp(min=0)],
+        )
+        assert torch.equal(flat[m.rows], before)
+        if m.layout is not None:  # the predicting token stands at the place that it has in its own sequence
+            prefix = m.spans[:, 1][m.sequence]
+            assert torch.equal(m.layout.position_ids[0, m.rows], prefix + m.position - 1)
+            assert m.input_ids.shape == m.layout.position_ids.shape and m.attention_mask is None
+        else:
+            assert torch.equal(m.attention_mask.sum(1), m.spans[:, 1] + m.spans[:, 3])
+
+
+shapes = st.lists(
+    st.tuples(st.integers(1, 9), st.lists(st.integers(1, 12), min_size=1, max_size=5)), min_size=1, max_size=5
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(1, 60), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
+def test_every_token_is_a_target_once_within_budget(groups, max_tokens, max_sequences, packable, shared):
+    b = batch(*groups)
+    micros = plan_micro_batches(
+        b, max_tokens=max_tokens, max_sequences=max_sequences, packable=packable, shared_prefix=shared
+    )
+    check(b, micros)
+    for m in micros:
+        assert m.num_tokens <= max_tokens or len(m.sequences) == 1
+        assert max_sequences is None or len(m.sequences) <= max_sequences
+
+
+def test_a_group_holds_its_prefix_once():
+    b = batch((10, [3, 4, 5]), (6, [2, 2]))
+    (shared,) = plan_micro_batches(b, max_tokens=1000)
+    assert shared.num_tokens == 10 + 12 + 6 + 4
+    (separate,) = plan_micro_batches(b, max_tokens=1000, shared_prefix=False)
+    assert separate.num_tokens == 3 * 10 + 12 + 2 * 6 + 4 and set(separate.layout.parents) == {-1}
+
+
+def test_a_group_over_the_budget_splits_and_each_part_repeats_the_prefix():
+    b = batch((10, [5, 5, 5, 5]))
+    micros = plan_micro_batches(b, max_tokens=20)
+    check(b, micros)
+    assert [m.num_tokens for m in micros] == [20, 20]
+
+
+def test_a_sequence_over_the_budget_goes_alone():
+    b = batch((10, [50, 3, 3]))
+    for packable in (True, False):
+        micros = plan_micro_batches(b, max_tokens=16, packable=packable)
+        check(b, micros)
+        assert micros[0].num_tokens == 60 and micros[0].sequences.tolist() == [0]
+
+
+def test_small_groups_fill_a_micro_batch():
+    # 12 groups of 3 + 4 + 3 = 10 tokens in bins of 40: three bins, none wasted
+    b = batch(*[(3, [4, 3])] * 12)
+    assert [m.num_tokens for m in plan_micro_batches(b, max_tokens=40)] == [40, 40, 40]
+
+
+def test_padded_rows_are_of_like_length():
+    b = batch((4, [30, 2, 29, 3]), (4, [28, 1]))
+    micros = plan_micro_batches(b, max_tokens=102, packable=False)
+    check(b, micros)
+    assert [sorted(m.spans[:, 3].tolist()) for m in micros] == [[28, 29, 30], [1, 2, 3]]
+
+
+def test_the_plan_is_the_same_every_time():
+    b = batch((3, [4, 3]), (9, [1, 8, 2]), (3, [4, 3]))
+    plans = [[m.sequences.tolist() for m in plan_micro_batches(b, max_tokens=18)] for _ in range(3)]
+    assert plans[0] == plans[1] == plans[2] and len(plans[0]) > 1
+
+
+def test_forks_keep_their_own_prefix():
+    make = lambda tokens, prefix=None: Completion(
+        tokens=np.array(tokens),
+        logprobs=np.zeros(len(tokens)),
+        versions=np.zeros(len(tokens)),
+        finish_reason="stop",
+        generation=0,
+        prefix=None if prefix is None else np.array(prefix),
+    )
+    group = Group(prompt=Prompt(tokens=np.array([1, 2]), source=""), completions=(make([3]), make([6], [1, 2, 3, 4])))
+    b = TokenBatch.from_groups([group], [0.0])
+    check(b, plan_micro_batches(b, max_tokens=100))
+
+
+def test_bad_budgets_and_empty_prompts_are_refused():
+    with pytest.raises(ConfigError, match="max_tokens 0"):
+        plan_micro_batches(batch((1, [1])), max_tokens=0)
+    with pytest.raises(ConfigError, match="max_sequences 0"):
+        plan_micro_batches(batch((1, [1])), max_tokens=9, max_sequences=0)
+    with pytest.raises(DataError, match="sequence 1 has an empty prefix"):
+        plan_micro_batches(batch((1, [1]), (0, [1])), max_tokens=9)

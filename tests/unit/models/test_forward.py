@@ -1,0 +1,201 @@
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from whet.data.packing import plan_micro_batches
+from whet.errors import ConfigError
+from whet.models import forward
+from whet.models.forward import token_stats
+from whet.models.heads import Head
+from whet.models.load import load_model
+from whet.ops.support import Support, support_logits
+from whet.types import Completion, Group, Prompt, TokenBatch
+
+VOCAB = 30
+
+
+def tiny(family="Llama", dtype=torch.float32, **changes):
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 24,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    config = getattr(transformers, f"{family}Config")(**{**sizes, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5) if p.dim() > 1 else p.add_(0.1)
+    return model
+
+
+def batch():
+    rng = np.random.default_rng(0)
+
+    def group(p, lengths):
+        made = [
+            Completion(
+                tokens=rng.integers(0, VOCAB, n),
+                logprobs=np.zeros(n),
+                versions=np.zeros(n),
+                finish_reason="stop",
+                generation=g,
+            )
+            for g, n in enumerate(lengths)
+        ]
+        return Group(prompt=Prompt(tokens=rng.integers(0, VOCAB, p), source=""), completions=tuple(made))
+
+    return TokenBatch.from_groups([group(4, [3, 8, 1]), group(1, [5]), group(9, [2, 2])], np.zeros(6))
+
+
+BATCH = batch()
+
+
+def oracle(model, support, head=lambda x: x):
+    """Token by token from transformers' own logits: [S] logprobs and entropies."""
+    model.set_attn_implementation("eager")
+    logprobs, entropies = [], []
+    for i in range(BATCH.num_sequences):
+        end = int(BATCH.ends[i])
+        completion = BATCH.tokens[end - int(BATCH.lengths[i]) : end]
+        ids = torch.cat([BATCH.prefix(i), completion])
+        logits = model(input_ids=ids[None], use_cache=False).logits[0]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        for t, token in enumerate(completion.tolist()):
+            place = len(BATCH.prefix(i)) + t
+            seen = torch.zeros(1, VOCAB, dtype=torch.bool)
+            seen[0, ids[:place]] = True
+            z = support_logits(
+                logits[place - 1 : place], support, seen=seen, position=torch.tensor([t]), keep=torch.tensor([token])
+            )
+            logp = z.log_softmax(-1)[0]
+            logprobs.append(logp[token])
+            finite = logp[logp > -torch.inf]
+            entropies.append(-(finite.exp() * finite).sum())
+    model.set_attn_implementation("whet")
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+def run(loaded, support=Support(), entropy=True, **plan):
+    logprobs, entropies = torch.zeros(2, BATCH.num_tokens)
+    for micro in plan_micro_batches(BATCH, **{"max_tokens": 1000, **plan}):
+        stats = token_stats(loaded, micro, support=support, entropy=entropy)
+        (stats.logprobs.sum() + (0 if stats.entropy is None else stats.entropy.sum())).backward()
+        logprobs[micro.index] = stats.logprobs.detach().float()
+        if entropy:
+            entropies[micro.index] = stats.entropy.detach().float()
+    grad = loaded.module.model.embed_tokens.weight.grad.clone()
+    loaded.module.zero_grad()
+    return logprobs, entropies, grad
+
+
+SUPPORTS = {
+    "temperature": Support(temperature=0.6),
+    "greedy is scored at temperature 1": Support(temperature=0.0),
+    "full leaves the truncation out": Support(temperature=0.6, top_k=2, full=True),
+    "top-k": Support(top_k=4),
+    "top-p, min-p": Support(top_p=0.7, min_p=0.05, temperature=1.4),
+    "repetition penalty": Support(repetition_penalty=1.7),
+    "forbidden, min tokens": Support(forbidden_ids=(3, 4), min_tokens=3, stop_ids=(1,)),
+    "all at once": Support(repetition_penalty=1.3, top_k=9, top_p=0.9, temperature=0.8, min_tokens=2, stop_ids=(1,)),
+}
+
+
+@pytest.mark.parametrize("name", SUPPORTS)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2"])
+def test_logprobs_and_entropies_are_of_the_distribution_drawn_from(name, family):
+    support = SUPPORTS[name]
+    model = tiny(family, **({"final_logit_softcapping": 2.0, "head_dim": 8} if family == "Gemma2" else {}))
+    loaded = load_model(model)
+    want, entropies = oracle(model, support)
+    (want.sum() + entropies.sum()).backward()
+    want_grad = model.model.embed_tokens.weight.grad.clone()
+    model.zero_grad()
+    got, got_entropies, grad = run(loaded, support)
+    torch.testing.assert_close(got, want.detach(), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(got_entropies, entropies.detach(), atol=1e-5, rtol=1e-5)
+    assert (grad - want_grad).abs().max() < 1e-4 * want_grad.abs().max()
+    assert got.isfinite().all()
+
+
+def test_chunks_and_their_recomputation_change_nothing(monkeypatch):
+    loaded = load_model(tiny())
+    for support in (SUPPORTS["temperature"], SUPPORTS["all at once"]):
+        whole = run(loaded, support)
+        monkeypatch.setattr(forward, "HELD_BYTES", 0)
+        monkeypatch.setattr(forward, "CHUNK_BYTES", 3 * VOCAB * 4)
+        parts = run(loaded, support)
+        monkeypatch.undo()
+        for a, b in zip(whole, parts):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_padded_rows_give_the_same_under_every_support():
+    model = tiny()
+    loaded = load_model(model)
+    for support in SUPPORTS.values():
+        want = run(loaded, support)
+        model.set_attn_implementation("sdpa")
+        got = run(loaded, support, packable=False, max_tokens=40)
+        model.set_attn_implementation("whet")
+        for a, b in zip(got, want):
+            torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-5)
+
+
+def test_an_unknown_head_goes_through_the_models_own_logits():
+    model = tiny("Cohere", logit_scale=0.3)
+    loaded = load_model(model)
+    assert loaded.head.kind == "scale"
+    unknown = type(loaded)(model, True, (), Head("unknown"), "cohere")
+    for support in (Support(temperature=0.5), SUPPORTS["all at once"]):
+        for a, b in zip(run(loaded, support), run(unknown, support)):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_bf16_weights_give_fp32_logprobs_near_the_fp32_ones():
+    model = tiny(dtype=torch.bfloat16)
+    wide = tiny()
+    wide.load_state_dict(model.state_dict())
+    got, _, _ = run(load_model(model))
+    want, _, _ = run(load_model(wide))
+    micro = plan_micro_batches(BATCH, max_tokens=1000)[0]
+    assert token_stats(load_model(model), micro).logprobs.dtype == torch.float32
+    assert (got - want).abs().mean() < 0.1
+
+
+def test_float64_stays_float64():
+    micro = plan_micro_batches(BATCH, max_tokens=1000)[0]
+    loaded = load_model(tiny(dtype=torch.float64))
+    for support in (Support(), Support(top_k=3)):
+        assert token_stats(loaded, micro, support=support, entropy=True).entropy.dtype == torch.float64
+
+
+def test_values_are_of_the_state_before_each_token():
+    model = tiny()
+    critic = load_model(model, role="critic")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(torch.randn(1, 16, generator=torch.Generator().manual_seed(0)))
+    got = torch.full((BATCH.num_tokens,), torch.nan)
+    for micro in plan_micro_batches(BATCH, max_tokens=25):
+        stats = token_stats(critic, micro)
+        assert stats.logprobs is None and stats.entropy is None and stats.values.requires_grad
+        got[micro.index] = stats.values.detach()
+    model.set_attn_implementation("eager")
+    want = []
+    for i, (end, n) in enumerate(zip(BATCH.ends.tolist(), BATCH.lengths.tolist())):
+        ids = torch.cat([BATCH.prefix(i), BATCH.tokens[end - n : end]])
+        want.append(model(input_ids=ids[None], use_cache=False).logits[0, -n - 1 : -1, 0])
+    torch.testing.assert_close(got, torch.cat(want).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_packed_rows_for_a_model_that_takes_none_are_refused():
+    loaded = load_model(tiny("Falcon", num_kv_heads=1))
+    micro = plan_micro_batches(BATCH, max_tokens=1000)[0]
+    with pytest.raises(ConfigError, match="plan with packable=False"):
+        token_stats(loaded, micro)
