@@ -16,7 +16,7 @@ from whet.data.sources import load_rows
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.run import Run
-from whet.observe.plots import write_curves
+from whet.observe.plots import plot_curves
 from whet.refs import is_ref, resolve_ref
 
 __all__ = ["demo", "grpo"]
@@ -41,7 +41,7 @@ def grpo(config: RunConfig) -> dict[str, Any]:
     learner.cluster.close()
     summary = summarise(run, config, time.monotonic() - started)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    write_curves(folder)
+    plot_curves(run.rows, folder / "curves.png")
     return summary
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
 
-__all__ = ["PromptStream", "epoch_order", "unbatch"]
+__all__ = ["PromptStream", "epoch_order", "is_batch", "unbatch"]
 
 Encode = Callable[[Any, int], Any]
 """(row, its place in the data set) -> what batches are made of, or None to leave it out."""
@@ -109,7 +109,7 @@ class PromptStream:
         self.once = iter(source) is source
         first, source = _peek(source, self.once)
         self.kind: Literal["rows", "batches", "stream"] = (
-            "batches" if _is_batch(first, prompt_column) else "rows" if _has_places(source) else "stream"
+            "batches" if is_batch(first, prompt_column) else "rows" if _has_places(source) else "stream"
         )
         self.source: Any = source
         self.batch_size = self._size(first, batch_size)
@@ -298,8 +298,12 @@ def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
     return first, chain([first], items) if once else source
 
 
-def _is_batch(item: Any, prompt_column: str | None) -> bool:
-    """Whether an item is a batch: its prompt column is a list or array of prompts, not one conversation."""
+def is_batch(item: Any, prompt_column: str | None = None) -> bool:
+    """Whether an item is a batch: its prompt column is a list or array of prompts, not one conversation.
+
+    >>> is_batch({"prompts": ["a", "b"]}), is_batch({"prompt": "a"}), is_batch({"prompt": [{"role": "user"}]})
+    (True, False, False)
+    """
     names = PROMPT_COLUMNS if prompt_column is None else (prompt_column,)
     value = next((item[name] for name in names if name in item), None) if isinstance(item, Mapping) else None
     if not isinstance(value, list | tuple | np.ndarray) or (isinstance(value, np.ndarray) and value.ndim == 0):

@@ -5,15 +5,19 @@ Dim letters: N sequences, J trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
-from whet.types import Group
+from whet.types import Group, TokenBatch
 
-__all__ = ["advantage_metrics", "rollout_metrics", "spread"]
+if TYPE_CHECKING:
+    from whet.rewards.manager import Rewarded
+
+__all__ = ["advantage_metrics", "completion_columns", "rollout_metrics", "spread"]
 
 
 def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, Metric]:
@@ -46,6 +50,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
         **spread("completions/terminated_length", lengths[stopped], prefix=True),
         "completions/clipped_ratio": Mean(float((~stopped).sum()), len(done)),
         "completions/tokens": Sum(float(lengths.sum())),
+        "prompts/count": Sum(float(len(groups))),
         "prompts/mean_length": Mean(float(sum(len(g.prompt.tokens) for g in groups)), len(groups)),
     }
 
@@ -60,3 +65,29 @@ def advantage_metrics(advantages: Tensor) -> dict[str, Metric]:
         "advantage/abs_mean": Mean(float(np.abs(values).sum()), len(values)),
         "advantage/nonzero_frac": Mean(float((np.abs(values) > 1e-8).sum()), len(values)),
     }
+
+
+def completion_columns(
+    rewarded: Rewarded, batch: TokenBatch, decode: Callable[[Any], str]
+) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
+    """What the store keeps of a step: the columns of its completions, and what each reward function gave them."""
+    pairs = [(g.prompt, c) for g in rewarded.groups for c in g.completions]
+    firsts = batch.ends - batch.lengths
+    advantages = None if batch.advantages is None else batch.advantages.index_select(0, firsts).tolist()
+    trajectories = batch.trajectory_of.numpy()
+    columns: dict[str, list[Any]] = {
+        "row": [p.row for p, _ in pairs],
+        "generation": [c.generation for _, c in pairs],
+        "prompt": [p.source for p, _ in pairs],
+        "completion": [decode(c.tokens) for _, c in pairs],
+        "tokens": [c.tokens for _, c in pairs],
+        "logprobs": [c.logprobs for _, c in pairs],
+        "reward": rewarded.total[trajectories].tolist(),
+        "finish_reason": [c.finish_reason for _, c in pairs],
+        "version": [int(c.versions.max()) for _, c in pairs],
+    }
+    if advantages is not None:
+        columns["advantage"] = advantages
+    names = {n for g in rewarded.groups for n in g.rewards}
+    rewards = {n: np.concatenate([g.rewards[n] for g in rewarded.groups])[trajectories] for n in sorted(names)}
+    return columns, rewards

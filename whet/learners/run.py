@@ -24,15 +24,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from whet.config import CheckpointingOptions, Mode, diff, dump_tree
+from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream, is_batch
 from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
-from whet.learners.report import rollout_metrics, spread
+from whet.learners.report import completion_columns, rollout_metrics, spread
 from whet.metrics import Metric, flat, merge
-from whet.observe.loggers import make_loggers
+from whet.observe.environment import environment
+from whet.observe.loggers import Loggers
 from whet.observe.progress import Progress
-from whet.observe.store import RunFolder, completion_rows
+from whet.observe.store import RunFolder, changed_settings
 from whet.types import Prompt, TokenBatch
 
 if TYPE_CHECKING:
@@ -42,10 +43,6 @@ if TYPE_CHECKING:
 __all__ = ["Run"]
 
 log = logging.getLogger("whet")
-_NOT_COMPARED = ("trainer.resume", "trainer.allow_config_change", "trainer.run_dir", "trainer.loggers", "trainer.pbar_description",
-                 "trainer.max_steps", "trainer.metrics_logging_options", "trainer.checkpointing_options", "trainer.perf_metrics_options")
-"""Settings that a resumed run may change without changing what is computed."""
-
 
 class Run:
     """One training run of a learner.
@@ -63,7 +60,6 @@ class Run:
         self.folder: RunFolder | None = None
         self.tokens = 0
         self._eval_prompts: list[Prompt] | None = None
-        self._resumed_s = 0.0
 
     # ---- opening -------------------------------------------------------------------------------------------------
 
@@ -80,7 +76,7 @@ class Run:
             num_epochs=epochs,
             last_batch=c.last_batch,
             encode=self.cluster.encoder(
-                Mode.TRAIN, prompt_column=learner.data.prompt_column, system_prompt=learner.data.system_prompt
+                Mode.TRAIN, prompt_column=learner.data.prompt_column, system_prompt=learner.data.system_prompt or None
             ),
             prompt_column=learner.data.prompt_column,
         )
@@ -101,7 +97,6 @@ class Run:
     def __enter__(self) -> Run:
         """Opens the run folder, resumes where asked, starts the loggers and the progress bar."""
         c = self.config
-        learner = self.learner
         self.settings = self._settings()
         checkpoint = None
         if c.resume is not None:
@@ -111,17 +106,23 @@ class Run:
         if checkpoint is not None:
             self._restore(checkpoint)
         if c.run_dir is not None:
-            self.folder = RunFolder(c.run_dir, after_step=self.step, fresh=checkpoint is None)
+            self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self.step)
             self.folder.write_config(self.settings)
-            self.folder.write_environment({"compute_dtype": self.cluster.dtypes})
+            self.folder.write_json("environment.json", {**environment(), "compute_dtype": self.cluster.dtypes})
+            self.rows = self.folder.rows()
         total = self.total_steps
         for trainer in self.cluster.trainers.values():
-            trainer.worker.plan(None if total is None else total * learner.updates_per_step)
+            trainer.worker.plan(None if total is None else total * self.learner.updates_per_step)
             trainer.hooks.on_train_start(trainer)
-        self.loggers = make_loggers(c.loggers, c.metrics_logging_options, run_dir=c.run_dir, config=self.settings)
+        options = c.metrics_logging_options
+        self.loggers = Loggers(
+            c.loggers, options=options, folder=c.run_dir, config=self.settings, prefix=c.metrics_prefix
+        )
+        if self.eval_ds is not None and self.step == 0:
+            self.evaluate(0)
         self.progress = Progress(total, description=c.pbar_description, start=self.step)
-        self.progress.start()
-        self.started = self.step_started = self.saved_at = time.monotonic()
+        self.progress.__enter__()
+        self.saved_at = time.monotonic()
         return self
 
     @property
@@ -154,7 +155,7 @@ class Run:
         for prompts in self.stream:
             self.cluster.global_steps = self.step + 1
             self.step_started = time.monotonic()
-            self.cluster.trace.start_step(self.step + 1)
+            self.cluster.trace.times()
             yield self.step + 1, prompts
             if self.config.max_steps is not None and self.step >= self.config.max_steps:
                 return
@@ -175,10 +176,10 @@ class Run:
             "perf/tokens_per_second": batch.num_tokens / max(seconds, 1e-9),
         }
         self._log(step, Mode.TRAIN, row)
-        if self.folder is not None:
-            self.folder.write_completions(Mode.TRAIN.value, step, completion_rows(step, rewarded, batch, self.cluster.decode))
+        self._store(step, Mode.TRAIN, rewarded, batch)
         shown = {n: row[n] for n in self.cluster.actor_trainer.displayed if n in row}
-        self.progress.update(step, reward=row.get("reward", float("nan")), tokens=batch.num_tokens, **shown)
+        speed = row["perf/tokens_per_second"]
+        self.progress.update(step, reward=row.get("reward", float("nan")), tokens_per_s=speed, shown=shown)
         if self.eval_ds is not None and self.config.eval_every_n_steps and step % self.config.eval_every_n_steps == 0:
             self.evaluate(step)
         if self._save_due(step):
@@ -188,11 +189,14 @@ class Run:
         full = {"step": step, "mode": mode.value, "version": self.cluster.actor.version, **row}
         self.rows.append(full)
         if self.folder is not None:
-            self.folder.write_metrics(full)
-        prefix = f"{self.config.metrics_prefix}/" if self.config.metrics_prefix else ""
-        named = {f"{prefix}{'eval/' if mode is Mode.EVAL else ''}{n}": v for n, v in row.items()}
-        for logger in self.loggers:
-            logger.log(step, named)
+            self.folder.log(step=step, mode=mode.value, version=self.cluster.actor.version, values=row)
+        self.loggers.log(step, row, mode.value)
+
+    def _store(self, step: int, mode: Mode, rewarded: Rewarded, batch: TokenBatch) -> None:
+        """Writes the completions of a step."""
+        if self.folder is not None:
+            columns, rewards = completion_columns(rewarded, batch, self.cluster.decode)
+            self.folder.write_completions(step=step, mode=mode.value, columns=columns, rewards=rewards)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -216,14 +220,13 @@ class Run:
         best = np.array([np.nanmax(rewarded.total[i : i + generations]) for i in range(0, len(rewarded.total), generations)])
         metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best) if generations > 1 else {})
         row = {**flat(metrics), **cluster.take_metrics(step, Mode.EVAL), "time/eval": time.monotonic() - started}
-        if self.folder is not None:
-            self.folder.write_completions(Mode.EVAL.value, step, completion_rows(step, rewarded, batch, cluster.decode))
+        self._store(step, Mode.EVAL, rewarded, batch)
         self._log(step, Mode.EVAL, row)
         return row
 
     def _encode_eval(self) -> list[Prompt]:
         data = self.learner.data
-        encode = self.cluster.encoder(Mode.EVAL, prompt_column=data.prompt_column, system_prompt=data.system_prompt)
+        encode = self.cluster.encoder(Mode.EVAL, prompt_column=data.prompt_column, system_prompt=data.system_prompt or None)
         rows = load_rows(self.eval_ds, split=data.eval_split or data.split)
         stream = PromptStream(rows, batch_size=None if _batched(rows) else 1, shuffle=False, last_batch="keep", encode=encode)
         return [p for batch in stream for p in batch]
@@ -263,7 +266,7 @@ class Run:
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError where the configuration is another, listing the differences."""
-        changed = [d for d in diff(state["settings"], _plain(self.settings)) if not d.startswith(_NOT_COMPARED)]
+        changed = changed_settings(state["settings"], _plain(self.settings))
         if not changed:
             return
         if not self.config.allow_config_change:
@@ -281,9 +284,8 @@ class Run:
             if kind is None:
                 self._finish()
         finally:
-            self.progress.stop()
-            for logger in self.loggers:
-                logger.close()
+            self.progress.__exit__()
+            self.loggers.close()
             if self.folder is not None:
                 self.folder.close()
 
@@ -292,6 +294,8 @@ class Run:
             trainer.hooks.on_train_end(trainer)
         if self.step == 0:
             raise DataError("the run ended without a single step: every prompt was dropped; raise max_prompt_length")
+        if self.eval_ds is not None and not any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows):
+            self.evaluate(self.step)
         self.save()
         if self.folder is not None:
             self.cluster.actor.export(self.folder.path / "final", self.cluster.tokenizer)
