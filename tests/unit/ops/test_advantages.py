@@ -70,6 +70,13 @@ def test_large_offsets_don_t_cost_precision():
     assert mean_only(r, tensor([0, 0])).tolist() == pytest.approx([-0.005, 0.005], rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ALL)
+def test_fp32_rewards_are_computed_on_in_float64(name):
+    r = torch.arange(200, dtype=torch.float32).remainder(7) / 3 + 1000
+    ids = torch.arange(200) % 5
+    assert ADVANTAGE_ESTIMATORS[name](r, ids).tolist() == ADVANTAGE_ESTIMATORS[name](r.double(), ids).tolist()
+
+
 def test_leave_one_out_is_the_centred_reward_times_g_over_g_minus_one():
     r, ids = tensor([0.0, 1, 5, 2]), torch.zeros(4, dtype=torch.long)
     torch.testing.assert_close(leave_one_out(r, ids), mean_only(r, ids) * 4 / 3)

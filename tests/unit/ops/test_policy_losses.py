@@ -117,6 +117,14 @@ def test_sequence_level_ratio_is_at_most_e_to_the_10():
     assert clipped_surrogate(x, level="sequence")[0].item() == pytest.approx(math.exp(10), rel=1e-5)
 
 
+def test_sequence_level_averages_log_ratios_that_are_held_at_20():
+    x = inputs([-30.0, 10.0], old_logprobs=[0.0, 0.0], advantages=[-1, -1])  # (-20 + 10) / 2 = -5, clipped up to .8
+    loss, metrics = clipped_surrogate(x, level="sequence")
+    assert metrics["is_ratio"].tolist() == pytest.approx([math.exp(-5)] * 2) and loss.tolist() == pytest.approx(
+        [0.8] * 2
+    )
+
+
 def test_kl_is_added_per_token_and_reported_without_beta():
     x = inputs([-1.0, -2.0], ref_logprobs=[-2.0, -1.0], advantages=[1, 0])
     loss, metrics = clipped_surrogate(x, beta=0.1)

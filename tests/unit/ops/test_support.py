@@ -74,6 +74,12 @@ def test_top_p_keeps_the_token_that_crosses_p():
     assert support_logits(logits, Support(top_p=0.01), position=at(1)).isinf().tolist() == [[False, True, True]]
 
 
+def test_the_likeliest_token_stays_however_small_p_is():
+    # in fp32 1 - 1e-9 is 1, which the whole mass does not pass
+    got = support_logits(tensor([[0.0, 2.0, 1.0]]), Support(top_p=1e-9), position=at(1))
+    assert got.isinf().tolist() == [[True, False, True]]
+
+
 def test_ties_are_cut_the_same_way_every_time():
     logits = torch.zeros(1, 5)
     # mass .2 each, ascending order is the order of ids: .2 and .4 fall to the 1 - .5 that is cut, .6 does not
