@@ -108,12 +108,12 @@ class Progress:
         self._rewards.append(reward)
         more = "".join(f"  {name} {value:.4g}" for name, value in (shown or {}).items())
         if self._bar is not None:
-            shown = {
+            fields = {
                 "reward": f"{reward:.3f}",
                 "curve": sparkline(self._rewards) + more,
                 "speed": f"{tokens_per_s:,.0f}",
             }
-            self._bar.update(self._task, completed=step, **shown)
+            self._bar.update(self._task, completed=step, **fields)
         elif self._shown:
             self._line = self._text(step, reward, tokens_per_s, more)
             if time.monotonic() - self._said >= self.every_s:

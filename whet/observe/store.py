@@ -132,11 +132,11 @@ class RunFolder:
     # ---- completions ---------------------------------------------------------------------------------------------
 
     def write_completions(
-        self, *, step: int, mode: str, columns: Mapping[str, Sequence[Any]], rewards: Mapping[str, Sequence[Any]]
+        self, *, step: int, mode: str, columns: Mapping[str, Any], rewards: Mapping[str, Any]
     ) -> Path:
         """Writes completions/<mode>-<step>.parquet, one row per completion, always with the same columns.
 
-        Args: step: the global step. mode: "train" or "eval". columns: row, generation, prompt (text, or messages),
+        Args: step: the global step. mode: "train" or "eval". columns: a sequence each: row, generation, prompt (text, or messages),
             completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version; all but `advantage`
             are required, and NaN or None becomes null. rewards: per function, "exact" -> column "reward/exact".
         Returns: the file.
@@ -181,7 +181,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _table(step: int, columns: Mapping[str, Sequence[Any]], rewards: Mapping[str, Sequence[Any]]) -> Any:
+def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> Any:
     import pyarrow as pa
 
     types = {
@@ -247,11 +247,18 @@ def _lock(path: Path) -> int:
                 continue
             who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
             raise ConfigError(f"{path.parent} is in use by {who}; end it, or set another trainer.run_dir") from None
-        if path.exists() and os.fstat(fd).st_ino == path.stat().st_ino:
+        if _same_file(fd, path):  # not one that was replaced meanwhile
             os.ftruncate(fd, 0)
             os.pwrite(fd, json.dumps(_me()).encode(), 0)
             return fd
         os.close(fd)
+
+
+def _same_file(fd: int, path: Path) -> bool:
+    try:
+        return os.fstat(fd).st_ino == path.stat().st_ino
+    except FileNotFoundError:
+        return False
 
 
 def _me() -> dict[str, Any]:

@@ -1,0 +1,113 @@
+"""whet sharpens language models by reinforcement learning, on a laptop's CPU as on a cluster.
+
+The names here are imported when they are first used, so that `import whet` and the command line start at once.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from whet._version import __version__
+
+if TYPE_CHECKING:
+    from whet.cluster import RLCluster
+    from whet.config import (
+        AlgorithmConfig,
+        CheckpointingOptions,
+        ClusterConfig,
+        DataConfig,
+        GRPOConfig,
+        GrpoConfig,
+        MetricsLoggerOptions,
+        Mode,
+        OptimConfig,
+        PerfMetricsOptions,
+        RLTrainingConfig,
+        Role,
+        RoleConfig,
+        RolloutConfig,
+        RunConfig,
+        TrainingConfig,
+    )
+    from whet.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError, WhetError
+    from whet.learners.base import RLLearner
+    from whet.learners.grpo import GRPOLearner, GrpoLearner
+    from whet.observe.buffer import MetricsBuffer
+    from whet.types import Completion, Group, LossInputs, Prompt, RolloutOutput, TokenBatch, TrainExample
+
+__all__ = [
+    "AlgorithmConfig",
+    "CheckpointError",
+    "CheckpointingOptions",
+    "ClusterConfig",
+    "Completion",
+    "ConfigError",
+    "DataConfig",
+    "DataError",
+    "EngineError",
+    "GRPOConfig",
+    "GRPOLearner",
+    "Group",
+    "GrpoConfig",
+    "GrpoLearner",
+    "LossInputs",
+    "MetricsBuffer",
+    "MetricsLoggerOptions",
+    "Mode",
+    "OptimConfig",
+    "PerfMetricsOptions",
+    "Prompt",
+    "RLCluster",
+    "RLLearner",
+    "RLTrainingConfig",
+    "RewardError",
+    "Role",
+    "RoleConfig",
+    "RolloutConfig",
+    "RolloutOutput",
+    "RunConfig",
+    "TokenBatch",
+    "TrainExample",
+    "TrainingConfig",
+    "WhetError",
+    "__version__",
+]
+
+_MODULES = {
+    "whet.cluster": ("RLCluster",),
+    "whet.config": (
+        "AlgorithmConfig",
+        "CheckpointingOptions",
+        "ClusterConfig",
+        "DataConfig",
+        "GRPOConfig",
+        "GrpoConfig",
+        "MetricsLoggerOptions",
+        "Mode",
+        "OptimConfig",
+        "PerfMetricsOptions",
+        "RLTrainingConfig",
+        "Role",
+        "RoleConfig",
+        "RolloutConfig",
+        "RunConfig",
+        "TrainingConfig",
+    ),
+    "whet.errors": ("CheckpointError", "ConfigError", "DataError", "EngineError", "RewardError", "WhetError"),
+    "whet.learners.base": ("RLLearner",),
+    "whet.learners.grpo": ("GRPOLearner", "GrpoLearner"),
+    "whet.observe.buffer": ("MetricsBuffer",),
+    "whet.types": ("Completion", "Group", "LossInputs", "Prompt", "RolloutOutput", "TokenBatch", "TrainExample"),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = globals()[name] = getattr(import_module(_MODULE_OF[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

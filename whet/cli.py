@@ -1,0 +1,115 @@
+"""The command line: `whet <verb> key=value ...`. Imports the standard library alone until a verb is known.
+
+A ConfigError, DataError or another error of whet is one message and exit status 2; WHET_DEBUG=1 shows where it came
+from. Under torchrun only rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+VERBS = {
+    "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a few minutes",
+    "grpo": "train a policy by GRPO: --config run.yaml, key=value",
+    "version": "print the version",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb.
+
+    Args: argv: the words after the program's name; None = the process's own.
+    Returns: the exit status: 0, 2 for an error that whet explains, 130 for Ctrl-C.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = words.pop(0) if words else "--help"
+    try:
+        if verb in ("-h", "--help", "help"):
+            _print(_help())
+        elif verb in ("version", "--version", "-V"):
+            from whet._version import __version__
+
+            _print(f"whet {__version__}")
+        elif verb not in VERBS:
+            from whet.errors import lookup_error
+
+            raise lookup_error("verb", verb, VERBS)
+        elif any(w in ("-h", "--help") for w in words):
+            _print(_verb_help(verb))
+        else:
+            _run(verb, words)
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        _say("\nstopped")
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        from whet.errors import WhetError
+
+        if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
+            raise
+        _say(f"whet {verb}: {error}" if verb in VERBS else f"whet: {error}")
+        return 2
+    return 0
+
+
+def _run(verb: str, words: list[str]) -> None:
+    if verb == "grpo":
+        from whet.config import dump, load_run
+
+        printing = [w for w in words if w in ("--print_config", "--print-config")]
+        config = load_run([w for w in words if w not in printing])
+        if printing:
+            _print(dump(config), end="")
+            return
+    from whet.observe.progress import setup_logging
+
+    setup_logging()
+    from whet import commands
+
+    if verb == "grpo":
+        commands.grpo(config)
+    else:
+        commands.demo(words)
+
+
+def _help() -> str:
+    verbs = "\n".join(f"  {verb:9}{text}" for verb, text in VERBS.items())
+    return f"usage: whet VERB [--config FILE] [key=value ...]\n\n{verbs}\n\n`whet grpo --help` lists every key."
+
+
+def _verb_help(verb: str) -> str:
+    if verb == "version":
+        return f"usage: whet version\n\n{VERBS[verb]}"
+    if verb == "demo":
+        return (
+            f"usage: whet demo [key=value ...]\n\n{VERBS['demo']}\n\n"
+            "Takes the keys of `whet grpo`; seed=n is short for trainer.seed=n."
+        )
+    from whet.config import SHORT, RunConfig, show
+
+    return (
+        f"usage: whet grpo [--config FILE ...] [--print_config] [key=value ...]\n\n{VERBS['grpo']}\n\n"
+        "Files are read first, in order; then key=value, with or without leading dashes. --print_config prints the\n"
+        f"settled configuration as YAML and ends.\n\nKeys:\n{show(RunConfig, SHORT)}"
+    )
+
+
+def _print(text: str, end: str = "\n") -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stdout.write(text + end)
+
+
+def _say(text: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(text + "\n")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
