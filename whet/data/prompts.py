@@ -148,7 +148,7 @@ class PromptEncoder:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         self._need_template()
         open_turn = messages[-1]["role"] == "assistant"
-        ids = self.tokenizer.apply_chat_template(
+        ids: Any = self.tokenizer.apply_chat_template(
             messages,
             tokenize=True,
             return_dict=False,
@@ -156,7 +156,7 @@ class PromptEncoder:
             continue_final_message=open_turn,
             **self.chat_template_kwargs,
         )
-        return list(ids)  # pyright: ignore[reportArgumentType]
+        return list(ids)
 
     def _need_template(self) -> None:
         """Raises ConfigError where the tokenizer has no chat template."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -56,7 +56,7 @@ def load_rows(
     rows = _cut(_of_split(rows, split, source), limit)
     if not isinstance(rows, Iterable):
         raise DataError(f"{source!r} gave {type(rows).__name__}; rows are a list of dicts, a Dataset or an iterable")
-    if (isinstance(rows, Sequence) or _is_dataset(rows)) and len(rows) == 0:
+    if isinstance(rows, Sized) and len(rows) == 0:
         raise DataError(f"{_called(source)} has no rows; a data set needs at least one")
     return rows
 
@@ -185,7 +185,8 @@ def _table(path: Path) -> Any:
 
     try:
         if path.suffix == ".csv":
-            return csv.read_csv(path, parse_options=csv.ParseOptions(newlines_in_values=True))
+            one_by_one = csv.ReadOptions(use_threads=False)  # then a bad row is named by its number
+            return csv.read_csv(path, one_by_one, csv.ParseOptions(newlines_in_values=True))
         if path.suffix == ".parquet":
             return parquet.read_table(path)
         with pa.memory_map(str(path)) as file:

@@ -95,9 +95,8 @@ def decode_completions(
     ['hi', '']
     """
     ids = [np.asarray(c, dtype=np.int64).tolist() for c in completions]
-    return [
-        tokenizer.decode(i, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False) for i in ids
-    ]
+    options: dict[str, Any] = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    return [str(tokenizer.decode(i, **options)) for i in ids]
 
 
 def stop_token_ids(
@@ -128,7 +127,8 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = (
     >>> pad_token_id(byte_tokenizer())
     257
     """
-    for value in (tokenizer.pad_token_id, tokenizer.eos_token_id, *stop_ids):
+    candidates: tuple[Any, ...] = (tokenizer.pad_token_id, tokenizer.eos_token_id, *stop_ids)
+    for value in candidates:
         if value is not None:
             return int(value)
     return 0

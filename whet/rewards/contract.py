@@ -14,6 +14,7 @@ import contextvars
 import functools
 import inspect
 import math
+import reprlib
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -151,7 +152,7 @@ def checked_rewards(
         if on_error == "raise":
             raise RewardError(problem)
         return np.full(len(ids), math.nan), len(ids)
-    items = value.detach().cpu().tolist() if isinstance(value, torch.Tensor) else list(value)
+    items = value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else list(value)
     rewards, wrong = np.full(len(ids), math.nan), 0
     for i, item in enumerate(items):
         if item is None:
@@ -166,8 +167,8 @@ def checked_rewards(
         if on_error == "raise":
             row, _, generation = ids[i].rpartition("_")
             raise RewardError(
-                f"reward function {name} returned {item!r} for row {row}, generation {generation} (entry {i}); return "
-                "a finite number, or None where it does not apply"
+                f"reward function {name} returned {reprlib.repr(item)} for row {row}, generation {generation} "
+                f"(entry {i}); return a finite number, or None where it does not apply"
             )
         wrong += 1
     return rewards, wrong

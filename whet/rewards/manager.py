@@ -104,12 +104,19 @@ class RewardManager:
         for name, fn in self.fns.items():
             keywords(fn, empty.offered(), self.algo_fields, name=name)
 
-    def __call__(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> Rewarded:
+    def __call__(
+        self,
+        groups: Sequence[Group],
+        texts: Sequence[Sequence[Any]],
+        *,
+        mode: Any = "train",
+        extras: Mapping[str, Any] | None = None,
+    ) -> Rewarded:
         """The rewards of a batch.
 
         Args:
             groups: rolled out. texts: the decoded completion of each completion of each group, or a list of messages
-                for a transcript. mode: "train" or "eval", for the functions.
+                for a transcript. mode: "train" or "eval", for the functions. extras: further keywords for them.
 
         Returns:
             Rewarded.
@@ -117,7 +124,7 @@ class RewardManager:
         Raises:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
         """
-        inputs, sizes = _inputs(groups, texts, mode, self.algo_fields)
+        inputs, sizes = _inputs(groups, texts, mode, self.algo_fields, extras or {})
         made, errors = call_rewards(self.fns, inputs, timeout_s=self.timeout_s, on_error=self.on_error)
         ends = np.cumsum(sizes)
         filled = []
@@ -245,7 +252,11 @@ def _weighted(rewards: Mapping[str, np.ndarray], weights: Mapping[str, float]) -
 
 
 def _inputs(
-    groups: Sequence[Group], texts: Sequence[Sequence[Any]], mode: Any, algo_fields: Mapping[str, Any]
+    groups: Sequence[Group],
+    texts: Sequence[Sequence[Any]],
+    mode: Any,
+    algo_fields: Mapping[str, Any],
+    extras: Mapping[str, Any],
 ) -> tuple[RewardInputs, list[int]]:
     """What the functions are offered, and the trajectories of each group."""
     if len(texts) != len(groups) or any(len(t) != len(g.completions) for t, g in zip(texts, groups, strict=True)):
@@ -274,6 +285,7 @@ def _inputs(
         mode=mode,
         columns={name: [columns.get(name) for columns in sources] for name in known},  # ragged rows: None where absent
         algo_fields=algo_fields,
+        extras=extras,
     )
     return inputs, sizes
 

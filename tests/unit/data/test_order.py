@@ -1,0 +1,238 @@
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from whet.data.order import PromptStream, epoch_order, unbatch
+from whet.data.prompts import PromptEncoder
+from whet.data.tokenizer import byte_tokenizer
+from whet.errors import CheckpointError, ConfigError, DataError
+
+GOLDEN = [0, 3, 7, 5, 1, 2, 6, 4]  # epoch_order(8, 0, 0) under numpy 2.4; other versions must agree, or resumes break
+
+
+def rows(n):
+    return [{"prompt": str(i), "answer": i} for i in range(n)]
+
+
+def ids(batches):
+    return [[row["answer"] for row in batch] for batch in batches]
+
+
+def take(stream, n):
+    batches = iter(stream)
+    return [next(batches) for _ in range(n)]
+
+
+class Stream:
+    """Rows without a length that can be read again."""
+
+    def __init__(self, n):
+        self.n = n
+
+    def __iter__(self):
+        return iter(rows(self.n))
+
+
+class Batches:
+    """Tunix's form, without a length."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def __iter__(self):
+        start = 0
+        for size in self.sizes:
+            places = range(start, start + size)
+            yield {"prompts": [str(i) for i in places], "answer": np.array(list(places))}
+            start += size
+
+
+SOURCES = {"rows": lambda: rows(11), "stream": lambda: Stream(11), "batches": lambda: Batches([4, 4, 3])}
+
+
+def test_an_epoch_holds_each_row_once_in_an_order_of_its_own():
+    stream = PromptStream(rows(12), batch_size=4, num_epochs=2)
+    seen = ids(stream)
+    first, second = [i for batch in seen[:3] for i in batch], [i for batch in seen[3:] for i in batch]
+    assert sorted(first) == sorted(second) == list(range(12))
+    assert first != second != list(range(12)) != first
+
+
+def test_the_order_is_a_function_of_seed_and_epoch_alone():
+    assert epoch_order(8, 0, 0).tolist() == epoch_order(8, 0, 0).tolist() == GOLDEN
+    assert epoch_order(8, 0, 0).tolist() != epoch_order(8, 1, 0).tolist()
+    assert ids(PromptStream(rows(8), batch_size=8)) == [epoch_order(8, 0, 0).tolist()]
+
+
+def test_unshuffled_rows_keep_their_order():
+    assert ids(PromptStream(rows(4), batch_size=2, shuffle=False)) == [[0, 1], [2, 3]]
+    dataset = datasets.Dataset.from_list(rows(4))
+    assert ids(PromptStream(dataset, batch_size=2, shuffle=False)) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("last_batch", ["drop", "keep"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_resume_anywhere_equals_the_uninterrupted_run(kind, last_batch):
+    def fresh():
+        size = None if kind == "batches" else 4
+        return PromptStream(SOURCES[kind](), batch_size=size, seed=5, num_epochs=3, last_batch=last_batch)
+
+    whole_stream = fresh()
+    whole = ids(whole_stream)
+    assert len(whole) == 3 * (2 if last_batch == "drop" else 3)
+    for stop in range(len(whole) + 1):  # mid-epoch, at the end of an epoch, at the end of the run
+        stream = fresh()
+        before = ids(take(stream, stop))
+        state = stream.state()
+        assert all(type(value) is int for value in state.values())
+        again = fresh()
+        again.restore(state)
+        assert before + ids(again) == whole, stop
+        assert again.dropped_rows == whole_stream.dropped_rows
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    n=st.integers(1, 20),
+    size=st.integers(1, 7),
+    stop=st.integers(0, 12),
+    seed=st.integers(0, 2**64 - 1),
+    keep=st.booleans(),
+)
+def test_resume_without_end_equals_the_uninterrupted_run(n, size, stop, seed, keep):
+    if n < size and not keep:
+        return
+
+    def fresh():
+        return PromptStream(rows(n), batch_size=size, seed=seed, num_epochs=None, last_batch="keep" if keep else "drop")
+
+    whole = ids(take(fresh(), stop + 5))
+    stream, again = fresh(), fresh()
+    take(stream, stop)
+    again.restore(stream.state())
+    assert ids(take(again, 5)) == whole[stop:]
+
+
+def test_a_one_shot_iterator_resumes_by_skipping_and_loses_no_row():
+    assert ids(PromptStream(iter(rows(5)), batch_size=2, last_batch="keep")) == [[0, 1], [2, 3], [4]]
+    stream = PromptStream(iter(rows(6)), batch_size=2, num_epochs=None)
+    take(stream, 1)
+    again = PromptStream(iter(rows(6)), batch_size=2, num_epochs=None)
+    again.restore(stream.state())
+    assert ids(again) == [[2, 3], [4, 5]]
+
+
+def test_partial_batches_are_dropped_and_counted_or_kept():
+    for source in (rows(11), Stream(11)):
+        stream = PromptStream(source, batch_size=4, shuffle=False, num_epochs=2)
+        assert ids(stream) == [[0, 1, 2, 3], [4, 5, 6, 7]] * 2
+        assert stream.dropped_rows == 6
+        kept = PromptStream(source, batch_size=4, shuffle=False, last_batch="keep")
+        assert ids(kept)[-1] == [8, 9, 10] and kept.dropped_rows == 0
+    stream = PromptStream(Batches([3, 3, 2]))
+    assert ids(stream) == [[0, 1, 2], [3, 4, 5]] and stream.dropped_rows == 2
+    assert ids(PromptStream(Batches([3, 3, 2]), last_batch="keep"))[-1] == [6, 7]
+
+
+def test_ready_made_batches_tell_the_batch_size_and_keep_inner_dims():
+    batch = {"prompts": np.array(["a", "b"]), "grid": np.arange(12).reshape(2, 2, 3), "answer": (1, 2)}
+    stream = PromptStream([batch] * 3)
+    assert (stream.kind, stream.batch_size, stream.batches_per_epoch) == ("batches", 2, 3)
+    first = next(iter(stream))
+    assert [row["prompts"] for row in first] == ["a", "b"]
+    assert first[1]["grid"].tolist() == [[6, 7, 8], [9, 10, 11]]
+
+
+def test_a_list_of_conversations_is_a_batch_and_one_conversation_is_a_row():
+    chat = [{"role": "user", "content": "a"}]
+    assert PromptStream([{"prompts": [chat, chat]}]).kind == "batches"
+    assert PromptStream([{"prompts": chat}], batch_size=1).kind == "rows"
+
+
+def test_row_numbers_of_prompts_are_places_in_the_data_set():
+    encode = PromptEncoder(byte_tokenizer(), max_prompt_length=1, on_long_prompt="drop")
+    data = [{"prompt": p, "answer": i} for i, p in enumerate(["a", "bb", "c", "d", "ee", "f"])]
+    for source in (data, iter(data)):
+        stream = PromptStream(source, batch_size=2, shuffle=False, encode=encode)
+        assert [[p.row for p in batch] for batch in stream] == [[0, 2], [3, 5]]
+    made = PromptStream(Batches([2, 2]), encode=PromptEncoder(byte_tokenizer()))
+    assert [[p.row for p in batch] for batch in made] == [[0, 1], [2, 3]]
+
+
+def test_streams_with_dropped_rows_resume_where_they_were():
+    def fresh():
+        encode = PromptEncoder(byte_tokenizer(), max_prompt_length=1, on_long_prompt="drop")
+        return PromptStream(iter([{"prompt": p} for p in "a bb c d ee f g hh i".split()]), batch_size=2, encode=encode)
+
+    whole = [[p.row for p in batch] for batch in fresh()]
+    assert whole == [[0, 2], [3, 5], [6, 8]]
+    stream, again = fresh(), fresh()
+    take(stream, 1)
+    again.restore(stream.state())
+    assert [[p.row for p in batch] for batch in again] == whole[1:]
+
+
+def test_rows_of_a_dropped_prompt_leave_no_ready_made_batch():
+    encode = PromptEncoder(byte_tokenizer(), max_prompt_length=1, on_long_prompt="drop")
+    with pytest.raises(DataError, match="can't be dropped from a ready-made batch"):
+        list(PromptStream([{"prompts": ["a", "bb"]}], encode=encode))
+
+
+def test_fewer_prompts_than_a_batch_never_train_nothing():
+    with pytest.raises(DataError, match=r"3 prompts don't fill one batch of 4; set batch_size to 3 or less"):
+        PromptStream(rows(3), batch_size=4)
+    assert len(list(PromptStream(rows(3), batch_size=4, last_batch="keep"))) == 1
+    with pytest.raises(DataError, match="epoch 0 gave no batch of 4"):
+        list(PromptStream(Stream(3), batch_size=4))
+    with pytest.raises(DataError, match="no rows"):
+        PromptStream([], batch_size=1)
+
+
+def test_a_state_of_other_data_or_settings_is_refused():
+    state = PromptStream(rows(8), batch_size=2).state()
+    for other, word in (
+        (PromptStream(rows(9), batch_size=2), "rows 8, these have 9"),
+        (PromptStream(rows(8), batch_size=4), "batch_size"),
+        (PromptStream(rows(8), batch_size=2, seed=1), "seed"),
+        (PromptStream(rows(8), batch_size=2, shuffle=False), "shuffle"),
+        (PromptStream(Stream(8), batch_size=2), "rows 8, these have -1"),
+    ):
+        with pytest.raises(CheckpointError, match=word):
+            other.restore(state)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "error", "says"),
+    [
+        (Stream(4), {"batch_size": 2, "shuffle": True}, ConfigError, "the data are a stream; set shuffle=False"),
+        (Batches([2]), {"shuffle": True}, ConfigError, "ready-made batches; set shuffle=False"),
+        (rows(4), {}, ConfigError, "batch_size is needed"),
+        (rows(4), {"batch_size": 0}, ConfigError, "batch_size 0"),
+        (rows(4), {"batch_size": 2, "seed": -1}, ConfigError, "seed -1"),
+        (rows(4), {"batch_size": 2, "last_batch": "keeep"}, ConfigError, "did you mean keep"),
+        (Batches([2]), {"batch_size": 3}, ConfigError, "batches of 2; set it to 2"),
+        (iter(rows(4)), {"batch_size": 2, "num_epochs": 2}, ConfigError, "read once"),
+        ({"prompts": ["a"]}, {"batch_size": 1}, DataError, "type dict; give a list of rows"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_at_once(source, options, error, says):
+    with pytest.raises(error, match=says):
+        PromptStream(source, **options)
+
+
+def test_batches_that_do_not_fit_are_named():
+    with pytest.raises(DataError, match="batch 1 has 3 prompts, the first had 2"):
+        list(PromptStream(Batches([2, 3])))
+    for column in ("abc", ["x"], 7):
+        with pytest.raises(DataError, match="column 'answer' of a batch of 2"):
+            unbatch({"prompts": ["a", "b"], "answer": column})
+
+
+def test_the_log_line_tells_order_size_and_what_a_resume_does():
+    assert PromptStream(rows(11), batch_size=4, seed=3).describe() == (
+        "11 prompts shuffled with seed 3, 2 batches of 4 an epoch; 3 rows an epoch dropped"
+    )
+    assert "a resume reads and skips" in PromptStream(Stream(4), batch_size=2).describe()
+    assert "ready-made batches of 2" in PromptStream(Batches([2])).describe()

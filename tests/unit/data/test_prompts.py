@@ -1,0 +1,144 @@
+import numpy as np
+import pytest
+
+from whet.data.prompts import PromptEncoder, encode_prompts, find_prompt_column
+from whet.data.tokenizer import byte_tokenizer
+from whet.errors import ConfigError, DataError
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def text(tokenizer):
+    return lambda prompt: tokenizer.decode(prompt.tokens.tolist())
+
+
+def test_prompt_column_is_found_in_order_of_preference():
+    assert find_prompt_column(["messages", "prompts", "prompt"]) == "prompt"
+    assert find_prompt_column(["messages", "prompts"]) == "prompts"
+    assert find_prompt_column(["q", "prompt"], "q") == "q"
+
+
+@pytest.mark.parametrize(
+    ("columns", "wanted", "says"),
+    [
+        (["promt", "a"], None, "did you mean promt?"),
+        (["questions"], None, "did you mean questions?"),
+        (["a"], "b", "columns a; name it"),
+    ],
+)
+def test_missing_prompt_column_lists_the_columns_and_the_nearest(columns, wanted, says):
+    with pytest.raises(DataError) as error:
+        find_prompt_column(columns, wanted)
+    assert says in str(error.value)
+
+
+def test_plain_text_is_encoded_without_a_template(tokenizer):
+    prompt = PromptEncoder(tokenizer)({"prompt": "2+2="}, 3)
+    assert prompt.tokens.tolist() == [50, 43, 50, 61]
+    assert prompt.tokens.dtype == np.int32 and not prompt.tokens.flags.writeable
+    assert prompt.row == 3 and prompt.source == "2+2="
+
+
+def test_plain_text_becomes_a_user_turn_when_asked_and_the_source_stays_text(tokenizer, text):
+    encode = PromptEncoder(tokenizer, apply_chat_template=True, system_prompt="Be brief.")
+    prompt = encode({"prompt": "hi"})
+    assert prompt.source == "hi"
+    assert text(prompt) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_messages_go_through_the_template_and_the_source_stays_messages(tokenizer, text):
+    prompt = PromptEncoder(tokenizer)({"messages": [{"role": "user", "content": "hi", "tool_calls": None}]})
+    assert text(prompt) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert prompt.source == [{"role": "user", "content": "hi"}]  # a table's None keys are no keys
+
+
+def test_a_prompt_that_ends_in_an_assistant_turn_is_continued(tokenizer, text):
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}]
+    assert text(PromptEncoder(tokenizer)({"prompt": turns})).endswith("<|im_start|>assistant\nIt is")
+
+
+def test_a_row_keeps_its_own_system_turn(tokenizer, text):
+    encode = PromptEncoder(tokenizer, system_prompt="A")
+    own = [{"role": "system", "content": "B"}, {"role": "user", "content": "c"}]
+    assert text(encode({"prompt": own})).startswith("<|im_start|>system\nB<")
+    assert text(encode({"prompt": own[1:]})).startswith("<|im_start|>system\nA<")
+
+
+def test_template_arguments_arrive_and_thinking_is_off_unless_asked():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ enable_thinking }} {{ level }}"
+    row = {"prompt": [{"role": "user", "content": "x"}]}
+    assert bytes(PromptEncoder(tokenizer, chat_template_kwargs={"level": 3})(row).tokens.tolist()) == b"False 3"
+    assert (
+        bytes(PromptEncoder(tokenizer, chat_template_kwargs={"enable_thinking": True})(row).tokens.tolist()) == b"True "
+    )
+
+
+def test_other_columns_travel_untouched(tokenizer):
+    grid, options = np.arange(4).reshape(2, 2), ["a", ["b"]]
+    prompt = PromptEncoder(tokenizer)({"prompts": "x", "grid": grid, "options": options, "n": 2})
+    assert set(prompt.columns) == {"grid", "options", "n"}
+    assert prompt.columns["grid"] is grid and prompt.columns["options"] is options
+
+
+def test_long_prompts_error_names_row_length_limit_and_fix(tokenizer):
+    with pytest.raises(
+        DataError, match=r"row 5: .* 4 tokens, over max_prompt_length 3; raise it to 4.*truncate_left or drop"
+    ):
+        PromptEncoder(tokenizer, max_prompt_length=3)({"prompt": "abcd"}, 5)
+
+
+def test_long_prompts_truncate_left_keeps_the_end_and_counts(tokenizer):
+    rows = [{"prompt": "abcd"}, {"prompt": "abc"}]
+    prompts, counts = encode_prompts(rows, tokenizer, max_prompt_length=3, on_long_prompt="truncate_left")
+    assert [bytes(p.tokens.tolist()) for p in prompts] == [b"bcd", b"abc"]
+    assert counts == {"encoded": 2, "dropped": 0, "truncated": 1}
+
+
+def test_long_prompts_drop_keeps_the_row_numbers_of_the_others(tokenizer):
+    rows = [{"prompt": "abcd"}, {"prompt": "abc"}]
+    prompts, counts = encode_prompts(rows, tokenizer, max_prompt_length=3, on_long_prompt="drop")
+    assert [p.row for p in prompts] == [1]
+    assert counts == {"encoded": 1, "dropped": 1, "truncated": 0}
+    with pytest.raises(DataError, match="no prompts: 2 rows were over max_prompt_length 2"):
+        encode_prompts(rows, tokenizer, max_prompt_length=2, on_long_prompt="drop")
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": ""}, "has no tokens"),
+        ({"prompt": None}, "NoneType None; a prompt is a text or a list of messages"),
+        ({"prompt": []}, "a prompt is a text or a list of messages"),
+        ({"prompt": 3}, "int 3"),
+        ({"prompt": [{"role": "user"}]}, "message 0: .* has a role and a content"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "parts image; whet trains on text alone"),
+        ({"prompt": "x", "image": object()}, "'image' column; whet trains on text alone"),
+        ({"prompt": "x", "completions": 1}, "'completions' has the name of an argument"),
+        ("prompt", "row 0 is str"),
+    ],
+)
+def test_rows_that_are_no_prompts_are_refused(tokenizer, row, says):
+    with pytest.raises(DataError, match=says):
+        PromptEncoder(tokenizer)(row)
+
+
+def test_settings_that_cannot_be_carried_out_are_refused(tokenizer):
+    bare = byte_tokenizer()
+    bare.chat_template = None
+    with pytest.raises(ConfigError, match="no chat template"):
+        PromptEncoder(bare, apply_chat_template=True)
+    with pytest.raises(ConfigError, match="no chat template"):
+        PromptEncoder(bare)({"prompt": [{"role": "user", "content": "x"}]})
+    with pytest.raises(ConfigError, match="did you mean truncate_left"):
+        PromptEncoder(tokenizer, on_long_prompt="truncate")
+    with pytest.raises(ConfigError, match="max_prompt_length 0"):
+        PromptEncoder(tokenizer, max_prompt_length=0)
+    with pytest.raises(ConfigError, match="apply_chat_template=True for system_prompt"):
+        PromptEncoder(tokenizer, system_prompt="A")({"prompt": "x"})

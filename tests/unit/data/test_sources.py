@@ -1,0 +1,172 @@
+import json
+import sys
+
+import datasets
+import pyarrow as pa
+import pyarrow.feather
+import pytest
+from pyarrow import csv, parquet
+
+from whet.data.sources import load_rows
+from whet.errors import ConfigError, DataError
+
+ROWS = [{"prompt": "a, b", "answer": 1}, {"prompt": "c\nd", "answer": 2}, {"prompt": "é", "answer": 3}]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    return tmp_path
+
+
+def write(path, rows=ROWS):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist(rows)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    elif path.suffix == ".csv":
+        csv.write_csv(table, path)
+    elif path.suffix == ".parquet":
+        parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_stream(str(path), table.schema) as out:
+            out.write_table(table)
+    return path
+
+
+@pytest.mark.parametrize("suffix", ["json", "jsonl", "csv", "parquet", "arrow"])
+def test_every_format_gives_the_same_rows(folder, suffix):
+    path = write(folder / f"some.{suffix}")
+    assert list(load_rows(path)) == list(load_rows(str(path))) == list(load_rows(f"some.{suffix}")) == ROWS
+    assert list(load_rows(path, limit=2)) == ROWS[:2]
+    assert list(load_rows(path, limit=9)) == ROWS
+
+
+def test_other_ways_to_write_json_and_arrow(folder):
+    (folder / "lines.json").write_text("\ufeff" + "\r\n".join(map(json.dumps, ROWS)), encoding="utf-8")
+    (folder / "keyed.json").write_text(json.dumps({"version": "1", "data": ROWS}))
+    pyarrow.feather.write_feather(pa.Table.from_pylist(ROWS), folder / "f.arrow", compression="uncompressed")
+    for name in ("lines.json", "keyed.json", "f.arrow"):
+        assert list(load_rows(name)) == ROWS, name
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_streams_give_the_same_rows_again_and_again(folder, suffix):
+    rows = load_rows(write(folder / f"some.{suffix}"), streaming=True)
+    assert isinstance(rows, datasets.IterableDataset)
+    assert list(rows) == list(rows) == ROWS
+    first = load_rows(write(folder / f"some.{suffix}"), streaming=True, limit=2)
+    assert list(first) == list(first) == ROWS[:2]
+
+
+def test_a_folder_gives_the_files_named_for_the_split(folder):
+    for name in ("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test-00000-of-00001.parquet"):
+        write(folder / "set" / "data" / name)
+    assert list(load_rows("set")) == ROWS * 2
+    assert list(load_rows("set", split="test")) == ROWS
+    with pytest.raises(DataError, match=r"no split 'tset'.*did you mean test"):
+        load_rows("set", split="tset")
+
+
+def test_a_folder_without_split_names_is_all_train(folder):
+    write(folder / "set" / "b.jsonl", ROWS[1:])
+    write(folder / "set" / "a.jsonl", ROWS[:1])
+    assert load_rows("set") == ROWS
+    with pytest.raises(DataError, match="no split 'test'"):
+        load_rows("set", split="test")
+    write(folder / "set" / "c.csv")
+    with pytest.raises(DataError, match="mixes formats"):
+        load_rows("set")
+
+
+def test_folders_saved_by_datasets(folder):
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk("one")
+    datasets.DatasetDict({"train": one, "test": one.select([2])}).save_to_disk("both")
+    assert list(load_rows("one")) == list(load_rows("both")) == ROWS
+    assert list(load_rows("both", split="test")) == ROWS[2:]
+    assert list(load_rows("both", split="test", streaming=True)) == ROWS[2:]
+    with pytest.raises(DataError, match=r"no split 'dev'.*it has train, test"):
+        load_rows("both", split="dev")
+
+
+def test_functions_are_called_and_their_rows_taken(folder):
+    (folder / "mine.py").write_text("def rows():\n    return [{'prompt': str(i)} for i in range(3)]\n")
+    assert load_rows("mine.py:rows", limit=2) == [{"prompt": "0"}, {"prompt": "1"}]
+    assert len(load_rows("mine:rows")) == 3
+    with pytest.raises(ConfigError, match="did you mean rows"):
+        load_rows("mine.py:row")
+
+
+def test_rows_given_directly_are_passed_through():
+    dataset = datasets.Dataset.from_list(ROWS)
+    batches = iter([{"prompts": ["a"]}])
+    assert load_rows(ROWS) is ROWS and load_rows(dataset) is dataset and load_rows(batches) is batches
+    assert list(load_rows(datasets.DatasetDict(train=dataset))) == ROWS
+    assert list(load_rows((row for row in ROWS), limit=1)) == ROWS[:1]
+
+
+def test_an_unreadable_line_is_named(folder):
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n\n{"prompt": \n')
+    with pytest.raises(DataError, match=r"bad.jsonl, line 3: not JSON"):
+        load_rows("bad.jsonl")
+    (folder / "bad.jsonl").write_text('{"prompt": "a"}\n"b"\n')
+    with pytest.raises(DataError, match=r"line 2: str; a row is an object"):
+        load_rows("bad.jsonl")
+    (folder / "bad.json").write_text('[\n{"prompt": "a"},\n{"prompt" "b"}]')
+    with pytest.raises(DataError, match=r"bad.json, line 3"):
+        load_rows("bad.json")
+    (folder / "bad.csv").write_text("prompt,answer\na,1\nb,2,3\n")
+    with pytest.raises(DataError, match=r"bad.csv can't be read as csv: .*#3"):
+        load_rows("bad.csv")
+    (folder / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match=r"bad.parquet can't be read as parquet"):
+        load_rows("bad.parquet")
+    (folder / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
+    with pytest.raises(DataError, match="not UTF-8"):
+        load_rows("latin.jsonl")
+
+
+def test_what_is_missing_is_named_with_the_nearest(folder, monkeypatch):
+    write(folder / "train.jsonl")
+    with pytest.raises(DataError, match=r"no file or folder 'trian.jsonl'; did you mean train.jsonl"):
+        load_rows("trian.jsonl")
+    with pytest.raises(DataError, match="no folder"):
+        load_rows("/not/here/at/all")
+    (folder / "empty").mkdir()
+    with pytest.raises(DataError, match="holds no data"):
+        load_rows("empty")
+    (folder / "notes.txt").write_text("x")
+    with pytest.raises(DataError, match=r"unknown format '.txt'"):
+        load_rows("notes.txt")
+
+    def offline(*_, **__):
+        raise ConnectionError("couldn't reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(DataError, match=r"'org/name' is no file or folder here.*ConnectionError: couldn't reach"):
+        load_rows("org/name")
+
+
+def test_hub_names_take_split_and_subset(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or datasets.Dataset.from_list(ROWS)
+    )
+    assert list(load_rows("openai/gsm8k", split="test", subset="main", limit=1)) == ROWS[:1]
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test", "streaming": False})]
+
+
+def test_no_rows_are_an_error(folder):
+    (folder / "empty.jsonl").write_text("\n")
+    for source in ("empty.jsonl", [], datasets.Dataset.from_list([])):
+        with pytest.raises(DataError, match="has no rows"):
+            load_rows(source)
+    with pytest.raises(DataError, match="gave int"):
+        load_rows(3)
+    with pytest.raises(ConfigError, match="limit 0"):
+        load_rows(ROWS, limit=0)

@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+from transformers import GenerationConfig, Qwen3Config
+
+from whet.data.tokenizer import byte_tokenizer, decode_completions, load_tokenizer, pad_token_id, stop_token_ids
+from whet.errors import ConfigError
+
+CHAT = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+def test_the_id_of_a_byte_is_its_value(tokenizer):
+    text = "".join(map(chr, range(128))) + "héllo 日本 \U0001f600\r\n"
+    assert tokenizer(text).input_ids == list(text.encode())
+    assert tokenizer.decode(list(range(128))) == "".join(map(chr, range(128)))
+
+
+def test_special_tokens_follow_the_bytes(tokenizer):
+    assert (tokenizer.eos_token_id, tokenizer.pad_token_id, len(tokenizer)) == (256, 257, 259)
+    assert tokenizer("a<|im_end|>").input_ids == [97, 256]
+
+
+def test_byte_tokenizer_survives_saving(tokenizer, tmp_path):
+    tokenizer.save_pretrained(tmp_path)
+    again = load_tokenizer(tmp_path)
+    text = " a\n\té<|im_end|>  "
+    assert again(text).input_ids == tokenizer(text).input_ids
+    assert again.decode(again(text).input_ids) == text
+    assert (again.eos_token_id, again.pad_token_id, len(again)) == (256, 257, 259)
+    chat = {"tokenize": True, "return_dict": False, "add_generation_prompt": True}
+    assert again.apply_chat_template(CHAT, **chat) == tokenizer.apply_chat_template(CHAT, **chat)
+
+
+def test_a_tokenizer_object_comes_back_as_it_is(tokenizer):
+    assert load_tokenizer(tokenizer) is tokenizer
+    assert len(load_tokenizer("byte")) == 259
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"(?s)no tokenizer at .*holds tokenizer.json"):
+        load_tokenizer(tmp_path)
+    with pytest.raises(ConfigError, match="got int"):
+        load_tokenizer(3)
+
+
+def test_whole_completions_decode_without_breaking_characters(tokenizer):
+    ids = [np.array([*"é".encode(), 256], dtype=np.int32), np.array([], dtype=np.int32), [104, 32, 46]]
+    assert decode_completions(tokenizer, ids) == ["é", "", "h ."]  # "h ." : spaces are not cleaned up to "h."
+    assert decode_completions(tokenizer, ids[:1], skip_special_tokens=False) == ["é<|im_end|>"]
+
+
+def test_stop_ids_gather_from_everywhere_as_int_or_list(tokenizer):
+    config, generation = Qwen3Config(eos_token_id=[1, 2]), GenerationConfig(eos_token_id=5)
+    assert stop_token_ids(tokenizer, config, generation) == (1, 2, 5, 256)
+    assert stop_token_ids(tokenizer, Qwen3Config(), GenerationConfig()) == (256,)
+    assert stop_token_ids(tokenizer) == (256,)
+
+
+def test_pad_falls_back_to_eos_then_to_a_stop_id_and_the_tokenizer_stays_as_it_was():
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = None
+    assert pad_token_id(tokenizer) == 256
+    assert tokenizer.pad_token is None
+    tokenizer.eos_token = None
+    assert pad_token_id(tokenizer, (9,)) == 9
+    assert pad_token_id(tokenizer) == 0
+    assert stop_token_ids(tokenizer) == ()

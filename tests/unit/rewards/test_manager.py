@@ -1,0 +1,204 @@
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from whet.config.enums import Mode
+from whet.errors import ConfigError, DataError, RewardError
+from whet.metrics import Max, Mean, Min, Sum, flat, merge
+from whet.rewards.manager import (
+    REWARD_MANAGERS,
+    RewardManager,
+    resolve_reward,
+    resolve_reward_manager,
+    reward_metrics,
+)
+from whet.types import Completion, Group, Prompt, TokenBatch
+
+NAN = math.nan
+
+
+def completion(generation, tokens=(65, 256), prefix=None):
+    size = len(tokens)
+    return Completion(
+        tokens=np.array(tokens, dtype=np.int32),
+        logprobs=np.zeros(size, dtype=np.float32),
+        versions=np.zeros(size, dtype=np.int32),
+        finish_reason="stop",
+        generation=generation,
+        prefix=prefix,
+    )
+
+
+def group(row=0, source="p", size=2, rewards=None, **columns):
+    prompt = Prompt(tokens=np.array([5, 6], dtype=np.int32), source=source, columns=columns, row=row)
+    return Group(prompt=prompt, completions=tuple(completion(g) for g in range(size)), rewards=rewards or {})
+
+
+def fixed(values, name="f"):
+    def fn(completions, **kwargs):
+        return values
+
+    fn.__name__ = name
+    return fn
+
+
+def test_total_is_the_weighted_sum_over_the_functions_that_apply():
+    manager = RewardManager([fixed([1, None, None, 2], "a"), fixed([3, 4, None, 0], "b")], weights=[2.0, 0.5])
+    out = manager([group(0), group(1)], [["", ""], ["", ""]])
+    np.testing.assert_array_equal(out.total, [2 * 1 + 0.5 * 3, 0.5 * 4, NAN, 2 * 2])
+    assert out.names == ("a", "b")
+    np.testing.assert_array_equal(out.groups[0].rewards["a"], [1, NAN])
+    np.testing.assert_array_equal(out.groups[1].rewards["b"], [NAN, 0])
+    assert TokenBatch.from_groups(out.groups, out.total).rewards.isnan().tolist() == [False, False, True, False]
+
+
+def test_a_weight_of_zero_logs_a_function_without_using_it():
+    out = RewardManager([fixed([5, 7], "seen"), fixed([1, 2], "used")], weights=[0.0, 1.0])([group()], [["", ""]])
+    assert out.total.tolist() == [1.0, 2.0] and out.metrics["rewards/seen"].value == 6.0
+
+
+def test_columns_ids_mode_and_extras_reach_the_functions_one_per_completion():
+    seen = {}
+    manager = RewardManager(lambda **kw: seen.update(kw) or [0] * 3, algo_fields={"beta": 1})
+    grid = np.ones((2, 2))
+    manager(
+        [group(4, size=1, answer=1, grid=grid), group(9, size=2, answer=2)],
+        [["x"], ["y", "z"]],
+        mode=Mode.EVAL,
+        extras={"log": 1},
+    )
+    assert seen["prompts"] == ["p"] * 3 and seen["completions"] == ["x", "y", "z"]
+    assert seen["completion_ids"] == [[65, 256]] * 3
+    assert seen["trajectory_ids"] == ["4_0", "9_0", "9_1"]
+    assert seen["answer"] == [1, 2, 2]
+    assert seen["grid"][0] is grid and seen["grid"][1:] == [
+        None,
+        None,
+    ]  # a ragged row: None where it has no such column
+    assert seen["mode"] == "eval" and seen["log"] == 1 and "beta" not in seen
+
+
+def test_completions_have_the_form_of_the_prompts():
+    seen = {}
+    messages = [{"role": "user", "content": "hi"}]
+    turns = [{"role": "assistant", "content": "a"}, {"role": "tool", "content": "b"}]
+    manager = RewardManager(lambda prompts, completions: seen.update(p=prompts, c=completions) or [0] * 3)
+    manager([group(source=messages), group(source="plain", size=1)], [["yo", turns], ["text"]])
+    assert seen["p"] == [messages, messages, "plain"]
+    assert seen["c"] == [[{"role": "assistant", "content": "yo"}], turns, "text"]
+
+
+def test_the_forks_of_an_episode_are_one_trajectory_judged_by_the_last():
+    forks = (completion(0), completion(1, (66, 256)), completion(0, (67, 256), np.array([5, 6, 65], dtype=np.int32)))
+    one = Group(prompt=Prompt(tokens=np.array([5, 6]), source="p"), completions=forks)
+    seen = {}
+    out = RewardManager(lambda completions, completion_ids: seen.update(c=completions, i=completion_ids) or [1, 2])(
+        [one], [["first", "other", "last"]]
+    )
+    assert seen == {"c": ["last", "other"], "i": [[67, 256], [66, 256]]}
+    batch = TokenBatch.from_groups(out.groups, out.total)
+    assert batch.rewards.tolist() == [1.0, 2.0] and batch.trajectory_of.tolist() == [0, 1, 0]
+
+
+def test_rewards_that_groups_bring_count_with_weight_one_and_a_second_call_changes_nothing():
+    manager = RewardManager(fixed([1, 2, 3, 4]), weights=[10.0])
+    groups = [group(rewards={"env": np.array([0.5, NAN])}), group()]
+    out = manager(groups, [["", ""], ["", ""]])
+    assert out.total.tolist() == [10.5, 20.0, 30.0, 40.0]
+    assert manager(out.groups, [["", ""], ["", ""]]).total.tolist() == [10.5, 20.0, 30.0, 40.0]
+    with pytest.raises(DataError, match=r"brings .* rewards 'env'"):
+        manager([group(rewards={"env": np.zeros(3)}), group()], [["", ""], ["", ""]])
+
+
+def test_functions_of_one_name_get_a_suffix():
+    manager = RewardManager(
+        [fixed([1, 1], "f"), fixed([2, 2], "f"), fixed([3, 3], "f_2"), functools.partial(fixed([4, 4], "f"))]
+    )
+    out = manager([group()], [["", ""]])
+    assert {n: v[0] for n, v in out.groups[0].rewards.items()} == {"f": 1, "f_2": 2, "f_2_2": 3, "f_3": 4}
+
+
+def test_failures_are_raised_or_counted():
+    with pytest.raises(RewardError, match="f returned 1 rewards"):
+        RewardManager(fixed([1]))([group()], [["", ""]])
+    out = RewardManager([fixed([1], "bad"), fixed([1, 2], "good")], on_error="none")([group()], [["", ""]])
+    assert out.total.tolist() == [1.0, 2.0]
+    assert out.metrics["rewards/bad/errors"] == Sum(2.0) and "rewards/good/errors" not in out.metrics
+    assert math.isnan(out.metrics["rewards/bad"].value)
+
+
+def test_metrics_by_hand():
+    # totals: group 0 = 1, 3 (sample std sqrt 2), group 1 = 2, 2 (0), group 2 = 5 and one n/a (one value: 0)
+    a, b = np.array([1.0, 2, NAN, 2, 5, NAN]), np.array([0.0, 1, 2, 0, NAN, NAN])
+    total = np.array([1.0, 3, 2, 2, 5, NAN])
+    m = reward_metrics({"a": a, "b": b}, total, [2, 2, 2])
+    values = flat(m)
+    assert values["rewards/a"] == values["rewards/a/mean"] == (1 + 2 + 2 + 5) / 4
+    assert values["rewards/a/std"] == pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 0.5**2 + 2.5**2) / 3))
+    assert values["rewards/sum"] == (1 + 3 + 2 + 2 + 5) / 5
+    assert values["rewards/mean"] == (0.5 + 1.5 + 2 + 1 + 5) / 5
+    assert (m["rewards/min"], m["rewards/max"]) == (Min(0.0), Max(5.0))
+    assert m["reward"] == Mean(13.0, 5)
+    assert values["reward_std"] == pytest.approx(math.sqrt(2) / 3)
+    assert m["frac_reward_zero_std"] == Mean(2.0, 3)
+
+
+def test_metrics_where_nothing_applies_are_nan_and_merge_away():
+    nothing = reward_metrics({"a": np.full(2, NAN)}, np.full(2, NAN), [2])
+    assert all(math.isnan(value) for value in flat(nothing).values())
+    some = reward_metrics({"a": np.array([1.0, 3.0])}, np.array([1.0, 3.0]), [2])
+    assert flat(merge(nothing, some)) == flat(some)
+
+
+def test_equal_rewards_have_a_standard_deviation_of_exactly_zero():
+    total = np.full(3, 0.1)  # numpy's own std of three times 0.1 is 1.7e-17
+    m = reward_metrics({"a": total}, total, [3])
+    assert (m["reward_std"].value, m["rewards/a/std"].value, m["frac_reward_zero_std"].value) == (0.0, 0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("fns", "options", "says"),
+    [
+        ([], {}, "reward_fns is empty"),
+        (None, {}, "reward_fns is empty"),
+        (["exact_match"], {"weights": [1, 2]}, r"2 reward weights for 1 reward functions \(exact_match\)"),
+        (["exact_match"], {"weights": [NAN]}, "reward weight nan"),
+        (["exact_match"], {"on_error": "skip"}, "unknown on_error"),
+        (["exact_match"], {"timeout_s": 0}, "timeout_s 0"),
+        (["exact_mach"], {}, "did you mean exact_match"),
+        ([3], {}, "got int 3"),
+    ],
+)
+def test_what_cannot_be_carried_out_is_refused_at_once(fns, options, says):
+    with pytest.raises(ConfigError, match=says):
+        RewardManager(fns, **options)
+
+
+def test_missing_columns_are_known_before_the_first_rollout():
+    manager = RewardManager(["exact_match"])
+    manager.check(["answer"])
+    with pytest.raises(ConfigError, match=r"exact_match needs 'answer'.*did you mean answers"):
+        manager.check(["answers"])
+
+
+def test_texts_that_do_not_match_the_groups_are_refused():
+    manager = RewardManager(fixed([1, 2]))
+    for groups, texts in (([group()], [["a"]]), ([group()], []), ([group(), group()], [["a", "b"]])):
+        with pytest.raises(DataError, match="texts don't match"):
+            manager(groups, texts)
+    with pytest.raises(DataError, match="no completions"):
+        manager([], [])
+
+
+def test_functions_and_managers_resolve_by_name_reference_or_as_they_are(tmp_path):
+    (tmp_path / "mine.py").write_text("def score(completions):\n    return [1.0] * len(completions)\nX = 3\n")
+    assert resolve_reward(f"{tmp_path}/mine.py:score")(["a"]) == [1.0]
+    assert resolve_reward("whet.rewards.text:exact_match") is resolve_reward("exact_match")
+    with pytest.raises(ConfigError, match="a reward function is a callable"):
+        resolve_reward(f"{tmp_path}/mine.py:X")
+    assert resolve_reward_manager("sequence-level") is REWARD_MANAGERS["sequence-level"] is RewardManager
+    assert resolve_reward_manager("whet.rewards.manager:RewardManager") is RewardManager
+    with pytest.raises(ConfigError, match="did you mean sequence-level"):
+        resolve_reward_manager("sequence")
