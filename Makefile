@@ -1,0 +1,43 @@
+# make demo, make test: everything from a bare machine with Python 3.11 or newer and make.
+SHELL  := /bin/sh
+VENV   ?= .venv
+EXTRAS ?= dev
+SEED   ?= 0
+PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+            command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed-$(EXTRAS)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test check-full lint docs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "whet needs Python 3.11 or newer with venv (Debian: apt install python3-venv); try: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
+	@echo "installing whet and its dependencies into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[$(EXTRAS)]'
+	@touch $@
+
+demo: $(STAMP)  ## train a small model by GRPO, about 4 minutes (SEED=n)
+	@$(BIN)/python -m whet.cli demo seed=$(SEED)
+
+test: $(STAMP)  ## the test suite, on the CPU
+	$(BIN)/python -m pytest
+
+check-full: $(STAMP)  ## the longer checks too, then types and style
+	$(BIN)/python -m pytest -m 'not gpu' --timeout 1800
+	$(MAKE) lint
+
+lint: $(STAMP)  ## ruff and pyright
+	$(BIN)/ruff check whet tests benchmarks examples
+	$(BIN)/python -m pyright
+
+docs: $(STAMP)  ## write the generated pages again
+	$(BIN)/python -m whet.config.tunix > docs/from-tunix.md
+
+clean:  ## remove the environment
+	rm -rf $(VENV)
