@@ -37,7 +37,7 @@ def resolve_engine(name: str | type) -> type:
         return name
     if name in LATER:
         raise ConfigError(
-            f"rollout engine {name!r}: its adapter is not part of this release yet; use one of {', '.join(sorted(ENGINES))}"
+            f"rollout engine {name!r}: its adapter is not part of this release yet; use {', '.join(sorted(ENGINES))}"
         )
     path = ENGINES.get(name, name)
     module, colon, attribute = path.partition(":")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whet.types import FinishReason
 
-__all__ = ["EngineCaps", "Output", "Request", "RolloutEngine", "Sampling"]
+__all__ = ["EngineCaps", "Output", "Request", "RolloutEngine", "Sampling", "aborted"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,17 @@ class Output:
     finish_reason: FinishReason
     logits: np.ndarray | None = None
     """float32 [C, V], where the request asked for them."""
+
+
+def aborted(request: Request) -> Output:
+    """The output of a request that was aborted before it made a token.
+
+    >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
+    >>> aborted(r).id, aborted(r).finish_reason, len(aborted(r).tokens)
+    (3, 'abort', 0)
+    """
+    none = np.zeros(0, np.int32)
+    return Output(id=request.id, tokens=none, logprobs=none.astype(np.float32), versions=none, finish_reason="abort")
 
 
 @dataclass(frozen=True, kw_only=True)

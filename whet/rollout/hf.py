@@ -11,17 +11,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
-from whet.models.attention import ATTENTION
 from whet.models.load import LoadedModel
 from whet.ops.uniform import address_key
-from whet.rollout.base import EngineCaps, Output, Request
+from whet.rollout.base import EngineCaps, Output, Request, aborted
+from whet.rollout.borrow import evaluating, max_positions, own_attention
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan, sample_rows, seen_tokens
 
 __all__ = ["HFEngine"]
@@ -49,9 +48,8 @@ class HFEngine:
         if batch_size < 1:
             raise ConfigError(f"batch_size {batch_size} must be at least 1")
         self._module = model.module if isinstance(model, LoadedModel) else model
-        config = self._module.config.get_text_config()  # pyright: ignore[reportCallIssue]
         self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-        self._positions = config.to_dict().get("max_position_embeddings")
+        self._positions = max_positions(self._module)
         self._decode, self._batch_size = decode, batch_size
         self._queue: deque[Request] = deque()
         self._asleep = False
@@ -65,9 +63,7 @@ class HFEngine:
             if r.id in ids:
                 raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
             ids.add(r.id)
-            check_request(
-                r, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None
-            )
+            check_request(r, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None)
             make_plan(r.sampling)
         self._queue.extend(requests)
 
@@ -85,7 +81,7 @@ class HFEngine:
         batch = alike[: self._batch_size]
         taken = {r.id for r in batch}
         self._queue = deque(r for r in self._queue if r.id not in taken)
-        with torch.no_grad(), own_attention(self._module):
+        with torch.no_grad(), own_attention(self._module), evaluating(self._module):
             return self._generate(batch, make_plan(first.sampling))
 
     def _generate(self, batch: list[Request], plan: Plan) -> list[Output]:
@@ -113,7 +109,8 @@ class HFEngine:
             if len(ended) == len(batch):
                 break
         table, chosen = np.stack(tokens), np.stack(logprobs)
-        return [self._output(r, i, ended.get(i, (len(table), "length")), table, chosen, raw) for i, r in enumerate(batch)]
+        whole = (len(table), "length")
+        return [self._output(r, i, ended.get(i, whole), table, chosen, raw) for i, r in enumerate(batch)]
 
     def _forward(self, ids: Tensor, fresh: Tensor, cache: object) -> tuple[Tensor, object]:
         """Logits [n V] behind the last token: with the model's cache, or over everything where it keeps none."""
@@ -163,10 +160,7 @@ class HFEngine:
         gone = set(ids)
         out = [r for r in self._queue if r.id in gone]
         self._queue = deque(r for r in self._queue if r.id not in gone)
-        none = np.zeros(0, np.int32)
-        return [
-            Output(id=r.id, tokens=none, logprobs=none.astype(np.float32), versions=none, finish_reason="abort") for r in out
-        ]
+        return [aborted(r) for r in out]
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version. Raises EngineError: weights were given; the parameters are the trainer's own."""
@@ -185,20 +179,3 @@ class HFEngine:
     def close(self) -> None:
         """Forgets what waits."""
         self._queue.clear()
-
-
-@contextmanager
-def own_attention(module: nn.Module) -> Iterator[None]:
-    """Gives a module that was loaded for whet's layouts one of transformers' attentions for a while.
-
-    Args: module: a model of transformers; untouched where it has its own attention already.
-    """
-    config = module.config.get_text_config()  # pyright: ignore
-    if config._attn_implementation != ATTENTION:
-        yield
-        return
-    module.set_attn_implementation("sdpa" if module._supports_sdpa else "eager")  # pyright: ignore
-    try:
-        yield
-    finally:
-        module.set_attn_implementation(ATTENTION)  # pyright: ignore

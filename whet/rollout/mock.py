@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.uniform import address_key, uniform
-from whet.rollout.base import EngineCaps, Output, Request
+from whet.rollout.base import EngineCaps, Output, Request, aborted
 from whet.rollout.engine.sampler import check_request
 
 __all__ = ["MockEngine"]
@@ -30,14 +30,16 @@ LENGTH, SPREAD = -1, -2
 class MockEngine:
     """Random completions of random lengths, a few finished at each poll.
 
-    Args: vocabulary: V; tokens are drawn from 0..V-1, stop ids left out until the end. length_distribution: of the
-            completions: "fixed" (max_tokens), "uniform" (1..max_tokens), "normal" (mean half of it, deviation an
-            eighth), "skewed" (log-normal, a few very long). per_poll: most outputs of one poll.
+    Args: model, decode: not looked at; other engines take them. vocabulary: V; tokens are drawn from 0..V-1, stop ids
+            left out until the end. length_distribution: of the completions: "fixed" (max_tokens), "uniform"
+            (1..max_tokens), "normal" (mean half of it, deviation an eighth), "skewed" (log-normal, a few very long).
+        per_poll: most outputs of one poll.
     Raises: ConfigError: an unknown distribution, or a size below 1.
 
     >>> from whet.rollout.base import Sampling
     >>> engine = MockEngine(vocabulary=8)
-    >>> engine.submit([Request(id=0, tokens=np.array([1]), sampling=Sampling(max_tokens=3), group=0, address=(0, 0, 0, 0))])
+    >>> three = Sampling(max_tokens=3)
+    >>> engine.submit([Request(id=0, tokens=np.array([1]), sampling=three, group=0, address=(0, 0, 0, 0))])
     >>> [len(o.tokens) for o in engine.poll()], engine.poll()
     ([3], [])
     """
@@ -46,7 +48,9 @@ class MockEngine:
 
     def __init__(
         self,
+        model: object = None,
         *,
+        decode: Callable[[Sequence[int]], str] | None = None,
         vocabulary: int = 256,
         length_distribution: Literal["fixed", "uniform", "normal", "skewed"] = "fixed",
         per_poll: int = 8,
@@ -116,10 +120,7 @@ class MockEngine:
         gone = set(ids)
         out = [r for r in self._queue if r.id in gone]
         self._queue = deque(r for r in self._queue if r.id not in gone)
-        none = np.zeros(0, np.int32)
-        return [
-            Output(id=r.id, tokens=none, logprobs=none.astype(np.float32), versions=none, finish_reason="abort") for r in out
-        ]
+        return [aborted(r) for r in out]
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
         """Takes a new policy version; weights, if any, are read and dropped."""

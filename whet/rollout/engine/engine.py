@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel, load_model
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
+from whet.rollout.borrow import evaluating, max_positions
 from whet.rollout.engine.runner import Block, Runner
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
@@ -38,8 +39,9 @@ class EmbeddedEngine:
     Requests of one group with equal prompts share one prefill and its KV. Draws follow Request.address, so a request
     gives the same tokens alone and in a crowd (but for ties broken by the last bit of a logit).
     Args: model: a LoadedModel, or a module to load. decode: ids -> text, needed for stop strings only.
-        max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included; None =
-            as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run in chunks.
+        max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
+            None = as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run
+            in chunks.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
@@ -56,15 +58,19 @@ class EmbeddedEngine:
         kv_cache_tokens: int | None = None,
         prefill_tokens: int = 8192,
     ) -> None:
-        for name, value in (("max_batch", max_batch), ("prefill_tokens", prefill_tokens), ("kv_cache_tokens", kv_cache_tokens)):
+        sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
+        for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
-        loaded = load_model(model) if isinstance(model, nn.Module) else model
+        if isinstance(model, nn.Module):
+            model = load_model(model, device=next(model.parameters()).device)
+        loaded = model
+        if loaded.head.kind == "value":
+            raise ConfigError(f"{loaded.name} is a critic: it has no language head to generate with; give the actor")
         if not loaded.packable:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
         self._decode = decode
-        config = loaded.module.config.get_text_config()  # pyright: ignore[reportCallIssue]
-        self._positions: int | None = config.max_position_embeddings
+        self._positions = max_positions(loaded.module)
         self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens)
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
         self._plans: list[Plan] = []
@@ -117,6 +123,13 @@ class EmbeddedEngine:
         """
         if self._asleep:
             raise EngineError("the engine sleeps; call wake() first")
+        with evaluating(self._runner.loaded.module):
+            self._work(timeout_s)
+        done, self._done = self._done, []
+        return done
+
+    def _work(self, timeout_s: float | None) -> None:
+        """Lets in and decodes until something is finished."""
         start = time.monotonic()
         while not self._done and (self._rows or self._scheduler.queue):
             self._admit()
@@ -124,8 +137,6 @@ class EmbeddedEngine:
                 self._advance()
             if timeout_s is not None and time.monotonic() - start >= timeout_s:
                 break
-        done, self._done = self._done, []
-        return done
 
     def _admit(self) -> None:
         """Lets in what fits, prefills new prompts, draws first tokens."""
@@ -297,7 +308,7 @@ class EmbeddedEngine:
         Raises: EngineError: weights were given.
         """
         if weights is not None:
-            raise EngineError("the embedded engine reads the trainer's own parameters; call update(version) without weights")
+            raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
         self._requeue()
         self.version = version
 

@@ -10,7 +10,6 @@ Dim legend: R rows, K KV heads, L places of a row, D head size, n rows in use.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 __all__ = ["KVStore", "bucket_length"]

@@ -280,7 +280,8 @@ class DecodeLayout(Layout):
         prompt = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, back)
         prompt_lse = (lses[0] if len(lses) == 1 else torch.cat(lses)).index_select(0, back)
         own, own_lse = own.reshape(n * heads, -1), own_lse.reshape(-1)
-        out = torch.lerp(*(x.to(prompt_lse.dtype) for x in (own, prompt)), torch.sigmoid(prompt_lse - own_lse).unsqueeze(1))
+        wide, weight = prompt_lse.dtype, torch.sigmoid(prompt_lse - own_lse).unsqueeze(1)
+        out = torch.lerp(own.to(wide), prompt.to(wide), weight)
         if sinks is not None:
             lse = torch.logaddexp(prompt_lse, own_lse).view(n, heads)
             out = out * torch.sigmoid(lse - sinks.float()).view(-1, 1)
@@ -309,11 +310,12 @@ class DecodeLayout(Layout):
         """[m, 1, 1 or G * g, S] of 0 and FAR over a bucket's prompts; None = all seen."""
         bucket = self._buckets[number]
         key = (number, window, g)
-        if window is None and bucket.hidden is None:
-            return None
-        if window is None and key not in self._prompt_bias:
-            self._prompt_bias[key] = _bias(bucket.hidden, dtype)[:, None, None]
-        if key not in self._prompt_bias:
+        if window is None:
+            if bucket.hidden is None:
+                return None
+            if key not in self._prompt_bias:
+                self._prompt_bias[key] = _bias(bucket.hidden, dtype)[:, None, None]
+        elif key not in self._prompt_bias:
             position = self.position_ids.view(-1).index_select(0, bucket.row_index).view(bucket.prompts, -1, 1)
             place = torch.arange(bucket.places, device=self.device)
             hidden = (place >= bucket.lengths.view(-1, 1, 1)) | (position - place >= window)

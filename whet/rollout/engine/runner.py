@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.models.load import LoadedModel
 from whet.ops.uniform import address_key
@@ -47,8 +47,9 @@ class Runner:
         module = loaded.module
         self.loaded = loaded
         self.device = next(module.parameters()).device
-        self._trunk, self._head = module.get_decoder(), module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
-        self.vocabulary = int(self._head.weight.shape[0])
+        self._trunk: nn.Module = module.get_decoder()  # pyright: ignore[reportAttributeAccessIssue]
+        self._head: nn.Module = module.get_output_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
+        self.vocabulary = int(self._head.weight.shape[0])  # pyright: ignore
         self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
         self.own = KVStore()
         self.stores: dict[int, KVStore] = {}

@@ -61,7 +61,9 @@ def make_plan(sampling: Sampling) -> Plan:
     return Plan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
 
 
-def sample_rows(logits: Tensor, plan: Plan, *, keys: Tensor, position: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+def sample_rows(
+    logits: Tensor, plan: Plan, *, keys: Tensor, position: Tensor, seen: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Draws one token for each row.
 
     Args: logits [n, V]. plan: shared by the rows. keys: Long [n], address keys. position: Long [n], completion tokens
@@ -132,11 +134,13 @@ def check_request(request: Request, *, vocabulary: int, positions: int | None, d
     if s.max_tokens < 1:
         raise EngineError(f"{name}: max_tokens {s.max_tokens} must be at least 1")
     if not 0 <= request.offset < length:
-        raise EngineError(f"{name}: offset {request.offset} must be in 0..{length - 1}: its {length} tokens include them")
+        raise EngineError(
+            f"{name}: offset {request.offset} must be in 0..{length - 1}: its {length} tokens include them"
+        )
     if positions is not None and length + s.max_tokens > positions:
         raise EngineError(
-            f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model has "
-            f"{positions} positions; shorten the prompt or max_tokens"
+            f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "
+            f"has {positions} positions; shorten the prompt or max_tokens"
         )
     low, high = int(request.tokens.min()), int(request.tokens.max())
     if low < 0 or high >= vocabulary:

@@ -67,7 +67,9 @@ class Task:
             id=self.request.id,
             tokens=np.concatenate([np.zeros(0, np.int32), *(p.tokens for p in parts)]).astype(np.int32),
             logprobs=np.concatenate([np.zeros(0, np.float32), *(p.logprobs for p in parts)]).astype(np.float32),
-            versions=np.concatenate([np.zeros(0, np.int32), *(np.full(len(p.tokens), p.version, np.int32) for p in parts)]),
+            versions=np.concatenate(
+                [np.zeros(0, np.int32), *(np.full(len(p.tokens), p.version, np.int32) for p in parts)]
+            ),
             finish_reason=reason,
             logits=np.concatenate(logits) if logits else None,
         )
@@ -103,12 +105,12 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises EngineError for a request that would not fit in an empty cache."""
-        needed = bucket_length(len(request.tokens)) + request.sampling.max_tokens
-        if self.kv_cache_tokens is not None and needed > self.kv_cache_tokens:
+        row, new = bucket_length(len(request.tokens)), request.sampling.max_tokens
+        if self.kv_cache_tokens is not None and row + new > self.kv_cache_tokens:
             raise EngineError(
-                f"request {request.id} can never fit: {len(request.tokens)} prompt tokens (a row of "
-                f"{bucket_length(len(request.tokens))}) + {request.sampling.max_tokens} new tokens = {needed}, the cache holds "
-                f"{self.kv_cache_tokens}; raise kv_cache_tokens, or shorten the prompt or max_tokens"
+                f"request {request.id} can never fit: {len(request.tokens)} prompt tokens (a row of {row}) + {new} new "
+                f"tokens = {row + new}, the cache holds {self.kv_cache_tokens}; raise kv_cache_tokens, or shorten the "
+                "prompt or max_tokens"
             )
 
     def add(self, tasks: Sequence[Task]) -> None:
@@ -118,7 +120,9 @@ class Scheduler:
             size = (t.left, len(t.request.tokens))
             longest[t.request.group] = max(longest.get(t.request.group, (0, 0)), size)
         first = {g: i for i, g in enumerate(longest)}
-        self.queue.extend(sorted(tasks, key=lambda t: (*(-x for x in longest[t.request.group]), first[t.request.group])))
+        self.queue.extend(
+            sorted(tasks, key=lambda t: (*(-x for x in longest[t.request.group]), first[t.request.group]))
+        )
 
     def resume(self, tasks: Sequence[Task]) -> None:
         """Puts tasks that had been let in back to the front."""
@@ -130,7 +134,9 @@ class Scheduler:
         self.queue = deque(t for t in self.queue if t.request.id not in ids)
         return out
 
-    def admit(self, *, live: int, longest: int, prefixes: dict[tuple[int, bytes], Prefix], idle: int) -> list[tuple[Task, Prefix]]:
+    def admit(
+        self, *, live: int, longest: int, prefixes: dict[tuple[int, bytes], Prefix], idle: int
+    ) -> list[tuple[Task, Prefix]]:
         """Lets tasks in, first come first served, while slots and memory last.
 
         Waits until `idle` slots are free at once, so that prompts are prefilled together.

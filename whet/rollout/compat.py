@@ -1,0 +1,192 @@
+"""A user's rollout class with Tunix's BaseRollout methods, as an engine.
+
+Such a class takes text and returns text, tokens and perhaps logprobs, for a whole batch at once. So prompt ids are
+decoded here, and what comes back is cut at the stop token and stamped with the policy version.
+Left out on purpose: addressed draws and aborting, which that interface has no words for; sampling fields it does not
+know are refused, not dropped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import numpy as np
+from torch import Tensor
+
+from whet.errors import EngineError
+from whet.rollout.base import EngineCaps, Output, Request, Sampling, aborted
+
+__all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput"]
+
+
+BEYOND = ("forbidden_ids", "min_p", "min_tokens", "repetition_penalty", "return_logits", "stop")
+"""Fields of Sampling that Tunix's RolloutConfig has no name for."""
+
+
+class RolloutOutput(Protocol):
+    """What generate returns; the names are Tunix's."""
+
+    text: Sequence[str]
+    tokens: Sequence[Any]
+    """Int [C] for each prompt, unpadded."""
+    logprobs: Sequence[Any] | None
+    """Float [C] for each prompt, or None."""
+    left_padded_prompt_tokens: Any
+
+
+class BaseRollout(Protocol):
+    """The methods that a user's rollout class has; the names are Tunix's."""
+
+    def generate(self, prompts: list[str], rollout_config: Any) -> RolloutOutput:
+        """One completion for each prompt."""
+        ...
+
+    def update_params(self, params: Any) -> None:
+        """Takes new weights: an iterator of (name, tensor)."""
+        ...
+
+    def pad_id(self) -> int:
+        """The pad token."""
+        ...
+
+    def eos_id(self) -> int:
+        """The end token."""
+        ...
+
+    def model(self) -> Any:
+        """The model, where there is one."""
+        ...
+
+
+class BaseRolloutAdapter:
+    """Makes an engine of a BaseRollout.
+
+    Args: rollout: an object, or a class or functools.partial, called without arguments. decode: prompt ids -> text.
+        rollout_config: given to generate with the Sampling's values set (a dataclass with Tunix's field names); None =
+            a plain object with these names. Its return_logprobs says whether logprobs come back: where they do not,
+            they are 0 and caps.logprobs is False.
+
+    Example: `BaseRolloutAdapter(MyRollout, decode=tokenizer.decode)`.
+    """
+
+    def __init__(
+        self,
+        rollout: BaseRollout | Callable[[], BaseRollout],
+        *,
+        decode: Callable[[Sequence[int]], str],
+        rollout_config: Any = None,
+    ) -> None:
+        build = isinstance(rollout, type | functools.partial)
+        self._rollout: BaseRollout = rollout() if build else rollout  # pyright: ignore
+        self._decode, self._config = decode, rollout_config
+        logprobs = rollout_config is not None and bool(rollout_config.return_logprobs)
+        self.caps = EngineCaps(logprobs=logprobs, stop_strings=False)
+        self._queue: deque[Request] = deque()
+        self.version = 0
+        """The policy version stamped on what is drawn now."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. Raises EngineError: an id in flight, an offset, or a sampling field without a Tunix name."""
+        ids = {r.id for r in self._queue}
+        plain = Sampling()
+        for r in requests:
+            if r.id in ids:
+                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+            ids.add(r.id)
+            if r.offset:
+                raise EngineError(f"request {r.id}: offset {r.offset}; a BaseRollout can't go on with a completion")
+            for name in BEYOND if self._config is None else ("return_logits",):
+                value = vars(r.sampling)[name]
+                if value != vars(plain)[name]:
+                    raise EngineError(
+                        f"request {r.id}: {name} {value!r} is not something a BaseRollout knows; leave it out"
+                    )
+        self._queue.extend(requests)
+
+    def poll(self, timeout_s: float | None = None) -> list[Output]:
+        """Generates for all requests that share the first one's Sampling; [] = nothing in flight.
+
+        Raises: EngineError: as many completions came back as there are not prompts, an empty one, or no logprobs.
+        """
+        if not self._queue:
+            return []
+        sampling = self._queue[0].sampling
+        batch = [r for r in self._queue if r.sampling == sampling]
+        self._queue = deque(r for r in self._queue if r.sampling != sampling)
+        out = self._rollout.generate(
+            [self._decode(r.tokens.tolist()) for r in batch], rollout_config=tunix_config(sampling, self._config)
+        )
+        if len(out.tokens) != len(batch):
+            raise EngineError(f"generate returned {len(out.tokens)} completions for {len(batch)} prompts")
+        if self.caps.logprobs and out.logprobs is None:
+            raise EngineError("generate returned logprobs None; return them, or set return_logprobs=False")
+        return [self._output(r, i, out) for i, r in enumerate(batch)]
+
+    def _output(self, request: Request, i: int, out: RolloutOutput) -> Output:
+        """One completion, cut at its first stop token."""
+        tokens = np.asarray(out.tokens[i]).astype(np.int32)[: request.sampling.max_tokens]
+        stops = np.flatnonzero(np.isin(tokens, request.sampling.stop_ids))
+        tokens = tokens[: stops[0] + 1] if len(stops) else tokens
+        if len(tokens) == 0:
+            raise EngineError(f"generate returned no tokens for request {request.id}; the stop token belongs to them")
+        logprobs = np.zeros(len(tokens), np.float32)
+        if self.caps.logprobs and out.logprobs is not None:
+            logprobs = np.asarray(out.logprobs[i]).astype(np.float32)[: len(tokens)]
+            if len(logprobs) != len(tokens):
+                raise EngineError(f"request {request.id}: {len(logprobs)} logprobs for {len(tokens)} tokens")
+        return Output(
+            id=request.id,
+            tokens=tokens,
+            logprobs=logprobs,
+            versions=np.full(len(tokens), self.version, np.int32),
+            finish_reason="stop" if len(stops) else "length",
+        )
+
+    def abort(self, ids: Iterable[int]) -> list[Output]:
+        """Takes requests out of the queue, with nothing made. Returns: their Outputs."""
+        gone = set(ids)
+        out = [r for r in self._queue if r.id in gone]
+        self._queue = deque(r for r in self._queue if r.id not in gone)
+        return [aborted(r) for r in out]
+
+    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Takes a new policy version; weights go to update_params."""
+        if weights is not None:
+            self._rollout.update_params(weights)
+        self.version = version
+
+    def sleep(self) -> None:
+        """Nothing to free that this interface can name."""
+
+    def wake(self) -> None:
+        """Nothing to undo."""
+
+    def close(self) -> None:
+        """Forgets what waits."""
+        self._queue.clear()
+
+
+def tunix_config(sampling: Sampling, config: Any = None) -> Any:
+    """A Sampling under Tunix's field names.
+
+    Args: sampling: of a request. config: a dataclass to copy; None = a plain object.
+    Returns: the copy, or the object, with the Sampling's values.
+
+    >>> tunix_config(Sampling(max_tokens=5, top_k=0)).top_k is None
+    True
+    """
+    values: dict[str, Any] = {
+        "max_tokens_to_generate": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or None,
+        "eos_tokens": tuple(sampling.stop_ids) or None,
+    }
+    if config is not None:
+        return dataclasses.replace(config, **values)
+    return SimpleNamespace(**values, seed=None, return_logprobs=False)
