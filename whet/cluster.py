@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from whet.models.precision import compute_dtype
 from whet.observe.buffer import MetricsBuffer
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
-from whet.parallel.checkpoint import find_checkpoint, publish, read_state, sweep
+from whet.parallel.checkpoint import checkpoints, find_checkpoint, publish, read_state, sweep
 from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling
@@ -426,6 +427,12 @@ class RLCluster:
             sweep(root)
         return find_checkpoint(resume, root)
 
+    def discard_checkpoints(self, root: Path | None, *, after: int) -> None:
+        """Removes the checkpoints of steps that a run resumed before them will take anew."""
+        for folder in [] if root is None else checkpoints(root):
+            if int(folder.name.removeprefix("step-")) > after:
+                shutil.rmtree(folder)
+
     def save_checkpoint(self, root: Path, step: int, state: Mapping[str, Any], *, keep: int | None) -> Path:
         """Writes every trained role and the run's own state as one checkpoint folder."""
 
@@ -433,6 +440,7 @@ class RLCluster:
             for role, trainer in self._trainers.items():
                 (folder / role.value).mkdir()
                 trainer.worker.save(folder / role.value)
+                self.tokenizer.save_pretrained(folder / role.value)
             own = {"next_id": self._next_id, "calls": self._calls, "updates": self._updates()}
             torch.save({**state, "cluster": own}, folder / "run.pt")
 

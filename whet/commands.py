@@ -31,14 +31,19 @@ def grpo(config: RunConfig) -> dict[str, Any]:
         with folder= and seed= and returning the folder of the model that it made there.
     Returns: the summary that is written to summary.json.
     """
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
     started = time.monotonic()
     config = _with_run_dir(config)
     folder = Path(config.trainer.run_dir or "")
     log.info("run folder: %s", folder)
     config = _with_model(config, folder)
     learner, train_ds, eval_ds = build(config)
-    run = learner.train(train_ds, eval_ds)
-    learner.cluster.close()
+    try:
+        run = learner.train(train_ds, eval_ds)
+    finally:
+        learner.cluster.close()
     summary = summarise(run, config, time.monotonic() - started)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot_curves(run.rows, folder / "curves.png")

@@ -217,9 +217,13 @@ class ModelWorker:
             yield name, p.detach()
 
     def save(self, folder: Path) -> None:
-        """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version."""
+        """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
+
+        The weights lie under the module's own names beside its config.json, so transformers loads the folder too.
+        """
         masters = None if self.optim is None else self.optim.masters_by_name()
         save_state(self.module, folder / "model.safetensors", masters)
+        self.module.config.save_pretrained(folder)
         state: dict[str, Any] = {"version": self.version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")

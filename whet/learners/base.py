@@ -20,7 +20,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode
-from whet.learners.report import rollout_metrics
+from whet.learners.report import rewarded_metrics
 from whet.learners.run import Run
 from whet.metrics import Metric, merge
 from whet.rewards.manager import Rewarded, resolve_reward_manager
@@ -106,7 +106,7 @@ class RLLearner:
             texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
             self.scored = self.reward_manager(groups, texts, mode=mode)
         batch = TokenBatch.from_groups(self.scored.groups, self.scored.total)
-        self.metrics = merge(self.metrics, self.scored.metrics, rollout_metrics(self.scored.groups))
+        self.metrics = merge(self.metrics, rewarded_metrics(self.scored))
         return self.masked(batch)
 
     def masked(self, batch: TokenBatch) -> TokenBatch:

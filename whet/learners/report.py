@@ -17,7 +17,7 @@ from whet.types import Group, TokenBatch
 if TYPE_CHECKING:
     from whet.rewards.manager import Rewarded
 
-__all__ = ["advantage_metrics", "completion_columns", "rollout_metrics", "spread"]
+__all__ = ["advantage_metrics", "completion_columns", "rewarded_metrics", "rollout_metrics", "spread"]
 
 
 def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, Metric]:
@@ -38,6 +38,12 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
         label("max"): Max(float(values.max())),
         label("min"): Min(float(values.min())),
     }
+
+
+def rewarded_metrics(rewarded: Rewarded) -> dict[str, Metric]:
+    """Rewards and completions of a batch: what training and evaluation both log."""
+    applied = rewarded.total[~np.isnan(rewarded.total)]
+    return {**rewarded.metrics, **spread("rewards/score", applied), **rollout_metrics(rewarded.groups)}
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:

@@ -28,7 +28,7 @@ from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream, is_batch
 from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
-from whet.learners.report import completion_columns, rollout_metrics, spread
+from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Metric, flat, merge
 from whet.observe.environment import environment
 from whet.observe.loggers import Loggers
@@ -58,6 +58,8 @@ class Run:
         self.stream = None if train_ds is None else self._stream(train_ds)
         self.eval_ds = eval_ds
         self.folder: RunFolder | None = None
+        self.loggers: Loggers | None = None
+        self.progress: Progress | None = None
         self.tokens = 0
         self._eval_prompts: list[Prompt] | None = None
 
@@ -96,6 +98,14 @@ class Run:
 
     def __enter__(self) -> Run:
         """Opens the run folder, resumes where asked, starts the loggers and the progress bar."""
+        try:
+            self._open()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def _open(self) -> None:
         c = self.config
         self.settings = self._settings()
         checkpoint = None
@@ -106,7 +116,8 @@ class Run:
         if checkpoint is not None:
             self._restore(checkpoint)
         if c.run_dir is not None:
-            self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self.step)
+            nothing = -1 if checkpoint is None else self.step
+            self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else nothing)
             self.folder.write_config(self.settings)
             self.folder.write_json("environment.json", {**environment(), "compute_dtype": self.cluster.dtypes})
             self.rows = self.folder.rows()
@@ -123,7 +134,6 @@ class Run:
         self.progress = Progress(total, description=c.pbar_description, start=self.step)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
-        return self
 
     @property
     def checkpoint_root(self) -> Path | None:
@@ -179,6 +189,7 @@ class Run:
         self._store(step, Mode.TRAIN, rewarded, batch)
         shown = {n: row[n] for n in self.cluster.actor_trainer.displayed if n in row}
         speed = row["perf/tokens_per_second"]
+        assert self.progress is not None
         self.progress.update(step, reward=row.get("reward", float("nan")), tokens_per_s=speed, shown=shown)
         if self.eval_ds is not None and self.config.eval_every_n_steps and step % self.config.eval_every_n_steps == 0:
             self.evaluate(step)
@@ -190,7 +201,8 @@ class Run:
         self.rows.append(full)
         if self.folder is not None:
             self.folder.log(step=step, mode=mode.value, version=self.cluster.actor.version, values=row)
-        self.loggers.log(step, row, mode.value)
+        if self.loggers is not None:
+            self.loggers.log(step, row, mode.value)
 
     def _store(self, step: int, mode: Mode, rewarded: Rewarded, batch: TokenBatch) -> None:
         """Writes the completions of a step."""
@@ -216,7 +228,7 @@ class Run:
             texts = [[cluster.decode(c.tokens) for c in g.completions] for g in groups]
             rewarded = learner.reward_manager(groups, texts, mode=Mode.EVAL)
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
-        metrics = merge(rewarded.metrics, rollout_metrics(rewarded.groups))
+        metrics = rewarded_metrics(rewarded)
         best = np.array([np.nanmax(rewarded.total[i : i + generations]) for i in range(0, len(rewarded.total), generations)])
         metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best) if generations > 1 else {})
         row = {**flat(metrics), **cluster.take_metrics(step, Mode.EVAL), "time/eval": time.monotonic() - started}
@@ -261,6 +273,7 @@ class Run:
         assert self.stream is not None
         self.stream.restore(state["stream"])
         self.step, self.tokens = state["step"], state["tokens"]
+        self.cluster.discard_checkpoints(self.checkpoint_root, after=self.step)
         _set_random_state(state["random"])
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
 
@@ -284,10 +297,15 @@ class Run:
             if kind is None:
                 self._finish()
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self.progress is not None:
             self.progress.__exit__()
+        if self.loggers is not None:
             self.loggers.close()
-            if self.folder is not None:
-                self.folder.close()
+        if self.folder is not None:
+            self.folder.close()
 
     def _finish(self) -> None:
         for trainer in self.cluster.trainers.values():

@@ -58,7 +58,8 @@ def setup_logging(level: int = logging.INFO) -> None:
         handler: logging.Handler = RichHandler(console=_console(), show_path=False, markup=False)
     else:
         handler = logging.StreamHandler()
-    logging.basicConfig(level=level if first else logging.ERROR, handlers=[handler], format="%(message)s", force=True)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s", force=True)
+    logging.getLogger("whet").setLevel(level if first else logging.ERROR)
 
 
 class Progress:
