@@ -2,7 +2,8 @@
 
 Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n its sequences.
 A sequence stays whole. A group's sequences share one copy of their prefix; where a group is over the token budget it is
-split, and each part repeats the prefix. The plan depends on lengths alone, never on the clock.
+split, and each part repeats the prefix. A completion's last token predicts nothing, so it is not run.
+The plan depends on lengths alone, never on the clock.
 Left out on purpose: columns such as advantages; `MicroBatch.index` says where a token's columns are.
 """
 
@@ -27,8 +28,8 @@ __all__ = ["MicroBatch", "plan_micro_batches"]
 class MicroBatch:
     """One forward pass: what goes in, and where each target is. Integers only; places count over input_ids flattened.
 
-    Example: prompt [5, 6], completions [7, 2] and [8, 2], packed: input_ids [[5, 6, 7, 2, 8, 2]],
-    rows [1, 2, 1, 4], targets [7, 2, 8, 2], index [0, 1, 2, 3], sequence [0, 0, 1, 1], position [0, 1, 0, 1].
+    Example: prompt [5, 6], completions [7, 2] and [8, 2], packed: input_ids [[5, 6, 7, 8]],
+    rows [1, 2, 1, 3], targets [7, 2, 8, 2], index [0, 1, 2, 3], sequence [0, 0, 1, 1], position [0, 1, 0, 1].
     """
 
     input_ids: Tensor
@@ -50,7 +51,7 @@ class MicroBatch:
     sequences: Tensor
     """Long [n]: which sequences of the TokenBatch these are."""
     spans: Tensor
-    """Long [n 4]: of each sequence the place and length of its prefix, then of its completion."""
+    """Long [n 4]: place and length of each sequence's prefix, then of its completion but for the last token."""
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +84,16 @@ def plan_micro_batches(
         device: of the tensors.
     Returns: the micro-batches, largest first.
     Raises: ConfigError: a budget below 1. DataError: an empty prefix, which leaves a first token that nothing predicts.
+
+    >>> from whet.types import TrainExample
+    >>> two = torch.ones(2, 2, dtype=torch.bool)
+    >>> batch = TokenBatch.from_padded(TrainExample(
+    ...     prompt_ids=torch.tensor([[5, 6], [5, 6]]), prompt_mask=two,
+    ...     completion_ids=torch.tensor([[7, 2], [8, 2]]), completion_mask=two, advantages=torch.ones(2)))
+    >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=100)]
+    [[[5, 6, 7, 8]]]
+    >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=3)]  # each part has the prefix
+    [[[5, 6, 7]], [[5, 6, 8]]]
     """
     for name, value in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
         if value is not None and value < 1:
@@ -92,7 +103,7 @@ def plan_micro_batches(
         raise DataError(
             f"sequence {int(np.argmin(prefix_lengths))} has an empty prefix; a prompt needs at least one token"
         )
-    lengths = batch.lengths.numpy()
+    lengths = batch.lengths.numpy() - 1  # without the last token
     most = max_sequences or len(lengths)
     if not packable:
         bins = _padded_bins(prefix_lengths + lengths, max_tokens, most)
@@ -153,15 +164,16 @@ def _packed(batch: TokenBatch, units: Sequence[_Unit]) -> MicroBatch:
     place = 0
     for unit in units:
         prefix = batch.prefix(unit.sequences[0]).numpy()
-        completions = [tokens[starts[i] : ends[i]] for i in unit.sequences]
+        completions = [tokens[starts[i] : ends[i] - 1] for i in unit.sequences]
         root, at = len(lengths), place + len(prefix)
         lengths.append(len(prefix))
         parents.append(-1)
         for c in completions:
             spans.append((place, len(prefix), at, len(c)))
             at += len(c)
-            lengths.append(len(c))
-            parents.append(root)
+            if len(c):
+                lengths.append(len(c))
+                parents.append(root)
         if len(completions) == 1:
             lengths[root:], parents[root:] = [len(prefix) + len(completions[0])], [-1]
         ids += [prefix, *completions]
@@ -175,7 +187,7 @@ def _padded(batch: TokenBatch, sequences: list[int]) -> MicroBatch:
     """Right-padded rows of prompt and completion."""
     tokens, ends = batch.tokens.numpy(), batch.ends.tolist()
     starts = [0, *ends[:-1]]
-    parts = [(batch.prefix(i).numpy(), tokens[starts[i] : ends[i]]) for i in sequences]
+    parts = [(batch.prefix(i).numpy(), tokens[starts[i] : ends[i] - 1]) for i in sequences]
     width = max(len(p) + len(c) for p, c in parts)
     ids = np.zeros((len(parts), width), dtype=np.int64)
     mask, spans = np.zeros_like(ids), []
@@ -197,20 +209,19 @@ def _micro(
 ) -> MicroBatch:
     """The targets of these sequences: the first is predicted by the prefix's last token, others by the one before."""
     table = np.array(spans, dtype=np.int64)  # [n 4]
-    lengths = table[:, 3]
+    lengths = table[:, 3] + 1
     sequence = np.repeat(np.arange(len(table)), lengths)
     position = np.arange(len(sequence)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    own = table[sequence, 2] + position
-    rows = np.where(position == 0, table[sequence, 0] + table[sequence, 1] - 1, own - 1)
-    starts = (batch.ends - batch.lengths).numpy()[np.asarray(sequences)]
+    rows = np.where(position == 0, table[sequence, 0] + table[sequence, 1], table[sequence, 2] + position) - 1
+    index = (batch.ends - batch.lengths).numpy()[np.asarray(sequences)][sequence] + position
     tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x))
     return MicroBatch(
         input_ids=tensor(ids),
         layout=layout,
         attention_mask=mask,
         rows=tensor(rows),
-        targets=tensor(ids.reshape(-1)[own]),
-        index=tensor(starts[sequence] + position),
+        targets=tensor(batch.tokens.numpy()[index]),
+        index=tensor(index),
         sequence=tensor(sequence),
         position=tensor(position),
         sequences=torch.tensor(sequences),

@@ -203,6 +203,8 @@ def whet_attn(
     Returns: ([B T H D], None).
     Raises: ConfigError: no layout, a mask, dropout, or a keyword that this function does not know: it may change
         what a token sees.
+
+    Example: `model.set_attn_implementation("whet")`, after which the model's forward takes `whet_layout=`.
     """
     if whet_layout is None:
         raise ConfigError(

@@ -43,6 +43,8 @@ def token_stats(
         support: the sampler's distribution. entropy: also the entropies.
     Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), or a critic's values; in fp32 or float64.
     Raises: ConfigError: a packed micro-batch for a model that can't take a layout.
+
+    Example: `[token_stats(loaded, m) for m in plan_micro_batches(batch, max_tokens=4096, packable=loaded.packable)]`.
     """
     if micro.layout is not None and not loaded.packable:
         raise ConfigError(
@@ -57,6 +59,8 @@ def model_stats(
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
     Args: module: the root. head: its head. The others and the result as in token_stats.
+
+    Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
     """
     layer = module.get_output_embeddings()
     if head.kind == "value":

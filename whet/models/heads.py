@@ -43,6 +43,11 @@ def detect_head(module: nn.Module) -> Head:
 
     Args: module: a causal language model of transformers, on any device.
     Returns: its Head. The ramp is logarithmic up to 1e4, since a short linear one does not saturate a soft-cap.
+
+    >>> from transformers import CohereConfig, CohereForCausalLM
+    >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8, pad_token_id=0)
+    >>> detect_head(CohereForCausalLM(CohereConfig(vocab_size=16, num_hidden_layers=1, logit_scale=0.5, **sizes)))
+    Head(kind='scale', scale=0.5, softcap=None)
     """
     layer, trunk = module.get_output_embeddings(), module.get_decoder()
     if type(layer) is not nn.Linear or trunk is module:
@@ -90,6 +95,8 @@ def with_value_head(loaded: LoadedModel, weight: Tensor | None = None) -> Loaded
     V(s) = w · h(s), h the last hidden state of the state s; so V = 0 before the first update.
     Args: loaded: a model, changed in place. weight: [1 D], a value head saved earlier.
     Returns: the critic; its config says so (`whet_value_head`), and that no weights are tied.
+
+    Example: `load_model(path, role="critic")` ends with it.
     """
     module = loaded.module
     old = module.get_output_embeddings()

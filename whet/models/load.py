@@ -65,6 +65,12 @@ def load_model(
         reference (no gradient).
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype or role, nothing to read there, or not a text-only causal language model.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
+    >>> loaded = load_model(LlamaForCausalLM(LlamaConfig(vocab_size=16, num_hidden_layers=1, **sizes)))
+    >>> loaded.packable, loaded.head.kind
+    (True, 'identity')
     """
     if role not in ROLES:
         raise lookup_error("role", role, ROLES)
@@ -105,6 +111,8 @@ def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
 
     Args: loaded: what to save. tokenizer: saved beside it; None = no tokenizer. folder: made where it is missing.
     Returns: the folder.
+
+    Example: `save_model(loaded, tokenizer, "final")`, then `AutoModelForCausalLM.from_pretrained("final")`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

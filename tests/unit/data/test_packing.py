@@ -30,12 +30,12 @@ def test_the_example_of_the_docs():
     )
     group = Group(prompt=Prompt(tokens=np.array([5, 6]), source=""), completions=completions)
     (micro,) = plan_micro_batches(TokenBatch.from_groups([group], [0.0, 0.0]), max_tokens=100)
-    assert micro.input_ids.tolist() == [[5, 6, 7, 2, 8, 2]]
-    assert (micro.layout.lengths, micro.layout.parents) == ((2, 2, 2), (-1, 0, 0))
-    assert micro.rows.tolist() == [1, 2, 1, 4] and micro.targets.tolist() == [7, 2, 8, 2]
+    assert micro.input_ids.tolist() == [[5, 6, 7, 8]]
+    assert (micro.layout.lengths, micro.layout.parents) == ((2, 1, 1), (-1, 0, 0))
+    assert micro.rows.tolist() == [1, 2, 1, 3] and micro.targets.tolist() == [7, 2, 8, 2]
     assert micro.index.tolist() == [0, 1, 2, 3] and micro.position.tolist() == [0, 1, 0, 1]
     assert micro.sequence.tolist() == [0, 0, 1, 1] and micro.sequences.tolist() == [0, 1]
-    assert micro.spans.tolist() == [[0, 2, 2, 2], [0, 2, 4, 2]]
+    assert micro.spans.tolist() == [[0, 2, 2, 1], [0, 2, 3, 1]]
 
 
 def check(b, micros):
@@ -49,7 +49,7 @@ def check(b, micros):
         for s, (p, pn, c, cn) in zip(m.sequences.tolist(), m.spans.tolist()):
             assert torch.equal(flat[p : p + pn], b.prefix(s))
             end = int(b.ends[s])
-            assert torch.equal(flat[c : c + cn], b.tokens[end - cn : end]) and cn == b.lengths[s]
+            assert torch.equal(flat[c : c + cn], b.tokens[end - cn - 1 : end - 1]) and cn == b.lengths[s] - 1
         before = torch.where(
             m.position == 0,
             torch.stack([b.prefix(s)[-1] for s in m.sequences.tolist()])[m.sequence],
@@ -85,16 +85,16 @@ def test_every_token_is_a_target_once_within_budget(groups, max_tokens, max_sequ
 def test_a_group_holds_its_prefix_once():
     b = batch((10, [3, 4, 5]), (6, [2, 2]))
     (shared,) = plan_micro_batches(b, max_tokens=1000)
-    assert shared.num_tokens == 10 + 12 + 6 + 4
+    assert shared.num_tokens == 10 + 9 + 6 + 2  # every completion but for its last token
     (separate,) = plan_micro_batches(b, max_tokens=1000, shared_prefix=False)
-    assert separate.num_tokens == 3 * 10 + 12 + 2 * 6 + 4 and set(separate.layout.parents) == {-1}
+    assert separate.num_tokens == 3 * 10 + 9 + 2 * 6 + 2 and set(separate.layout.parents) == {-1}
 
 
 def test_a_group_over_the_budget_splits_and_each_part_repeats_the_prefix():
     b = batch((10, [5, 5, 5, 5]))
-    micros = plan_micro_batches(b, max_tokens=20)
+    micros = plan_micro_batches(b, max_tokens=18)
     check(b, micros)
-    assert [m.num_tokens for m in micros] == [20, 20]
+    assert [m.num_tokens for m in micros] == [18, 18]
 
 
 def test_a_sequence_over_the_budget_goes_alone():
@@ -102,12 +102,12 @@ def test_a_sequence_over_the_budget_goes_alone():
     for packable in (True, False):
         micros = plan_micro_batches(b, max_tokens=16, packable=packable)
         check(b, micros)
-        assert micros[0].num_tokens == 60 and micros[0].sequences.tolist() == [0]
+        assert micros[0].num_tokens == 59 and micros[0].sequences.tolist() == [0]
 
 
 def test_small_groups_fill_a_micro_batch():
-    # 12 groups of 3 + 4 + 3 = 10 tokens in bins of 40: three bins, none wasted
-    b = batch(*[(3, [4, 3])] * 12)
+    # 12 groups of 3 + 4 + 3 = 10 tokens that are run, in bins of 40: three bins, none wasted
+    b = batch(*[(3, [5, 4])] * 12)
     assert [m.num_tokens for m in plan_micro_batches(b, max_tokens=40)] == [40, 40, 40]
 
 
@@ -115,7 +115,7 @@ def test_padded_rows_are_of_like_length():
     b = batch((4, [30, 2, 29, 3]), (4, [28, 1]))
     micros = plan_micro_batches(b, max_tokens=102, packable=False)
     check(b, micros)
-    assert [sorted(m.spans[:, 3].tolist()) for m in micros] == [[28, 29, 30], [1, 2, 3]]
+    assert [sorted(m.spans[:, 3].tolist()) for m in micros] == [[27, 28, 29], [0, 1, 2]]
 
 
 def test_the_plan_is_the_same_every_time():
