@@ -18,7 +18,10 @@ import numpy as np
 from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
 
-__all__ = ["PromptStream", "epoch_order", "is_batch", "unbatch"]
+__all__ = ["PromptStream", "epoch_order", "hold_out", "is_batch", "unbatch"]
+
+HOLD_OUT = 2**32
+"""Stands for the epoch in the draw of held-out rows, so that it is no epoch's order."""
 
 Encode = Callable[[Any, int], Any]
 """(row, its place in the data set) -> what batches are made of, or None to leave it out."""
@@ -40,10 +43,38 @@ def epoch_order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.argsort(draws, kind="stable")
 
 
+def hold_out(rows: Any, fraction: float, seed: int) -> tuple[list[Any], list[Any]]:
+    """Cuts a share of the rows off for evaluation: a draw from the seed alone, each part in data-set order.
+
+    Args: rows: with a length. fraction: in (0, 1); at least one row, rounded. seed: of the draw, 0 or more.
+    Returns: the rows to train on, and those held out.
+    Raises: ConfigError: a fraction out of range, rows without a length. DataError: nothing left to train on.
+
+    >>> train, held = hold_out(list(range(10)), 0.2, seed=0)
+    >>> len(train), len(held), sorted(train + held) == list(range(10))
+    (8, 2, True)
+    """
+    if not 0 < fraction < 1:
+        raise ConfigError(f"a held-out share of {fraction} is out of range; give more than 0 and less than 1")
+    if not _has_places(rows):
+        raise ConfigError("rows without a length can't be held out; give evaluation data of their own")
+    count = max(1, round(fraction * len(rows)))
+    if count >= len(rows):
+        raise DataError(
+            f"holding {count} of {len(rows)} rows out leaves none to train on; bring more, or hold out fewer"
+        )
+    held = set(epoch_order(len(rows), seed, HOLD_OUT)[:count].tolist())
+    parts: tuple[list[Any], list[Any]] = ([], [])
+    for place in range(len(rows)):
+        parts[place in held].append(rows[place])
+    return parts
+
+
 def unbatch(batch: Mapping[str, Any], prompt_column: str | None = None) -> list[dict[str, Any]]:
     """The rows of a batch; columns with more dimensions keep the inner ones.
 
-    Args: batch: column -> one value per prompt, as a list or array. prompt_column: None = prompt, prompts or messages.
+    Args: batch: column -> one value per prompt, as a list or array. prompt_column: as for
+        find_prompt_column.
     Raises: DataError: a column of another length than the prompts'.
 
     >>> unbatch({"prompts": ["a", "b"], "answer": [1, 2]})
@@ -93,7 +124,7 @@ class PromptStream:
             num_epochs: None = without end (an iterator that can be read once ends all the same).
             last_batch: what becomes of a batch with fewer prompts than the others: "drop" or "keep".
             encode: applied to each row, e.g. a PromptEncoder; rows with a length are encoded at once, others as read.
-            prompt_column: tells ready-made batches from rows; None = prompt, prompts or messages.
+            prompt_column: tells ready-made batches from rows; as for find_prompt_column.
 
         Raises:
             ConfigError: a setting out of range, shuffle=True where there is no length, more epochs of an iterator.

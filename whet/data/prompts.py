@@ -20,7 +20,7 @@ __all__ = ["LongPrompt", "PromptEncoder", "encode_prompts", "find_prompt_column"
 
 LongPrompt = Literal["error", "truncate_left", "drop"]
 """What becomes of a prompt over the limit."""
-PROMPT_COLUMNS = ("prompt", "prompts", "messages")
+PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question")
 """Names of the prompt column, in the order of preference."""
 IMAGE_COLUMNS = ("image", "images")
 GIVEN = ("completions", "completion_ids", "mode", "prompts", "trajectory_ids")
@@ -30,7 +30,8 @@ GIVEN = ("completions", "completion_ids", "mode", "prompts", "trajectory_ids")
 def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None) -> str:
     """The column that holds the prompts.
 
-    Args: columns: what a row has. prompt_column: the one to take; None = prompt, else prompts, else messages.
+    Args: columns: what a row has. prompt_column: the one to take; None = prompt, prompts, messages or
+        question, whichever is there, in this order.
     Raises: DataError: it is not there; the message lists the columns and the nearest.
 
     >>> find_prompt_column(["answer", "messages"])
@@ -41,7 +42,7 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None)
     for name in wanted:
         if name in columns:
             return name
-    hint = next((near for word in (*wanted, "question") if (near := nearest(word, columns))), "")
+    hint = next((near for word in wanted if (near := nearest(word, columns))), "")
     raise DataError(
         f"no prompt column ({' or '.join(wanted)}) among the columns {', '.join(columns)}{hint}"
         f"{'' if hint.endswith('?') else ';'} name it in prompt_column"
@@ -75,11 +76,12 @@ class PromptEncoder:
     ) -> None:
         """Args:
             tokenizer: of transformers.
-            prompt_column: None = prompt, else prompts, else messages.
+            prompt_column: None = prompt, prompts, messages or question, the first that is there.
             apply_chat_template: texts become one user turn; messages always go through the template.
             chat_template_kwargs: further arguments of the template, e.g. {"enable_thinking": False}, which is the
                 default; templates ignore what they don't know.
-            system_prompt: put before messages that have no system turn; texts need apply_chat_template for it.
+            system_prompt: put before messages that have no system turn; texts need apply_chat_template for it. None or
+                "" = off.
             max_prompt_length: tokens, template included; None = no limit.
             on_long_prompt: "error"; "truncate_left": the last max_prompt_length tokens stay; "drop".
 
@@ -94,7 +96,7 @@ class PromptEncoder:
         self.prompt_column = prompt_column
         self.apply_chat_template = apply_chat_template
         self.chat_template_kwargs = {"enable_thinking": False, **(chat_template_kwargs or {})}
-        self.system_prompt = system_prompt
+        self.system_prompt = system_prompt or None
         self.max_prompt_length = max_prompt_length
         self.on_long_prompt = on_long_prompt
         self.counts = {"encoded": 0, "dropped": 0, "truncated": 0}

@@ -13,6 +13,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import logging
 import math
 import reprlib
 import threading
@@ -28,6 +29,7 @@ from whet.errors import ConfigError, RewardError, nearest
 
 __all__ = ["OnError", "RewardFn", "RewardInputs", "call_rewards", "checked_rewards", "function_name", "keywords"]
 
+LOG = logging.getLogger(__name__)
 RewardFn = Callable[..., Any]
 LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to say which functions were late."""
@@ -151,6 +153,7 @@ def checked_rewards(
     if problem is not None:
         if on_error == "raise":
             raise RewardError(problem)
+        LOG.warning("%s; counted as not applicable", problem)
         return np.full(len(ids), math.nan), len(ids)
     items = value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else list(value)
     rewards, wrong = np.full(len(ids), math.nan), 0
@@ -159,18 +162,21 @@ def checked_rewards(
             continue
         try:
             number = math.nan if isinstance(item, str | bytes) else float(item)
-        except (TypeError, ValueError, OverflowError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):
             number = math.nan
         if math.isfinite(number):
             rewards[i] = number
             continue
+        row, _, generation = ids[i].rpartition("_")
+        problem = (
+            f"reward function {name} returned {reprlib.repr(item)} for row {row}, generation {generation} (entry {i}); "
+            "return a finite number, or None where it does not apply"
+        )
         if on_error == "raise":
-            row, _, generation = ids[i].rpartition("_")
-            raise RewardError(
-                f"reward function {name} returned {reprlib.repr(item)} for row {row}, generation {generation} "
-                f"(entry {i}); return a finite number, or None where it does not apply"
-            )
+            raise RewardError(problem)
         wrong += 1
+    if problem is not None:
+        LOG.warning("%s; %d such entries counted as not applicable", problem, wrong)
     return rewards, wrong
 
 
@@ -235,6 +241,7 @@ def call_rewards(
         elif on_error == "raise":
             raise value
         else:
+            LOG.warning("%s; counted as not applicable", value)
             rewards[name], errors[name] = np.full(len(inputs.prompts), math.nan), len(inputs.prompts)
     return rewards, errors
 

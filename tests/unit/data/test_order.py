@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from whet.data.order import PromptStream, epoch_order, unbatch
+from whet.data.order import PromptStream, epoch_order, hold_out, unbatch
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError
@@ -236,3 +236,18 @@ def test_the_log_line_tells_order_size_and_what_a_resume_does():
     )
     assert "a resume reads and skips" in PromptStream(Stream(4), batch_size=2).describe()
     assert "ready-made batches of 2" in PromptStream(Batches([2])).describe()
+
+
+def test_held_out_rows_are_a_draw_from_the_seed_and_in_neither_part_twice():
+    train, held = hold_out(rows(20), 0.25, seed=3)
+    assert (len(train), len(held)) == (15, 5)
+    assert sorted(r["answer"] for r in train + held) == list(range(20))
+    assert ids([train]) == [sorted(ids([train])[0])] and held == hold_out(rows(20), 0.25, seed=3)[1]
+    assert held != hold_out(rows(20), 0.25, seed=4)[1]
+    assert len(hold_out(rows(20), 0.01, seed=0)[1]) == 1
+    with pytest.raises(DataError, match="holding 1 of 1 rows out leaves none"):
+        hold_out(rows(1), 0.5, seed=0)
+    with pytest.raises(ConfigError, match=r"share of 1\.5"):
+        hold_out(rows(4), 1.5, seed=0)
+    with pytest.raises(ConfigError, match="without a length"):
+        hold_out(Stream(4), 0.5, seed=0)

@@ -19,6 +19,8 @@ def text(tokenizer):
 def test_prompt_column_is_found_in_order_of_preference():
     assert find_prompt_column(["messages", "prompts", "prompt"]) == "prompt"
     assert find_prompt_column(["messages", "prompts"]) == "prompts"
+    assert find_prompt_column(["question", "messages"]) == "messages"
+    assert find_prompt_column(["answer", "question"]) == "question"
     assert find_prompt_column(["q", "prompt"], "q") == "q"
 
 
@@ -26,7 +28,7 @@ def test_prompt_column_is_found_in_order_of_preference():
     ("columns", "wanted", "says"),
     [
         (["promt", "a"], None, "did you mean promt?"),
-        (["questions"], None, "did you mean questions?"),
+        (["questions"], None, "did you mean question"),
         (["a"], "b", "columns a; name it"),
     ],
 )
@@ -68,6 +70,7 @@ def test_a_row_keeps_its_own_system_turn(tokenizer, text):
     own = [{"role": "system", "content": "B"}, {"role": "user", "content": "c"}]
     assert text(encode({"prompt": own})).startswith("<|im_start|>system\nB<")
     assert text(encode({"prompt": own[1:]})).startswith("<|im_start|>system\nA<")
+    assert text(PromptEncoder(tokenizer, system_prompt="")({"prompt": own[1:]})).startswith("<|im_start|>user")
 
 
 def test_template_arguments_arrive_and_thinking_is_off_unless_asked():

@@ -153,6 +153,7 @@ def test_none_means_not_applicable():
         ([0, "1"], r"f returned '1' for row 7", 1),
         ([0, [1]], r"f returned \[1\] for row 7", 1),
         ([0, 10**400], r"f returned 1000", 1),
+        ([0, torch.ones(2)], r"f returned tensor", 1),
     ],
 )
 def test_what_is_no_reward_is_named_or_counted(value, says, failed):
@@ -293,3 +294,14 @@ def test_what_needs_the_main_thread_is_told_how_to_get_it():
 def test_checked_rewards_is_exact_for_an_empty_batch():
     rewards, wrong = checked_rewards([], [], name="f")
     assert rewards.shape == (0,) and wrong == 0
+
+
+def test_what_is_counted_is_also_logged(caplog):
+    def raises(completions):
+        raise ValueError("gold")
+
+    call_rewards({"a": raises, "b": returns([1]), "c": returns([math.nan, "x"])}, INPUTS, on_error="none")
+    said = " | ".join(record.getMessage() for record in caplog.records)
+    assert len(caplog.records) == 3
+    for words in ("raised ValueError: gold", "returned 1 rewards", "returned 'x' for row 7", "2 such entries"):
+        assert words in said
