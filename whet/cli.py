@@ -50,11 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        from whet.errors import WhetError
+        from whet.errors import ConfigError, WhetError
 
         if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
             raise
-        _say(f"whet {verb}: {error}" if verb in VERBS else f"whet: {error}")
+        text = str(error).replace("\n", "\n  ")
+        who = f"whet {verb}" if verb in VERBS else "whet"
+        _say(f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}", every_rank=not isinstance(error, ConfigError))
         return 2
     return 0
 
@@ -106,9 +108,13 @@ def _print(text: str, end: str = "\n") -> None:
         sys.stdout.write(text + end)
 
 
-def _say(text: str) -> None:
-    if os.environ.get("RANK", "0") == "0":
+def _say(text: str, every_rank: bool = False) -> None:
+    """Writes to stderr; a configuration is wrong on every rank alike, other errors may be one rank's own."""
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
         sys.stderr.write(text + "\n")
+    elif every_rank:
+        sys.stderr.write(f"[rank {rank}] {text}\n")
 
 
 if __name__ == "__main__":

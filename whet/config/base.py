@@ -46,8 +46,13 @@ __all__ = [
 T = TypeVar("T")
 
 
+def _is_bool(value: Any) -> bool:
+    """Python's or numpy's, which is named bool_ or bool after its version."""
+    return type(value).__name__ in ("bool", "bool_")
+
+
 def _int(value: Any) -> int:
-    if isinstance(value, bool) or type(value).__name__ == "bool_":
+    if _is_bool(value):
         raise ValueError(f"expected an integer, got {value!r}")
     try:
         return operator.index(value)
@@ -66,7 +71,7 @@ def _count(value: Any) -> int:
 
 
 def _float(value: Any) -> float:
-    if isinstance(value, bool) or type(value).__name__ == "bool_":
+    if _is_bool(value):
         raise ValueError(f"expected a number, got {value!r}")
     try:
         number = float(value)
@@ -78,7 +83,7 @@ def _float(value: Any) -> float:
 
 
 def _bool(value: Any) -> bool:
-    if isinstance(value, bool) or type(value).__name__ == "bool_":
+    if _is_bool(value):
         return bool(value)
     raise ValueError(f"expected true or false, got {value!r}")
 

@@ -28,6 +28,10 @@ class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars: only true and false are bools, 1e-6 is a float, dates and times stay strings."""
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
+
+
 _REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in found if tag not in _REPLACED]
@@ -43,6 +47,7 @@ for _tag, _pattern, _first in (
     ),
 ):
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
+    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
 
 
 def _parse(text: str, where: str) -> Any:
@@ -185,7 +190,7 @@ def dump(config: Any) -> str:
     timeout_secs: 1200
     enable_async_checkpointing: false
     """
-    return yaml.safe_dump(dump_tree(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(dump_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -216,7 +221,9 @@ def diff(old: Any, new: Any) -> list[str]:
 
 
 def _one_line(value: Any) -> str:
-    return yaml.safe_dump(dump_tree(value), default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    return (
+        yaml.dump(dump_tree(value), Dumper=_Dumper, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+    )
 
 
 def show(cls: type, short: Mapping[str, str] | None = None) -> str:

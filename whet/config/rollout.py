@@ -1,6 +1,7 @@
 """Sampling: the section rollout.
 
-The names and defaults are Tunix's where Tunix has the field. Fields of engines that are not used have no effect.
+The names and defaults are Tunix's where Tunix has the field. The fields of external engines
+(rollout_vllm_..., rollout_sglang_jax_...) are accepted; this release has no such engine, so they have no effect.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ class RolloutConfig:
     rollout_mapping_config: Any = None
     """Must be None: both sides use Hugging Face's parameter names, there is nothing to map."""
     tensor_parallel_size: Int = -1
-    """Devices that share one copy of an external engine's model; -1 = all it has."""
+    """Devices that share one copy of the model, in an external engine. No effect in this release: it has none."""
     data_parallel_size: Int = -1
-    """Copies of an external engine's model; -1 = as many as fit the devices."""
+    """Copies of the model, in an external engine. No effect in this release."""
     expert_parallel_size: Int = 1
-    """Devices that share the experts of an external engine's model."""
+    """Devices that share the experts, in an external engine. No effect in this release."""
     return_logprobs: Bool = False
     """Fill RolloutOutput.logprobs. The engine records them and training uses them either way."""
 
@@ -164,8 +165,10 @@ class RolloutConfig:
     """SGLang: further arguments of the engine."""
 
     REFUSED: ClassVar[dict[str, str]] = {
-        "top_n_sigma": "not offered; use top_p, top_k or min_p",
-        "rollout_vllm_swap_space_size_gb": "gone from vLLM; leave it out",
+        "return_routed_experts": "routed experts are not replayed in training",
+        "rollout_vllm_free_kv_cache_during_weight_sync": "the KV cache is kept through a sync",
+        "rollout_vllm_overlap_postprocessing": "outputs are handed over as they finish",
+        "rollout_vllm_swap_space_size_gb": "vLLM has no swap space any more; leave it out",
     }
 
     def __post_init__(self) -> None:

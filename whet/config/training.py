@@ -114,7 +114,7 @@ class TrainingConfig:
     perf_metrics_options: PerfMetricsOptions | None = None
     """Where the time went; None = the defaults without trace.json."""
     data_sharding_axis: tuple[str, ...] = ("fsdp",)
-    """Mesh axes over which a batch is split."""
+    """Mesh axes over which a batch is split. No effect in this release: one process holds the whole batch."""
     max_inflight_computations: Count = 2
     """Tunix's bound on steps queued on the device. No effect: a step ends before the next begins."""
     metrics_prefix: str = ""
@@ -230,7 +230,7 @@ class RLTrainingConfig(TrainingConfig):
     compute_logps_micro_batch_size: Count | None = None
     """Most prompts of one scoring pass; None = the token budget alone."""
     compute_logps_chunk_size: Int = 0
-    """Positions whose logits are held at a time; 0 = chosen by memory. The logits of a batch are never all held."""
+    """Tunix's positions per chunk of logits. No effect: logits are always made a chunk at a time."""
     on_reward_error: Literal["raise", "none"] = "raise"
     """A reward function that fails: end the run, or count as not applicable (None) for that batch, with a warning."""
     reward_timeout_s: Float | None = 60.0
@@ -309,16 +309,22 @@ class ClusterConfig:
     rollout_engine: str | Fn = "vanilla"
     """"vanilla" = the embedded engine, another known name, "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False
-    """Keep models that are not at work in host memory."""
+    """Must be false: models stay where they are in this release."""
     training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
     rollout_config: InstanceOf[RolloutConfig] | dict[Mode, RolloutConfig] = field(default_factory=RolloutConfig)
     """Sampling: one for both modes (with its `eval`), or one for each."""
 
+    REFUSED: ClassVar[dict[str, str]] = {
+        "gc_collect_after_weight_sync": "weights are written in place, nothing is left to collect; leave it out",
+    }
+
     def __post_init__(self) -> None:
         """Checks that training has a rollout configuration."""
         if isinstance(self.rollout_config, dict) and Mode.TRAIN not in self.rollout_config:
             raise ConfigError("rollout_config is a dict without Mode.TRAIN; give it an entry for training")
+        if self.offload_to_cpu:
+            raise ConfigError("offload_to_cpu must be false: models stay where they are in this release")
         if self.role_to_logical_axis_rule:
             raise ConfigError("role_to_logical_axis_rule must be None: parameters are sharded by mesh axis")
 

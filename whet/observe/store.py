@@ -136,9 +136,9 @@ class RunFolder:
     ) -> Path:
         """Writes completions/<mode>-<step>.parquet, one row per completion, always with the same columns.
 
-        Args: step: the global step. mode: "train" or "eval". columns: a sequence each: row, generation, prompt (text, or messages),
-            completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version; all but `advantage`
-            are required, and NaN or None becomes null. rewards: per function, "exact" -> column "reward/exact".
+        Args: step: the global step. mode: "train" or "eval". columns: a sequence each: row, generation, prompt (text,
+            or messages), completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version; all but
+            `advantage` are required, and NaN or None becomes null. rewards: per function, "exact" -> "reward/exact".
         Returns: the file.
         Raises: DataError: a column is missing, unknown, or of another length.
         """

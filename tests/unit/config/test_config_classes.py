@@ -1,0 +1,288 @@
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+
+from whet.config import (
+    ClusterConfig,
+    DataConfig,
+    GRPOConfig,
+    GrpoConfig,
+    MetricsLoggerOptions,
+    Mode,
+    OptimConfig,
+    RLTrainingConfig,
+    Role,
+    RolloutConfig,
+    RunConfig,
+    TrainingConfig,
+    config,
+    field_docs,
+)
+from whet.config.tunix import REQUIRED, TUNIX_FIELDS, page
+from whet.errors import ConfigError
+
+CLASSES = [*TUNIX_FIELDS, OptimConfig, DataConfig, RunConfig]
+
+
+def refused(message, cls, **given):
+    with pytest.raises(ConfigError) as error:
+        cls(**given)
+    assert message in str(error.value), str(error.value)
+
+
+# ---- the decorator ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_field_has_a_docstring_line(cls):
+    docs = field_docs(cls)
+    assert [f.name for f in dataclasses.fields(cls) if not docs.get(f.name)] == []
+
+
+def test_docs_of_inherited_fields_are_found_in_the_base():
+    assert field_docs(RLTrainingConfig)["max_steps"] == field_docs(TrainingConfig)["max_steps"]
+
+
+def test_a_config_is_frozen_keyword_only_and_survives_pickle_and_replace():
+    made = GRPOConfig(beta=0.0)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        made.beta = 1.0  # pyright: ignore
+    with pytest.raises(ConfigError, match="keywords only"):
+        GRPOConfig(0.1)  # pyright: ignore
+    assert pickle.loads(pickle.dumps(made)) == made
+    assert dataclasses.replace(made, num_generations=4) == GRPOConfig(beta=0.0, num_generations=4)
+    with pytest.raises(ConfigError, match="greater than 1"):
+        dataclasses.replace(made, num_generations=1)
+
+
+def test_a_wrong_keyword_names_the_nearest():
+    refused("unknown keyword GRPOConfig.epsilom; did you mean epsilon", GRPOConfig, epsilom=0.1)
+    refused("RLTrainingConfig.actor_optimizer.lrr; did you mean lr", RLTrainingConfig, actor_optimizer={"lrr": 1})
+
+
+def test_a_wrong_type_names_the_path_and_the_value():
+    refused("OptimConfig.lr: expected a number, got 'fast'", OptimConfig, lr="fast")
+    refused("RolloutConfig.stop.1: input should be a valid string, got 3", RolloutConfig, stop=["a", 3])
+    refused("expected OptimConfig | str | callable | None, got 4.5", RLTrainingConfig, actor_optimizer=4.5)
+
+
+def test_all_problems_come_at_once():
+    with pytest.raises(ConfigError) as error:
+        RolloutConfig(temprature=1.0, max_prompt_length="long", top_p=[1])
+    assert len(str(error.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("value", [True, 2.0, "2", None, np.float64(2), np.bool_(True)])
+def test_an_integer_is_an_integer(value):
+    refused("num_generations", GRPOConfig, num_generations=value)
+
+
+def test_numpy_numbers_become_plain_ones():
+    made = GRPOConfig(num_generations=np.int64(4), beta=np.float32(0.5), use_rollout_logps=np.bool_(False))
+    assert made == GRPOConfig(num_generations=4, beta=0.5, use_rollout_logps=False)
+    assert [type(v) for v in (made.num_generations, made.beta, made.use_rollout_logps)] == [int, float, bool]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "abc", [1.0]])
+def test_a_float_is_a_finite_number(value):
+    refused("OptimConfig.lr", OptimConfig, lr=value)
+
+
+@pytest.mark.parametrize("value", [1, 0, "true", "yes", None])
+def test_a_bool_is_a_bool(value):
+    refused("use_rollout_logps: expected true or false", GRPOConfig, use_rollout_logps=value)
+
+
+def test_a_users_own_class_is_checked_too_and_calls_its_bases():
+    @config
+    class Mine(GRPOConfig):
+        """Own."""
+
+        gain: float = 1.0
+        """Own."""
+
+    assert Mine(gain=2.0, beta=0.0).gain == 2.0
+    refused("unknown keyword Mine.gian; did you mean gain", Mine, gian=2.0)
+    refused("greater than 1", Mine, num_generations=1)
+
+
+# ---- enums -----------------------------------------------------------------------------------------------------------
+
+
+def test_modes_and_roles_are_their_strings_and_print_as_tunix_does():
+    assert Mode.TRAIN == "train" and Mode("eval") is Mode.EVAL and str(Mode.TRAIN) == "Mode.TRAIN"
+    assert [r.value for r in Role] == ["actor", "critic", "reference", "reward", "rollout"]
+
+
+# ---- ranges and Tunix's messages -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"num_generations": 1}, "num_generations must be greater than 1"),
+        ({"loss_algo": "ppo"}, "loss_algo should be either grpo or gspo-token"),
+        ({"epsilon_c": 1.0}, "epsilon_c must be greater than 1"),
+        ({"beta": -0.1}, "beta must not be negative"),
+        ({"sampler_is": "sequence"}, "sampler_is"),
+        ({"loss_agg_norm": 0.0}, "Invalid 'norm' value"),
+        ({"kl_clamp_value": 0.0}, "kl_clamp_value must be positive"),
+    ],
+)
+def test_grpo_ranges(given, message):
+    refused(message, GRPOConfig, **given)
+
+
+def test_epsilon_high_follows_epsilon_unless_set_and_zero_counts_as_set():
+    assert GrpoConfig(epsilon=0.3).clip_range == (0.3, 0.3)
+    assert GRPOConfig(epsilon_high=0.0).clip_range == (0.2, 0.0)
+
+
+def test_functions_are_taken_where_names_are():
+    assert GRPOConfig(policy_loss_fn=max, advantage_estimator=min).policy_loss_fn is max
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"mini_batch_size": 8, "train_micro_batch_size": 3}, "must be a multiple of train_micro_batch_size=3; use"),
+        ({"mini_batch_size": -8}, "mini_batch_size must be a positive integer. Got: -8"),
+        ({"mini_batch_size": 8.0}, "mini_batch_size must be a positive integer. Got: 8.0"),
+        ({"rollout_micro_batch_size": True}, "rollout_micro_batch_size must be a positive integer. Got: True"),
+        (
+            {"train_micro_batch_size": 4},
+            "For RL training, `mini_batch_size` must be set when `train_micro_batch_size` is set.",
+        ),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps should be None"),
+        ({"profiler_options": object()}, "profiler_options must be None"),
+        ({"resume": "latest"}, "set run_dir"),
+        ({"max_seq_token_per_tpu": 0}, "must be a positive integer. Got: 0"),
+        ({"max_seq_token_per_tpu": 5, "max_tokens_per_microbatch": 5}, "give it once"),
+        ({"checkpointing_options": {"max_keep": 3}}, "did you mean max_to_keep"),
+    ],
+)
+def test_training_ranges(given, message):
+    refused(message, RLTrainingConfig, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "sizes"),
+    [
+        ({}, (32, 32, 32, 32, 32)),
+        ({"mini_batch_size": np.int64(8)}, (32, 8, 8, 8, 8)),
+        ({"mini_batch_size": 8, "train_micro_batch_size": 2}, (32, 8, 2, 2, 2)),
+        (
+            {
+                "mini_batch_size": 8,
+                "train_micro_batch_size": 4,
+                "rollout_micro_batch_size": 16,
+                "compute_logps_micro_batch_size": 8,
+            },
+            (32, 8, 4, 16, 8),
+        ),
+    ],
+)
+def test_the_hierarchy_of_batches_of_32_prompts(given, sizes):
+    made = RLTrainingConfig(**given).resolve_batch_sizes(32)
+    assert dataclasses.astuple(made) == sizes
+    assert made.gradient_accumulation_steps == sizes[1] // sizes[2]
+    assert made.service % sizes[3] == 0 and made.service % sizes[4] == 0
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"mini_batch_size": 12},
+        {"mini_batch_size": 8, "train_micro_batch_size": 4, "rollout_micro_batch_size": 3},
+        {"mini_batch_size": 8, "train_micro_batch_size": 4, "compute_logps_micro_batch_size": 3},
+    ],
+)
+def test_sizes_that_do_not_divide_the_step_are_refused(given):
+    with pytest.raises(ConfigError, match="batch_size=32 must be a multiple of"):
+        RLTrainingConfig(**given).resolve_batch_sizes(32)
+
+
+def test_the_token_budget_has_two_names_and_a_default():
+    assert RLTrainingConfig(max_seq_token_per_tpu=5) == RLTrainingConfig(max_tokens_per_microbatch=5)
+    assert RLTrainingConfig(max_tokens_per_microbatch=5).max_seq_token_per_tpu == 5
+    assert RLTrainingConfig().token_budget == 16384
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p must lie in (0, 1]"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 1.0}, "min_p"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty"),
+        ({"min_tokens": 65}, "max_tokens_to_generate=64"),
+        ({"stop": [""]}, "empty string"),
+        ({"data_type": "bfloat16"}, "actor.dtype"),
+        ({"rollout_mapping_config": {}}, "Hugging Face"),
+        ({"eval": {"temp": 1.0}}, "eval: unknown key temp"),
+        ({"eval": {"top_p": 0.0}}, "eval.top_p must lie"),
+        ({"rollout_vllm_swap_space_size_gb": 4.0}, "leave it out"),
+    ],
+)
+def test_rollout_ranges(given, message):
+    refused(message, RolloutConfig, **given)
+
+
+def test_evaluation_overrides_touch_nothing_else():
+    base = RolloutConfig(top_k=5, stop="x", eval={"temperature": 0.0})
+    evaluation = base.for_mode("eval")
+    assert evaluation == RolloutConfig(top_k=5, stop=("x",), temperature=0.0)
+    assert base.for_mode(Mode.TRAIN) is base and evaluation.for_mode("eval") is evaluation
+
+
+def test_a_dict_of_rollout_configs_needs_training_and_lends_it_to_evaluation():
+    train, evaluation = RolloutConfig(), RolloutConfig(temperature=0.0)
+    both = ClusterConfig(rollout_config={Mode.TRAIN: train, "eval": evaluation})
+    assert (both.rollout_for("train"), both.rollout_for(Mode.EVAL)) == (train, evaluation)
+    assert ClusterConfig(rollout_config={"train": train}).rollout_for("eval") == train
+    refused("without Mode.TRAIN", ClusterConfig, rollout_config={Mode.EVAL: evaluation})
+    refused("evall: input should be 'train' or 'eval'", ClusterConfig, rollout_config={"evall": evaluation})
+
+
+def test_a_cluster_config_takes_an_engine_by_name_class_or_partial():
+    for engine in ("vanilla", dict, lambda: None):
+        assert ClusterConfig(rollout_engine=engine).rollout_engine is engine
+    refused("expected str | callable, got 3", ClusterConfig, rollout_engine=3)
+
+
+def test_reward_weights_are_given_once_and_for_each_function():
+    assert RunConfig(reward={"a": 1, "b": 0.5}).reward_weights == (1.0, 0.5)
+    assert RunConfig(reward=["a", "b"]).reward_names == ("a", "b")
+    refused("keep one of them", RunConfig, reward={"a": 1.0}, algo={"reward_weights": [1.0]})
+    refused("2 values for 1 reward functions", RunConfig, reward="a", algo={"reward_weights": [1, 2]})
+
+
+def test_what_is_not_there_says_so():
+    refused("exporter", MetricsLoggerOptions, enable_opentelemetry=True)
+    refused("eval_fraction", DataConfig, eval_fraction=0.1, eval_path="x")
+
+
+# ---- Tunix's fields --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cls", TUNIX_FIELDS, ids=lambda c: c.__name__)
+def test_every_tunix_field_is_there_or_refused_with_a_reason(cls):
+    ours = {f.name: f for f in dataclasses.fields(cls)}
+    for name, field in TUNIX_FIELDS[cls].items():
+        if field.state == "refused" and name not in ours:
+            refused(f"{name}: ", cls, **{name: field.default})
+        elif name == "max_seq_token_per_tpu":
+            assert cls(max_seq_token_per_tpu=7).max_seq_token_per_tpu == 7
+        elif field.state in ("same", "no effect"):
+            assert getattr(cls(), name) == field.default, name
+        else:
+            assert name in ours and field.note, name
+
+
+def test_the_page_for_tunix_users_is_current(pytestconfig):
+    text = (pytestconfig.rootpath / "docs" / "from-tunix.md").read_text()
+    assert text == page(), "run: python -m whet.config.tunix > docs/from-tunix.md"
+    assert REQUIRED in text

@@ -1,0 +1,173 @@
+import functools
+import subprocess
+import sys
+
+import pytest
+
+from whet.config import (
+    SHORT,
+    ClusterConfig,
+    GRPOConfig,
+    OptimConfig,
+    RLTrainingConfig,
+    RoleConfig,
+    RolloutConfig,
+    RunConfig,
+    diff,
+    dump,
+    dump_tree,
+    load,
+    load_run,
+    read_yaml,
+    show,
+    tree,
+)
+from whet.errors import ConfigError
+
+
+def message(*argv):
+    with pytest.raises(ConfigError) as error:
+        load_run(argv)
+    return str(error.value)
+
+
+RICH = RunConfig(
+    actor=RoleConfig(model="m", optim=OptimConfig(lr=3e-7, schedule_kwargs={"min_lr": 1e-9})),
+    critic=RoleConfig(),
+    rollout=RolloutConfig(stop=("\n", "yes", "1e-3", "12:30"), eos_tokens=(1, 2), eval={"temperature": 0.0}),
+    algo=GRPOConfig(epsilon_high=0.28),
+    trainer=RLTrainingConfig(
+        max_steps=3,
+        loggers=("wandb",),
+        checkpointing_options={"max_to_keep": None},
+        metrics_logging_options={"backend_kwargs": {"wandb": {"mode": "offline"}}},
+    ),
+    reward={"a.py:f": 1.0, "b": 0.5},
+)
+
+
+@pytest.mark.parametrize("config", [RunConfig(), RICH])
+def test_dump_and_load_give_an_equal_config(config, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(dump(config))
+    assert load_run(["--config", str(path)]) == config
+    assert diff(config, read_yaml(path)) == []
+
+
+def test_words_come_with_or_without_dashes_and_after_every_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("algo: {beta: 0.5, num_generations: 4}\n")
+    argv = ["--algo.beta", "0.0", "trainer.max-steps=3", "--config", str(path), "--algo.epsilon=0.1"]
+    made = load_run(argv)
+    assert made.algo == GRPOConfig(beta=0.0, num_generations=4, epsilon=0.1) and made.trainer.max_steps == 3
+
+
+def test_later_files_and_words_win(tmp_path):
+    for name, beta in (("a", 0.1), ("b", 0.2)):
+        (tmp_path / name).write_text(f"algo: {{beta: {beta}}}")
+    files = ["--config", str(tmp_path / "a"), "--config", str(tmp_path / "b")]
+    assert load_run(files).algo.beta == 0.2
+    assert load_run(["algo.beta=0.3", "algo.beta=0.4", *files]).algo.beta == 0.4
+
+
+def test_shorthands_work_on_the_command_line_and_in_files(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("model: m\ndata: d.jsonl\nactor: {lr: 1e-5, betas: [0.9, 0.95]}\n")
+    for made in (
+        load_run(["--config", str(path)]),
+        load_run(["model=m", "data=d.jsonl", "actor.lr=1e-5", "actor.betas=[0.9, 0.95]"]),
+    ):
+        assert (made.actor.model, made.data.path) == ("m", "d.jsonl")
+        assert made.actor.optim == OptimConfig(lr=1e-5, betas=(0.9, 0.95))
+    assert set(SHORT) >= {"model", "data", "actor.lr", "critic.warmup_steps"}
+
+
+def test_a_section_is_no_shorthand():
+    assert load_run(["data={path: d, batch_size: 2}"]).data.batch_size == 2
+    assert "actor.lr and actor.optim.lr are one key" in message("actor={lr: 1, optim: {lr: 2}}")
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("actor.lrr=3", "unknown key actor.lrr; did you mean actor.lr"),
+        ("modell=x", "unknown key modell; did you mean model?"),
+        ("lr=3", "did you mean actor.optim.lr"),
+        ("trainer.checkpointing_options.max_keep=3", "did you mean max_to_keep?"),
+        ("critic.optim.lrr=3", "unknown key critic.optim.lrr; did you mean lr"),
+        ("actor.lr=abc", "actor.optim.lr: expected a number, got 'abc'"),
+        ("actor.lr=.nan", "actor.optim.lr: expected a finite number, got nan"),
+        ("actor.dtype=fp8", "actor.dtype: input should be 'auto', 'float32' or 'bfloat16', got 'fp8'"),
+        ("trainer.max_steps=2.5", "trainer.max_steps must be a positive integer. Got: 2.5"),
+        ("trainer=3", "trainer is a section: give its keys"),
+        ("actor=my/model", "actor is a section: give its keys, e.g. actor.model, got 'my/model'"),
+        ("rollout.eval.temperature=hot", "rollout: eval.temperature: expected a number, got 'hot'"),
+        ("trainer.actor_optimizer.lr=1", "set actor.optim"),
+        ("reward={a: b}", "reward.a: expected a number, got 'b'"),
+        ("algo.num_generations=1", "algo: num_generations must be greater than 1"),
+        ("algo.use_rollout_logps=yes", "expected true or false, got 'yes'"),
+        ("rollout.return_routed_experts=true", "rollout.return_routed_experts: routed experts are not replayed"),
+        ("trainer.run_dir={", "trainer.run_dir: not YAML"),
+        ("--algo.beta", "algo.beta: no value; write algo.beta=VALUE"),
+        ("algo.beta", "expected key=value or --config FILE"),
+    ],
+)
+def test_messages_say_the_key_the_rule_and_the_nearest(word, expected):
+    assert expected in message(word)
+
+
+def test_a_dash_word_is_no_value():
+    assert "algo.beta: no value" in message("--algo.beta", "--algo.epsilon=1")
+
+
+def test_every_problem_comes_at_once():
+    assert len(message("actor.lrr=3", "actor.dtype=fp8", "trainer.max_steps=0").splitlines()) == 3
+
+
+def test_files_that_are_not_there_or_no_mapping_are_named(tmp_path):
+    assert "No such file" in message("--config", str(tmp_path / "x.yaml"))
+    for text, words in (("- 1", "a mapping of keys, got list"), ("a: [", "not YAML")):
+        (tmp_path / "y.yaml").write_text(text)
+        assert words in message("--config", str(tmp_path / "y.yaml"))
+    (tmp_path / "empty.yaml").write_text("")
+    assert load_run(["--config", str(tmp_path / "empty.yaml")]) == RunConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-6", 1e-6), ("1.5e3", 1500.0), ("-.5", -0.5), ("2.", 2.0), ("10", 10), ("-3", -3), ("007", "007"),
+        ("yes", "yes"), ("off", "off"), ("true", True), ("12:30", "12:30"), ("2024-01-01", "2024-01-01"),
+        ("0x10", "0x10"), ("null", None), ("", ""), ("a.py:f", "a.py:f"), ("[a, 1]", ["a", 1]), ("1e", "1e"),
+        ("1_000", 1000),
+    ],
+)  # fmt: skip
+def test_yaml_scalars_mean_what_they_look_like(text, value):
+    got = tree([f"k={text}"])["k"]
+    assert got == value and type(got) is type(value)
+
+
+def test_diff_lists_changes_additions_and_losses():
+    old, new = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": [1]}
+    assert diff(old, new) == ["a.b: 1 -> 3", "a.c: 2 -> (none)", "d: (none) -> [1]"]
+
+
+def test_objects_are_dumped_by_name_and_read_back_as_references():
+    made = ClusterConfig(rollout_engine=functools.partial(max, 1), role_to_mesh={"actor": object()})
+    found = dump_tree(made)
+    assert found["rollout_engine"] == "builtins:max" and found["role_to_mesh"] == {"actor": "builtins:object"}
+    assert dump_tree(GRPOConfig(policy_loss_fn=load))["policy_loss_fn"] == "whet.config.loader:load"
+
+
+def test_help_shows_every_key_with_default_type_and_docstring():
+    text = show(RunConfig, SHORT)
+    assert "  algo.beta=0.04  (float)\n      Weight of the KL" in text
+    assert "  trainer.max_steps=null  (positive int | None)\n" in text
+    assert "  actor.lr = actor.optim.lr" in text
+    assert "InstanceOf" not in text and "Annotated" not in text
+
+
+def test_the_config_imports_neither_torch_nor_transformers():
+    code = "import sys, whet, whet.cli, whet.config; print({'torch', 'transformers', 'datasets'} & set(sys.modules))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "set()"
