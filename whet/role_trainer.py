@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from whet.metrics import Mean, merge
+from whet.errors import lookup_error
+from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights
 from whet.types import TokenBatch, TrainExample
 from whet.worker import Loss, Metrics, ModelWorker
@@ -72,7 +73,7 @@ class RoleTrainer:
         self.loss_agg_norm = loss_agg_norm
         self.accumulate = accumulate
         self.entropy = False
-        self.reductions: dict[str, tuple[str, ...]] = {}
+        self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
         self.train_steps = 0
         self._hooks = TrainingHooks()
@@ -103,9 +104,23 @@ class RoleTrainer:
         self._input_fn = fn
         return self
 
-    def with_rl_metrics_to_log(self, metrics: Mapping[str, str | tuple[str, ...]]) -> RoleTrainer:
-        """Sets how a loss's metric becomes numbers: name -> "mean", "max", "min" or several; "mean" if not named."""
-        self.reductions = {n: (how,) if isinstance(how, str) else tuple(how) for n, how in metrics.items()}
+    def with_rl_metrics_to_log(
+        self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]]
+    ) -> RoleTrainer:
+        """Sets what becomes of the loss's metrics; one that isn't named is logged as its mean.
+
+        Args: metrics: name -> "mean", "max", "min" or "weighted" (the sum under the token weights); several of them,
+            logged as name/how; or {label: how}.
+        Raises: ConfigError: another word.
+        """
+        for name, how in metrics.items():
+            labels = {name: how} if isinstance(how, str) else how
+            if not isinstance(labels, Mapping):
+                labels = {f"{name}/{h}": h for h in labels}
+            for h in labels.values():
+                if h not in ("mean", "max", "min", "weighted"):
+                    raise lookup_error(f"reduction of metric {name}", h, ("mean", "max", "min", "weighted"))
+            self.reductions[name] = dict(labels)
         return self
 
     def with_tqdm_metrics_to_display(self, names: Iterable[str]) -> RoleTrainer:
@@ -145,7 +160,7 @@ class RoleTrainer:
         metrics = self.worker.forward_backward(
             self.weighted(batch), self.loss, entropy=self.entropy, reductions=self.reductions
         )
-        metrics = merge({**metrics, "loss": Mean(metrics["loss"].value)}, self.worker.optim_step())
+        metrics = merge(_per_update(metrics), self.worker.optim_step())
         self.train_steps += 1
         self._hooks.on_train_step_end(self, self.train_steps, metrics)
         return metrics
@@ -169,9 +184,14 @@ class RoleTrainer:
             batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
             found = self.worker.evaluate(batch, self.loss, entropy=self.entropy, reductions=self.reductions)
             self._hooks.on_eval_step_end(self, found)
-            metrics = merge(metrics, {**found, "loss": Mean(found["loss"].value)})
+            metrics = merge(metrics, _per_update(found))
         return metrics
 
     def _batch(self, item: Any) -> TokenBatch:
         item = self._input_fn(item)
         return item if isinstance(item, TokenBatch) else TokenBatch.from_padded(item, version=self.worker.version)
+
+
+def _per_update(metrics: Metrics) -> Metrics:
+    """Sums over one mini-batch (the loss, and what is weighted like it) as means over mini-batches."""
+    return {n: Mean(m.value) if isinstance(m, Sum) else m for n, m in metrics.items()}

@@ -28,9 +28,10 @@ from whet.optim import Optim
 from whet.parallel import load_state, read_state, save_state
 from whet.types import LossInputs, TokenBatch, TokenStats
 
-__all__ = ["Loss", "Metrics", "ModelWorker"]
+__all__ = ["Loss", "Metrics", "ModelWorker", "Reductions"]
 
 Metrics = dict[str, Metric]
+Reductions = Mapping[str, Mapping[str, str]]
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 _COLUMNS = ("mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "versions", "advantages", "values", "returns")
 
@@ -85,6 +86,11 @@ class ModelWorker:
         """Tells the learning-rate schedule how many updates the run will make."""
         if self.optim is not None:
             self.optim.plan(total_updates)
+
+    def limit(self, *, training: int | None, reading: int | None) -> None:
+        """Caps the sequences of one pass, beside the token budget; None = as before. `reading` follows `training`."""
+        self.max_sequences = training or self.max_sequences
+        self.max_read_sequences = reading or training or self.max_read_sequences
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -142,12 +148,13 @@ class ModelWorker:
         loss: Loss,
         *,
         entropy: bool = False,
-        reductions: Mapping[str, tuple[str, ...]] | None = None,
+        reductions: Reductions | None = None,
     ) -> Metrics:
         """Adds the gradient of (weights * loss).sum() over the whole batch.
 
         Args: batch: with `weights`, made once per optimizer step. loss: per token. entropy: give the loss the entropy.
-            reductions: how a loss metric becomes numbers: name -> some of "mean", "max", "min"; "mean" if not named.
+            reductions: what becomes of a loss's metric: name -> {label: how}, how "mean", "max", "min" over the mask or
+            "weighted", the sum under the token weights; its mean under its own name if not named.
         Returns: "loss" (the sum) and the loss's metrics over the tokens of the mask.
         """
         return self._run(batch, loss, entropy, reductions or {}, backward=True)
@@ -159,13 +166,13 @@ class ModelWorker:
         loss: Loss,
         *,
         entropy: bool = False,
-        reductions: Mapping[str, tuple[str, ...]] | None = None,
+        reductions: Reductions | None = None,
     ) -> Metrics:
         """What forward_backward would report, without a gradient."""
         return self._run(batch, loss, entropy, reductions or {}, backward=False)
 
     def _run(
-        self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Mapping[str, tuple[str, ...]], *, backward: bool
+        self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Reductions, *, backward: bool
     ) -> Metrics:
         if batch.weights is None:
             raise DataError("the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)")
@@ -178,7 +185,7 @@ class ModelWorker:
             total = (weights * torch.where(x.mask, per_token, 0.0)).sum()
             if backward:
                 total.backward()
-            found = _reduced(values, x.mask, reductions)
+            found = _reduced(values, x.mask, weights, reductions)
             metrics = merge(metrics, {"loss": Sum(float(total.detach())), **found})
         return metrics
 
@@ -256,18 +263,17 @@ class ModelWorker:
         self.optim = None
 
 
-def _reduced(values: Mapping[str, Tensor], mask: Tensor, reductions: Mapping[str, tuple[str, ...]]) -> Metrics:
-    """Per-token metrics over the mask, as mergeable numbers: name (mean), name/max, name/min."""
+def _reduced(values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions) -> Metrics:
+    """Per-token metrics over the mask as mergeable numbers, under the labels that `reductions` gives them."""
     count = float(mask.sum())
     found: Metrics = {}
     for name, value in values.items():
         value = value.detach().double()
-        how = reductions.get(name, ("mean",))
-        if "mean" in how:
-            label = name if how == ("mean",) else f"{name}/mean"
-            found[label] = Mean(float(torch.where(mask, value, 0.0).sum()), count)
-        if "max" in how and count:
-            found[f"{name}/max"] = Max(float(value[mask].max()))
-        if "min" in how and count:
-            found[f"{name}/min"] = Min(float(value[mask].min()))
+        for label, how in reductions.get(name, {name: "mean"}).items():
+            if how == "mean":
+                found[label] = Mean(float(torch.where(mask, value, 0.0).sum()), count)
+            elif how == "weighted":
+                found[label] = Sum(float((weights * torch.where(mask, value, 0.0)).sum()))
+            elif count:
+                found[label] = Max(float(value[mask].max())) if how == "max" else Min(float(value[mask].min()))
     return found

@@ -21,7 +21,7 @@ from whet.config import DataConfig, GRPOConfig, Role
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.learners.base import RLLearner
 from whet.learners.report import advantage_metrics
-from whet.metrics import Max, Mean, merge
+from whet.metrics import Max, Mean, Min, merge
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     LOSS_AGG_MODES,
@@ -35,11 +35,17 @@ from whet.types import LossInputs, TokenBatch
 
 __all__ = ["GRPOLearner", "GrpoLearner"]
 
-_REDUCTIONS = {
+_METRICS = {
     "is_ratio": ("mean", "max", "min"),
+    "log_ratio_abs": {"log_ratio/abs_mean": "mean"},
+    "pg_loss": {"unreduced_pg_loss": "mean", "reduced_pg_loss": "weighted"},
+    "clip_ratio/low": {"clip_ratio/low_mean": "mean"},
+    "clip_ratio/high": {"clip_ratio/high_mean": "mean"},
+    "clip_ratio/region": {"clip_ratio/region_mean": "mean"},
     "sampling/sampling_logp_difference": ("mean", "max"),
-    "sampler_is/weight": ("mean", "min"),
+    "sampler_is/weight": {"sampler_is/weight_mean": "mean", "sampler_is/weight_min": "min"},
 }
+"""What becomes of the loss's metrics: Tunix's names, else TRL's."""
 
 
 class GRPOLearner(RLLearner):
@@ -79,14 +85,15 @@ class GRPOLearner(RLLearner):
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
             norm = float(rl_cluster.get_rollout_config().max_tokens_to_generate)
+        self.unmoved = False
         trainer = rl_cluster.actor_trainer
         trainer.with_loss_fn(self.loss, loss_agg_mode=c.loss_agg_mode, loss_agg_norm=norm, entropy=True)
-        trainer.with_rl_metrics_to_log({**_REDUCTIONS, **trainer.reductions})
-        micro = self.config.train_micro_batch_size
-        rl_cluster.actor.max_sequences = micro and micro * c.num_generations
-        reads = self.config.compute_logps_micro_batch_size or micro
+        trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions})
         for worker in rl_cluster.workers.values():
-            worker.max_read_sequences = reads and reads * c.num_generations
+            worker.limit(
+                training=self._sequences(self.config.train_micro_batch_size),
+                reading=self._sequences(self.config.compute_logps_micro_batch_size),
+            )
 
     def _policy_loss(self, name: Any) -> Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]:
         """The per-token surrogate with this configuration's clipping bound to it; a user's own is called as it is."""
@@ -96,11 +103,16 @@ class GRPOLearner(RLLearner):
             return fn
         return functools.partial(fn, epsilon=c.epsilon, epsilon_high=c.epsilon_high, epsilon_c=c.epsilon_c)
 
+    def _sequences(self, prompts: int | None) -> int | None:
+        """Sequences of a micro-batch of so many prompts."""
+        return None if prompts is None else prompts * self.algo_config.num_generations
+
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Old log-probabilities where several updates follow one rollout, the reference's where beta is not 0."""
         c, cluster = self.algo_config, self.cluster
+        self.unmoved = True  # until the first update of the step: sampler and trainer are the same policy
         if c.sampler_is is not None or not c.use_rollout_logps:
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
@@ -134,15 +146,22 @@ class GRPOLearner(RLLearner):
         if self.skips:
             mini = mini.select(with_signal(mini))
         with self.cluster.trace.span("update"):
-            self.metrics = merge(self.metrics, self.cluster.actor_trainer.update(mini))
+            found = self.cluster.actor_trainer.update(mini)
+        self.unmoved = False
+        if "clip_ratio/low_mean" in found:
+            found["clip_ratio/low_min"] = Min(found["clip_ratio/low_mean"].value)
+            found["clip_ratio/high_max"] = Max(found["clip_ratio/high_mean"].value)
+        self.metrics = merge(self.metrics, found)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The surrogate, times the sampler's correction, plus beta times the divergence from the reference: [s]."""
         c = self.algo_config
         loss, metrics = self.policy_loss(x)
+        if "is_ratio" in metrics:
+            metrics |= self._unclipped(x, metrics["is_ratio"])
         old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
-        if x.sampler_logprobs is not None:
-            metrics["sampling/sampling_logp_difference"] = (old - x.sampler_logprobs).abs()
+        if self.unmoved and x.sampler_logprobs is not None:
+            metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
         if c.sampler_is is not None:
             weights, _ = sampler_is_weights(
                 old, x.need("sampler_logprobs"), mask=x.mask, threshold=c.sampler_is_threshold
@@ -156,6 +175,15 @@ class GRPOLearner(RLLearner):
         assert x.entropy is not None
         metrics["entropy"] = x.entropy.detach()
         return loss, metrics
+
+    def _unclipped(self, x: LossInputs, ratio: Tensor) -> dict[str, Tensor]:
+        """Both arms of the surrogate, as metrics."""
+        low, high = self.algo_config.clip_range
+        gain = -x.need("advantages")
+        return {
+            "pg_loss/unclipped_mean": gain * ratio,
+            "pg_loss/clipped_mean": gain * ratio.clamp(1 - low, 1 + high),
+        }
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 

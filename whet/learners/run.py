@@ -179,6 +179,7 @@ class Run:
             **flat(metrics),
             **self.cluster.take_metrics(step, Mode.TRAIN),
             "num_tokens": float(self.tokens),
+            "epoch": self._epoch(),
             "optim/updates": float(self.cluster.actor_trainer.train_steps),
             **self.cluster.trace.times(),
             "time/step": seconds,
@@ -195,6 +196,12 @@ class Run:
             self.evaluate(step)
         if self._save_due(step):
             self.save()
+
+    def _epoch(self) -> float:
+        """Passes over the data so far; NaN where it has no length."""
+        assert self.stream is not None
+        each = self.stream.batches_per_epoch
+        return self.stream.epoch + (self.stream.batch / each if each else float("nan"))
 
     def _log(self, step: int, mode: Mode, row: Mapping[str, float]) -> None:
         full = {"step": step, "mode": mode.value, "version": self.cluster.actor.version, **row}
