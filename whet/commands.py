@@ -12,6 +12,7 @@ from typing import Any
 
 from whet.cluster import RLCluster
 from whet.config import ClusterConfig, Mode, RoleConfig, RunConfig, dump_tree, load_run
+from whet.data.order import hold_out
 from whet.data.sources import load_rows
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
@@ -64,6 +65,8 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     say("  task: 2*2+4*3= -> 4+4*3=4+12=16. The warm start imitates right steps in any order; the reward sees the end.")
     summary = grpo(config)
     folder = Path(summary["run_dir"])
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    plot_curves(rows, folder / "curves.png", {"reward (train) and held-out accuracy (eval)": ("reward",)})
     say("")
     for line in stories(folder, summary["steps"]):
         say(line)
@@ -110,16 +113,12 @@ def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
 def data(config: RunConfig) -> tuple[Any, Any]:
     """Training and evaluation rows of a configuration; the latter None where none are asked for."""
     c = config.data
-    rows = load_rows(c.path, split=c.split, streaming=c.streaming, limit=c.limit)
+    rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
     if c.eval_path is not None:
         return rows, load_rows(c.eval_path, split=c.eval_split or c.split)
     if c.eval_split is not None:
-        return rows, load_rows(c.path, split=c.eval_split)
-    if c.eval_fraction:
-        rows = list(rows)
-        held = max(1, round(len(rows) * c.eval_fraction))
-        return rows[:-held], rows[-held:]
-    return rows, None
+        return rows, load_rows(c.path, split=c.eval_split, subset=c.subset)
+    return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)
 
 
 def _with_run_dir(config: RunConfig) -> RunConfig:

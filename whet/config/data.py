@@ -14,6 +14,8 @@ class DataConfig:
 
     path: str | None = None
     """Hub name, folder, or a json, jsonl, csv, parquet or arrow file; None = given from Python."""
+    subset: str | None = None
+    """Configuration of a hub data set, e.g. main; None = its only one."""
     eval_path: str | None = None
     """The same for evaluation; None = path with eval_split, or a part cut off by eval_fraction."""
     split: str = "train"
@@ -30,6 +32,8 @@ class DataConfig:
     """A new order in each epoch, from the run's seed."""
     streaming: Bool = False
     """Read the data set as the run goes on, without downloading it first."""
+    apply_chat_template: Bool = False
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     system_prompt: str = ""
     """Put before every conversation. "" = off."""
     limit: Count | None = None

@@ -234,8 +234,6 @@ class RLTrainingConfig(TrainingConfig):
     on_reward_error: Literal["raise", "none"] = "raise"
     """A reward function that fails: end the run, or count as not applicable (None) for that batch, with a warning."""
     reward_timeout_s: Float | None = 60.0
-    """Longest time of one call of one reward function, in seconds; None = no deadline."""
-    reward_timeout_s: Float | None = 60.0
     """Longest time of one call of a reward function, in seconds; None = no limit."""
     last_batch: Literal["drop", "keep"] = "drop"
     """Prompts left over at the end of an epoch that fill no step: dropped, their number logged, or a smaller step."""

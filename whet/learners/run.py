@@ -26,6 +26,7 @@ import torch
 
 from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream, is_batch
+from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.learners.report import completion_columns, rewarded_metrics, spread
@@ -77,9 +78,7 @@ class Run:
             shuffle=shuffle,
             num_epochs=epochs,
             last_batch=c.last_batch,
-            encode=self.cluster.encoder(
-                Mode.TRAIN, prompt_column=learner.data.prompt_column, system_prompt=learner.data.system_prompt or None
-            ),
+            encode=self._encoder(Mode.TRAIN),
             prompt_column=learner.data.prompt_column,
         )
         log.info("data: %s", stream.describe())
@@ -244,11 +243,20 @@ class Run:
         return row
 
     def _encode_eval(self) -> list[Prompt]:
-        data = self.learner.data
-        encode = self.cluster.encoder(Mode.EVAL, prompt_column=data.prompt_column, system_prompt=data.system_prompt or None)
-        rows = load_rows(self.eval_ds, split=data.eval_split or data.split)
-        stream = PromptStream(rows, batch_size=None if _batched(rows) else 1, shuffle=False, last_batch="keep", encode=encode)
+        rows = load_rows(self.eval_ds, split=self.learner.data.eval_split or self.learner.data.split)
+        size = None if _batched(rows) else 1
+        encode = self._encoder(Mode.EVAL)
+        stream = PromptStream(rows, batch_size=size, shuffle=False, last_batch="keep", encode=encode)
         return [p for batch in stream for p in batch]
+
+    def _encoder(self, mode: Mode) -> PromptEncoder:
+        data = self.learner.data
+        return self.cluster.encoder(
+            mode,
+            prompt_column=data.prompt_column,
+            apply_chat_template=data.apply_chat_template,
+            system_prompt=data.system_prompt or None,
+        )
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
