@@ -149,16 +149,19 @@ def test_a_sleeping_engine_refuses_to_poll_and_goes_on_when_woken(engine):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(tokens=np.zeros(0, np.int32)), "empty prompt"),
-        (dict(tokens=np.array([3, 64], np.int32)), "token 64 is outside the vocabulary of 64"),
-        (dict(sampling=Sampling(max_tokens=0)), "max_tokens 0"),
-        (dict(sampling=Sampling(stop_ids=(64,))), "64"),
-        (dict(offset=2), r"offset 2 must be in 0\.\.1"),
+        ({"tokens": np.zeros(0, np.int32)}, "empty prompt"),
+        ({"tokens": np.array([3, 64], np.int32)}, "token 64 is outside the vocabulary of 64"),
+        ({"sampling": Sampling(max_tokens=0)}, "max_tokens 0"),
+        ({"sampling": Sampling(stop_ids=(64,))}, "64"),
+        ({"offset": 2}, r"offset 2 must be in 0\.\.1"),
     ],
 )
 def test_a_request_that_could_never_be_served_is_refused_and_none_is_queued(engine, fields, message):
     good = requests(prompts(), PLAIN)
-    bad = {**dict(id=99, tokens=np.array([3, 4], np.int32), sampling=PLAIN, group=9, address=(0, 0, 0, 0)), **fields}
+    bad = {
+        **{"id": 99, "tokens": np.array([3, 4], np.int32), "sampling": PLAIN, "group": 9, "address": (0, 0, 0, 0)},
+        **fields,
+    }
     with pytest.raises(WhetError, match=message):
         engine.submit([*good, Request(**bad)])
     assert engine.poll() == []

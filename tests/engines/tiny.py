@@ -9,27 +9,43 @@ import transformers as tf
 from whet.rollout.base import Output, Request, RolloutEngine, Sampling
 
 VOCABULARY = 64
-COMMON = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    intermediate_size=48,
-    head_dim=8,
-    max_position_embeddings=256,
-    eos_token_id=None,
-    pad_token_id=0,
-    bos_token_id=None,
-)
-MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, decoder_sparse_step=1)
-SINKS = dict(
-    num_local_experts=4,
-    num_experts_per_tok=2,
-    sliding_window=6,
-    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-)
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
+SINKS = {
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}
+LATENT = {
+    "head_dim": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 6,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_key_value_heads": 4,
+}
 FAMILIES = {
+    "deepseek_v3_value_size": (tf.DeepseekV3Config, LATENT),
     "qwen3": (tf.Qwen3Config, {}),
     "qwen2": (tf.Qwen2Config, {}),
     "llama": (tf.LlamaConfig, {}),

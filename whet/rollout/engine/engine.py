@@ -151,6 +151,8 @@ class EmbeddedEngine:
         taken: dict[int, int] = {}
         for p in self._prefixes.values():
             taken[p.bucket] = taken.get(p.bucket, 0) + 1
+        if scheduler.kv_cache_tokens is not None:
+            runner.shrink(live, max(longest, *(t.left for t, _ in admitted)), taken)
         new = {p.key: p for _, p in admitted if p.hidden is None}
         if new:
             runner.prefill(list(new.values()), taken)

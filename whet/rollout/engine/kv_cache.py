@@ -16,8 +16,6 @@ __all__ = ["KVStore", "bucket_length"]
 
 SMALLEST = 32
 """Places of the smallest row."""
-ROWS = 8
-"""Rows are added in steps of this many."""
 
 
 def bucket_length(length: int) -> int:
@@ -32,6 +30,14 @@ def bucket_length(length: int) -> int:
     return max(SMALLEST, 1 << (length - 1).bit_length())
 
 
+def _resized(old: Tensor, rows: int, length: int) -> Tensor:
+    """[rows K length D] with the content of the old buffer."""
+    new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
+    r, n = min(rows, old.shape[0]), min(length, old.shape[2])
+    new[:r, :, :n] = old[:r, :, :n]
+    return new
+
+
 class KVStore:
     """Keys and values of R rows of L places, for every layer that has written."""
 
@@ -43,25 +49,27 @@ class KVStore:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, rows: int, length: int, *, longest: int | None = None) -> None:
-        """Makes room: rows in steps, places by doubling; what lies there stays.
+        """Makes room: rows as many as needed, places by doubling; what lies there stays.
 
         Args: rows, length: needed. longest: places that no row will ever exceed.
         """
         if rows <= self.rows and length <= self.length:
             return
-        more_rows = max(self.rows, -(-rows // ROWS) * ROWS)
         places = self.length if length <= self.length else bucket_length(length)
         if longest is not None:
             places = max(length, self.length, min(places, longest))
-        for layer, pair in self._layers.items():
-            self._layers[layer] = tuple(self._grown(x, more_rows, places) for x in pair)  # pyright: ignore[reportArgumentType]
-        self.rows, self.length = more_rows, places
+        self._resize(max(self.rows, rows), places)
 
-    def _grown(self, old: Tensor, rows: int, length: int) -> Tensor:
-        """A larger buffer with the old one's content."""
-        new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
-        new[: old.shape[0], :, : old.shape[2]] = old
-        return new
+    def shrink(self, rows: int, length: int) -> None:
+        """Gives back what lies beyond these rows and places."""
+        if rows < self.rows or length < self.length:
+            self._resize(min(self.rows, rows), min(self.length, length))
+
+    def _resize(self, rows: int, length: int) -> None:
+        """New buffers with the old ones' content, as far as they overlap."""
+        for layer, pair in self._layers.items():
+            self._layers[layer] = tuple(_resized(x, rows, length) for x in pair)  # pyright: ignore[reportArgumentType]
+        self.rows, self.length = rows, length
 
     def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers [R K L D] of a layer, made to the shape of its first keys and values.

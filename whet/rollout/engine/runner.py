@@ -67,7 +67,8 @@ class Runner:
         for p in order:
             p.slot = taken.get(p.bucket, 0)
             taken[p.bucket] = p.slot + 1
-            self.stores.setdefault(p.bucket, KVStore()).reserve(p.slot + 1, p.bucket)
+        for bucket, rows in taken.items():
+            self.stores.setdefault(bucket, KVStore()).reserve(rows, bucket)
         chunk, room = [], self.prefill_tokens
         for p in order:
             if chunk and len(p.tokens) > room:
@@ -220,6 +221,13 @@ class Runner:
         """Moves a prompt's KV into a hole of its store."""
         src, dst = (torch.tensor([x], device=self.device) for x in (source, target))
         self.stores[bucket].move(src, dst, bucket)
+
+    def shrink(self, rows: int, length: int, taken: dict[int, int]) -> None:
+        """Gives memory back that is not in use. Args: rows, length: of completions. taken: prompts in use by bucket."""
+        self.own.shrink(rows, length)
+        self.stores = {b: s for b, s in self.stores.items() if b in taken}
+        for bucket, store in self.stores.items():
+            store.shrink(taken[bucket], bucket)
 
     def drop(self) -> None:
         """Frees KV and all that depends on it."""

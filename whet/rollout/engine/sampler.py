@@ -147,5 +147,7 @@ def check_request(request: Request, *, vocabulary: int, positions: int | None, d
         raise EngineError(f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
     if wrong := [i for i in (*s.stop_ids, *s.forbidden_ids) if not 0 <= i < vocabulary]:
         raise EngineError(f"{name}: stop or forbidden id {wrong[0]} is outside the vocabulary of {vocabulary}")
+    if "" in s.stop:
+        raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
     if s.stop and not decodes:
         raise ConfigError(f"{name} has stop strings {s.stop}, but the engine has no decode function; pass decode=")
