@@ -1,0 +1,36 @@
+"""The task of grpo_from_scratch.py through the library: same model, same reward, same settings, no loop of its own.
+
+Run it with `python examples/grpo_library.py`; it takes seconds on a laptop's CPU.
+"""
+
+from grpo_from_scratch import END, LEARNING_RATE, MAX_COMPLETION, PROMPTS, VOCABULARY, build_model, reward
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from whet import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, RLCluster, RLTrainingConfig, RolloutConfig
+
+tokens = Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(VOCABULARY)}, merges=[]))  # one per character
+tokens.decoder = decoders.Fuse()
+tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokens, eos_token=VOCABULARY[END])
+
+
+def main(seed: int = 0, steps: int = 60) -> float:
+    """Trains, and returns the mean reward of the last five steps; chance is about 1/10."""
+    cluster = RLCluster(
+        actor=build_model(seed),
+        tokenizer=tokenizer,
+        cluster_config=ClusterConfig(
+            rollout_config=RolloutConfig(max_tokens_to_generate=MAX_COMPLETION, temperature=1.0),
+            training_config=RLTrainingConfig(
+                actor_optimizer=OptimConfig(lr=LEARNING_RATE), max_steps=steps, seed=seed, pbar_description="letters"
+            ),
+        ),
+    )
+    algo = GRPOConfig(num_generations=8, num_iterations=2, beta=0.0, loss_agg_mode="token-mean")
+    run = GRPOLearner(cluster, algo, reward_fns=reward).train([{"prompts": PROMPTS}])  # one batch, again and again
+    print(cluster.generate(PROMPTS, seed=seed).text)
+    return sum(row["reward"] for row in run.rows[-5:]) / 5
+
+
+if __name__ == "__main__":
+    print(f"mean reward of the last five steps: {main():.3f}")

@@ -1,0 +1,33 @@
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def example():
+    sys.path.insert(0, str(EXAMPLES))
+    import grpo_library
+
+    yield grpo_library
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_library_learns_the_task_of_the_tutorial(example):
+    assert example.main(seed=0, steps=5) < 0.35
+    assert example.main(seed=0, steps=60) > 0.9
+
+
+def test_the_example_stays_under_40_lines():
+    assert len((EXAMPLES / "grpo_library.py").read_text().splitlines()) < 40
