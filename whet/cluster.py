@@ -26,6 +26,7 @@ from whet.errors import ConfigError, DataError
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.observe.buffer import MetricsBuffer
+from whet.observe.environment import noted_environment
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.checkpoint import checkpoints, find_checkpoint, publish, read_state, sweep
@@ -75,6 +76,8 @@ class RLCluster:
         self.trace = Trace()
         self._workers: dict[Role, ModelWorker] = {}
         config = self.training_config
+        noted = noted_environment(config.run_dir) if config.resume is not None else {}
+        self._noted_dtypes = noted.get("compute_dtype", {})
         if reference is actor and isinstance(reference, nn.Module):
             reference = copy.deepcopy(reference)
         self._add(Role.ACTOR, actor, config.actor_optimizer or OptimConfig())
@@ -112,7 +115,8 @@ class RLCluster:
             if given.model is None:
                 raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
             loaded = load_model(given.model, device=self.device(role), role=role.value)
-            dtype = compute_dtype(given.dtype, loaded)
+            noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
+            dtype = compute_dtype(noted or given.dtype, loaded)
             if given.gradient_checkpointing:
                 loaded.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:

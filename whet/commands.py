@@ -18,6 +18,7 @@ from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.run import Run
 from whet.observe.plots import plot_curves
+from whet.parallel.comm import require_single_process
 from whet.refs import is_ref, resolve_ref
 
 __all__ = ["demo", "grpo"]
@@ -34,6 +35,7 @@ def grpo(config: RunConfig) -> dict[str, Any]:
     """
     from transformers.utils import logging as transformers_logging
 
+    require_single_process()
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     config = _with_run_dir(config)

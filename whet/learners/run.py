@@ -31,7 +31,7 @@ from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Metric, flat, merge
-from whet.observe.environment import environment
+from whet.observe.environment import environment, noted_environment
 from whet.observe.loggers import Loggers
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, changed_settings
@@ -118,7 +118,7 @@ class Run:
             nothing = -1 if checkpoint is None else self.step
             self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else nothing)
             self.folder.write_config(self.settings)
-            self.folder.write_json("environment.json", {**environment(), "compute_dtype": self.cluster.dtypes})
+            self._note_environment(resumed=checkpoint is not None)
             self.rows = self.folder.rows()
         total = self.total_steps
         for trainer in self.cluster.trainers.values():
@@ -133,6 +133,18 @@ class Run:
         self.progress = Progress(total, description=c.pbar_description, start=self.step)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
+
+    def _note_environment(self, resumed: bool) -> None:
+        """Writes environment.json; a resumed run says what is other than it was, since that may move the last bits."""
+        assert self.folder is not None
+        now = {**environment(), "compute_dtype": self.cluster.dtypes}
+        before = noted_environment(self.folder.path)
+        parts = ("versions", "cpu", "threads", "devices", "compute_dtype")
+        changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
+        if changed:
+            old, new = ({k: e.get(k) for k in changed} for e in (before, now))
+            log.warning("resumed elsewhere, results may differ in the last bits: %s, now %s", old, new)
+        self.folder.write_json("environment.json", now)
 
     @property
     def checkpoint_root(self) -> Path | None:

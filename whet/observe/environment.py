@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 
 from whet._version import __version__
 
-__all__ = ["environment"]
+__all__ = ["environment", "noted_environment"]
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pyarrow", "pydantic")
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve", "i8mm")
@@ -33,6 +34,16 @@ def environment() -> dict[str, Any]:
         **_torch(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
     }
+
+
+def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
+    """environment.json of a run folder; {} where there is none.
+
+    >>> noted_environment(None)
+    {}
+    """
+    path = None if run_dir is None else Path(run_dir) / "environment.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
 
 
 _VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "PYTHONHASHSEED", "WORLD_SIZE", "RANK")
