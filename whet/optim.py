@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whet.config import OptimConfig
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError, ConfigError, lookup_error
 from whet.refs import resolve_ref
 
 __all__ = ["Optim"]
@@ -43,6 +44,8 @@ class Optim:
                 p.data = p.data.to(dtype or p.dtype)
                 p.register_post_accumulate_grad_hook(_adder(self.masters[name]))
         self.config = config if isinstance(config, OptimConfig) else None
+        if self.config is not None:
+            _check_schedule(self.config.schedule)
         self.optimizer = _optimizer(self.masters, config)
         self.updates = 0
         self.schedule: Any = None
@@ -125,17 +128,21 @@ class Optim:
     def load(self, path: Path, rest: dict[str, Any]) -> None:
         """Restores what `save` wrote and returned. Raises CheckpointError where it doesn't fit."""
         entries: dict[int, dict[str, Any]] = {}
-        for key, value in [*load_file(path).items(), *rest["plain"].items()]:
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as e:
+            raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
+        for key, value in [*found.items(), *rest["plain"].items()]:
             i, _, name = key.partition(".")
             entries.setdefault(int(i), {})[name] = value
+        self.updates, self.total_updates = rest["updates"], rest["total_updates"]
+        if rest["schedule"] is not None:
+            self.schedule = self._scheduler()  # before the groups: making it sets their rate to the first one
+            self.schedule.load_state_dict(rest["schedule"])
         try:
             self.optimizer.load_state_dict({"state": entries, "param_groups": rest["groups"]})
         except ValueError as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
-        self.updates, self.total_updates = rest["updates"], rest["total_updates"]
-        if rest["schedule"] is not None:
-            self.schedule = self._scheduler()
-            self.schedule.load_state_dict(rest["schedule"])
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
@@ -183,6 +190,15 @@ def _optimizer(masters: dict[str, Tensor], config: OptimConfig | Callable[..., A
     if ":" in config.name:
         return _checked(resolve_ref(config.name, "optimizer")(groups, lr=config.lr))
     raise ConfigError(f"optim.name={config.name!r} is unknown. Known: adamw, sgd, or package.module:factory")
+
+
+def _check_schedule(name: str) -> None:
+    """Raises ConfigError for a schedule that transformers doesn't know."""
+    from transformers import SchedulerType
+
+    known = [kind.value for kind in SchedulerType]
+    if name not in known:
+        raise lookup_error("optim.schedule", name, known)
 
 
 def _checked(made: Any) -> torch.optim.Optimizer:

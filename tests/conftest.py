@@ -1,0 +1,49 @@
+"""Fixtures and settings of the whole suite: one thread, no network, fixed seeds."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    """The global generators start each test at the same place; whet itself draws from none of them."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from whet.data.tokenizer import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+@pytest.fixture
+def model():
+    """A tiny Qwen3 over bytes, new for each test."""
+    from helpers import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory, tokenizer):
+    """The same with its tokenizer, as a folder; nothing may write to it."""
+    from helpers import tiny_model
+
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model().save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)

@@ -1,0 +1,135 @@
+"""Tiny models, batches and clusters that several test files build on."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from whet.cluster import RLCluster
+from whet.config import ClusterConfig, OptimConfig, RLTrainingConfig, RolloutConfig
+from whet.data.tokenizer import byte_tokenizer
+from whet.types import Completion, Group, Prompt, TokenBatch
+
+VOCABULARY = 264
+END, PAD = 256, 257
+
+
+def tiny_model(seed=0, *, gain=4.0, dtype=torch.float32, **fields):
+    """A random Qwen3 over bytes whose logits are far from flat."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        **{
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "max_position_embeddings": 128,
+            "tie_word_embeddings": True,
+            "bos_token_id": None,
+            "eos_token_id": END,
+            "pad_token_id": PAD,
+            **fields,
+        }
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.dim() > 1:
+                p.mul_(gain)
+            else:
+                p.add_(torch.randn_like(p) * 0.1)
+    return model.to(dtype)
+
+
+def prompt(tokens, row=0, **columns):
+    """A Prompt of text or ids."""
+    ids = list(tokens.encode()) if isinstance(tokens, str) else tokens
+    source = tokens if isinstance(tokens, str) else ""
+    return Prompt(tokens=np.array(ids, np.int32), source=source, columns=columns, row=row)
+
+
+def completion(tokens, generation=0, *, version=0, prefix=None, finish="stop", logprobs=None):
+    """A Completion; `version` is one for all tokens or one each."""
+    n = len(tokens)
+    return Completion(
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.zeros(n, np.float32) if logprobs is None else np.array(logprobs, np.float32),
+        versions=np.broadcast_to(np.array(version, np.int32), n),
+        finish_reason=finish,
+        generation=generation,
+        prefix=None if prefix is None else np.array(prefix, np.int32),
+    )
+
+
+def random_batch(*shapes, seed=0, masked=False):
+    """A TokenBatch of random ids with random advantages; a shape is (prompt length, completion lengths)."""
+    rng = np.random.default_rng(seed)
+    groups = []
+    for row, (p, lengths) in enumerate(shapes):
+        done = tuple(
+            completion(rng.integers(0, 256, n), g, version=rng.integers(-1, 1, n) if masked and n > 1 else 0)
+            for g, n in enumerate(lengths)
+        )
+        groups.append(Group(prompt=prompt(rng.integers(0, 256, p).tolist(), row), completions=done))
+    batch = TokenBatch.from_groups(groups, rng.random(sum(len(lengths) for _, lengths in shapes)))
+    advantages = torch.from_numpy(rng.normal(size=batch.num_sequences)).index_select(0, batch.sequence)
+    return batch.replace(advantages=advantages)
+
+
+def one_by_one(model, batch, temperature=1.0):
+    """The oracle: transformers' own forward on each sequence alone; [S] logprobs with gradient."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")  # eager takes its softmax in fp32 whatever the model's dtype
+    out = []
+    for i, (end, n) in enumerate(zip(batch.ends.tolist(), batch.lengths.tolist())):
+        prefix, own = batch.prefix(i), batch.tokens[end - n : end]
+        logits = model(input_ids=torch.cat([prefix, own])[None], use_cache=False).logits[0, len(prefix) - 1 : -1]
+        out.append((logits / temperature).log_softmax(-1).gather(1, own[:, None]).squeeze(1))
+    model.set_attn_implementation(before)
+    return torch.cat(out)
+
+
+def weights_of(model):
+    """A copy of the parameters by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def same(a, b):
+    """Whether two dicts of tensors are equal bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def gap(a, b):
+    """Largest difference between two dicts of tensors."""
+    assert a.keys() == b.keys()
+    return max((a[k] - b[k]).abs().max().item() for k in a)
+
+
+def cluster(actor=None, *, reference=None, critic=None, engine="vanilla", rollout=None, tokenizer=None, lr=1e-2, **training):
+    """A cluster of tiny models; `training` are fields of RLTrainingConfig, `rollout` a RolloutConfig or its fields."""
+    options = {"actor_optimizer": OptimConfig(lr=lr), "pbar_description": None, **training}
+    if rollout is None or (isinstance(rollout, dict) and all(isinstance(k, str) and k not in ("train", "eval") for k in rollout)):
+        rollout = RolloutConfig(**{"max_tokens_to_generate": 8, "temperature": 1.0, **(rollout or {})})
+    return RLCluster(
+        actor=tiny_model() if actor is None else actor,
+        reference=reference,
+        critic=critic,
+        tokenizer=tokenizer or byte_tokenizer(),
+        cluster_config=ClusterConfig(
+            rollout_engine=engine, rollout_config=rollout, training_config=RLTrainingConfig(**options)
+        ),
+    )
+
+
+def length_reward(completions, **_):
+    """A reward with spread within nearly every group of random completions."""
+    return [float(sum(map(ord, text)) % 7) for text in completions]
+
+
+def rows(count, **columns):
+    """Plain prompts."""
+    return [{"prompt": f"{i}+1=", **{k: v[i] if isinstance(v, list) else v for k, v in columns.items()}} for i in range(count)]

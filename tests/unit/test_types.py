@@ -1,0 +1,240 @@
+import numpy as np
+import pytest
+import torch
+from helpers import PAD, completion, prompt, random_batch
+
+from whet.data.padded import completion_mask, left_padded, padded_batch, prompt_mask, unpacked
+from whet.errors import DataError
+from whet.types import Group, LossInputs, TokenBatch, TrainExample
+
+
+def group(p, *completions, row=0):
+    return Group(prompt=prompt(p, row), completions=completions)
+
+
+# ---- from_groups ---------------------------------------------------------------------------------------------------
+
+
+def test_groups_are_laid_end_to_end_with_each_prefix_once():
+    batch = TokenBatch.from_groups(
+        [group([5, 6], completion([7, 2]), completion([8, 2], 1)), group([9], completion([3], version=4))], [1.0, 0.0, 2.0]
+    )
+    assert batch.prefixes.tolist() == [5, 6, 9]  # not 5 6 5 6 9
+    assert batch.prefix_ends.tolist() == [2, 3]
+    assert batch.prefix_of.tolist() == [0, 0, 1]
+    assert batch.tokens.tolist() == [7, 2, 8, 2, 3]
+    assert batch.ends.tolist() == [2, 4, 5]
+    assert batch.trajectory_of.tolist() == [0, 1, 2]
+    assert batch.group_of.tolist() == [0, 0, 1]
+    assert batch.rewards.tolist() == [1.0, 0.0, 2.0]
+    assert batch.versions.tolist() == [0, 0, 0, 0, 4]
+    assert batch.mask.all()
+    assert [batch.prefix(i).tolist() for i in range(3)] == [[5, 6], [5, 6], [9]]
+    assert batch.sequence.tolist() == [0, 0, 1, 1, 2]
+    assert (batch.num_sequences, batch.num_tokens) == (3, 5)
+
+
+def test_tokens_that_were_not_sampled_are_not_trained():
+    batch = TokenBatch.from_groups([group([5], completion([7, 8, 9], version=[2, -1, 2]))], [0.0])
+    assert batch.mask.tolist() == [True, False, True]
+
+
+def test_forks_share_their_trajectory_and_bring_their_own_prefix():
+    a = group([5, 6], completion([7, 2]), completion([1], prefix=[5, 6, 7, 9]), completion([8], 1))
+    batch = TokenBatch.from_groups([a, group([4], completion([3], 0))], [0.5, 1.0, 2.0])  # 3 rewards for 4 sequences
+    assert batch.trajectory_of.tolist() == [0, 0, 1, 2]
+    assert batch.group_of.tolist() == [0, 0, 1]
+    assert [batch.prefix(i).tolist() for i in range(4)] == [[5, 6], [5, 6, 7, 9], [5, 6], [4]]
+    assert batch.prefix_of.tolist()[0] == batch.prefix_of.tolist()[2]
+    assert batch.trajectory.tolist() == [0, 0, 0, 1, 2]
+
+
+def test_a_fork_that_comes_first_does_not_give_its_prefix_to_the_others():
+    batch = TokenBatch.from_groups([group([5], completion([7], prefix=[5, 1]), completion([8], 1))], [0.0, 0.0])
+    assert [batch.prefix(i).tolist() for i in range(2)] == [[5, 1], [5]]
+
+
+@pytest.mark.parametrize(
+    ("groups", "rewards", "words"),
+    [
+        ([], [], "at least one completion"),
+        ([group([5])], [], "at least one completion"),
+        ([group([5], completion([]))], [0.0], "completion 0 has no tokens"),
+        ([group([5], completion([1]))], [0.0, 1.0], "2 rewards for 1 trajectories"),
+    ],
+)
+def test_what_is_no_batch_is_refused_with_the_reason(groups, rewards, words):
+    with pytest.raises(DataError, match=words):
+        TokenBatch.from_groups(groups, rewards)
+
+
+# ---- select --------------------------------------------------------------------------------------------------------
+
+
+def test_select_renumbers_prefixes_trajectories_and_groups_and_leaves_columns_alone():
+    batch = TokenBatch.from_groups(
+        [
+            group([1], completion([10, 11]), completion([12], 1)),
+            group([2, 2], completion([13]), completion([14, 15, 16], 0, prefix=[2, 3]), completion([17], 1)),
+            group([4], completion([18]), completion([19], 1)),
+        ],
+        range(6),
+    )
+    batch = batch.replace(weights=torch.arange(10.0), advantages=-torch.arange(10.0))
+    part = batch.select(torch.tensor([5, 3, 4]))
+    assert part.tokens.tolist() == [18, 14, 15, 16, 17]
+    assert part.ends.tolist() == [1, 4, 5]
+    assert part.weights.tolist() == [8.0, 4.0, 5.0, 6.0, 7.0]  # as they were, not made anew
+    assert part.advantages.tolist() == [-8.0, -4.0, -5.0, -6.0, -7.0]
+    assert [part.prefix(i).tolist() for i in range(3)] == [[4], [2, 3], [2, 2]]
+    assert len(part.prefix_ends) == 3  # the prefix of the first group is gone
+    assert part.rewards.tolist() == [2.0, 3.0, 4.0]  # trajectories keep their order
+    assert part.trajectory_of.tolist() == [2, 0, 1]
+    assert part.group_of.tolist() == [0, 0, 1]
+    assert part.old_logprobs is None
+
+
+def test_select_of_everything_changes_nothing_and_of_nothing_is_empty():
+    batch = random_batch((3, [2, 5]), (1, [1, 1, 4]), masked=True)
+    again = batch.select(torch.arange(batch.num_sequences))
+    for name, value in vars(batch).items():
+        assert value is None or torch.equal(vars(again)[name], value), name
+    none = batch.select(torch.zeros(0, dtype=torch.long))
+    assert (none.num_sequences, none.num_tokens, len(none.prefixes), len(none.rewards)) == (0, 0, 0, 0)
+
+
+# ---- cat -----------------------------------------------------------------------------------------------------------
+
+
+def test_cat_of_the_parts_of_a_batch_is_the_batch():
+    batch = random_batch((3, [2, 5]), (1, [1, 1, 4]), (6, [2]))
+    parts = [batch.select(torch.tensor(i)) for i in ([0, 1], [2, 3, 4], [5])]
+    again = TokenBatch.cat(parts)
+    for name, value in vars(batch).items():
+        assert value is None or torch.equal(vars(again)[name], value), name
+    assert TokenBatch.cat(parts[:1]) is parts[0]
+
+
+def test_cat_keeps_equal_prompts_apart():
+    batch = random_batch((3, [2, 5]))
+    twice = TokenBatch.cat([batch, batch])
+    assert twice.group_of.tolist() == [0, 0, 1, 1]
+    assert twice.prefix_of.tolist() == [0, 0, 1, 1]
+
+
+def test_cat_refuses_a_column_that_only_some_have():
+    batch = random_batch((3, [2, 5]))
+    with pytest.raises(DataError, match="column weights is set in some"):
+        TokenBatch.cat([batch, batch.replace(weights=torch.ones(7))])
+
+
+# ---- padded arrays -------------------------------------------------------------------------------------------------
+
+
+def example(**changes):
+    given = {
+        "prompt_ids": torch.tensor([[PAD, 5], [6, 7], [PAD, 5]]),
+        "prompt_mask": torch.tensor([[0, 1], [1, 1], [0, 1]]),
+        "completion_ids": torch.tensor([[1, 2, PAD], [3, 4, 5], [6, PAD, PAD]]),
+        "completion_mask": torch.tensor([[1, 1, 0], [1, 0, 1], [1, 0, 0]]),
+        "advantages": torch.tensor([1.0, -1.0, 0.5]),
+    }
+    return TrainExample(**{**given, **changes})
+
+
+def test_padded_rows_lose_their_padding_and_equal_prompts_are_one_group():
+    batch = TokenBatch.from_padded(example(), version=3)
+    assert batch.tokens.tolist() == [1, 2, 3, 4, 5, 6]
+    assert batch.mask.tolist() == [True, True, True, False, True, True]  # a hole inside stays, untrained
+    assert batch.versions.tolist() == [3, 3, 3, -1, 3, 3]
+    assert batch.ends.tolist() == [2, 5, 6]
+    assert batch.prefixes.tolist() == [5, 6, 7]
+    assert batch.prefix_of.tolist() == batch.group_of.tolist() == [0, 1, 0]
+    assert batch.advantages.tolist() == [1.0, 1.0, -1.0, -1.0, -1.0, 0.5]
+    assert batch.rewards.isnan().all()
+    assert batch.old_logprobs is None and batch.ref_logprobs is None
+
+
+def test_padded_columns_follow_their_tokens():
+    columns = torch.arange(9.0).view(3, 3)
+    batch = TokenBatch.from_padded(
+        example(
+            advantages=columns,
+            ref_per_token_logps=-columns,
+            old_per_token_logps=columns * 2,
+            returns=columns * 3,
+            old_values=columns * 4,
+        )
+    )
+    places = torch.tensor([0.0, 1, 3, 4, 5, 6])
+    assert torch.equal(batch.advantages, places)
+    assert torch.equal(batch.ref_logprobs, -places)
+    assert torch.equal(batch.old_logprobs, places * 2)
+    assert torch.equal(batch.sampler_logprobs, places * 2)
+    assert torch.equal(batch.returns, places * 3)
+    assert torch.equal(batch.values, places * 4)
+
+
+def test_padded_rows_with_nothing_to_train_or_no_prompt_are_refused():
+    with pytest.raises(DataError, match="row 2: completion_mask is all 0"):
+        TokenBatch.from_padded(example(completion_mask=torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0]])))
+    with pytest.raises(DataError, match="row 0: prompt_mask is all 0"):
+        TokenBatch.from_padded(example(prompt_mask=torch.tensor([[0, 0], [1, 1], [0, 1]])))
+
+
+def test_a_pad_id_inside_a_prompt_belongs_to_it():
+    ids = torch.tensor([[PAD, 5, PAD, 6]])
+    assert prompt_mask(ids, PAD).tolist() == [[False, True, True, True]]  # ids != pad would lose the third
+    batch, _ = padded_batch(ids, torch.tensor([[1, 2]]), PAD, [0])
+    assert batch.prefixes.tolist() == [5, PAD, 6]
+
+
+def test_a_completion_ends_with_its_first_end_id_also_where_that_is_the_pad_id():
+    mask = completion_mask(torch.tensor([[1, 2, 3, 4], [1, 2, 3, 0], [1, 2, 0, 0], [1, 0, 0, 0]]), [0])
+    # the cases of Tunix's make_completion_mask
+    assert mask.int().tolist() == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1, 1, 0], [1, 1, 0, 0]]
+    assert completion_mask(torch.tensor([[9, 1, 8]]), [1, 9]).tolist() == [[True, False, False]]
+
+
+def test_a_column_of_a_padded_batch_goes_back_to_its_places():
+    prompts = torch.tensor([[PAD, 5], [6, 7]])
+    completions = torch.tensor([[1, 0, PAD], [3, 4, 5]])
+    batch, mask = padded_batch(prompts.numpy(), completions.numpy(), PAD, [0])
+    assert batch.tokens.tolist() == [1, 0, 3, 4, 5]
+    assert unpacked(batch.tokens, mask).tolist() == [[1, 0, 0], [3, 4, 5]]
+    assert unpacked(torch.arange(1.0, 6.0), mask).tolist() == [[1.0, 2.0, 0.0], [3.0, 4.0, 5.0]]
+
+
+def test_groups_and_padded_arrays_of_the_same_rows_give_the_same_batch():
+    groups = [group([5, 6], completion([7, 0]), completion([8, 9, 1], 1)), group([4], completion([3, 0]), row=1)]
+    packed = TokenBatch.from_groups(groups, [0.0] * 3)
+    ids = left_padded([packed.prefix(i).numpy() for i in range(3)], PAD)
+    batch, _ = padded_batch(ids, [[7, 0, PAD], [8, 9, 1], [3, 0, PAD]], PAD, [0])
+    for name in ("prefixes", "prefix_ends", "prefix_of", "tokens", "ends", "group_of", "mask"):
+        assert torch.equal(vars(packed)[name], vars(batch)[name]), name
+
+
+def test_padded_shapes_that_do_not_fit_are_refused():
+    for prompts, completions in ([[1, 2]], [[1, 2]]), ([1, 2], [[1, 2]]):
+        if np.ndim(prompts) == 2:
+            completions = [*completions, [3, 4]]
+        with pytest.raises(DataError, match="of the same B"):
+            padded_batch(prompts, completions, PAD, [0])
+
+
+# ---- the rest ------------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_frozen_and_replace_makes_another():
+    batch = random_batch((3, [2]))
+    with pytest.raises(AttributeError):
+        batch.weights = torch.ones(2)
+    other = batch.replace(weights=torch.ones(2))
+    assert batch.weights is None and other.weights is not None and other.tokens is batch.tokens
+
+
+def test_a_loss_that_needs_a_missing_column_names_it():
+    x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.0]))
+    with pytest.raises(DataError, match="needs ref_logprobs"):
+        x.need("ref_logprobs")
+    assert x.need("logprobs") is x.logprobs
