@@ -49,7 +49,7 @@ def _first_rank() -> bool:
 def setup_logging(level: int = logging.INFO) -> None:
     """Sends log lines to stderr, above the bar where there is one; ranks other than 0 say errors only.
 
-    Args: level: of rank 0. For programs, not for libraries: it replaces the root logger's handlers.
+    Args: level: of whet's own lines on rank 0; other libraries say warnings. For programs, not for libraries: it replaces the root logger's handlers.
     """
     first = _first_rank()
     if first and _console().is_terminal:
@@ -58,7 +58,8 @@ def setup_logging(level: int = logging.INFO) -> None:
         handler: logging.Handler = RichHandler(console=_console(), show_path=False, markup=False)
     else:
         handler = logging.StreamHandler()
-    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s", force=True)
+    others = logging.WARNING if first else logging.ERROR
+    logging.basicConfig(level=others, handlers=[handler], format="%(message)s", force=True)
     logging.getLogger("whet").setLevel(level if first else logging.ERROR)
 
 

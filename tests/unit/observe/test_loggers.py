@@ -1,0 +1,147 @@
+import json
+import logging
+import sys
+import types
+
+import pytest
+
+from whet.config import MetricsLoggerOptions
+from whet.errors import ConfigError
+from whet.observe import Loggers
+
+
+class Recorder:
+    def __init__(self):
+        self.seen, self.closed = [], False
+
+    def log(self, step, values):
+        self.seen.append((step, dict(values)))
+
+    def close(self):
+        self.closed = True
+
+
+MADE = []
+
+
+class Remembered(Recorder):
+    def __init__(self):
+        super().__init__()
+        MADE.append(self)
+
+
+def test_objects_classes_functions_and_references_are_loggers(tmp_path, monkeypatch):
+    (tmp_path / "my_logger_of_a_test.py").write_text(
+        "SEEN = []\ndef fn(step, values): SEEN.append((step, dict(values)))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    own, seen = Recorder(), []
+    loggers = Loggers([own, Remembered, lambda s, v: seen.append((s, v)), "my_logger_of_a_test:fn"], prefix="run")
+    loggers.log(3, {"reward": 0.5}, "eval")
+    loggers.close()
+    expected = [(3, {"run/eval/reward": 0.5})]
+    assert own.seen == MADE[-1].seen == seen == sys.modules["my_logger_of_a_test"].SEEN == expected
+    assert own.closed and MADE[-1].closed
+
+
+def test_two_loggers_of_one_name_both_log():
+    one, two = Recorder(), Recorder()
+    Loggers([one, two]).log(1, {"a": 1.0})
+    assert one.seen == two.seen == [(1, {"train/a": 1.0})]
+
+
+def test_a_failing_logger_warns_once_and_is_dropped(caplog):
+    good, calls = Recorder(), []
+
+    def bad(step, values):
+        calls.append(step)
+        raise OSError("no network")
+
+    loggers = Loggers([bad, good])
+    with caplog.at_level(logging.WARNING):
+        loggers.log(1, {})
+        loggers.log(2, {})
+        loggers.close()
+    assert calls == [1] and [s for s, _ in good.seen] == [1, 2] and good.closed
+    assert len(caplog.records) == 1 and "no network" in caplog.text
+
+
+def test_unknown_names_and_things_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="unknown logger 'tensorbord'; did you mean tensorboard"):
+        Loggers(["tensorbord"], folder=tmp_path)
+    with pytest.raises(ConfigError, match="did you mean wandb"):
+        Loggers([], options=MetricsLoggerOptions(backend_kwargs={"wandbb": {}}))
+    with pytest.raises(ConfigError, match="is no function either"):
+        Loggers([3])
+    with pytest.raises(ConfigError, match=r"set trainer.run_dir"):
+        Loggers(["jsonl"])
+
+
+@pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("trackio", "trackio")])
+def test_a_missing_package_names_the_extra(name, module, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=rf"pip install 'whet\[{name}\]'"):
+        Loggers([name], folder=tmp_path)
+
+
+def test_jsonl_takes_its_own_path_and_writes_nan_as_null(tmp_path):
+    options = MetricsLoggerOptions(backend_kwargs={"jsonl": {"path": str(tmp_path / "mine.jsonl")}})
+    loggers = Loggers(["jsonl"], options=options, folder=tmp_path / "run")
+    loggers.log(1, {"a": float("nan"), "b": 2.0})
+    loggers.close()
+    assert json.loads((tmp_path / "mine.jsonl").read_text()) == {"step": 1, "train/a": None, "train/b": 2.0}
+
+
+def test_tensorboard_files_read_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    loggers = Loggers(["tensorboard"], folder=tmp_path)
+    for step in (1, 2):
+        loggers.log(step, {"reward": step / 4})
+    loggers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
+
+
+def test_wandb_gets_project_name_config_and_the_users_arguments(tmp_path, monkeypatch):
+    calls = []
+
+    class Run:
+        def log(self, values, step):
+            calls.append(("log", values, step))
+
+        def finish(self):
+            calls.append(("finish",))
+
+    fake = types.SimpleNamespace(init=lambda **kwargs: calls.append(("init", kwargs)) or Run())
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    monkeypatch.delenv("WANDB_SILENT", raising=False)
+    options = MetricsLoggerOptions(run_name="mine", backend_kwargs={"wandb": {"mode": "disabled"}})
+    loggers = Loggers(["wandb"], options=options, folder=tmp_path, config={"algo": {"beta": 0.0}})
+    loggers.log(4, {"kl": 0.5})
+    loggers.close()
+    given = {
+        "project": "whet",
+        "name": "mine",
+        "dir": str(tmp_path),
+        "config": {"algo": {"beta": 0.0}},
+        "mode": "disabled",
+    }
+    assert calls == [("init", given), ("log", {"train/kl": 0.5}, 4), ("finish",)]
+
+
+def test_trackio_gets_the_same(tmp_path, monkeypatch):
+    calls = []
+    fake = types.SimpleNamespace(
+        init=lambda **kwargs: calls.append(kwargs),
+        log=lambda values, step: calls.append((values, step)),
+        finish=lambda: calls.append("finish"),
+    )
+    monkeypatch.setitem(sys.modules, "trackio", fake)
+    loggers = Loggers(["trackio"], folder=tmp_path / "run-a")
+    loggers.log(4, {"kl": 0.5})
+    loggers.close()
+    assert calls == [{"project": "whet", "name": "run-a", "config": {}}, ({"train/kl": 0.5}, 4), "finish"]

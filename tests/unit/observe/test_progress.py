@@ -1,0 +1,97 @@
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from whet.observe import Progress, setup_logging, sparkline
+
+
+def test_a_sparkline_spans_its_own_range_and_skips_nan():
+    assert sparkline([0.0, float("nan"), 1.0]) == "▁█"
+    assert sparkline([3.0, 3.0]) == "▁▁" and sparkline([]) == "" == sparkline([float("nan")])
+
+
+def test_a_long_sparkline_is_averaged_into_its_width():
+    line = sparkline([float(i) for i in range(1000)], width=10)
+    assert line[0] == "▁" and line[-1] == "█" and len(line) == 10 and list(line) == sorted(line)
+
+
+def test_in_a_pipe_few_lines_and_always_the_last(capsys):
+    with Progress(30) as bar:
+        for step in range(1, 31):
+            bar.update(step, reward=step / 30, tokens_per_s=5200.0)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0] == "Training: step 30/30  reward 1.000  5,200 tokens/s  0 s left"
+
+
+def test_without_a_pause_every_step_is_said_once(capsys):
+    with Progress(None, description="x", every_s=0.0) as bar:
+        for step in (1, 2):
+            bar.update(step, reward=0.5, tokens_per_s=1.0, shown={"kl": 0.25})
+    expected = [f"x: step {s}  reward 0.500  kl 0.25  1 tokens/s" for s in (1, 2)]
+    assert capsys.readouterr().err.splitlines() == expected
+
+
+@pytest.mark.parametrize("quiet", ["rank", "description"])
+def test_other_ranks_and_no_description_show_nothing(quiet, capsys, monkeypatch):
+    if quiet == "rank":
+        monkeypatch.setenv("RANK", "1")
+    with Progress(2, description=None if quiet == "description" else "x", every_s=0.0) as bar:
+        bar.update(2, reward=0.5, tokens_per_s=1.0)
+    assert capsys.readouterr().err == ""
+
+
+CODE = """
+import logging
+from whet.observe import Progress, setup_logging
+setup_logging()
+with Progress(20, start=5) as bar:
+    for step in range(6, 21):
+        bar.update(step, reward=step / 20, tokens_per_s=5200.0, shown={"kl": 0.1})
+        if step == 10:
+            logging.getLogger("whet.x").info("saved [10] [/INST]")
+            print("a plain print [red]x")
+"""
+
+
+def test_in_a_terminal_a_bar_with_log_lines_and_prints_kept_whole():
+    import pty
+
+    main, side = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "140"}
+    child = subprocess.Popen([sys.executable, "-c", CODE], stdin=side, stdout=side, stderr=side, env=env)
+    os.close(side)
+    out = b""
+    while True:
+        try:
+            out += (piece := os.read(main, 65536))
+        except OSError:
+            break
+        if not piece:
+            break
+    assert child.wait() == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.decode())
+    assert "saved [10] [/INST]" in text and "a plain print [red]x" in text
+    assert "20/20" in text and "reward 1.000" in text and "▁" in text and "kl 0.1" in text and "5,200" in text
+
+
+@pytest.mark.parametrize(("rank", "shown"), [("0", ["info", "warning", "error"]), ("1", ["error"])])
+def test_ranks_other_than_0_log_errors_only(rank, shown, monkeypatch, capsys):
+    root, own = logging.getLogger(), logging.getLogger("whet")
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(root, "handlers", [])  # basicConfig(force=True) closes those it finds, pytest's too
+    levels = root.level, own.level
+    try:
+        setup_logging()
+        logging.getLogger("whet.x").info("info")
+        logging.getLogger("other").info("not shown anywhere")
+        logging.getLogger("other").warning("warning")
+        logging.getLogger("other").error("error")
+    finally:
+        root.setLevel(levels[0])
+        own.setLevel(levels[1])
+    assert capsys.readouterr().err.split() == shown

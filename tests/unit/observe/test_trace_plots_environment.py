@@ -1,0 +1,102 @@
+import json
+import logging
+import time
+
+import numpy as np
+import pytest
+
+from whet.observe import MetricsBuffer, Trace, environment, plot_curves
+from whet.observe.plots import series
+
+
+def test_spans_sum_by_name_until_asked():
+    trace = Trace()
+    for _ in range(2):
+        with trace.span("rollout"):
+            time.sleep(0.01)
+    times = trace.times()
+    assert list(times) == ["time/rollout"] and 0.02 <= times["time/rollout"] < 1.0
+    assert trace.times() == {}
+
+
+def test_a_span_in_a_span_counts_for_both_but_in_its_own_name_once():
+    trace = Trace()
+    with trace.span("outer"), trace.span("inner"), trace.span("inner"):
+        time.sleep(0.01)
+    times = trace.times()
+    assert times["time/inner"] <= times["time/outer"] < 2 * times["time/inner"]
+
+
+def test_a_span_that_raises_is_counted_and_closed():
+    trace = Trace()
+    with pytest.raises(KeyError), trace.span("a"):
+        raise KeyError
+    with trace.span("a"):
+        pass
+    assert set(trace.times()) == {"time/a"}
+
+
+def test_the_timeline_is_chrome_trace_json_with_nesting_and_tags(tmp_path):
+    trace = Trace()
+    with trace.span("step", step=3), trace.span("rollout"):
+        pass
+    trace.write(tmp_path / "trace.json")
+    step, rollout = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert (step["name"], rollout["name"], step["ph"], step["args"]) == ("step", "rollout", "X", {"step": "3"})
+    assert step["ts"] <= rollout["ts"] and rollout["ts"] + rollout["dur"] <= step["ts"] + step["dur"]
+
+
+def test_the_timeline_keeps_the_latest_spans(tmp_path):
+    trace = Trace(keep=2)
+    for name in "abc":
+        with trace.span(name):
+            pass
+    trace.write(tmp_path / "t.json")
+    assert [e["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"]] == ["b", "c"]
+
+
+def test_the_environment_is_plain_json_with_versions_and_threads():
+    import torch
+
+    found = json.loads(json.dumps(environment()))
+    assert found["versions"]["torch"] == torch.__version__ and found["threads"] == torch.get_num_threads()
+    assert found["cpu"]["cores"] >= 1
+
+
+def test_buffered_values_are_reduced_by_the_aggregation_given_last():
+    buffer = MetricsBuffer(global_steps=1, mode="train")
+    buffer.add({"x": (np.array([1.0, 2.0]), np.mean), "text": (["a"], None)})
+    buffer.add({"x": (6.0, np.mean)})
+    assert buffer.reduced() == {"x": 3.0}
+
+
+ROWS = [
+    {"step": s, "mode": m, "version": s, "reward": r, "kl": None}
+    for s, m, r in ((1, "train", 0.25), (2, "train", None), (2, "eval", 0.5), (3, "train", 0.75))
+]
+
+
+def test_series_take_the_first_name_that_has_values():
+    assert series(ROWS, ["kl", "reward"], "train") == ([1, 3], [0.25, 0.75])
+    assert series(ROWS, ["absent"], "train") == ([], [])
+
+
+def test_curves_are_a_png_of_the_panels_that_have_values(tmp_path):
+    pytest.importorskip("matplotlib")
+    path = plot_curves(ROWS, tmp_path / "curves.png", {"reward": ["reward"], "nothing": ["absent"]})
+    assert path is not None and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_nothing_to_draw_says_so(tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        assert plot_curves([], tmp_path / "curves.png") is None
+    assert "no metric to draw" in caplog.text and not (tmp_path / "curves.png").exists()
+
+
+def test_without_matplotlib_the_reason_is_logged(tmp_path, caplog, monkeypatch):
+    import importlib.util
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level(logging.INFO):
+        assert plot_curves(ROWS, tmp_path / "curves.png") is None
+    assert "pip install 'whet[plot]'" in caplog.text
