@@ -8,6 +8,7 @@ from typing import Any
 from whet.errors import lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights
+from whet.ops.weighting import Weighting
 from whet.types import TokenBatch, TrainExample
 from whet.worker import Loss, Metrics, ModelWorker
 
@@ -63,7 +64,7 @@ class RoleTrainer:
         worker: ModelWorker,
         *,
         loss: Loss,
-        loss_agg_mode: str = "token-mean",
+        loss_agg_mode: str | Weighting = "token-mean",
         loss_agg_norm: float | None = None,
         accumulate: int = 1,
     ) -> None:
@@ -85,7 +86,7 @@ class RoleTrainer:
         loss: Loss,
         has_aux: bool = True,
         *,
-        loss_agg_mode: str | None = None,
+        loss_agg_mode: str | Weighting | None = None,
         loss_agg_norm: float | None = None,
         entropy: bool | None = None,
     ) -> RoleTrainer:

@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
@@ -75,19 +76,20 @@ class GRPOLearner(RLLearner):
         c = algo_config
         if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
             raise ConfigError(
-                f"beta={c.beta} compares with a reference model; give RLCluster(reference=...), or beta=0.0 to do without"
+                f"beta={c.beta} compares with a reference model; give RLCluster(reference=...), or beta=0.0 to do "
+                "without"
             )
         self.estimator = named(c.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
         name = c.loss_algo if c.policy_loss_fn == "grpo" else c.policy_loss_fn
         self.policy_loss = self._policy_loss(name)
         self.skips = name in POLICY_LOSSES and not self.needs_reference
-        named(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
+        mode = named(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
             norm = float(rl_cluster.get_rollout_config().max_tokens_to_generate)
         self.unmoved = False
         trainer = rl_cluster.actor_trainer
-        trainer.with_loss_fn(self.loss, loss_agg_mode=c.loss_agg_mode, loss_agg_norm=norm, entropy=True)
+        trainer.with_loss_fn(self.loss, loss_agg_mode=mode, loss_agg_norm=norm, entropy=True)
         trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions})
         for worker in rl_cluster.workers.values():
             worker.limit(
@@ -109,6 +111,13 @@ class GRPOLearner(RLLearner):
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
+    def masked(self, batch: TokenBatch) -> TokenBatch:
+        """Completions cut at the length limit leave the mask where mask_truncated_completions says so."""
+        if not self.algo_config.mask_truncated_completions:
+            return batch
+        whole = torch.tensor([c.finish_reason != "length" for g in self.scored.groups for c in g.completions])
+        return batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence))
+
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Old log-probabilities where several updates follow one rollout, the reference's where beta is not 0."""
         c, cluster = self.algo_config, self.cluster
@@ -121,7 +130,8 @@ class GRPOLearner(RLLearner):
                 _, found = sampler_is_weights(
                     batch.old_logprobs, batch.sampler_logprobs, mask=batch.mask, threshold=c.sampler_is_threshold
                 )
-                self.metrics = merge(self.metrics, {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()})
+                kinds = {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
+                self.metrics = merge(self.metrics, kinds)
         elif cluster.rollout.caps.logprobs and not (self.on_policy and cluster.rollout.caps.shared_weights):
             batch = batch.replace(old_logprobs=batch.sampler_logprobs)
         elif not self.on_policy:

@@ -1,0 +1,30 @@
+import sys
+
+import pytest
+
+from tests.helpers import completion, prompt, tiny_model
+from whet import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster
+from whet.types import Group
+
+
+def learner(**algo):
+    cluster = RLCluster(actor=tiny_model(), tokenizer="byte", cluster_config=ClusterConfig())
+    return GRPOLearner(cluster, GRPOConfig(beta=0.0, **algo), reward_fns=lambda completions: [1.0, 0.0])
+
+
+@pytest.mark.parametrize(("asked", "trained"), [(True, [True, True, False]), (False, [True] * 3)])
+def test_truncated_completions_leave_the_mask_when_asked(asked, trained):
+    group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1, finish="length")))
+    batch = learner(mask_truncated_completions=asked).reward([group], step=1)
+    assert batch.mask.tolist() == trained
+    assert batch.rewards.tolist() == [1.0, 0.0]  # they still count in the baseline of their group
+
+
+def test_a_loss_aggregation_may_be_a_reference(tmp_path, monkeypatch):
+    source = "def ones(mask, unit_of, norm, num_units):\n    return mask.double()\n"
+    (tmp_path / "weighting_of_mine.py").write_text(source)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    made = learner(loss_agg_mode="weighting_of_mine:ones")
+    group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1)))
+    batch = made.assign_advantages(made.reward([group], step=1))
+    assert made.cluster.actor_trainer.weighted(batch).weights.tolist() == [1.0, 1.0, 1.0]
