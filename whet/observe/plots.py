@@ -81,7 +81,7 @@ def plot_curves(
     from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):  # pyright: ignore[reportArgumentType]
-        figure = Figure(figsize=(3.8 * len(drawn), 2.6), layout="constrained")
+        figure = Figure(figsize=(max(5.2, 3.8 * len(drawn)), 2.6), layout="constrained")
         FigureCanvasAgg(figure)
         for axes, (title, curves) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items()):
             _panel(axes, title, curves)

@@ -49,7 +49,8 @@ def _first_rank() -> bool:
 def setup_logging(level: int = logging.INFO) -> None:
     """Sends log lines to stderr, above the bar where there is one; ranks other than 0 say errors only.
 
-    Args: level: of whet's own lines on rank 0; other libraries say warnings. For programs, not for libraries: it replaces the root logger's handlers.
+    Args: level: of whet's own lines on rank 0; other libraries say warnings. For programs, not for libraries: it
+        replaces the root logger's handlers.
     """
     first = _first_rank()
     if first and _console().is_terminal:

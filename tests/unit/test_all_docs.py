@@ -1,0 +1,61 @@
+"""Examples run: Python blocks of README and docs (those marked `skip` aside), and the doctests of every module."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = [p for p in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))] if p.is_file()]
+MODULES = [
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for p in sorted((ROOT / "whet").rglob("*.py"))
+    if ">>> " in p.read_text()
+]
+BLOCK = re.compile(r"(?ms)^```python(?P<mark>[^\n]*)\n(?P<code>.*?)^```")
+
+
+def run_page(text, name):
+    """Runs the blocks of a page in order, in one namespace, with the page's own line numbers."""
+    space = {"__name__": "page"}
+    runner = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE)
+    for block in BLOCK.finditer(text):
+        if "skip" in block["mark"]:
+            continue
+        line = text[: block.start("code")].count("\n")
+        if ">>> " in block["code"]:
+            test = doctest.DocTestParser().get_doctest(block["code"], space, name, name, line)
+            runner.run(test, clear_globs=False)
+            space.update(test.globs)
+            assert runner.summarize(verbose=False).failed == 0
+        else:
+            exec(compile("\n" * line + block["code"], name, "exec"), space)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_page(page.read_text(), str(page))
+
+
+@pytest.mark.parametrize("code", ["raise KeyError", ">>> 1 + 1\n3"])
+def test_a_page_that_is_wrong_fails(code, capsys):
+    with pytest.raises((KeyError, AssertionError)):
+        run_page(f"# x\n\n```python\n{code}\n```\n", "page")
+    run_page(f"```python skip\n{code}\n```\n", "page")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_between_pages_lead_somewhere(page):
+    links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
+    local = [link for link in links if link and "://" not in link and not link.startswith("mailto:")]
+    assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_the_examples_of_a_module_run(module, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = doctest.testmod(importlib.import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.attempted and not result.failed

@@ -1,0 +1,117 @@
+import subprocess
+import sys
+import types
+
+import pytest
+
+from whet._version import __version__
+from whet.cli import VERBS, main
+from whet.config import RunConfig
+from whet.errors import ConfigError, DataError
+
+
+@pytest.fixture
+def verbs(monkeypatch):
+    """whet.commands with verbs that only note what they were called with."""
+    calls = []
+    fake = types.SimpleNamespace(grpo=lambda config: calls.append(config), demo=lambda words: calls.append(words))
+    monkeypatch.setitem(sys.modules, "whet.commands", fake)
+    monkeypatch.setattr("whet.commands", fake, raising=False)
+    monkeypatch.setattr("whet.observe.progress.setup_logging", lambda: None)
+    return calls
+
+
+def failing(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("whet.commands.grpo", fail)
+
+
+def test_grpo_is_given_the_checked_configuration(verbs):
+    assert main(["grpo", "model=m", "algo.beta=0.0"]) == 0
+    assert verbs == [RunConfig(actor={"model": "m"}, algo={"beta": 0.0})]
+
+
+def test_the_demo_is_given_its_words(verbs):
+    assert main(["demo", "seed=3"]) == 0 and verbs == [["seed=3"]]
+
+
+def test_print_config_prints_yaml_and_runs_nothing(verbs, capsys, tmp_path):
+    assert main(["grpo", "--print_config", "model=m"]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "c.yaml").write_text(text)
+    assert verbs == [] and main(["grpo", "--config", str(tmp_path / "c.yaml")]) == 0
+    assert verbs == [RunConfig(actor={"model": "m"})]
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
+def test_help_lists_every_verb(words, capsys):
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {verb}" in text for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, capsys):
+    status = main([verb, "--help"])
+    assert status == 0 and capsys.readouterr().out.strip()
+
+
+def test_help_of_grpo_lists_keys_with_their_docstrings(capsys):
+    main(["grpo", "--help"])
+    text = capsys.readouterr().out
+    assert "  data.batch_size=8  (positive int)\n      Prompts of one step." in text
+
+
+def test_the_version(capsys):
+    assert main(["version"]) == 0 and capsys.readouterr().out == f"whet {__version__}\n"
+
+
+def test_an_unknown_verb_names_the_nearest(capsys):
+    assert main(["grop"]) == 2
+    assert capsys.readouterr().err == "whet: unknown verb 'grop'; did you mean grpo? Known: demo, grpo, version\n"
+
+
+def test_wrong_keys_are_one_message_with_status_2(verbs, capsys):
+    assert main(["grpo", "actor.lrr=3", "trainer.max_steps=0"]) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and "Traceback" not in out.err and verbs == []
+    assert out.err.splitlines()[0] == "whet grpo:" and len(out.err.splitlines()) == 3
+
+
+def test_whet_debug_shows_where_an_error_came_from(verbs, monkeypatch):
+    monkeypatch.setenv("WHET_DEBUG", "1")
+    with pytest.raises(ConfigError):
+        main(["grpo", "actor.lrr=3"])
+
+
+def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(verbs, monkeypatch, capsys):
+    failing(monkeypatch, DataError("no column 'prompt'"))
+    assert main(["grpo"]) == 2 and capsys.readouterr().err == "whet grpo: no column 'prompt'\n"
+    failing(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["grpo"])
+
+
+def test_ctrl_c_is_status_130(verbs, monkeypatch, capsys):
+    failing(monkeypatch, KeyboardInterrupt())
+    assert main(["grpo"]) == 130 and "Traceback" not in capsys.readouterr().err
+
+
+def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(verbs, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["version"]) == 0 and main(["grpo", "x=1"]) == 2
+    assert capsys.readouterr() == ("", "")
+    failing(monkeypatch, DataError("rank 1's own"))
+    assert main(["grpo"]) == 2 and capsys.readouterr().err == "[rank 1] whet grpo: rank 1's own\n"
+
+
+def test_the_module_runs_as_a_program_and_help_imports_the_standard_library_alone():
+    code = (
+        "import sys; from whet.cli import main; main(['--help']); "
+        "heavy = {'torch', 'transformers', 'pydantic', 'yaml', 'numpy'} & set(sys.modules); sys.exit(len(heavy))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    out = subprocess.run([sys.executable, "-m", "whet.cli", "version"], capture_output=True, text=True)
+    assert out.returncode == 0 and out.stdout == f"whet {__version__}\n"

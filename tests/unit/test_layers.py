@@ -1,0 +1,97 @@
+"""Who may import whom: each module may import modules of its own layer and of those before it."""
+
+import ast
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+LAYERS = [
+    {"errors", "_version"},
+    {"refs", "types", "metrics", "config"},
+    {"observe"},
+    {"ops"},
+    {"data", "models", "parallel", "optim"},
+    {"rollout"},
+    {"rewards", "envs"},
+    {"worker", "role_trainer"},
+    {"cluster"},
+    {"learners"},
+    {"demo", "commands"},
+    {"cli", "trl", "torchrl", "rl2"},
+]
+RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
+
+
+def imports(path, root=ROOT):
+    """(line, module) of every import in a file, lazy ones and those for type checking included."""
+    package = path.relative_to(root).with_suffix("").parts
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            yield node.lineno, base
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+
+
+def own(module):
+    """The part of whet that a module belongs to; None outside whet."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "whet" and len(parts) > 1 else None
+
+
+def crossings(root=ROOT):
+    for path in sorted((root / "whet").rglob("*.py")):
+        part = own(".".join(path.relative_to(root).with_suffix("").parts))
+        if part == "__init__":
+            continue
+        for line, module in imports(path, root):
+            if own(module) in RANK and RANK[own(module)] > RANK[part]:
+                yield f"{path.relative_to(root)}:{line} ({part}) imports {module}"
+
+
+def test_every_part_of_whet_has_a_layer():
+    parts = {p.stem for p in (ROOT / "whet").iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
+    assert parts - {"__init__"} <= set(RANK), "give the new part a place in LAYERS"
+
+
+def test_imports_go_to_lower_layers_only():
+    assert list(crossings()) == []
+
+
+def test_a_planted_import_is_caught(tmp_path):
+    (tmp_path / "whet" / "ops").mkdir(parents=True)
+    (tmp_path / "whet" / "ops" / "x.py").write_text("def f():\n    from whet.learners import grpo\n")
+    (tmp_path / "whet" / "types.py").write_text("from . import cluster\nfrom .errors import DataError\n")
+    found = sorted(set(crossings(tmp_path)))
+    assert [f.split(" imports ")[1] for f in found] == ["whet.learners", "whet.learners.grpo", "whet.cluster"]
+
+
+def test_ops_import_only_torch_types_errors_and_the_standard_library():
+    allowed = ("torch", "whet.ops", "whet.types", "whet.errors")
+    bad = [
+        f"{path.name}:{line} {module}"
+        for path in (ROOT / "whet" / "ops").rglob("*.py")
+        for line, module in imports(path)
+        if not module.startswith(allowed) and module.split(".")[0] not in sys.stdlib_module_names
+    ]
+    assert bad == []
+
+
+def test_learners_know_neither_parallelism_nor_engines():
+    forbidden = ("whet.parallel", "torch.distributed", "whet.rollout.engine", "whet.rollout.hf", "whet.rollout.vllm")
+    bad = [
+        f"{path.name}:{line} {module}"
+        for path in (ROOT / "whet" / "learners").rglob("*.py")
+        for line, module in imports(path)
+        if module.startswith(forbidden)
+    ]
+    assert bad == []
+
+
+def test_config_and_cli_import_nothing_heavy_anywhere():
+    heavy = ("torch", "transformers", "datasets", "pandas", "pyarrow")
+    files = [*(ROOT / "whet" / "config").rglob("*.py"), ROOT / "whet" / "cli.py", ROOT / "whet" / "errors.py"]
+    bad = [f"{p.name}:{line} {m}" for p in files for line, m in imports(p) if m.split(".")[0] in heavy]
+    assert bad == []

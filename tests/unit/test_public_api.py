@@ -1,0 +1,97 @@
+"""Public names: sorted, importable, documented."""
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import whet
+
+ROOT = Path(__file__).parents[2]
+MODULES = [
+    ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+    for p in sorted((ROOT / "whet").rglob("*.py"))
+    if p.stem != "_version"
+]
+
+
+def as_ruff_sorts(names):
+    """SHOUTING first, then Classes, then the rest."""
+    return sorted(names, key=lambda n: (0 if n.isupper() else 1 if n[0].isupper() else 2, n))
+
+
+def literal_all(module):
+    """A module's __all__ as written, so that nothing can be made up at run time."""
+    path = ROOT / Path(*module.split("."))
+    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__all__":
+            return ast.literal_eval(node.value)
+    return None
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_all_is_literal_sorted_and_every_name_is_there_with_a_docstring(module):
+    names = literal_all(module)
+    made = importlib.import_module(module)
+    assert inspect.getdoc(made), f"{module} has no header"
+    if names is None:
+        assert module.endswith("__init__") or not [
+            n for n, v in vars(made).items() if not n.startswith("_") and getattr(v, "__module__", "") == module
+        ], f"{module} has no __all__"
+        return
+    assert names == as_ruff_sorts(names) and len(set(names)) == len(names)
+    bare = []
+    for name in names:
+        value = getattr(made, name)
+        if not (inspect.isclass(value) or inspect.isfunction(value)):
+            continue
+        doc = value.__doc__ or ""
+        if not doc or (dataclasses.is_dataclass(value) and doc.startswith(f"{value.__name__}(")):
+            bare.append(name)
+    assert bare == []
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_public_methods_of_public_classes_have_docstrings(module):
+    made = importlib.import_module(module)
+    bare = []
+    for name in literal_all(module) or []:
+        value = getattr(made, name)
+        if inspect.isclass(value) and value.__module__ == module:
+            bare += [
+                f"{name}.{n}"
+                for n, v in vars(value).items()
+                if not n.startswith("_")
+                and (inspect.isfunction(v) or isinstance(v, property | classmethod | staticmethod))
+                and not inspect.getdoc(getattr(v, "fget", None) or getattr(v, "__func__", v))
+            ]
+    assert bare == []
+
+
+def test_lazy_names_are_exactly_all():
+    lazy = {name for names in whet._MODULES.values() for name in names}
+    assert lazy | {"__version__"} == set(whet.__all__) == set(dir(whet))
+    assert all(getattr(whet, name) is not None for name in whet.__all__)
+
+
+def test_lazy_names_and_those_for_type_checkers_are_the_same():
+    tree = ast.parse((ROOT / "whet" / "__init__.py").read_text())
+    block = next(n for n in tree.body if isinstance(n, ast.If))
+    typed = {(n.module, a.name) for n in block.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert typed == {(module, name) for module, names in whet._MODULES.items() for name in names}
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = whet.nothing
+
+
+def test_importing_whet_and_its_maths_loads_no_transformers():
+    code = "import sys, whet, whet.ops; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
