@@ -65,4 +65,9 @@ class RoleConfig:
     gradient_checkpointing: Bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     dropout: Bool = False
-    """Keep the model's dropout while training; off, sampler and trainer see the same policy."""
+    """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
+
+    def __post_init__(self) -> None:
+        """Refuses what is not there."""
+        if self.dropout:
+            raise ConfigError("dropout must be false: it is off while training in this release")
