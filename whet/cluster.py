@@ -72,7 +72,6 @@ class RLCluster:
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
         self.perf_config = perf_config or self.training_config.perf_metrics_options
-        self.tokenizer = load_tokenizer(tokenizer)
         self.trace = Trace()
         self._workers: dict[Role, ModelWorker] = {}
         config = self.training_config
@@ -81,6 +80,7 @@ class RLCluster:
         if reference is actor and isinstance(reference, nn.Module):
             reference = copy.deepcopy(reference)
         self._add(Role.ACTOR, actor, config.actor_optimizer or OptimConfig())
+        self.tokenizer = load_tokenizer(tokenizer)
         self._add(Role.REFERENCE, reference, None)
         self._add(Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer or OptimConfig())
         self.eos_ids = stop_token_ids(self.tokenizer, self.actor.module.config, self.actor.module.generation_config)

@@ -50,6 +50,7 @@ def grpo(config: RunConfig) -> dict[str, Any]:
     summary = summarise(run, config, time.monotonic() - started)
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot_curves(run.rows, folder / "curves.png")
+    log.info("%d steps in %.0f s; final model: %s", run.step, summary["train_seconds"], folder / "final")
     return summary
 
 
