@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: str, words: list[str]) -> None:
+    config = None
     if verb == "grpo":
         from whet.config import dump, load_run
 
@@ -75,7 +76,7 @@ def _run(verb: str, words: list[str]) -> None:
     setup_logging()
     from whet import commands
 
-    if verb == "grpo":
+    if config is not None:
         commands.grpo(config)
     else:
         commands.demo(words)
