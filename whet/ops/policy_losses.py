@@ -75,9 +75,7 @@ def clipped_surrogate(
         "ppo_kl": -log_ratio,
     }
     if epsilon_c is not None:
-        ceiling = -epsilon_c * advantages
-        metrics["pg_clipfrac_lower"] = (advantages < 0) & (loss > ceiling)
-        loss = torch.where(advantages < 0, torch.minimum(ceiling, loss), loss)
+        loss, metrics["pg_clipfrac_lower"] = _dual_clipped(loss, advantages, epsilon_c)
     if sampler_is_weights is not None:
         loss = loss * _kept(x, sampler_is_weights).detach()
     metrics["pg_loss"] = loss
@@ -122,6 +120,12 @@ def _log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     # A sequence has at least one token, so there are at most s of them: no count is read back from the device.
     means = segment_mean(clipped.detach(), x.mask, x.sequence, len(x.sequence)).index_select(0, x.sequence)
     return log_ratio, (logprobs - logprobs.detach() + torch.where(x.mask, means, 0.0)).clamp(max=10.0)
+
+
+def _dual_clipped(loss: Tensor, advantages: Tensor, epsilon_c: float) -> tuple[Tensor, Tensor]:
+    """The loss, at most −ε_c·A where A < 0, and where that bound held."""
+    ceiling, bad = -epsilon_c * advantages, advantages < 0
+    return torch.where(bad, torch.minimum(ceiling, loss), loss), bad & (loss > ceiling)
 
 
 def _kept(x: LossInputs, column: Tensor) -> Tensor:
