@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["demonstration", "heldout_rows", "reward", "train_rows", "warm_start"]
+__all__ = ["demonstration", "heldout_rows", "reward", "small_model", "train_rows", "warm_start"]
 
 log = logging.getLogger("whet")
 OPERATIONS = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__}
