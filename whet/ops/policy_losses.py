@@ -82,8 +82,7 @@ def clipped_surrogate(
     if x.ref_logprobs is not None or beta != 0:
         logprobs = _kept(x, x.logprobs)
         kl = kl_divergence(logprobs, _kept(x, x.need("ref_logprobs")), mode=kl_mode, clamp=kl_clamp)
-        metrics |= {"kl": kl, "kl_loss": kl}
-        loss = loss + beta * kl if beta != 0 else loss
+        loss, metrics = loss + beta * kl if beta != 0 else loss, {**metrics, "kl": kl, "kl_loss": kl}
     return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}
 
 
