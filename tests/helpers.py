@@ -7,7 +7,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from whet.cluster import RLCluster
-from whet.config import ClusterConfig, OptimConfig, RLTrainingConfig, RolloutConfig
+from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.types import Completion, Group, Prompt, TokenBatch
 
@@ -109,10 +109,13 @@ def gap(a, b):
     return max((a[k] - b[k]).abs().max().item() for k in a)
 
 
-def cluster(actor=None, *, reference=None, critic=None, engine="vanilla", rollout=None, tokenizer=None, lr=1e-2, **training):
-    """A cluster of tiny models; `training` are fields of RLTrainingConfig, `rollout` a RolloutConfig or its fields."""
+def cluster(
+    actor=None, *, reference=None, critic=None, engine="vanilla", rollout=None, tokenizer=None, lr=1e-2, **training
+):
+    """A cluster of tiny models; `training` are fields of RLTrainingConfig, `rollout` those of RolloutConfig, or one
+    for each Mode."""
     options = {"actor_optimizer": OptimConfig(lr=lr), "pbar_description": None, **training}
-    if rollout is None or (isinstance(rollout, dict) and all(isinstance(k, str) and k not in ("train", "eval") for k in rollout)):
+    if not any(isinstance(k, Mode) for k in rollout or {}):
         rollout = RolloutConfig(**{"max_tokens_to_generate": 8, "temperature": 1.0, **(rollout or {})})
     return RLCluster(
         actor=tiny_model() if actor is None else actor,
@@ -131,5 +134,5 @@ def length_reward(completions, **_):
 
 
 def rows(count, **columns):
-    """Plain prompts."""
-    return [{"prompt": f"{i}+1=", **{k: v[i] if isinstance(v, list) else v for k, v in columns.items()}} for i in range(count)]
+    """Plain prompts, with columns given as lists."""
+    return [{"prompt": f"{i}+1=", **{name: column[i] for name, column in columns.items()}} for i in range(count)]

@@ -119,7 +119,7 @@ def test_a_loss_is_given_with_its_aggregation_and_may_ask_for_the_entropy():
 def test_metrics_are_reduced_and_named_as_asked():
     batch = random_batch((3, [4, 2]))
     ramp = torch.arange(6.0)
-    t = trainer(loss=lambda x: (x.logprobs * 0, {name: ramp for name in "abcd"}))
+    t = trainer(loss=lambda x: (x.logprobs * 0, dict.fromkeys("abcd", ramp)))
     t.with_rl_metrics_to_log({"a": "max", "b": ("mean", "min"), "c": {"other/name": "weighted"}})
     found = {n: m.value for n, m in t.update(batch).items()}
     assert found["a"] == 5.0

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +24,7 @@ from whet.config import AlgorithmConfig, DataConfig, Mode
 from whet.learners.report import rewarded_metrics
 from whet.learners.run import Run
 from whet.metrics import Metric, merge
-from whet.rewards.manager import Rewarded, resolve_reward_manager
+from whet.rewards.manager import resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
 from whet.types import Group, Prompt, TokenBatch
 
@@ -171,14 +172,19 @@ class RLLearner:
 
     def _call_metric_fns(self, batch: TokenBatch) -> None:
         assert batch.advantages is not None
-        firsts = batch.ends - batch.lengths
+        _, firsts = np.unique(batch.trajectory_of.numpy(), return_index=True)  # a sequence of each trajectory
+        starts = (batch.ends - batch.lengths)[torch.from_numpy(firsts)]
+        inputs = self.scored.inputs
         found = call_metric_fns(
             self.metric_fns,
-            self.scored.prompts,
-            self.scored.completions,
-            advantages=batch.advantages.index_select(0, firsts).tolist(),
+            inputs.prompts,
+            inputs.completions,
+            advantages=batch.advantages.index_select(0, starts).tolist(),
             rewards=batch.rewards.tolist(),
-            **self.scored.columns,
+            completion_ids=inputs.completion_ids,
+            trajectory_ids=inputs.trajectory_ids,
+            mode=inputs.mode,
+            **inputs.columns,
         )
         self.cluster.buffer_metrics(found, Mode.TRAIN)
 

@@ -38,6 +38,8 @@ class Rewarded:
     """By name."""
     names: tuple[str, ...] = ()
     """The functions, in order."""
+    inputs: RewardInputs
+    """What the functions saw: prompts, completions and columns, J of each."""
 
 
 class RewardManager:
@@ -140,7 +142,7 @@ class RewardManager:
         total = _weighted(made, weights)
         metrics = reward_metrics(made, total, sizes)
         metrics |= {f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count}
-        return Rewarded(groups=filled, total=total, metrics=metrics, names=tuple(made))
+        return Rewarded(groups=filled, total=total, metrics=metrics, names=tuple(made), inputs=inputs)
 
 
 def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: Sequence[int]) -> dict[str, Metric]:

@@ -1,0 +1,401 @@
+import functools
+
+import numpy as np
+import pytest
+import torch
+from helpers import END, cluster, gap, length_reward, rows, same, tiny_model, weights_of
+
+from whet.config import DataConfig, GRPOConfig, Mode
+from whet.errors import ConfigError, EngineError
+from whet.learners.grpo import GRPOLearner
+from whet.ops import clipped_surrogate, group_relative, mean_only, token_weights
+from whet.rollout.base import EngineCaps
+from whet.rollout.hf import HFEngine
+
+
+def learner(c=None, reward=length_reward, *, batch=4, shuffle=False, **algo):
+    """A learner of tiny models; `algo` are fields of GRPOConfig."""
+    config = GRPOConfig(**{"num_generations": 4, "beta": 0.0, **algo})
+    return GRPOLearner(cluster() if c is None else c, config, reward, data=DataConfig(batch_size=batch, shuffle=shuffle))
+
+
+def watch(monkeypatch, thing, name):
+    """Notes the calls of a method, which still runs."""
+    calls, method = [], getattr(thing, name)
+
+    def noted(*args, **kwargs):
+        calls.append((args, kwargs))
+        return method(*args, **kwargs)
+
+    monkeypatch.setattr(thing, name, noted)
+    return calls
+
+
+# ---- old logprobs --------------------------------------------------------------------------------------------------
+
+
+def batches_of(monkeypatch, made, count=4):
+    """The batches that `update` receives in a run of `made` over `count` rows."""
+    seen = []
+    update = made.update
+    monkeypatch.setattr(made, "update", lambda mini: (seen.append(mini), update(mini)))
+    made.train(rows(count))
+    return seen
+
+
+def test_one_update_after_each_rollout_needs_no_old_logprobs(monkeypatch):
+    made = learner()
+    calls = watch(monkeypatch, made.cluster.actor, "logprobs")
+    (mini,) = batches_of(monkeypatch, made)
+    assert mini.old_logprobs is None and not calls
+    assert made.on_policy and made.updates_per_step == 1
+
+
+@pytest.mark.parametrize(("training", "algo", "updates"), [({"mini_batch_size": 2}, {}, 2), ({}, {"num_iterations": 3}, 3)])
+def test_several_updates_take_the_samplers_logprobs_as_old_ones(monkeypatch, training, algo, updates):
+    made = learner(cluster(**training), **algo)
+    calls = watch(monkeypatch, made.cluster.actor, "logprobs")
+    minis = batches_of(monkeypatch, made)
+    assert len(minis) == updates == made.updates_per_step and not calls
+    assert all(torch.equal(m.old_logprobs, m.sampler_logprobs) for m in minis)
+
+
+def test_old_logprobs_are_those_of_the_start_of_each_step_where_the_trainer_computes_them(monkeypatch):
+    made = learner(cluster(max_steps=2), batch=2, use_rollout_logps=False, num_iterations=2)
+    calls = watch(monkeypatch, made.cluster.actor, "logprobs")
+    minis = batches_of(monkeypatch, made)
+    assert len(calls) == 2 and len(minis) == 4  # one pass for each step, not for each update
+    for mini in minis:  # of the policy that sampled, in the second step too: those of step 0 would be far off
+        torch.testing.assert_close(mini.old_logprobs, mini.sampler_logprobs, atol=1e-4, rtol=0)
+    assert torch.equal(minis[0].old_logprobs, minis[1].old_logprobs)
+    now = made.cluster.actor.logprobs(minis[2]).logprobs
+    assert (now - minis[2].old_logprobs).abs().max() > 1e-2
+
+
+class Silent(HFEngine):
+    """An engine that does not say how likely its tokens were."""
+
+    caps = EngineCaps(logprobs=False, shared_weights=True)
+
+
+def test_off_policy_updates_without_any_old_logprobs_are_refused_with_the_way_out(monkeypatch):
+    with pytest.raises(EngineError, match=r"old_per_token_logps is not available for off-policy RL.*use_rollout_logps"):
+        learner(cluster(engine=Silent), num_iterations=2).train(rows(4))
+    assert learner(cluster(engine=Silent)).train(rows(4)).step == 1
+    made = learner(cluster(engine=Silent), num_iterations=2, use_rollout_logps=False)
+    assert all(m.old_logprobs is not None for m in batches_of(monkeypatch, made))
+
+
+def test_sampler_correction_compares_the_trainers_logprobs_with_the_samplers(monkeypatch):
+    made = learner(sampler_is="token", sampler_is_threshold=1.5)
+    (mini,) = batches_of(monkeypatch, made)
+    assert mini.old_logprobs is not None
+    row = made.cluster.actor_trainer.update(mini)
+    assert row["sampler_is/weight_mean"].value == pytest.approx(1.0, abs=1e-5)  # one policy, one code path
+    far = mini.replace(sampler_logprobs=mini.old_logprobs - 1.0)  # e times as likely: truncated at 1.5
+    found = made.cluster.actor_trainer.worker.evaluate(
+        far.replace(weights=torch.ones(mini.num_tokens)), made.loss, entropy=True
+    )
+    assert found["sampler_is/weight"].value == pytest.approx(1.5)
+
+
+# ---- the reference -------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_is_read_only_where_the_divergence_counts(monkeypatch):
+    for algo, passes in (({"beta": 0.0}, 0), ({"beta": 0.1}, 1), ({"force_compute_kl": True}, 1)):
+        made = learner(cluster(reference=tiny_model(1)), **algo)
+        calls = watch(monkeypatch, made.cluster.worker("reference"), "logprobs")
+        run = made.train(rows(4))
+        assert len(calls) == passes, algo
+        assert ("kl" in run.rows[0]) == bool(passes)
+
+
+def test_a_missing_reference_is_refused_where_it_is_needed():
+    for algo in ({"beta": 0.1}, {"force_compute_kl": True}):
+        with pytest.raises(ConfigError, match=r"RLCluster\(reference=\.\.\.\)"):
+            learner(**algo)
+
+
+def test_the_divergence_is_a_metric_only_or_part_of_the_loss():
+    plain, metric, loss = (
+        learner(cluster(reference=tiny_model(1)), **algo)
+        for algo in ({}, {"force_compute_kl": True}, {"beta": 0.5, "kl_loss_mode": "low_var_kl"})
+    )
+    runs = [made.train(rows(4)) for made in (plain, metric, loss)]
+    weights = [weights_of(made.cluster.actor.module) for made in (plain, metric, loss)]
+    assert gap(weights[0], weights[1]) < 1e-4  # the groups without signal are run here: another order of sums
+    assert gap(weights[0], weights[2]) > 1e-3
+    assert runs[1].rows[0]["kl_loss"] == 0.0
+    assert runs[2].rows[0]["kl_loss"] == pytest.approx(0.5 * runs[2].rows[0]["kl"])
+
+
+# ---- groups without signal -----------------------------------------------------------------------------------------
+
+
+def half_flat(prompts, completions, **_):
+    """The same for all completions of some prompts, different ones for others."""
+    return [1.0 if prompt < "2" else length_reward([text])[0] for prompt, text in zip(prompts, completions)]
+
+
+@pytest.mark.parametrize("mode", ["sequence-mean-token-mean", "token-mean", "sequence-mean-token-scale"])
+def test_groups_without_signal_are_not_run_and_count_all_the_same(monkeypatch, mode):
+    skipping, running = (learner(cluster(lr=1e-3), half_flat, loss_agg_mode=mode) for _ in range(2))
+    running.skips = False
+    calls = watch(monkeypatch, skipping.cluster.actor, "forward_backward")
+    for made in (skipping, running):
+        made.train(rows(4))
+    (batch,) = [args[0] for args, _ in calls]
+    assert 4 <= batch.num_sequences <= 8  # of 16
+    assert (batch.advantages != 0).all()
+    assert gap(weights_of(skipping.cluster.actor.module), weights_of(running.cluster.actor.module)) < 1e-6
+    # weights made after the groups left would be twice as large in the first mode
+    assert batch.weights.sum() < 0.9 or mode == "sequence-mean-token-scale"
+
+
+def test_a_step_without_any_signal_is_a_step_of_zero_gradients():
+    made = learner(cluster(max_steps=1), lambda completions, **_: [0.9] * len(completions))
+    before = weights_of(made.cluster.actor.module)
+    run = made.train(rows(4))
+    assert run.rows[0]["grad_norm"] == 0.0 and run.rows[0]["advantage/nonzero_frac"] == 0.0
+    assert same(weights_of(made.cluster.actor.module), before)
+    assert run.rows[0]["frac_reward_zero_std"] == 1.0 and run.rows[0]["optim/updates"] == 1.0
+
+
+def test_groups_without_signal_are_run_where_another_term_needs_them(monkeypatch):
+    made = learner(cluster(reference=tiny_model(1)), half_flat, beta=0.1)
+    calls = watch(monkeypatch, made.cluster.actor, "forward_backward")
+    made.train(rows(4))
+    assert calls[0][0][0].num_sequences == 16
+    mine = learner(policy_loss_fn=clipped_surrogate)  # who knows what a user's own loss does with them
+    assert not mine.skips
+
+
+# ---- what is not trained -------------------------------------------------------------------------------------------
+
+
+def test_completions_that_reward_functions_say_nothing_of_get_advantage_0(monkeypatch):
+    def partly(completions, **_):
+        return [None if i % 4 == 0 else float(i) for i in range(len(completions))]
+
+    made = learner(reward=partly)
+    (mini,) = batches_of(monkeypatch, made)
+    firsts = mini.advantages[mini.ends - mini.lengths]
+    assert (firsts[0::4] == 0).all() and mini.rewards[0::4].isnan().all()
+    torch.testing.assert_close(firsts[1:4], torch.tensor([-1.0, 0.0, 1.0]), atol=1e-5, rtol=0)  # std of 1, 2, 3 is 1
+
+
+def test_truncated_completions_are_left_out_where_asked(monkeypatch):
+    ends = {"eos_tokens": tuple(range(225, 264))}
+    made, plain = (learner(cluster(rollout=ends), mask_truncated_completions=mask) for mask in (True, False))
+    (mini,), (all_,) = batches_of(monkeypatch, made), batches_of(monkeypatch, plain)
+    cut = [c.finish_reason == "length" for g in made.scored.groups for c in g.completions]
+    assert 0 < sum(cut) < 16
+    for i, gone in enumerate(cut):
+        assert mini.mask[mini.sequence == i].any().item() is not gone
+    assert all_.mask.all()
+    assert not same(weights_of(made.cluster.actor.module), weights_of(plain.cluster.actor.module))
+
+
+# ---- names ---------------------------------------------------------------------------------------------------------
+
+
+def half_advantage(rewards, group_ids):
+    return group_relative(rewards, group_ids) / 2
+
+
+def by_hand(mask, unit_of, norm, num_units):
+    return token_weights(mask, unit_of, "token-mean")
+
+
+@pytest.mark.parametrize("field", ["advantage_estimator", "policy_loss_fn", "loss_agg_mode"])
+def test_parts_are_names_functions_or_references(field):
+    choices = {
+        "advantage_estimator": ("drgrpo", mean_only, "whet.ops:mean_only"),
+        "policy_loss_fn": ("grpo", clipped_surrogate, "whet.ops:clipped_surrogate"),
+        "loss_agg_mode": ("token-mean", by_hand, f"{__name__}:by_hand"),
+    }[field]
+    weights = []
+    for choice in choices:
+        made = learner(cluster(lr=1e-3), **{field: choice})
+        made.train(rows(4))
+        weights.append(weights_of(made.cluster.actor.module))
+    assert gap(weights[0], weights[1]) < 1e-6 and gap(weights[0], weights[2]) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("field", "word", "near"),
+    [
+        ("advantage_estimator", "drgpro", "drgrpo"),
+        ("policy_loss_fn", "gspo_token", "gspo-token"),
+        ("loss_agg_mode", "token_mean", "token-mean"),
+        ("reward_manager", "sequence", "sequence-level"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest_before_anything_is_sampled(field, word, near):
+    with pytest.raises(ConfigError, match=f"did you mean {near}"):
+        learner(**{field: word})
+
+
+def test_an_estimator_decides_the_gradient():
+    grpo, halved = learner(cluster(lr=1e-3)), learner(cluster(lr=1e-3), advantage_estimator=half_advantage)
+    runs = [made.train(rows(4)) for made in (grpo, halved)]
+    assert runs[1].rows[0]["grad_norm"] == pytest.approx(runs[0].rows[0]["grad_norm"] / 2, rel=1e-4)
+
+
+def test_clip_settings_reach_the_loss():
+    made = learner(cluster(lr=3e-2), num_iterations=4, epsilon=0.0, epsilon_high=1e9, epsilon_c=3.0)
+    row = made.train(rows(4)).rows[0]
+    assert row["clip_ratio/high_mean"] == 0.0 and row["clip_ratio/low_mean"] > 0.0
+    assert "pg_clipfrac_lower" in row
+
+
+def test_the_ratio_of_gspo_is_one_for_a_whole_sequence():
+    seen = []
+    for algo in ({"loss_algo": "gspo-token"}, {"policy_loss_fn": "gspo-token"}, {}):
+        made = learner(cluster(lr=1e-3), num_iterations=2, **algo)
+        made.train(rows(4))
+        seen.append(weights_of(made.cluster.actor.module))
+    assert same(seen[0], seen[1]) and gap(seen[0], seen[2]) > 1e-5
+
+
+def test_the_scale_of_dr_grpo_is_the_longest_completion_unless_given():
+    made = learner(loss_agg_mode="sequence-mean-token-scale")
+    assert made.cluster.actor_trainer.loss_agg_norm == 8.0
+    assert learner(loss_agg_mode="sequence-mean-token-scale", loss_agg_norm=3.0).cluster.actor_trainer.loss_agg_norm == 3
+
+
+# ---- micro-batches -------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_the_same_however_its_passes_are_cut(monkeypatch):
+    settings = (
+        {},
+        {"mini_batch_size": 4, "train_micro_batch_size": 1},
+        {"mini_batch_size": 4, "train_micro_batch_size": 2, "compute_logps_micro_batch_size": 1},
+        {"mini_batch_size": 4, "train_micro_batch_size": 4, "rollout_micro_batch_size": 2},
+        {"max_tokens_per_microbatch": 20},
+    )
+    found, rewards, passes = [], [], []
+    for training in settings:
+        made = learner(cluster(reference=tiny_model(1), lr=1e-3, max_steps=2, **training), beta=0.05)
+        calls = watch(monkeypatch, made.cluster.actor, "micro_batches")
+        run = made.train(rows(8))
+        passes.append(len(made.cluster.actor.micro_batches(*calls[0][0])))
+        found.append(weights_of(made.cluster.actor.module))
+        rewards.append([row["reward"] for row in run.rows])
+    assert rewards.count(rewards[0]) == len(settings)  # the same draws
+    assert passes[0] == 1 and passes[1] == 4 and passes[2] == 2 and passes[3] == 1 and passes[4] > 4
+    assert max(gap(found[0], other) for other in found[1:]) < 1e-5
+
+
+# ---- metrics -------------------------------------------------------------------------------------------------------
+
+TUNIX = """
+    loss grad_norm learning_rate entropy kl kl_loss ppo_kl pg_clipfrac pg_clipfrac_lower is_ratio/mean is_ratio/max
+    is_ratio/min log_ratio/abs_mean reduced_pg_loss unreduced_pg_loss pg_loss/unclipped_mean pg_loss/clipped_mean
+    advantage/abs_mean advantage/nonzero_frac
+    sampler_is/weight_mean sampler_is/weight_min sampler_is/weight_max sampler_is/frac_clipped_at_threshold
+    sampler_trainer/logp_diff_mean sampler_trainer/logp_diff_max sampler_trainer/prob_diff_mean
+    sampler_trainer/prob_diff_max sampler_trainer/probs_pearson_corr
+    rewards/score/mean rewards/score/max rewards/score/min rewards/sum rewards/mean rewards/min rewards/max
+    rewards/length_reward rewards/advantage/mean rewards/advantage/max rewards/advantage/min rewards/advantage/std
+    completions/mean_length completions/max_length completions/min_length perf/global_step_time
+""".split()
+TRL = """
+    loss grad_norm learning_rate epoch num_tokens completions/mean_length completions/min_length completions/max_length
+    completions/mean_terminated_length completions/min_terminated_length completions/max_terminated_length
+    completions/clipped_ratio rewards/length_reward/mean rewards/length_reward/std reward reward_std
+    frac_reward_zero_std entropy kl clip_ratio/low_mean clip_ratio/low_min clip_ratio/high_mean clip_ratio/high_max
+    clip_ratio/region_mean sampling/sampling_logp_difference/mean sampling/sampling_logp_difference/max
+""".split()
+OURS = "optim/skipped optim/updates perf/tokens_per_second time/rollout time/rewards time/update time/step".split()
+ELSEWHERE = {
+    "advantage/max": "rewards/advantage/max",  # Tunix logs both
+    "advantage/min": "rewards/advantage/min",
+    "step_time": "time/step",  # what depends on the clock stands under time/ and perf/
+    "sampling/importance_sampling_ratio/mean": "sampler_is/weight_mean",
+    "sampling/importance_sampling_ratio/min": "sampler_is/weight_min",
+    "sampling/importance_sampling_ratio/max": "sampler_is/weight_max",
+    "generation/completions/mean_length": "completions/mean_length",
+    "generation/prompts/mean_length": "prompts/mean_length",
+}
+"""TRL's and Tunix's names of what has another name here."""
+
+
+def test_every_metric_that_users_of_grpo_expect_is_in_the_rows():
+    ends = {"max_tokens_to_generate": 30, "eos_tokens": tuple(range(200, 264))}
+    c = cluster(reference=tiny_model(1), rollout=ends, mini_batch_size=2)
+    made = learner(c, beta=0.1, sampler_is="token", epsilon_c=3.0)
+    row = made.train(rows(4)).rows[0]
+    missing = [name for name in [*TUNIX, *TRL, *OURS, *ELSEWHERE.values()] if name not in row]
+    assert not missing
+    assert row["loss"] == pytest.approx(row["reduced_pg_loss"] + row["kl_loss"], abs=0.5)
+
+
+def test_means_over_tokens_do_not_depend_on_the_split():
+    whole, cut = (learner(cluster(lr=0.0, max_tokens_per_microbatch=n)) for n in (None, 20))
+    a, b = (made.train(rows(4)).rows[0] for made in (whole, cut))
+    clock = ("time/", "perf/")
+    assert {n for n in a if not n.startswith(clock)} == {n for n in b if not n.startswith(clock)}
+    for name, value in a.items():
+        if not name.startswith((*clock, "mode")):
+            assert b[name] == pytest.approx(value, abs=2e-5, nan_ok=True), name
+
+
+def test_the_metrics_of_the_loss_can_be_chosen_before_the_learner_is_made():
+    c = cluster()
+    c.actor_trainer.with_rl_metrics_to_log({"ppo_kl": ("mean", "max"), "entropy": {"H": "min"}})
+    row = learner(c).train(rows(4)).rows[0]
+    assert {"ppo_kl/mean", "ppo_kl/max", "H"} <= row.keys() and "entropy" not in row
+
+
+def test_metric_functions_see_the_samples_and_land_in_the_row():
+    seen = {}
+
+    def mine(prompts, completions, advantages, rewards, answer, **_):
+        seen.update(prompts=prompts, completions=completions, advantages=advantages, rewards=rewards, answer=answer)
+        return {"mine/best": (max(rewards), np.max)}
+
+    config = GRPOConfig(num_generations=4, beta=0.0)
+    made = GRPOLearner(
+        cluster(), config, length_reward, metric_fns=[mine], data=DataConfig(batch_size=4, shuffle=False)
+    )
+    run = made.train(rows(4, answer=[1, 2, 3, 4]))
+    assert seen["answer"] == [a for a in (1, 2, 3, 4) for _ in range(4)]
+    assert seen["prompts"][::4] == [f"{i}+1=" for i in range(4)]
+    assert seen["rewards"] == length_reward(seen["completions"])
+    want = group_relative(torch.tensor(seen["rewards"]), torch.arange(4).repeat_interleave(4))
+    torch.testing.assert_close(torch.tensor(seen["advantages"]), want)
+    assert run.rows[0]["mine/best"] == max(seen["rewards"])
+
+
+def test_reward_functions_see_columns_ids_mode_and_fields_of_the_algorithm():
+    seen = []
+
+    def reward(prompts, completions, completion_ids, answer, trajectory_ids, mode, num_generations):
+        seen.append((mode, num_generations, trajectory_ids, answer, completion_ids))
+        return [float(len(ids)) for ids in completion_ids]
+
+    c = cluster(rollout={"eval": {"temperature": 0.0}})
+    made = learner(c, reward, batch=2)
+    made.train(rows(2, answer=[5, 6]), rows(1, answer=[7]))
+    assert [str(mode) for mode, *_ in seen] in (["eval", "train", "eval"], [str(m) for m in (Mode.EVAL, Mode.TRAIN, Mode.EVAL)])
+    _, g, ids, answer, tokens = seen[1]
+    assert g == 4 and answer == [5] * 4 + [6] * 4
+    assert ids == [f"{row}_{i}" for row in (0, 1) for i in range(4)]
+    assert all(END not in t[:-1] for t in tokens)
+
+
+def test_weights_of_several_reward_functions():
+    def one(completions, **_):
+        return [1.0] * len(completions)
+
+    made = GRPOLearner(
+        cluster(),
+        GRPOConfig(beta=0.0, reward_weights=(2.0, 0.5)),
+        [one, functools.partial(one)],
+        data=DataConfig(batch_size=2),
+    )
+    row = made.train(rows(2)).rows[0]
+    assert row["reward"] == 2.5 and row["rewards/one"] == row["rewards/one_2"] == 1.0
