@@ -12,7 +12,6 @@ and perf/ alone.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
 import time
@@ -28,7 +27,7 @@ from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream, is_batch
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
-from whet.errors import CheckpointError, ConfigError, DataError
+from whet.errors import CheckpointError, DataError
 from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Metric, flat, merge
 from whet.observe.environment import environment, noted_environment
@@ -247,7 +246,9 @@ class Run:
             rewarded = learner.reward_manager(groups, texts, mode=Mode.EVAL)
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         metrics = rewarded_metrics(rewarded)
-        best = np.array([np.nanmax(rewarded.total[i : i + generations]) for i in range(0, len(rewarded.total), generations)])
+        each = np.split(rewarded.total, range(generations, len(rewarded.total), generations))
+        known = [g[~np.isnan(g)] for g in each]
+        best = np.array([g.max() for g in known if len(g)])
         metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best) if generations > 1 else {})
         row = {**flat(metrics), **cluster.take_metrics(step, Mode.EVAL), "time/eval": time.monotonic() - started}
         self._store(step, Mode.EVAL, rewarded, batch)

@@ -16,7 +16,8 @@ from whet.rollout.hf import HFEngine
 def learner(c=None, reward=length_reward, *, batch=4, shuffle=False, **algo):
     """A learner of tiny models; `algo` are fields of GRPOConfig."""
     config = GRPOConfig(**{"num_generations": 4, "beta": 0.0, **algo})
-    return GRPOLearner(cluster() if c is None else c, config, reward, data=DataConfig(batch_size=batch, shuffle=shuffle))
+    data = DataConfig(batch_size=batch, shuffle=shuffle)
+    return GRPOLearner(cluster() if c is None else c, config, reward, data=data)
 
 
 def watch(monkeypatch, thing, name):
@@ -51,7 +52,9 @@ def test_one_update_after_each_rollout_needs_no_old_logprobs(monkeypatch):
     assert made.on_policy and made.updates_per_step == 1
 
 
-@pytest.mark.parametrize(("training", "algo", "updates"), [({"mini_batch_size": 2}, {}, 2), ({}, {"num_iterations": 3}, 3)])
+@pytest.mark.parametrize(
+    ("training", "algo", "updates"), [({"mini_batch_size": 2}, {}, 2), ({}, {"num_iterations": 3}, 3)]
+)
 def test_several_updates_take_the_samplers_logprobs_as_old_ones(monkeypatch, training, algo, updates):
     made = learner(cluster(**training), **algo)
     calls = watch(monkeypatch, made.cluster.actor, "logprobs")
@@ -262,7 +265,8 @@ def test_the_ratio_of_gspo_is_one_for_a_whole_sequence():
 def test_the_scale_of_dr_grpo_is_the_longest_completion_unless_given():
     made = learner(loss_agg_mode="sequence-mean-token-scale")
     assert made.cluster.actor_trainer.loss_agg_norm == 8.0
-    assert learner(loss_agg_mode="sequence-mean-token-scale", loss_agg_norm=3.0).cluster.actor_trainer.loss_agg_norm == 3
+    made = learner(loss_agg_mode="sequence-mean-token-scale", loss_agg_norm=3.0)
+    assert made.cluster.actor_trainer.loss_agg_norm == 3.0
 
 
 # ---- micro-batches -------------------------------------------------------------------------------------------------
@@ -380,7 +384,7 @@ def test_reward_functions_see_columns_ids_mode_and_fields_of_the_algorithm():
     c = cluster(rollout={"eval": {"temperature": 0.0}})
     made = learner(c, reward, batch=2)
     made.train(rows(2, answer=[5, 6]), rows(1, answer=[7]))
-    assert [str(mode) for mode, *_ in seen] in (["eval", "train", "eval"], [str(m) for m in (Mode.EVAL, Mode.TRAIN, Mode.EVAL)])
+    assert [Mode(mode) for mode, *_ in seen] == [Mode.EVAL, Mode.TRAIN, Mode.EVAL]
     _, g, ids, answer, tokens = seen[1]
     assert g == 4 and answer == [5] * 4 + [6] * 4
     assert ids == [f"{row}_{i}" for row in (0, 1) for i in range(4)]

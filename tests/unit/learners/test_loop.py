@@ -1,0 +1,352 @@
+import json
+import logging
+
+import numpy as np
+import pandas
+import pytest
+import torch
+from helpers import cluster, length_reward, rows, same, tiny_model, weights_of
+
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, RolloutConfig
+from whet.errors import ConfigError, DataError, RewardError
+from whet.learners.grpo import GRPOLearner
+from whet.role_trainer import DataHooks, TrainingHooks
+
+
+def learner(c=None, reward=length_reward, *, shuffle_seed=None, data=None, **algo):
+    config = GRPOConfig(**{"num_generations": 2, "beta": 0.0, **algo})
+    data = DataConfig(**{"batch_size": 4, "shuffle": False, **(data or {})})
+    return GRPOLearner(cluster() if c is None else c, config, reward, data_shuffle_seed=shuffle_seed, data=data)
+
+
+def prompts_of(made, monkeypatch):
+    """The rows that each step samples."""
+    seen, sample = [], made.sample
+
+    def noted(prompts, step):
+        seen.append([p.row for p in prompts])
+        return sample(prompts, step)
+
+    monkeypatch.setattr(made, "sample", noted)
+    return seen
+
+
+# ---- batches -------------------------------------------------------------------------------------------------------
+
+
+def groups_of(made, monkeypatch):
+    """The prompts of each update."""
+    seen, update = [], made.update
+
+    def noted(mini):
+        starts = [int(i) for i in mini.prefix_of[:: made.num_generations]]
+        seen.append([bytes(mini.prefix(2 * k).tolist()).decode() for k in range(len(starts))])
+        update(mini)
+
+    monkeypatch.setattr(made, "update", noted)
+    return seen
+
+
+def test_a_step_is_cut_into_mini_batches_of_whole_groups_for_each_iteration(monkeypatch):
+    made = learner(cluster(mini_batch_size=2), num_iterations=2)
+    seen = groups_of(made, monkeypatch)
+    run = made.train(rows(8))
+    first, second = [["0+1=", "1+1="], ["2+1=", "3+1="]], [["4+1=", "5+1="], ["6+1=", "7+1="]]
+    assert seen == [*first, *first, *second, *second]
+    assert run.step == 2 and made.cluster.actor_trainer.train_steps == 8  # 2 steps x 2 iterations x 2 mini-batches
+    assert [row["optim/updates"] for row in run.rows] == [4.0, 8.0]
+    assert made.cluster.actor.version == 2  # versions count steps
+
+
+def test_mini_batches_are_shuffled_anew_in_each_pass_by_their_seed(monkeypatch):
+    orders = []
+    for seed in (1, 1, 2):
+        made = learner(cluster(mini_batch_size=1), shuffle_seed=seed, num_iterations=3)
+        seen = groups_of(made, monkeypatch)
+        made.train(rows(4))
+        passes = [[g for (g,) in seen[i : i + 4]] for i in (0, 4, 8)]
+        assert all(sorted(p) == ["0+1=", "1+1=", "2+1=", "3+1="] for p in passes)  # each group once in each pass
+        orders.append(passes)
+    assert orders[0] == orders[1] != orders[2]
+    assert len({tuple(p) for p in orders[0]}) > 1
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"mini_batch_size": 3}, "batch_size=8 must be a multiple of mini_batch_size=3"),
+        ({"mini_batch_size": 4, "train_micro_batch_size": 3}, "mini_batch_size=4 must be a multiple of train_micro"),
+        ({"train_micro_batch_size": 2}, "`mini_batch_size` must be set when `train_micro_batch_size` is set"),
+        ({"rollout_micro_batch_size": 3}, "batch_size=8 must be a multiple of rollout_micro_batch_size=3"),
+        ({"compute_logps_micro_batch_size": 3}, "batch_size=8 must be a multiple of compute_logps_micro_batch_size=3"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps should be None"),
+        ({"mini_batch_size": -8}, "mini_batch_size"),
+        ({"mini_batch_size": True}, "mini_batch_size"),
+        ({"mini_batch_size": 2.5}, "mini_batch_size"),
+    ],
+)
+def test_sizes_that_do_not_divide_each_other_are_refused_before_anything_is_sampled(sizes, words):
+    with pytest.raises(ConfigError, match=words):
+        learner(cluster(**sizes), data={"batch_size": 8}).train(rows(8))
+
+
+def test_numpy_sizes_are_sizes():
+    assert learner(cluster(mini_batch_size=np.int64(2))).train(rows(4)).step == 1
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_ends_with_the_data_or_with_max_steps_whichever_is_first():
+    steps = lambda count, **training: learner(cluster(**training)).train(rows(count)).step
+    assert steps(8) == 2
+    assert steps(8, max_steps=1) == 1
+    assert steps(8, max_steps=5) == 5  # the data again, since no epochs are asked for
+    assert steps(8, max_steps=5, num_epochs=2) == 4
+    assert steps(8, num_epochs=3) == 6
+
+
+def test_rows_left_over_are_dropped_and_said_or_make_a_smaller_step(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, logger="whet")
+    made = learner()
+    seen = prompts_of(made, monkeypatch)
+    assert made.train(rows(6)).step == 1 and seen == [[0, 1, 2, 3]]
+    assert any("2" in m and "drop" in m for m in caplog.messages), caplog.messages
+    made = learner(cluster(last_batch="keep"))
+    seen = prompts_of(made, monkeypatch)
+    run = made.train(rows(6))
+    assert run.step == 2 and seen == [[0, 1, 2, 3], [4, 5]]
+    assert [row["prompts/count"] for row in run.rows] == [4.0, 2.0]
+
+
+def test_a_short_last_step_has_a_smaller_last_mini_batch():
+    made = learner(cluster(last_batch="keep", mini_batch_size=2))
+    assert made.train(rows(7)).step == 2
+    assert made.cluster.actor_trainer.train_steps == 4  # 2, 2 | 2, 1
+
+
+def test_rows_are_shuffled_anew_in_each_epoch_by_the_seed(monkeypatch):
+    orders = []
+    for training in ({"seed": 1}, {"seed": 2, "data_shuffle_seed": 1}, {"seed": 2}):
+        made = learner(cluster(num_epochs=2, **training), data={"shuffle": True})
+        seen = prompts_of(made, monkeypatch)
+        made.train(rows(8))
+        flat = [row for step in seen for row in step]
+        assert sorted(flat[:8]) == sorted(flat[8:]) == list(range(8)) and flat[:8] != flat[8:]
+        orders.append(flat)
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_streams_and_ready_made_batches_are_taken_as_they_come(monkeypatch):
+    made = learner()
+    seen = prompts_of(made, monkeypatch)
+    assert made.train(iter(rows(8))).step == 2 and seen == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+    answers = []
+
+    def reward(completions, answer, **_):
+        answers.extend(answer)
+        return length_reward(completions)
+
+    batches = [{"prompts": [f"{i}=", f"{i}+"], "answer": np.array([i, -i])} for i in range(3)]
+    made = learner(reward=reward, data={"batch_size": 8})  # the batches' own size holds
+    assert made.train(batches).step == 3 and made.batch_size == 2
+    assert answers == [0, 0, 0, 0, 1, 1, -1, -1, 2, 2, -2, -2]
+
+
+def test_prompts_over_the_limit_end_the_run_before_it_starts_unless_they_may_be_dropped():
+    long = [*rows(7), {"prompt": "x" * 100}]
+    with pytest.raises(DataError, match="row 7: the prompt has 100 tokens, over max_prompt_length 64"):
+        learner().train(long)
+    assert learner(cluster(rollout={"on_long_prompt": "drop"})).train(long).step == 1
+    with pytest.raises(DataError):
+        learner(cluster(rollout={"on_long_prompt": "drop", "max_prompt_length": 2})).train(rows(4))
+
+
+def test_conversations_are_prompts(monkeypatch):
+    seen = []
+
+    def reward(prompts, completions, **_):
+        seen.append((prompts[0], completions[0]))
+        return [float(len(c[0]["content"])) for c in completions]
+
+    chats = [{"messages": [{"role": "user", "content": f"{i}"}]} for i in range(4)]
+    assert learner(cluster(rollout={"max_prompt_length": 64}), reward).train(chats).step == 1
+    asked, said = seen[0]
+    assert asked == [{"role": "user", "content": "0"}] and said[0]["role"] == "assistant"
+
+
+# ---- evaluation ----------------------------------------------------------------------------------------------------
+
+
+def test_the_whole_evaluation_set_is_rolled_out_with_its_own_configuration(monkeypatch):
+    modes = []
+
+    def reward(completions, mode, **_):
+        modes.append((Mode(mode).value, len(completions)))
+        return length_reward(completions)
+
+    c = cluster(eval_every_n_steps=2, max_steps=3, rollout={"eval": {"temperature": 0.0, "max_tokens_to_generate": 3}})
+    run = learner(c, reward).train(rows(4), rows(5))
+    evals = [row for row in run.rows if row["mode"] == "eval"]
+    assert [row["step"] for row in evals] == [0, 2, 3]  # before, every second, and the end
+    assert {n for mode, n in modes if mode == "eval"} == {5}  # all of it; greedy, so once each
+    assert all(row["completions/max_length"] <= 3 for row in evals)
+    assert {"reward", "rewards/score/mean", "rewards/score/max", "rewards/score/min"} <= evals[0].keys()
+    assert [row["step"] for row in run.rows if row["mode"] == "train"] == [1, 2, 3]
+
+
+def test_evaluation_draws_several_completions_and_reports_the_best():
+    two = {Mode.TRAIN: RolloutConfig(temperature=1.0), Mode.EVAL: RolloutConfig(num_generations_eval=3)}
+    made = learner(cluster(rollout=two))
+    row = made.evaluate(rows(5))
+    assert row["completions/tokens"] > 5 and row["prompts/count"] == 5
+    assert row["rewards/best_of_3/mean"] >= row["reward"]
+    assert made.evaluate(rows(5))["reward"] == row["reward"]  # the same draws at the same step
+    assert made.evaluate([{"prompts": ["a", "b"]}])["prompts/count"] == 2
+
+
+def test_evaluation_moves_neither_the_weights_nor_the_training():
+    weights = []
+    for eval_ds in (None, rows(3)):
+        made = learner(cluster(eval_every_n_steps=1))
+        made.train(rows(8), eval_ds)
+        weights.append(weights_of(made.cluster.actor.module))
+    assert same(*weights)
+
+
+def test_rewards_that_never_apply_leave_an_evaluation_without_a_score():
+    made = learner(reward=lambda completions, **_: [None] * len(completions))
+    row = made.evaluate(rows(3))
+    assert np.isnan(row["reward"])
+
+
+# ---- hooks ---------------------------------------------------------------------------------------------------------
+
+
+def test_training_hooks_are_called_from_start_to_end():
+    calls = []
+
+    class Noted(TrainingHooks):
+        def on_train_start(self, trainer):
+            calls.append("start")
+
+        def on_train_step_end(self, trainer, step, metrics):
+            calls.append((step, "grad_norm" in metrics))
+
+        def on_train_end(self, trainer):
+            calls.append("end")
+
+    c = cluster(mini_batch_size=2)
+    c.actor_trainer.with_training_hooks(Noted())
+    learner(c).train(rows(4))
+    assert calls == ["start", (1, True), (2, True), "end"]
+
+
+def test_an_object_that_logs_gets_every_row():
+    class Logger:
+        def __init__(self):
+            self.rows, self.closed = [], False
+
+        def log(self, step, values):
+            self.rows.append((step, values))
+
+        def close(self):
+            self.closed = True
+
+    mine = Logger()
+    learner(cluster(loggers=[mine], metrics_prefix="run")).train(rows(8))
+    assert [step for step, _ in mine.rows] == [1, 2] and mine.closed
+    assert any("reward" in name and name.startswith("run/") for name in mine.rows[0][1]), list(mine.rows[0][1])[:5]
+
+
+# ---- the run folder ------------------------------------------------------------------------------------------------
+
+
+def test_the_run_folder_holds_everything(tmp_path, tokenizer):
+    folder = tmp_path / "run"
+    c = cluster(run_dir=str(folder), checkpointing_options=CheckpointingOptions(save_interval_steps=1, max_to_keep=1))
+    run = learner(c).train(rows(8, answer=list(range(8))), rows(2))
+    assert sorted(p.name for p in folder.iterdir() if p.name != ".lock") == [
+        "checkpoints",
+        "completions",
+        "config.yaml",
+        "environment.json",
+        "final",
+        "metrics.jsonl",
+    ]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["mode"]) for row in lines] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
+    assert [{k: v for k, v in row.items() if v == v} for row in run.rows] == [
+        {k: v for k, v in row.items() if v is not None} for row in lines
+    ]
+    table = pandas.read_parquet(folder / "completions" / "train-000002.parquet")
+    assert len(table) == 8 and table.row.tolist() == [4, 4, 5, 5, 6, 6, 7, 7]
+    assert table.generation.tolist() == [0, 1] * 4 and table.version.unique().tolist() == [1]
+    assert table.reward.tolist() == length_reward(table.completion.tolist()) == table["reward/length_reward"].tolist()
+    assert np.allclose(table.groupby("row").advantage.sum(), 0, atol=1e-5)
+    assert [p.name for p in sorted((folder / "checkpoints").iterdir())] == ["latest", "step-000002"]
+    from transformers import AutoModelForCausalLM
+
+    final = AutoModelForCausalLM.from_pretrained(folder / "final")
+    assert same(weights_of(final), weights_of(c.actor.module))
+
+
+def test_a_run_without_a_folder_writes_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = learner().train(rows(4))
+    assert list(tmp_path.iterdir()) == [] and run.folder is None
+
+
+def test_a_reward_that_raises_ends_the_run_and_leaves_what_was_written(tmp_path):
+    def reward(completions, **_):
+        if len(calls) == 2:
+            raise ValueError("no more")
+        calls.append(1)
+        return length_reward(completions)
+
+    calls = []
+    c = cluster(run_dir=str(tmp_path), checkpointing_options=CheckpointingOptions(save_interval_steps=1))
+    with pytest.raises(RewardError, match="reward function reward raised ValueError: no more"):
+        learner(c, reward).train(rows(16))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000002\n"
+    assert not (tmp_path / "final").exists()
+    from whet.observe.store import RunFolder
+
+    RunFolder(tmp_path, resume_step=2).close()  # the lock is free
+
+
+def test_a_failing_reward_can_count_as_not_applicable():
+    def reward(completions, **_):
+        raise ValueError("never")
+
+    run = learner(cluster(on_reward_error="none"), reward).train(rows(4))
+    assert run.step == 1 and run.rows[0]["grad_norm"] == 0.0
+
+
+def test_a_run_of_the_same_seed_is_the_same_and_of_another_is_not():
+    runs = [learner(cluster(tiny_model(), seed=seed)).train(rows(8)) for seed in (3, 3, 4)]
+    completions = [[(row["completions/tokens"], row["reward"]) for row in run.rows] for run in runs]
+    weights = [weights_of(run.cluster.actor.module) for run in runs]
+    assert same(weights[0], weights[1]) and completions[0] == completions[1]
+    assert not same(weights[0], weights[2])
+
+
+def test_global_generators_are_not_touched():
+    made = learner()
+    torch.manual_seed(5)
+    before = torch.get_rng_state().clone(), np.random.get_state()[1].copy()
+    made.train(rows(4))
+    assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1] == before[1]).all()
+
+
+def test_data_hooks_take_part_in_the_loop_of_verbs_only():
+    class Mine(DataHooks):
+        def load_next_train_batch(self, trainer):
+            raise AssertionError("the learner samples its own batches")
+
+    c = cluster()
+    c.actor_trainer.with_data_hooks(Mine())
+    assert learner(c).train(rows(4)).step == 1
