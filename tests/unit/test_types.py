@@ -17,7 +17,8 @@ def group(p, *completions, row=0):
 
 def test_groups_are_laid_end_to_end_with_each_prefix_once():
     batch = TokenBatch.from_groups(
-        [group([5, 6], completion([7, 2]), completion([8, 2], 1)), group([9], completion([3], version=4))], [1.0, 0.0, 2.0]
+        [group([5, 6], completion([7, 2]), completion([8, 2], 1)), group([9], completion([3], version=4))],
+        [1.0, 0.0, 2.0],
     )
     assert batch.prefixes.tolist() == [5, 6, 9]  # not 5 6 5 6 9
     assert batch.prefix_ends.tolist() == [2, 3]
