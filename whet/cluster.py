@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from whet.observe.buffer import MetricsBuffer
 from whet.observe.environment import noted_environment
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
-from whet.parallel.checkpoint import checkpoints, find_checkpoint, publish, read_state, sweep
+from whet.parallel.checkpoint import checkpoints, discard, find_checkpoint, publish, read_state, sweep
 from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling
@@ -435,7 +434,7 @@ class RLCluster:
         """Removes the checkpoints of steps that a run resumed before them will take anew."""
         for folder in [] if root is None else checkpoints(root):
             if int(folder.name.removeprefix("step-")) > after:
-                shutil.rmtree(folder)
+                discard(folder)
 
     def save_checkpoint(self, root: Path, step: int, state: Mapping[str, Any], *, keep: int | None) -> Path:
         """Writes every trained role and the run's own state as one checkpoint folder."""

@@ -27,7 +27,7 @@ from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream, is_batch
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
-from whet.errors import CheckpointError, DataError
+from whet.errors import CheckpointError, ConfigError, DataError
 from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Metric, flat, merge
 from whet.observe.environment import environment, noted_environment
@@ -106,19 +106,15 @@ class Run:
     def _open(self) -> None:
         c = self.config
         self.settings = self._settings()
-        checkpoint = None
-        if c.resume is not None:
-            checkpoint = self.cluster.find_checkpoint(c.resume, self.checkpoint_root)
-            if checkpoint is None:
-                log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoint_root)
-        if checkpoint is not None:
-            self._restore(checkpoint)
         if c.run_dir is not None:
-            nothing = -1 if checkpoint is None else self.step
-            self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else nothing)
+            self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
             self.folder.write_config(self.settings)
-            self._note_environment(resumed=checkpoint is not None)
+            self._note_environment(resumed=self.step > 0)
             self.rows = self.folder.rows()
+        elif c.resume is not None:
+            self._resume()
+        if c.resume is None:
+            self._refuse_old_checkpoints()
         total = self.total_steps
         for trainer in self.cluster.trainers.values():
             trainer.worker.plan(None if total is None else total * self.learner.updates_per_step)
@@ -295,6 +291,24 @@ class Run:
         with self.cluster.trace.span("checkpoint"):
             self.cluster.save_checkpoint(self.checkpoint_root, self.step, state, keep=options.max_to_keep)
         self.saved_at = time.monotonic()
+
+    def _refuse_old_checkpoints(self) -> None:
+        """Raises ConfigError where a new run would take another's checkpoints for its own."""
+        root = self.checkpoint_root
+        if root is not None and self.cluster.find_checkpoint("latest", root) is not None:
+            raise ConfigError(
+                f"{root} holds the checkpoints of a run; set trainer.resume=latest to go on with it, or another folder"
+            )
+
+    def _resume(self) -> int:
+        """Takes up the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
+        assert self.config.resume is not None
+        checkpoint = self.cluster.find_checkpoint(self.config.resume, self.checkpoint_root)
+        if checkpoint is None:
+            log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoint_root)
+            return -1
+        self._restore(checkpoint)
+        return self.step
 
     def _restore(self, checkpoint: Path) -> None:
         state = self.cluster.load_checkpoint(checkpoint, check=self._check_settings)

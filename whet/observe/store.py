@@ -12,7 +12,7 @@ import fcntl
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,13 +41,14 @@ class RunFolder:
     """One run's folder, locked while it is open. Made on rank 0 alone.
 
     Args: path: made if absent. resume_step: None = a new run, which the folder must not hold one of; else what was
-        written after this step is removed (0 = everything), and the run goes on there.
+        written after this step is removed (0 = everything), and the run goes on there. A function that says the step
+        is called once the folder is locked, so that it may read and change what lies there.
     Raises: ConfigError: another process has the folder open, or a new run was asked for where one lies.
 
     Example: with RunFolder("runs/a") as folder: folder.log(step=1, mode="train", version=0, values={"reward": 0.5})
     """
 
-    def __init__(self, path: str | Path, *, resume_step: int | None = None) -> None:
+    def __init__(self, path: str | Path, *, resume_step: int | Callable[[], int] | None = None) -> None:
         self.path = Path(path)
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = _lock(self.path / ".lock")
@@ -56,7 +57,7 @@ class RunFolder:
             if resume_step is None:
                 self._refuse_old_run()
             else:
-                self._rewind(resume_step)
+                self._rewind(resume_step() if callable(resume_step) else resume_step)
             self._metrics = (self.path / "metrics.jsonl").open("ab")
         except BaseException:
             os.close(self._lock)

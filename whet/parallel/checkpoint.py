@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from whet.errors import CheckpointError
 
-__all__ = ["checkpoints", "find_checkpoint", "load_state", "publish", "read_state", "save_state", "sweep"]
+__all__ = ["checkpoints", "discard", "find_checkpoint", "load_state", "publish", "read_state", "save_state", "sweep"]
 
 _STEP = re.compile(r"step-(\d{6,})")
 
@@ -58,8 +58,15 @@ def publish(root: Path, step: int, write: Callable[[Path], None], *, keep: int |
     _point(root, final.name)
     for old in checkpoints(root)[: -keep or None] if keep else []:
         if old != final:
-            shutil.rmtree(old, ignore_errors=True)
+            discard(old)
     return final
+
+
+def discard(folder: Path) -> None:
+    """Removes a checkpoint. It loses its name first: one that a kill left half removed must not pass for whole."""
+    gone = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
+    folder.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _point(root: Path, name: str) -> None:
@@ -101,7 +108,8 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
     if resume != "latest":
         path = Path(resume)
         if not (path / "run.pt").is_file():
-            raise CheckpointError(f"resume={resume!r} is no checkpoint: {path / 'run.pt'} is missing; give a step-* folder")
+            missing = path / "run.pt"
+            raise CheckpointError(f"resume={resume!r} is no checkpoint: {missing} is missing; give a step-* folder")
         return path
     if root is None:
         raise CheckpointError("resume='latest' needs a run_dir or a checkpoint_root_directory to look in")
@@ -118,11 +126,12 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return torch.load(path, weights_only=True, map_location="cpu")
     except Exception as e:
-        raise CheckpointError(f"{path} can't be read ({type(e).__name__}: {e}); resume from an earlier step-* folder") from e
+        why = f"{type(e).__name__}: {e}"
+        raise CheckpointError(f"{path} can't be read ({why}); resume from an earlier step-* folder") from e
 
 
 def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
-    """Writes the module's parameters and persistent buffers, each shared tensor once, masters in place of parameters."""
+    """Writes parameters and persistent buffers, each shared tensor once, masters in place of parameters."""
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module), **(masters or {})}
     save_file(
         {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"}

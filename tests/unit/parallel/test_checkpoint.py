@@ -1,0 +1,216 @@
+import errno
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from helpers import same, tiny_model, weights_of
+from torch import nn
+
+from whet.errors import CheckpointError, ConfigError
+from whet.parallel import checkpoint as module
+from whet.parallel.checkpoint import (
+    checkpoints,
+    discard,
+    find_checkpoint,
+    load_state,
+    publish,
+    read_state,
+    save_state,
+    sweep,
+)
+from whet.parallel.comm import rank, require_single_process, world_size
+
+
+def write(text="x"):
+    def into(folder):
+        (folder / "actor").mkdir()
+        (folder / "actor" / "file").write_text(text)
+        (folder / "run.pt").write_text(text)
+
+    return into
+
+
+def names(root):
+    return sorted(p.name for p in root.iterdir())
+
+
+# ---- folders -------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_is_published_whole_under_its_step(tmp_path):
+    root = tmp_path / "a" / "checkpoints"
+    folder = publish(root, 7, write())
+    assert folder == root / "step-000007" and (folder / "actor" / "file").read_text() == "x"
+    assert (root / "latest").read_text() == "step-000007\n"
+    assert names(root) == ["latest", "step-000007"]
+
+
+def test_only_the_last_few_are_kept(tmp_path):
+    for step in (2, 4, 6, 1_000_000):
+        publish(tmp_path, step, write(), keep=2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000006", "step-1000000"]  # by number, not by letter
+    for step in (8, 9):
+        publish(tmp_path, step, write(), keep=None)
+    assert len(checkpoints(tmp_path)) == 4
+
+
+def test_the_newest_stays_whatever_its_number(tmp_path):
+    publish(tmp_path, 9, write(), keep=1)
+    assert publish(tmp_path, 3, write(), keep=1).is_dir()
+    assert (tmp_path / "latest").read_text() == "step-000003\n"
+
+
+def test_a_checkpoint_that_could_not_be_written_leaves_nothing_and_the_last_one_stands(tmp_path):
+    publish(tmp_path, 1, write())
+
+    def full(folder):
+        (folder / "half").write_text("half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*No space left"):
+        publish(tmp_path, 2, full)
+    assert names(tmp_path) == ["latest", "step-000001"]
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "step-000001"
+
+    def broken(folder):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):  # not for the disk's sake: as it is
+        publish(tmp_path, 2, broken)
+    assert names(tmp_path) == ["latest", "step-000001"]
+
+
+def test_a_kill_before_latest_moves_leaves_the_one_before(tmp_path, monkeypatch):
+    publish(tmp_path, 1, write())
+
+    def killed(root, name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_point", killed)
+    with pytest.raises(KeyboardInterrupt):
+        publish(tmp_path, 2, write())
+    assert find_checkpoint("latest", tmp_path) == tmp_path / "step-000001"
+
+
+def test_a_checkpoint_that_is_half_removed_is_none_any_more(tmp_path, monkeypatch):
+    folder = publish(tmp_path, 1, write())
+    monkeypatch.setattr(shutil, "rmtree", lambda *a, **k: None)  # killed before a file was gone
+    discard(folder)
+    assert checkpoints(tmp_path) == []
+    monkeypatch.undo()
+    sweep(tmp_path)
+    assert names(tmp_path) == ["latest"]
+
+
+def test_sweeping_takes_half_written_folders_and_nothing_else(tmp_path):
+    publish(tmp_path, 1, write())
+    (tmp_path / ".tmp-000002-ab" / "actor").mkdir(parents=True)
+    sweep(tmp_path)
+    assert names(tmp_path) == ["latest", "step-000001"]
+    sweep(tmp_path / "nowhere")
+
+
+def test_latest_is_the_pointer_and_without_it_the_highest_step(tmp_path):
+    assert find_checkpoint("latest", tmp_path / "nowhere") is None
+    for step in (1, 2):
+        publish(tmp_path, step, write())
+    (tmp_path / "latest").write_text("step-000001\n")
+    assert find_checkpoint("latest", tmp_path).name == "step-000001"
+    (tmp_path / "latest").unlink()
+    assert find_checkpoint("latest", tmp_path).name == "step-000002"
+    (tmp_path / "latest").write_text("step-000009\n")  # gone
+    assert find_checkpoint("latest", tmp_path).name == "step-000002"
+
+
+def test_a_path_is_taken_as_it_is_and_must_be_a_checkpoint(tmp_path):
+    folder = publish(tmp_path, 1, write())
+    assert find_checkpoint(str(folder), None) == folder
+    with pytest.raises(CheckpointError, match=r"is no checkpoint: .*run\.pt is missing; give a step-\* folder"):
+        find_checkpoint(str(tmp_path), None)
+    with pytest.raises(CheckpointError, match="needs a run_dir"):
+        find_checkpoint("latest", None)
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+def test_weights_and_buffers_come_back_bit_for_bit(tmp_path):
+    class Toy(nn.Module):
+        def __init__(self, seed):
+            super().__init__()
+            torch.manual_seed(seed)
+            self.a = nn.Parameter(torch.randn(3))
+            self.b = nn.Linear(2, 2).to(torch.bfloat16)
+            self.register_buffer("kept", torch.randn(2))
+            self.register_buffer("made", torch.randn(2), persistent=False)
+
+    one, two = Toy(0), Toy(1)
+    made = two.made.clone()
+    save_state(one, tmp_path / "m.safetensors")
+    load_state(two, tmp_path / "m.safetensors")
+    assert same(weights_of(one), weights_of(two))
+    assert torch.equal(one.kept, two.kept) and torch.equal(two.made, made)
+
+
+def test_masters_are_saved_in_place_of_the_parameters_and_both_come_back(tmp_path):
+    one, two = tiny_model(0).bfloat16(), tiny_model(1).bfloat16()
+    masters = {n: torch.randn(p.shape) for n, p in one.named_parameters()}
+    save_state(one, tmp_path / "m.safetensors", masters)
+    own = {n: torch.zeros(p.shape) for n, p in two.named_parameters()}
+    load_state(two, tmp_path / "m.safetensors", own)
+    assert same(own, masters)
+    assert same(weights_of(two), {n: m.bfloat16() for n, m in masters.items()})
+
+
+def test_a_model_file_that_is_cut_short_is_named_with_the_fix(tmp_path):
+    path = tmp_path / "m.safetensors"
+    model = tiny_model()
+    save_state(model, path)
+    before = weights_of(model)
+    for size in (path.stat().st_size // 2, 4, 0):
+        with path.open("r+b") as file:
+            file.truncate(size)
+        with pytest.raises(CheckpointError, match=r"m\.safetensors can't be read .*from an earlier step-\* folder"):
+            load_state(model, path)
+    path.unlink()
+    with pytest.raises(CheckpointError, match=r"m\.safetensors can't be read"):
+        load_state(model, path)
+    assert same(weights_of(model), before)
+
+
+def test_a_state_file_that_is_cut_short_or_pickled_is_named_with_the_fix(tmp_path):
+    path = tmp_path / "run.pt"
+    torch.save({"step": 3, "random": torch.arange(5)}, path)
+    assert read_state(path)["step"] == 3
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(CheckpointError, match=r"run\.pt can't be read .*resume from an earlier step-\* folder"):
+        read_state(path)
+
+    class Evil:
+        def __reduce__(self):
+            return os.system, ("touch " + str(tmp_path / "owned"),)
+
+    torch.save({"step": Evil()}, path)
+    with pytest.raises(CheckpointError):
+        read_state(path)
+    path.write_bytes(pickle.dumps(Evil(), protocol=2))
+    with pytest.raises(CheckpointError):
+        read_state(path)
+    assert not (tmp_path / "owned").exists()
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_are_torchruns_and_more_than_one_is_refused(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert (rank(), world_size()) == (0, 1)
+    require_single_process()
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert (rank(), world_size()) == (3, 4)
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE is 4.*start one process"):
+        require_single_process()
