@@ -46,7 +46,7 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
     if source == "byte":
         return byte_tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(str(source), **kwargs)
+        return AutoTokenizer.from_pretrained(str(source), **{"trust_remote_code": False, **kwargs})
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"no tokenizer at {str(source)!r} ({type(error).__name__}: {error}); give a folder that holds "

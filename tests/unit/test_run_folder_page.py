@@ -1,0 +1,57 @@
+"""docs/run-folder.md explains every metric and file that a run writes."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import tiny_model
+from whet import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster, RLTrainingConfig, RolloutConfig
+
+PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
+SAID = set(re.findall(r"`([^`\n]+)`", PAGE))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of a run in which everything is on that adds a metric."""
+    folder = tmp_path_factory.mktemp("runs") / "a"
+    training = RLTrainingConfig(
+        run_dir=str(folder), max_steps=2, mini_batch_size=1, eval_every_n_steps=1, pbar_description=None
+    )
+    rollout = RolloutConfig(max_tokens_to_generate=4, eos_tokens=tuple(range(128)))  # so that some stop
+    cluster = RLCluster(
+        actor=tiny_model(),
+        reference=tiny_model(),
+        tokenizer="byte",
+        cluster_config=ClusterConfig(rollout_config=rollout, training_config=training),
+    )
+    algo = GRPOConfig(epsilon_c=3.0, sampler_is="token")
+    rows = [{"prompts": ["1+1=", "2+2="]}]
+    GRPOLearner(cluster, algo, reward_fns=lambda completions: [len(c) for c in completions]).train(rows, rows)
+    return folder
+
+
+@pytest.fixture
+def written(folder):
+    """Names of metrics in the rows of the run, as the page writes them."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row} - {"step", "mode", "version"}
+    return {name.replace("/lambda", "/<f>").replace("best_of_2", "best_of_<G>") for name in names}
+
+
+def test_every_metric_of_a_run_is_explained(written):
+    assert len(written) > 60
+    assert sorted(written - SAID) == []
+
+
+def test_every_metric_explained_is_one_of_a_run(written):
+    part = PAGE[PAGE.index("## Metrics") : PAGE.index("## Checkpoints")]
+    cells = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", part, re.MULTILINE)
+    listed = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
+    assert sorted(listed - written) == ["rewards/<f>/errors"]  # only where a function failed
+
+
+def test_every_file_of_a_run_is_explained(folder):
+    assert sorted(p.name for p in folder.iterdir() if p.name not in "".join(SAID)) == []
