@@ -1,0 +1,163 @@
+"""The benchmarks' command lines, workloads and JSON. The figures themselves are tested nowhere: they are measured."""
+
+import doctest
+import importlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+NAMES = ("common", "tasks", "sides", "machine", "grpo_step", "learning_curve")
+
+
+@pytest.fixture
+def scripts(monkeypatch):
+    """The scripts as modules, imported as when one of them is run."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield {name: importlib.import_module(name) for name in NAMES}
+    for name in NAMES:
+        sys.modules.pop(name)
+
+
+def test_examples_in_docstrings_run(scripts):
+    tried = [doctest.testmod(m) for m in scripts.values()]
+    assert sum(t.failed for t in tried) == 0 and sum(t.attempted for t in tried) >= 8
+
+
+# ---- command lines ---------------------------------------------------------------------------------------------------
+
+
+def test_defaults_are_the_recorded_setting(scripts):
+    args = scripts["grpo_step"].arguments([])
+    assert (args.workloads, args.rounds, args.shape, args.dtype) == (["A", "B", "C"], 3, "25m", "float32")
+    args = scripts["learning_curve"].arguments([])
+    assert (args.seeds, args.steps, args.last) == (3, 60, 20)
+    assert scripts["machine"].arguments(["--rows", "8,64"]).rows == [8, 64]
+
+
+@pytest.mark.parametrize(
+    ("name", "argv", "said"),
+    [
+        ("grpo_step", ["--workloads", "A,Z"], "--workloads Z: known are A, B, C"),
+        ("grpo_step", ["--rounds", "0"], "at least 1"),
+        ("learning_curve", ["--steps", "5", "--last", "6"], "1..--steps (5)"),
+        ("learning_curve", ["--seeds", "1"], "no spread"),
+    ],
+)
+def test_a_setting_that_means_nothing_is_refused(scripts, capsys, name, argv, said):
+    with pytest.raises(SystemExit):
+        scripts[name].arguments(argv)
+    assert said in capsys.readouterr().err
+
+
+def test_the_given_interpreter_of_the_peer_comes_first(scripts):
+    assert scripts["common"].peer_python("/x/python") == "/x/python"
+    assert Path(scripts["common"].peer_python(None)).name.startswith("python")
+
+
+# ---- workloads -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "length", "flat"), [("A", 32, 0), ("B", 384, 0), ("C", 32, 5)])
+def test_every_prompt_has_the_workloads_length_and_every_step_its_flat_groups(scripts, name, length, flat):
+    tasks = scripts["tasks"]
+    tokenizer, w = tasks.char_tokenizer(), tasks.WORKLOADS[name]
+    rows = tasks.make_rows(w, 3, tokenizer, seed=1)
+    assert {len(tokenizer(r["prompt"])["input_ids"]) for r in rows} == {length}
+    assert [sum(r["flat"] for r in rows[i : i + 8]) for i in (0, 8, 16)] == [flat] * 3
+    assert len({r["prompt"] for r in rows}) == 24  # prompts never repeat: no cache of the step before helps
+    assert rows == tasks.make_rows(w, 3, tokenizer, seed=1) != tasks.make_rows(w, 3, tokenizer, seed=2)
+
+
+def test_prompts_of_another_tokenizer_are_cut_to_the_length_in_its_own_tokens(scripts):
+    from whet.data.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    rows = scripts["tasks"].make_rows(scripts["tasks"].WORKLOADS["A"], 1, tokenizer)
+    assert {len(tokenizer(r["prompt"])["input_ids"]) for r in rows} == {32}
+
+
+def test_the_model_ends_a_completion_about_once_in_105_tokens(scripts, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tasks = scripts["tasks"]
+    tasks.make_model(tmp_path, "tiny", tasks.char_tokenizer())
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(tokenizer) == 105 and model.generation_config.eos_token_id == tokenizer.eos_token_id == 103
+    assert tokenizer.decode(tokenizer("a b,c")["input_ids"]) == "a b,c"
+    ids = torch.randint(105, (8, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ends = model(ids).logits.softmax(-1)[..., tokenizer.eos_token_id]
+    assert float(ends.mean()) == pytest.approx(1 / 105, rel=0.15)
+
+
+def test_rewards_differ_between_completions_but_not_in_flat_groups(scripts):
+    rewards = scripts["tasks"].REWARDS
+    completions = ["ab", "a1", "", "12"]
+    assert rewards["letters"](completions=completions, flat=[False] * 4, prompts=[""] * 4) == [1.0, 0.5, 0.0, 0.0]
+    assert rewards["letters"](completions=completions, flat=[True] * 4) == [0.5] * 4
+    prompts = scripts["tasks"].CLASS_PROMPTS
+    said = ["a", "a", "A", "A", "1", "1", "?", "?"]
+    assert len(prompts) == 8 and rewards["class"](prompts=prompts, completions=said) == [1.0] * 8
+    assert rewards["class"](prompts=["lower:"], completions=[""]) == [0.0]
+
+
+# ---- results ---------------------------------------------------------------------------------------------------------
+
+
+def said(seconds, lengths, memory):
+    step = {"step": seconds, "rollout": seconds / 4, "update": seconds * 3 / 4, "lengths": lengths, "reward": 0.5}
+    warm = {**step, "step": 1000.0, "lengths": [999]}
+    return {"steps": [warm, step], "memory": memory, "memory_exact": True, "versions": {"torch": "2"}}
+
+
+def test_a_ratio_is_the_median_over_rounds_of_peer_over_whet_without_the_first_step(scripts):
+    rounds = [{"whet": said(1.0, [4, 6], 10), "trl": said(s, [5, 5], 30)} for s in (2.0, 8.0, 3.0)]
+    found = scripts["grpo_step"].compare(rounds)
+    assert found["ratios"] == {"step": 3.0, "rollout": 3.0, "update": 3.0, "memory": 3.0}
+    assert found["spread"]["step"] == [2.0, 8.0]
+    assert found["tokens"]["per_step"] == {"whet": 10.0, "trl": 10.0} and found["tokens"]["agree"]
+
+
+def test_lengths_that_differ_beyond_chance_are_reported(scripts):
+    rounds = [{"whet": said(1.0, [4, 5, 4, 5], 1), "trl": said(1.0, [8, 9, 8, 9], 1)}]
+    assert not scripts["grpo_step"].compare(rounds)["tokens"]["agree"]
+
+
+def test_the_learning_curves_are_compared_over_their_last_steps(scripts):
+    curves = {"whet": [[0.0, 0.8, 1.0], [0.0, 0.6, 0.8]], "trl": [[0.0, 0.4, 0.6], [0.0, 0.5, 0.7]]}
+    found = scripts["learning_curve"].compare(curves, last=2)
+    assert found["reward"]["whet"] == pytest.approx([0.9, 0.7]) and found["difference"] == pytest.approx(0.25)
+    # errors sd/sqrt(2): 0.1 and 0.05; 2 * sqrt(0.01 + 0.0025) = 0.2236
+    assert found["two_pooled_standard_errors"] == pytest.approx(0.2236, abs=1e-4)
+    assert not found["within"] and found["not_worse"]
+
+
+def test_a_tiny_step_runs_in_whet_and_says_what_the_comparison_reads(scripts, tmp_path):
+    grpo_step, tasks = scripts["grpo_step"], scripts["tasks"]
+    tasks.make_model(tmp_path, "tiny", tokenizer := tasks.char_tokenizer())
+    args = grpo_step.arguments(["--workloads", "tiny", "--steps", "1", "--threads", "1"])
+    result = scripts["sides"].run_whet(grpo_step.make_job(args, "tiny", tmp_path, tokenizer, seed=0))
+    assert json.loads(json.dumps(result)) == result
+    assert len(result["steps"]) == 2 and all(len(s["lengths"]) == 8 for s in result["steps"])
+    assert all(1 <= n <= 8 for s in result["steps"] for n in s["lengths"])
+    assert all(s["step"] == pytest.approx(s["rollout"] + s["update"]) for s in result["steps"])
+    assert set(grpo_step.costs(result)) == set(grpo_step.COSTS)
+
+
+def test_the_machines_rates_come_as_json_on_the_last_line_and_in_the_file(scripts, tmp_path, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    argv = "--rows 2 --size 64 --copy-mib 1 --shape tiny --trial-s 0.001 --threads 1 --record".split()
+    scripts["machine"].main([*argv, str(tmp_path)])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    best = result["float32"]["decode"]["2"]
+    assert best["gflop_per_s"] == max(best["all"].values()) == best["all"][best["kernel"]]
+    assert (result["bfloat16"] is None) == ("bfloat16_why_not" in result) and result["copy_gb_per_s"] > 0
+    written = json.loads((tmp_path / f"machine-{result['kind']}.json").read_text())
+    assert {"versions", "cpu", "commit"} <= set(written.pop("machine")) and written == result
