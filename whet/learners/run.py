@@ -156,6 +156,7 @@ class Run:
             return learner.settings
         return {
             "algo": dump_tree(learner.algo_config),
+            "data": dump_tree(learner.data),
             "rollout": dump_tree(self.cluster.get_rollout_config(Mode.TRAIN)),
             "trainer": dump_tree(self.config),
         }

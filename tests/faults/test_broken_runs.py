@@ -1,0 +1,164 @@
+"""What a run does where it can't go on: a changed configuration, damaged files, a full disk, a folder in use."""
+
+import errno
+import os
+
+import pytest
+import torch
+from helpers import cluster, length_reward, rows, same, weights_of
+
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
+from whet.errors import CheckpointError, ConfigError
+from whet.learners.grpo import GRPOLearner
+from whet.parallel import checkpoint
+
+EACH_STEP = CheckpointingOptions(save_interval_steps=1)
+
+
+def learner(folder, *, reward=length_reward, epsilon=0.2, system_prompt="", **training):
+    options = {"run_dir": str(folder), "checkpointing_options": EACH_STEP, **training}
+    algo = GRPOConfig(num_generations=2, beta=0.0, epsilon=epsilon)
+    data = DataConfig(batch_size=2, system_prompt=system_prompt, apply_chat_template=bool(system_prompt))
+    return GRPOLearner(cluster(**options), algo, reward, data=data)
+
+
+def lines(folder):
+    return (folder / "metrics.jsonl").read_text().splitlines()
+
+
+# ---- configuration -------------------------------------------------------------------------------------------------
+
+
+def test_a_changed_configuration_is_refused_with_the_differences_and_can_be_allowed(tmp_path, caplog):
+    learner(tmp_path, max_steps=1).train(rows(8))
+    changes = {"epsilon": 0.3, "mini_batch_size": 1, "max_steps": 2, "resume": "latest"}
+    with pytest.raises(CheckpointError) as error:
+        learner(tmp_path, **changes).train(rows(8))
+    text = str(error.value)
+    assert "algo.epsilon: 0.2 -> 0.3" in text and "trainer.mini_batch_size: " in text and "allow_config_change" in text
+    assert "max_steps" not in text  # a run may be prolonged
+    assert len(lines(tmp_path)) == 1
+    run = learner(tmp_path, allow_config_change=True, **changes).train(rows(8))
+    assert run.step == 2 and len(lines(tmp_path)) == 2
+    assert "algo.epsilon: 0.2 -> 0.3" in caplog.text
+
+
+def test_other_data_are_refused_whatever_may_change(tmp_path):
+    learner(tmp_path, max_steps=1).train(rows(8))
+    with pytest.raises(CheckpointError, match="have rows 8, these have 6"):
+        learner(tmp_path, resume="latest", allow_config_change=True).train(rows(6))
+    with pytest.raises(CheckpointError, match="have seed 0, these have 1"):  # another order: rows would come twice
+        learner(tmp_path, resume="latest", allow_config_change=True, seed=1).train(rows(8))
+    with pytest.raises(CheckpointError, match="data.system_prompt: '' -> 'Count!'"):
+        learner(tmp_path, resume="latest", system_prompt="Count!").train(rows(8))
+
+
+def test_a_prolonged_run_is_the_run_that_was_long_from_the_start(tmp_path):
+    short, long = tmp_path / "short", tmp_path / "long"
+    learner(short, max_steps=2).train(rows(8))
+    resumed = learner(short, max_steps=4, resume="latest")
+    resumed.train(rows(8))
+    whole = learner(long, max_steps=4)
+    whole.train(rows(8))
+    assert same(weights_of(resumed.cluster.actor.module), weights_of(whole.cluster.actor.module))
+
+
+def test_a_run_resumed_before_its_last_checkpoint_takes_the_later_steps_anew(tmp_path):
+    learner(tmp_path, max_steps=3).train(rows(8))
+    before = (tmp_path / "final" / "model.safetensors").read_bytes()
+    early = tmp_path / "checkpoints" / "step-000001"
+    run = learner(tmp_path, max_steps=2, resume=str(early)).train(rows(8))
+    assert run.step == 2 and len(lines(tmp_path)) == 2
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000001", "step-000002"]
+    run = learner(tmp_path, max_steps=3, resume="latest").train(rows(8))
+    assert run.step == 3 and (tmp_path / "final" / "model.safetensors").read_bytes() == before
+
+
+def test_latest_begins_anew_where_there_is_no_checkpoint_yet(tmp_path):
+    assert learner(tmp_path, resume="latest").train(rows(4)).step == 2
+
+
+# ---- files ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["run.pt", "actor/model.safetensors", "actor/optimizer.safetensors", "actor/state.pt"])
+def test_a_damaged_checkpoint_is_named_and_an_earlier_one_still_serves(tmp_path, name):
+    learner(tmp_path, max_steps=2).train(rows(8))
+    path = tmp_path / "checkpoints" / "step-000002" / name
+    path.write_bytes(path.read_bytes()[:-30])
+    with pytest.raises(CheckpointError) as error:
+        learner(tmp_path, resume="latest").train(rows(8))
+    assert str(path) in str(error.value) and "resume from an earlier step-* folder" in str(error.value)
+    early = tmp_path / "checkpoints" / "step-000001"
+    assert learner(tmp_path, resume=str(early), max_steps=2).train(rows(8)).step == 2
+
+
+def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(tmp_path, monkeypatch):
+    saves, save = [], checkpoint.save_file
+
+    def full(tensors, path, **options):
+        saves.append(path)
+        if len(saves) > 2:
+            path.write_bytes(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        save(tensors, path, **options)
+
+    monkeypatch.setattr(checkpoint, "save_file", full)
+    with pytest.raises(CheckpointError, match=r"checkpoint of step 3 could not be written to .*No space left"):
+        learner(tmp_path).train(rows(8))
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-000001", "step-000002"]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-000002\n"
+    assert len(lines(tmp_path)) == 3  # the step itself was done
+    monkeypatch.undo()
+    run = learner(tmp_path, resume="latest").train(rows(8))  # room again
+    assert run.step == 4 and len(lines(tmp_path)) == 4
+
+
+# ---- a folder in use -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("resume", [None, "latest"])
+def test_a_second_run_in_a_folder_is_refused_and_takes_nothing_from_the_first(tmp_path, resume):
+    tried = []
+
+    def reward(completions, **_):
+        if not tried:
+            tried.append(True)
+            half = tmp_path / "checkpoints" / ".tmp-000009-x"
+            half.mkdir(parents=True)  # what the first is writing
+            with pytest.raises(ConfigError, match=f"in use by process {os.getpid()}"):
+                learner(tmp_path, resume=resume).train(rows(4))
+            assert half.is_dir()
+        return length_reward(completions)
+
+    assert learner(tmp_path, reward=reward).train(rows(4)).step == 2
+    assert tried and len(lines(tmp_path)) == 2
+
+
+def test_a_new_run_takes_neither_the_folder_nor_the_checkpoints_of_another(tmp_path):
+    learner(tmp_path / "a", checkpoint_root_directory=str(tmp_path / "c")).train(rows(4))
+    with pytest.raises(ConfigError, match="holds a run of 2 steps; set trainer.resume=latest"):
+        learner(tmp_path / "a").train(rows(4))
+    with pytest.raises(ConfigError, match="holds the checkpoints of a run"):
+        learner(tmp_path / "b", checkpoint_root_directory=str(tmp_path / "c")).train(rows(4))
+
+
+# ---- gradients -----------------------------------------------------------------------------------------------------
+
+
+def test_an_update_that_is_not_finite_is_skipped_and_the_run_goes_on(tmp_path):
+    made = learner(tmp_path)
+    loss, calls = made.policy_loss, []
+
+    def sometimes(x):
+        calls.append(1)
+        per_token, metrics = loss(x)
+        return (per_token * torch.nan if len(calls) == 1 else per_token), metrics
+
+    made.policy_loss = sometimes
+    before = weights_of(made.cluster.actor.module)
+    run = made.train(rows(4))
+    assert [row["optim/skipped"] for row in run.rows] == [1.0, 0.0]
+    assert "grad_norm" not in run.rows[0] and run.rows[1]["grad_norm"] > 0
+    after = weights_of(made.cluster.actor.module)
+    assert not same(before, after) and all(w.isfinite().all() for w in after.values())

@@ -1,0 +1,125 @@
+"""A killed run, resumed until it is done, is the uninterrupted run bit for bit."""
+
+import json
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+import time
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+
+STEPS = 12
+
+
+def numbers(folder):
+    """Every metric that does not depend on the clock, as text: NaN is equal to itself there."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.dumps({k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))}) for r in rows]
+
+
+def assert_same_run(folder, reference):
+    assert numbers(folder) == numbers(reference)
+    files = sorted(p.name for p in (reference / "completions").iterdir())
+    assert len(files) == STEPS + 4  # evaluated before, after 4 and 8, and at the end
+    assert files == sorted(p.name for p in (folder / "completions").iterdir())
+    for name in files:
+        ours, theirs = (pyarrow.parquet.read_table(f / "completions" / name) for f in (folder, reference))
+        assert ours.equals(theirs), name
+    for part in ("final", f"checkpoints/step-{STEPS:06d}/actor"):
+        ours, theirs = ((f / part / "model.safetensors").read_bytes() for f in (folder, reference))
+        assert ours == theirs, part
+    assert (folder / "checkpoints" / "latest").read_text() == f"step-{STEPS:06d}\n"
+    assert not list((folder / "checkpoints").glob(".tmp-*"))
+
+
+def rows_written(folder):
+    path = folder / "metrics.jsonl"
+    return path.read_bytes().count(b"\n") if path.is_file() else 0
+
+
+def wait_for(condition, alive, limit_s=60.0):
+    """Waits until the condition holds; fails where the process ends first."""
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert alive() and time.monotonic() < end, "the run ended before it could be killed"
+        time.sleep(0.001)
+
+
+def moments(rng, folder, kills):
+    """When to kill: once while a checkpoint is being written, else some way into the work that is left."""
+    for kill in range(kills):
+        if kill == 1:
+            yield True, lambda: list((folder / "checkpoints").glob(".tmp-*/actor/*"))
+            continue
+        rows = rows_written(folder) + rng.randint(1, 3)
+        yield False, lambda rows=rows: rows_written(folder) >= rows
+
+
+@pytest.fixture(scope="module")
+def fork():
+    """Starts runs from one process that has imported everything."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["faults.train"])
+    tests = Path(__file__).parents[1]
+    with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server is told no sys.path, and skips what it misses
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent)]))
+        forkserver.ensure_running()
+
+    def start(*args):
+        from faults.train import train
+
+        process = context.Process(target=train, args=args)
+        process.start()
+        return process
+
+    return start
+
+
+@pytest.mark.timeout(300)
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(fork, tmp_path):
+    reference, folder = tmp_path / "reference", tmp_path / "killed"
+    whole = fork(reference)
+    rng = random.Random(0)
+    for slow, now in moments(rng, folder, kills=3):
+        process = fork(folder, 1, slow)
+        wait_for(now, process.is_alive)
+        if not slow:
+            time.sleep(rng.random() * 0.05)
+        process.kill()
+        process.join()
+        assert process.exitcode == -9, "the run ended before it could be killed"
+        if slow:
+            assert list((folder / "checkpoints").glob(".tmp-*"))  # it was caught in the act
+    last = fork(folder)
+    last.join()
+    whole.join()
+    assert last.exitcode == whole.exitcode == 0
+    assert_same_run(folder, reference)
+    again = fork(folder)  # a run that is done stays done
+    again.join()
+    assert again.exitcode == 0
+    assert_same_run(folder, reference)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_cold_run_on_two_threads_survives_five_kills(tmp_path):
+    reference, folder = tmp_path / "reference", tmp_path / "killed"
+    script = Path(__file__).with_name("train.py")
+    environment = {**os.environ, "OMP_NUM_THREADS": "2"}
+    start = lambda where: subprocess.Popen([sys.executable, script, where], env=environment)
+    assert start(reference).wait() == 0
+    rng = random.Random()
+    for slow, now in moments(rng, folder, kills=5):
+        process = start(folder)
+        wait_for(now, lambda p=process: p.poll() is None)
+        time.sleep(0 if slow else rng.random() * 0.1)
+        process.kill()
+        assert process.wait() == -9, "the run ended before it could be killed"
+    assert start(folder).wait() == 0
+    assert_same_run(folder, reference)

@@ -1,0 +1,57 @@
+"""A small training run that can be killed: `python tests/faults/train.py FOLDER`, again and again until it is done."""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[1]))
+
+import datasets
+import numpy as np
+import pyarrow.parquet
+import torch
+import transformers.models.qwen3.modeling_qwen3
+from helpers import cluster, length_reward, tiny_model
+
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, OptimConfig
+from whet.learners.grpo import GRPOLearner
+from whet.parallel import checkpoint
+
+IMPORTED = (datasets, pyarrow.parquet, transformers.models.qwen3.modeling_qwen3)  # before a fork, not after it
+STEPS = 12
+
+
+def noisy_reward(completions, **_):
+    """Draws from a global generator, which a resumed run must find where it was."""
+    return [r + 0.5 * np.random.random() for r in length_reward(completions)]
+
+
+def train(folder, threads=1, slow_saves=False):
+    """12 steps over 20 rows in batches of 4: two and a half shuffled epochs, a checkpoint every second step."""
+    torch.set_num_threads(threads)
+    np.random.seed(0)
+    if slow_saves:  # time enough to be killed while a checkpoint is being written
+        sync = checkpoint._fsync
+        checkpoint._fsync = lambda path: (time.sleep(0.05), sync(path))
+    c = cluster(
+        tiny_model(),
+        reference=tiny_model(1),
+        run_dir=str(folder),
+        resume="latest",
+        max_steps=STEPS,
+        seed=3,
+        mini_batch_size=2,
+        eval_every_n_steps=4,
+        actor_optimizer=OptimConfig(lr=3e-3, schedule="linear", warmup_steps=4),
+        checkpointing_options=CheckpointingOptions(save_interval_steps=2, max_to_keep=2),
+        rollout={"eval": {"temperature": 0.0}},
+    )
+    rows = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(20)]
+    algo = GRPOConfig(num_generations=4, beta=0.02)
+    learner = GRPOLearner(c, algo, noisy_reward, data_shuffle_seed=1, data=DataConfig(batch_size=4))
+    learner.train(rows, rows[:5])
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], threads=int(os.environ.get("OMP_NUM_THREADS", "1")))
