@@ -49,7 +49,7 @@ def test_other_data_are_refused_whatever_may_change(tmp_path):
         learner(tmp_path, resume="latest", allow_config_change=True).train(rows(6))
     with pytest.raises(CheckpointError, match="have seed 0, these have 1"):  # another order: rows would come twice
         learner(tmp_path, resume="latest", allow_config_change=True, seed=1).train(rows(8))
-    with pytest.raises(CheckpointError, match="data.system_prompt: '' -> 'Count!'"):
+    with pytest.raises(CheckpointError, match=r"data\.system_prompt: '' -> 'Count!'"):
         learner(tmp_path, resume="latest", system_prompt="Count!").train(rows(8))
 
 
@@ -137,7 +137,7 @@ def test_a_second_run_in_a_folder_is_refused_and_takes_nothing_from_the_first(tm
 
 def test_a_new_run_takes_neither_the_folder_nor_the_checkpoints_of_another(tmp_path):
     learner(tmp_path / "a", checkpoint_root_directory=str(tmp_path / "c")).train(rows(4))
-    with pytest.raises(ConfigError, match="holds a run of 2 steps; set trainer.resume=latest"):
+    with pytest.raises(ConfigError, match=r"holds a run of 2 steps; set trainer\.resume=latest"):
         learner(tmp_path / "a").train(rows(4))
     with pytest.raises(ConfigError, match="holds the checkpoints of a run"):
         learner(tmp_path / "b", checkpoint_root_directory=str(tmp_path / "c")).train(rows(4))

@@ -1,0 +1,107 @@
+import random
+import re
+
+import pytest
+from helpers import same, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from whet import demo
+
+
+def by_python(prompt):
+    return eval(prompt.removesuffix("="))
+
+
+# ---- the task ------------------------------------------------------------------------------------------------------
+
+
+def test_the_three_sets_of_prompts_have_none_in_common():
+    sets = [{r["prompt"] for r in part()} for part in (demo.heldout_rows, demo.validation_rows, demo.train_rows)]
+    assert [len(s) for s in sets[:2]] == [256, 128] and len(sets[2]) > 1000
+    assert sum(map(len, sets)) == len(set().union(*sets))
+
+
+def test_answers_are_those_of_python_and_prompts_are_four_numbers():
+    rows = random.Random(1).sample(demo.train_rows(), 300) + demo.heldout_rows()
+    for row in rows:
+        assert re.fullmatch(r"\d(?:[-+*]\d){3}=", row["prompt"])
+        assert row["answer"] == by_python(row["prompt"])
+
+
+def test_a_random_order_is_right_at_most_one_time_in_three():
+    rng = random.Random(0)
+    rows = rng.sample(demo.train_rows(), 60)
+    right = total = 0
+    for row in rows:
+        for _ in range(30):
+            said = demo.demonstration(row["prompt"], rng)
+            right += demo.reward([row["prompt"]], [said], [row["answer"]])[0]
+            total += 1
+    assert 0.05 < right / total < 0.4
+
+
+def test_every_step_of_a_demonstration_is_right_whatever_its_order():
+    rng = random.Random(0)
+    seen = set()
+    for row in rng.sample(demo.train_rows(), 100):
+        said = demo.demonstration(row["prompt"], rng)
+        assert demo.valid_steps(row["prompt"], said)
+        assert len(said.split("=")) == 3
+        seen.add(said)
+    assert len(seen) > 90
+    assert {demo.demonstration("2*2+4*3=", rng) for _ in range(50)} >= {"4+4*3=4+12=16", "2*2+12=4+12=16", "2*6*3=12*3=36"}
+
+
+@pytest.mark.parametrize(
+    ("said", "valid"),
+    [
+        ("4+4*3=4+12=16", True),
+        ("4+4*3=8*3=24", True),  # the wrong order, but each step is right
+        ("4+4*3=4+13=17", False),
+        ("4+4*3=16", False),  # a step too few
+        ("4+4*3=4+12", False),
+        ("4+4*3=4+12=16=16", False),
+        ("", False),
+        ("garbage", False),
+    ],
+)
+def test_steps_are_valid_where_each_is_one_right_operation(said, valid):
+    assert demo.valid_steps("2*2+4*3=", said) is valid
+
+
+@pytest.mark.parametrize(
+    ("said", "reward"),
+    [
+        ("4+4*3=4+12=16", 1.0),
+        ("16", 1.0),  # the steps don't count
+        ("4+4*3=4+12=016", 1.0),
+        ("4+4*3=4+12=16=", 0.0),
+        ("4+4*3=4+12=17", 0.0),
+        ("", 0.0),
+        ("16 ", 0.0),
+        ("-16", 0.0),
+        ("1" * 5000, 0.0),  # int() would refuse so many digits
+        ("²", 0.0),  # a digit to str.isdigit
+        ("١٦", 0.0),
+    ],
+)
+def test_the_reward_is_1_for_the_right_last_number_and_never_raises(said, reward):
+    assert demo.reward(prompts=["2*2+4*3="], completions=[said], answer=[16], mode="train") == [reward]
+
+
+# ---- the warm start ------------------------------------------------------------------------------------------------
+
+
+def test_a_warm_start_is_made_once_and_is_the_same_for_a_seed(tmp_path):
+    options = {"steps": 3, "demonstrations": 100, "batch_size": 8}
+    one = demo.warm_start(str(tmp_path / "one"), 0, **options)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)
+    assert tokenizer("1+2=").input_ids == list(b"1+2=") and model.config.vocab_size == 264
+    assert not same(weights_of(model), weights_of(demo.small_model(0)))  # it has learned something
+    stamp = (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns
+    assert demo.warm_start(one, 5, **options) == one
+    assert (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns == stamp  # used again, not made anew
+    two = demo.warm_start(str(tmp_path / "two"), 0, **options)
+    assert same(weights_of(model), weights_of(AutoModelForCausalLM.from_pretrained(two)))
+    three = demo.warm_start(str(tmp_path / "three"), 1, **options)
+    assert not same(weights_of(model), weights_of(AutoModelForCausalLM.from_pretrained(three)))
