@@ -105,7 +105,9 @@ class SegmentLayout(Layout):
         real = np.concatenate([b.real for b in self._buckets])
         back = np.empty(len(position_ids), dtype=np.int64)
         back[queries[real]] = np.flatnonzero(real)
-        self._queries, self._keys, self._back = (_index(x, len(position_ids), device) for x in (queries, keys, back))
+        tokens = len(position_ids)
+        self._queries, self._keys = _index(queries, tokens, device), _index(keys, tokens, device)
+        self._back = _index(back, len(queries), device)  # padding at the very end is left behind too
 
     def attend(
         self,

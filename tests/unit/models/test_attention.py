@@ -57,6 +57,7 @@ def agree(layout, **how):
 
 
 TREES = {
+    "padding at the very end": ([1, 2, 1], [-1, 0, 0]),
     "one segment": ([5], [-1]),
     "one token": ([1], [-1]),
     "packed": ([4, 1, 7], [-1, -1, -1]),
