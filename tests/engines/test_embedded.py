@@ -1,5 +1,7 @@
 """The embedded engine against transformers' generate, plain recomputation and itself."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -11,10 +13,21 @@ from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
 
+FUSED = {"qwen3", "qwen2", "llama", "mistral_window"}
+BOTH = pytest.mark.parametrize("fast", [True, False], ids=["fast", "module"])
+
 
 @pytest.fixture(scope="module")
 def model():
     return build(gain=3.0)
+
+
+def watched(engine):
+    """The shapes [B, T] that the engine runs, in order."""
+    forward, shapes = engine._runner.forward, []
+    inner = forward.features
+    forward.features = lambda ids, layout: (shapes.append(tuple(ids.shape)), inner(ids, layout))[1]
+    return shapes
 
 
 def generate(model, prompt, count):
@@ -27,13 +40,15 @@ def cut(tokens, stop):
     return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
 
 
+@BOTH
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_generate_token_for_token(family):
+def test_greedy_equals_generate_token_for_token(family, fast):
     model = build(family, gain=4.0)
     plain = [generate(model, p, 20) for p in prompts()]
     assert max(len(set(t)) for t in plain) >= 3  # not one token over and over
     stop = plain[0][5]
-    engine = EmbeddedEngine(model, max_batch=7, prefill_tokens=16)
+    engine = EmbeddedEngine(model, max_batch=7, prefill_tokens=16, fast=fast)
+    assert (engine.paths["trunk"] == "fused") == (fast and family in FUSED)
     work = requests(prompts(), Sampling(max_tokens=20, temperature=0.0, stop_ids=(stop,)), group=3)
     done = run(engine, work)
     for r in work:
@@ -90,7 +105,7 @@ SAMPLINGS = {
 
 
 @pytest.mark.parametrize("support", ["sampling", "full"])
-@pytest.mark.parametrize("kind", [EmbeddedEngine, HFEngine])
+@pytest.mark.parametrize("kind", [EmbeddedEngine, partial(EmbeddedEngine, fast=False), HFEngine])
 def test_logprobs_equal_a_full_forward(model, kind, support):
     tokens = prompts((3, 12, 7))
     cases = [Sampling(max_tokens=10, logprob_support=support, **s) for s in SAMPLINGS.values()]
@@ -107,24 +122,26 @@ def test_logprobs_equal_a_full_forward(model, kind, support):
         assert not set(done[r.id].tokens[: r.sampling.min_tokens].tolist()) & set(r.sampling.stop_ids)
 
 
+@BOTH
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_draws_equal_the_naive_engines(model, sampling):
+def test_draws_equal_the_naive_engines(model, sampling, fast):
     stops = tuple(range(0, VOCABULARY, 6))  # rows leave at different times, and others move into their places
     work = requests(prompts(), Sampling(**{"max_tokens": 16, "stop_ids": stops, **sampling}), group=4)
-    fast, naive = run(EmbeddedEngine(model, max_batch=6), work), run(HFEngine(model), work)
+    fast, naive = run(EmbeddedEngine(model, max_batch=6, fast=fast), work), run(HFEngine(model), work)
     for i in naive:
         assert fast[i].tokens.tolist() == naive[i].tokens.tolist()
         assert fast[i].finish_reason == naive[i].finish_reason
         np.testing.assert_allclose(fast[i].logprobs, naive[i].logprobs, atol=2e-5)
 
 
+@BOTH
 @pytest.mark.parametrize("fields", [{}, {"top_k": 6, "temperature": 1.5}, {"top_p": 0.7}])
-def test_frequencies_are_those_of_the_model(fields):
+def test_frequencies_are_those_of_the_model(fields, fast):
     """Two tokens from a vocabulary of 64, 4000 times: chi-square over the pairs' first tokens and second tokens."""
     model, count = build(gain=2.0), 4000
     sampling = Sampling(max_tokens=2, **fields)
     work = requests(prompts((4,)), sampling, group=count)
-    done = run(EmbeddedEngine(model, max_batch=1000), work)
+    done = run(EmbeddedEngine(model, max_batch=1000, fast=fast), work)
     first = np.bincount([o.tokens[0] for o in done.values()], minlength=VOCABULARY)
     common = int(first.argmax())
     second = np.bincount([o.tokens[1] for o in done.values() if o.tokens[0] == common], minlength=VOCABULARY)
@@ -142,14 +159,15 @@ def test_frequencies_are_those_of_the_model(fields):
         assert chi2 < degrees + 4.5 * np.sqrt(2 * degrees) + 4  # about 1 in 10^5
 
 
+@BOTH
 @pytest.mark.parametrize(
     "options", [{"max_batch": 1}, {"max_batch": 3}, {"prefill_tokens": 4}, {"kv_cache_tokens": 160}]
 )
-def test_sizes_change_no_token(model, options):
+def test_sizes_change_no_token(model, options, fast):
     stops = tuple(range(0, VOCABULARY, 6))
     work = requests(prompts((3, 70, 40, 9, 1, 33)), Sampling(max_tokens=30, stop_ids=stops), group=4)
-    want = run(EmbeddedEngine(model), work)
-    got = run(EmbeddedEngine(model, **options), work)
+    want = run(EmbeddedEngine(model, fast=fast), work)
+    got = run(EmbeddedEngine(model, fast=fast, **options), work)
     assert {len(o.tokens) for o in want.values()} != {30}
     for i in want:
         assert got[i].tokens.tolist() == want[i].tokens.tolist()
@@ -184,27 +202,20 @@ def test_a_request_over_the_positions_is_refused_with_the_numbers(model):
 
 def test_each_distinct_prompt_of_a_group_is_prefilled_once(model):
     engine = EmbeddedEngine(model)
-    rows = []
-    hook = model.get_decoder().register_forward_pre_hook(
-        lambda m, a, k: rows.append(k["input_ids"].shape), with_kwargs=True
-    )
+    rows = watched(engine)
     run(engine, requests(prompts((5, 11)), Sampling(max_tokens=3), group=4))
-    hook.remove()
     assert rows == [(1, 16), (8, 1), (8, 1)]  # 5 + 11 tokens once, then 8 rows for the second and third token
 
 
 def test_finished_sequences_leave_and_waiting_ones_come_in(model):
     engine = EmbeddedEngine(model, max_batch=4)
-    sizes = []
-    hook = model.get_decoder().register_forward_pre_hook(
-        lambda m, a, k: sizes.append(len(k["input_ids"])), with_kwargs=True
-    )
+    shapes = watched(engine)
     work = [
         Request(id=i, tokens=prompts((5,))[0], sampling=Sampling(max_tokens=n), group=i, address=(0, 0, i, 0))
         for i, n in enumerate((24, 4, 4, 4, 8, 8))
     ]
     done = run(engine, work)
-    hook.remove()
+    sizes = [rows for rows, _ in shapes]
     assert [len(done[i].tokens) for i in range(6)] == [24, 4, 4, 4, 8, 8]
     assert max(sizes) == 4 and sizes[-1] == 1
     assert sum(sizes) < 4 * 24

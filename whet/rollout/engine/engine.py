@@ -13,13 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel, load_model
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
-from whet.rollout.borrow import evaluating, max_positions
+from whet.rollout.borrow import max_positions
 from whet.rollout.engine.runner import Block, Runner
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
@@ -41,7 +40,7 @@ class EmbeddedEngine:
     Args: model: a LoadedModel, or a module to load. decode: ids -> text, needed for stop strings only.
         max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
             None = as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run
-            in chunks.
+            in chunks. fast: False = always run the module itself, never the fused trunk.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
@@ -57,6 +56,7 @@ class EmbeddedEngine:
         max_batch: int = 256,
         kv_cache_tokens: int | None = None,
         prefill_tokens: int = 8192,
+        fast: bool = True,
     ) -> None:
         sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
         for name, value in sizes.items():
@@ -71,7 +71,7 @@ class EmbeddedEngine:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
         self._decode = decode
         self._positions = max_positions(loaded.module)
-        self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens)
+        self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast)
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
         self._plans: list[Plan] = []
         self._plan_of: dict[Sampling, int] = {}
@@ -84,7 +84,7 @@ class EmbeddedEngine:
         self._prefixes: dict[tuple[int, bytes], Prefix] = {}
         self._done: list[Output] = []
         self._stale = True
-        self._asleep = False
+        self._renew = self._asleep = False
         self.version = 0
         """The policy version stamped on what is drawn now."""
 
@@ -113,7 +113,6 @@ class EmbeddedEngine:
             self._plan_of[sampling] = len(self._plans) - 1
         return self._plan_of[sampling]
 
-    @torch.no_grad()
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """Computes until something finishes, or the time is up, and returns what has finished.
 
@@ -123,7 +122,9 @@ class EmbeddedEngine:
         """
         if self._asleep:
             raise EngineError("the engine sleeps; call wake() first")
-        with evaluating(self._runner.loaded.module):
+        with self._runner.forward.running():
+            self._runner.forward.refresh(force=self._renew)
+            self._renew = False
             self._work(timeout_s)
         done, self._done = self._done, []
         return done
@@ -298,7 +299,7 @@ class EmbeddedEngine:
             self._close_stay(row)
             out.append(self._rows[row][0].output("abort"))
         if rows:
-            with torch.no_grad():
+            with self._runner.forward.running():
                 self._compact(rows)
         self._ids -= {o.id for o in out}
         return out
@@ -312,6 +313,7 @@ class EmbeddedEngine:
         if weights is not None:
             raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
         self._requeue()
+        self._renew = True
         self.version = version
 
     def _requeue(self) -> None:
@@ -324,8 +326,9 @@ class EmbeddedEngine:
         self._runner.drop()
 
     def sleep(self) -> None:
-        """Frees KV memory; sequences under way are kept as tokens and go on after wake."""
+        """Frees KV memory and derived weights; sequences under way are kept as tokens and go on after wake."""
         self._requeue()
+        self._runner.forward.drop()
         self._asleep = True
 
     def wake(self) -> None:
@@ -336,9 +339,20 @@ class EmbeddedEngine:
         """Frees everything; what was in flight is lost."""
         self.abort(set(self._ids))
         self._runner.drop()
+        self._runner.forward.drop()
         self._done = []
 
     @property
     def kv_bytes(self) -> int:
         """KV memory held now."""
         return self._runner.own.bytes + sum(s.bytes for s in self._runner.stores.values())
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of what is derived from the weights (packed copies); the weights themselves are not counted."""
+        return self._runner.forward.bytes
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What runs, in words, with the reason where something stepped aside; never chosen by the clock."""
+        return dict(self._runner.forward.paths)

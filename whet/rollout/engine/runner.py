@@ -3,7 +3,7 @@
 Live rows are 0..n-1. A step does nothing per row in Python: token, position and draw number are tensors, and what was
 drawn is read by the host every few steps.
 Dim legend: n live rows, V vocabulary, d hidden size.
-Left out on purpose: CUDA graphs, and packed weights (`refresh` is where they would be renewed).
+Left out on purpose: speculation, and products of half-precision weights accumulated in less than fp32.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from whet.models.load import LoadedModel
 from whet.ops.uniform import address_key
+from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
 from whet.rollout.engine.sampler import Plan, sample_rows, seen_tokens
@@ -43,13 +44,12 @@ class Block:
 class Runner:
     """The device's half of the engine."""
 
-    def __init__(self, loaded: LoadedModel, *, max_batch: int, prefill_tokens: int) -> None:
+    def __init__(self, loaded: LoadedModel, *, max_batch: int, prefill_tokens: int, fast: bool) -> None:
         module = loaded.module
         self.loaded = loaded
         self.device = next(module.parameters()).device
-        self._trunk: nn.Module = module.get_decoder()  # pyright: ignore[reportAttributeAccessIssue]
-        self._head: nn.Module = module.get_output_embeddings()  # pyright: ignore[reportAttributeAccessIssue]
-        self.vocabulary = int(self._head.weight.shape[0])  # pyright: ignore
+        self.forward = make_forward(loaded, fast=fast)
+        self.vocabulary = int(module.get_output_embeddings().weight.shape[0])  # pyright: ignore
         self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
         self.own = KVStore()
         self.stores: dict[int, KVStore] = {}
@@ -94,27 +94,13 @@ class Runner:
             else:
                 runs.append(Run(count=1, start=start, length=end - start, store=store, slot=p.slot))
         ids = np.concatenate([p.tokens[start:end] for p, start, end in chunk]).astype(np.int64)
-        hidden = self._features(torch.from_numpy(ids).to(self.device).unsqueeze(0), PrefillLayout(runs, self.device))[0]
+        self.forward.reach(max(end for _, _, end in chunk))
+        tokens = torch.from_numpy(ids).to(self.device).unsqueeze(0)
+        hidden = self.forward.features(tokens, PrefillLayout(runs, self.device))
         ends = np.cumsum([end - start for _, start, end in chunk]) - 1
         last_hidden = hidden.index_select(0, torch.from_numpy(ends).to(self.device))
         for (p, _, _), h in zip(chunk, last_hidden, strict=True):
             p.hidden = h
-
-    def _features(self, ids: Tensor, layout: PrefillLayout | DecodeLayout) -> Tensor:
-        """Hidden states [B T d] after the last norm; logits [B T V] where only the model itself can make them."""
-        call = {"input_ids": ids, "position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
-        if not self.loaded.head.linear:
-            return self.loaded.module(**call).logits
-        return self._trunk(**call).last_hidden_state
-
-    def _logits(self, features: Tensor) -> Tensor:
-        """fp32 [n V] of features [n d]."""
-        head = self.loaded.head
-        if not head.linear:
-            return features.float()
-        logits = self._head(features)
-        logits = logits.float() if head.scale == 1.0 else (logits * head.scale).float()
-        return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
     def enter(self, first: int, admitted: Sequence[tuple[Task, Prefix]], plans: Sequence[Plan]) -> Block:
         """Takes sequences in as rows first.., and draws their first tokens.
@@ -133,7 +119,7 @@ class Runner:
                 self.seen = torch.zeros(self.max_batch, self.vocabulary, dtype=torch.bool, device=self.device)
             contexts = [torch.from_numpy(p.tokens.astype(np.int64)).to(self.device) for _, p in admitted]
             self.seen[rows] = seen_tokens(contexts, self.vocabulary)
-        logits = self._logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
+        logits = self.forward.logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
         groups = self._grouped([t.plan for t, _ in admitted], plans)
         tokens, logprobs = self._sample(logits, groups, rows)
         self.state[TOKEN, rows] = tokens
@@ -159,12 +145,13 @@ class Runner:
         keep = any(plan.sampling.return_logits for plan, _ in self.groups)
         tokens, logprobs, kept = [], [], [] if keep else None
         state, rows = self.state[:, :n], slice(0, n)
+        self.forward.reach(furthest + steps)
         for step in range(steps):
             ids = state[TOKEN].clone()
             self.layout.begin(
                 state[POSITION], state[OWN], longest=longest - 1 + step, furthest=furthest - 1 + step, equal=equal
             )
-            logits = self._logits(self._features(ids.unsqueeze(1), self.layout)[:, 0])
+            logits = self.forward.logits(self.forward.features(ids.unsqueeze(1), self.layout))
             state[POSITION : PLACE + 1] += 1
             drawn, logprob = self._sample(logits, self.groups, rows)
             state[TOKEN] = drawn

@@ -1,0 +1,143 @@
+"""The fused trunk and packed weights: equal to the module where they fit, aside where they don't, never stale."""
+
+import pytest
+import torch
+from tiny import FAMILIES, build, prompts, requests, run
+from torch import nn
+
+from whet.models.load import load_model
+from whet.rollout.base import Sampling
+from whet.rollout.engine import EmbeddedEngine, forward
+from whet.rollout.engine.forward import FusedForward, ModuleForward, make_forward
+from whet.rollout.engine.packed import Product, pack_refusal
+from whet.rollout.hf import HFEngine
+
+PLAIN = Sampling(max_tokens=8)
+packs = pytest.mark.skipif(pack_refusal(torch.float32, torch.device("cpu")) is not None, reason="oneDNN can't pack")
+
+
+def tokens(done):
+    return {i: o.tokens.tolist() for i, o in done.items()}
+
+
+@packs
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, 2, 7, 64, 200])
+def test_a_packed_product_equals_the_layers_one_by_one(rows, bias):
+    torch.manual_seed(0)
+    layers = [nn.Linear(48, 40, bias=bias), nn.Linear(48, 8, bias=False)]
+    packed, plain = Product(layers, pack=True), Product(layers, pack=False)
+    x = torch.randn(rows, 48)
+    want = torch.cat([layer(x) for layer in layers], -1)
+    with torch.no_grad():
+        assert torch.equal(plain(x), want)
+        torch.testing.assert_close(packed(x), want, atol=2e-6, rtol=1e-5)
+    assert plain.bytes == 0 and packed.bytes == 48 * 48 * 4
+
+
+def test_dtypes_that_are_not_packed_say_so():
+    assert "float64" in pack_refusal(torch.float64, torch.device("cpu"))
+    assert "meta" in pack_refusal(torch.float32, torch.device("meta"))
+
+
+def test_a_wrong_packed_product_is_found_out(monkeypatch):
+    inner = Product.__call__
+    monkeypatch.setattr(Product, "__call__", lambda self, x: inner(self, x) * (1.001 if self._pack else 1.0))
+    assert pack_refusal(torch.float32, torch.device("cpu")) is not None
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral_window"])
+@pytest.mark.parametrize("pack", [True, False])
+def test_the_fused_trunk_without_packing_makes_the_same_tokens(family, pack, monkeypatch):
+    model = build(family, gain=3.0)
+    if not pack:
+        monkeypatch.setattr(forward, "pack_refusal", lambda dtype, device: "not now")
+    engine = EmbeddedEngine(model)
+    assert engine.paths["trunk"] == "fused"
+    if not pack:
+        assert engine.paths["products"] == "torch (not now)" and engine.weight_bytes == 0
+    work = requests(prompts(), PLAIN, group=3)
+    assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
+
+
+def spoiled(model, what):
+    """A model of the right structure that does something else."""
+    layer = model.model.layers[1]
+    if what == "scaled residual":
+        inner = layer.mlp.forward
+        layer.mlp.forward = lambda x: inner(x) * 1.01
+    elif what == "adapter":
+        layer.self_attn.q_proj = nn.Sequential(layer.self_attn.q_proj)
+    elif what == "hidden hook":
+        layer.register_forward_hook(lambda m, a, out: out + 0.01)
+    elif what == "norm":
+        layer.input_layernorm.register_parameter("bias", nn.Parameter(torch.zeros(32)))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("scaled residual", "hidden states differ by"),
+        ("adapter", "its q_proj is a Sequential"),
+        ("hidden hook", "hidden states differ by"),
+        ("norm", "not a plain RMSNorm"),
+    ],
+)
+def test_a_model_that_does_something_else_runs_as_the_module(what, reason):
+    model = spoiled(build(gain=3.0), what)
+    engine = EmbeddedEngine(model)
+    assert reason in engine.paths["trunk"] and engine.weight_bytes == 0
+    work = requests(prompts(), PLAIN)
+    assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_path_is_named_and_the_module_runs_where_the_trunk_does_not_fit(family):
+    made = make_forward(load_model(build(family)), fast=True)
+    assert isinstance(made, FusedForward) == (made.paths["trunk"] == "fused")
+    assert isinstance(made, ModuleForward) == made.paths["trunk"].startswith("module (")
+    assert make_forward(made.loaded, fast=False).paths["trunk"] == "module (fast=False)"
+
+
+def test_bf16_logprobs_of_both_paths_agree_to_its_rounding():
+    model = build(gain=1.0).bfloat16()
+    work = requests(prompts(), Sampling(max_tokens=1, return_logits=True))
+    fast, slow = EmbeddedEngine(model), EmbeddedEngine(model, fast=False)
+    assert fast.paths["trunk"] == "fused"
+    a, b = run(fast, work), run(slow, work)
+    for i in a:
+        got, want = (torch.from_numpy(x[i].logits).log_softmax(-1) for x in (a, b))
+        assert 0 <= (got - want).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_new_weights_are_packed_anew(announced):
+    model = build(gain=3.0)
+    engine, work = EmbeddedEngine(model), requests(prompts(), PLAIN, group=2)
+    before = tokens(run(engine, work))
+    with torch.no_grad():
+        for p in model.parameters():
+            (p.data if announced else p).mul_(-0.9)  # a write through .data can't be seen, but is announced
+    if announced:
+        engine.update(1)
+    after = tokens(run(engine, work))
+    assert after != before
+    assert after == tokens(run(HFEngine(model), work))
+
+
+def test_sleep_frees_the_packed_copies_and_they_come_back():
+    engine, work = EmbeddedEngine(build(gain=3.0)), requests(prompts(), PLAIN)
+    held, want = engine.weight_bytes, tokens(run(engine, work))
+    engine.sleep()
+    assert engine.weight_bytes == 0
+    engine.wake()
+    assert tokens(run(engine, work)) == want and engine.weight_bytes == held
+
+
+def test_what_the_engine_leaves_behind_can_still_be_trained():
+    model = build(gain=3.0)
+    run(EmbeddedEngine(model), requests(prompts(), PLAIN))
+    model.set_attn_implementation("eager")
+    model(input_ids=torch.arange(6)[None]).logits.sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters())

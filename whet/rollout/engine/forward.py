@@ -1,0 +1,134 @@
+"""From token ids to logits: by the Hugging Face module, or by the fused trunk with packed weights where that fits.
+
+The module is the oracle: it runs wherever the fused trunk steps aside, and everything is tested over both.
+Dim legend: B rows, T tokens of a row, N = B T, V vocabulary, d hidden size.
+Left out on purpose: any choice by the clock: the same model on the same machine takes the same path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from whet.models.attention import Layout
+from whet.models.load import LoadedModel
+from whet.rollout.borrow import evaluating
+from whet.rollout.engine.fused import FusedTrunk
+from whet.rollout.engine.packed import Product, pack_refusal
+
+__all__ = ["FusedForward", "ModuleForward", "make_forward"]
+
+
+class ModuleForward:
+    """The module itself. Args: loaded: the model. reason: why it is not the fused trunk."""
+
+    def __init__(self, loaded: LoadedModel, reason: str) -> None:
+        self.loaded = loaded
+        self.paths = {"trunk": f"module ({reason})", "products": "torch"}
+        """What runs, in words."""
+        self.bytes = 0
+        """Memory of what is derived from the weights."""
+        self._trunk: nn.Module = loaded.module.get_decoder()  # pyright: ignore
+        self._head: nn.Module = loaded.module.get_output_embeddings()  # pyright: ignore
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all work: no gradient, eval mode."""
+        with torch.no_grad(), evaluating(self.loaded.module):
+            yield
+
+    def features(self, ids: Tensor, layout: Layout) -> Tensor:
+        """[N d] of ids [B T], after the last norm; logits [N V] where only the model itself can make them."""
+        call = {"input_ids": ids, "position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
+        if not self.loaded.head.linear:
+            return self.loaded.module(**call).logits.flatten(0, 1)
+        return self._trunk(**call).last_hidden_state.flatten(0, 1)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """fp32 [n V] of features [n d]."""
+        return _scaled(self.loaded, self._head(features)) if self.loaded.head.linear else features.float()
+
+    def reach(self, positions: int) -> None:
+        """Positions must be below this. Nothing to do here."""
+
+    def refresh(self, *, force: bool) -> None:
+        """Takes note of new weights. Nothing to do here."""
+
+    def drop(self) -> None:
+        """Frees what is derived from the weights. Nothing to do here."""
+
+
+class FusedForward:
+    """The fused trunk and a packed head. Args: loaded: the model. trunk: its own. refusal: why nothing is packed."""
+
+    def __init__(self, loaded: LoadedModel, trunk: FusedTrunk, refusal: str | None) -> None:
+        self.loaded = loaded
+        self.paths = {"trunk": "fused", "products": f"torch ({refusal})" if refusal else "onednn, packed"}
+        """What runs, in words."""
+        self._trunk = trunk
+        self._head = Product([loaded.module.get_output_embeddings()], pack=refusal is None)  # pyright: ignore
+        self._weights = list(loaded.module.parameters())
+        self._seen = self._state()
+
+    def running(self) -> AbstractContextManager[None]:
+        """Around all work: no gradient."""
+        return torch.inference_mode()  # pyright: ignore
+
+    def features(self, ids: Tensor, layout: Layout) -> Tensor:
+        """[N d] of ids [B T], after the last norm."""
+        return self._trunk(ids, layout)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """fp32 [n V] of features [n d]."""
+        return _scaled(self.loaded, self._head(features))
+
+    def reach(self, positions: int) -> None:
+        """Positions must be below this."""
+        self._trunk.reach(positions)
+
+    def refresh(self, *, force: bool) -> None:
+        """Renews what is derived from the weights, where they have changed since. Args: force: whether or not."""
+        state = self._state()
+        if force or state != self._seen:
+            self._trunk.refresh()
+            self._head.refresh()
+            self._seen = state
+
+    def drop(self) -> None:
+        """Frees the copies until `refresh`."""
+        for product in (*self._trunk.products(), self._head):
+            product.drop()
+        self._seen = ()
+
+    @property
+    def bytes(self) -> int:
+        """Memory of what is derived from the weights."""
+        return sum(product.bytes for product in (*self._trunk.products(), self._head))
+
+    def _state(self) -> tuple[tuple[int, int], ...]:
+        """Where the weights lie and how often they were written: sees most changes that nobody announced."""
+        return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights)
+
+
+def make_forward(loaded: LoadedModel, *, fast: bool) -> ModuleForward | FusedForward:
+    """The fastest right way from ids to logits.
+
+    Args: loaded: a packable model. fast: False = the module itself.
+    Returns: what runs; its `paths` say why.
+    """
+    if not fast:
+        return ModuleForward(loaded, "fast=False")
+    weight = loaded.module.get_input_embeddings().weight
+    refusal = pack_refusal(weight.dtype, weight.device)  # pyright: ignore
+    trunk = FusedTrunk.of(loaded, pack=refusal is None)
+    return ModuleForward(loaded, trunk) if isinstance(trunk, str) else FusedForward(loaded, trunk, refusal)
+
+
+def _scaled(loaded: LoadedModel, logits: Tensor) -> Tensor:
+    """What the model does to the head's product; fp32."""
+    head = loaded.head
+    logits = logits.float() if head.scale == 1.0 else (logits * head.scale).float()
+    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)

@@ -1,0 +1,228 @@
+"""The decoder blocks of the Llama family, written out: fewer products, fewer kernels, no module dispatch.
+
+It reads the parameters of the Hugging Face module, and is compared with the module when the engine is built: where
+the parts don't fit, or the numbers differ, it steps aside and the module itself runs (`FusedTrunk.of` says why).
+Scale, window and soft-cap of each layer are not guessed: they are what the module hands to its attention.
+Dim legend: B rows, T tokens of a row, N = B T, d hidden size, H query heads, K KV heads, D head size.
+Left out on purpose: experts, blocks with further norms or multipliers, partial rotary: the module runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from whet.models.attention import Layout
+from whet.models.load import LoadedModel
+from whet.rollout.borrow import evaluating
+from whet.rollout.engine.kv_cache import KVStore
+from whet.rollout.engine.layouts import PrefillLayout, Run
+from whet.rollout.engine.packed import Product
+
+__all__ = ["FusedTrunk"]
+
+BLOCK = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+ATTENTION_PARTS = {"q_proj", "k_proj", "v_proj", "o_proj"}
+ATTENTION_NORMS = {"q_norm", "k_norm"}
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+TOLERANCE = {"wide": 2e-5, "half": 5e-2}
+"""Largest difference from the module's hidden states, relative to the largest of them."""
+PROBE = 24
+"""Tokens compared."""
+
+
+class _UnfitError(Exception):
+    """A part that this code does not know."""
+
+
+class _Recorder(PrefillLayout):
+    """Takes note of what the module hands to its attention."""
+
+    options: list[dict[str, Any]]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        self.options.append({"layer": layer, **options})
+        return super().attend(layer, q, k, v, **options)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Block:
+    """One layer."""
+
+    number: int
+    before: nn.Module
+    after: nn.Module
+    qkv: Product
+    out: Product
+    gate_up: Product
+    down: Product
+    act: Callable[[Tensor], Tensor]
+    qk_norms: tuple[nn.Module, nn.Module] | None
+    qk_weight: Tensor | None
+    """[H + K, D]: the weights of both norms, head by head."""
+    kv: int
+    options: dict[str, Any]
+
+    def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout, shape: tuple[int, int]) -> Tensor:
+        """[N, d] -> [N, d]."""
+        size = cos.shape[-1]
+        qkv = self.qkv(_rms(h, self.before)).view(h.shape[0], -1, size)
+        qk, v = qkv[:, : -self.kv], qkv[:, -self.kv :]
+        if self.qk_norms is not None:
+            qk = F.rms_norm(qk, (size,), None, self.qk_norms[0].variance_epsilon).mul_(self.qk_weight)  # pyright: ignore
+        qk = torch.addcmul(qk * cos, qk.roll(size // 2, -1), sin)
+        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (qk[:, : -self.kv], qk[:, -self.kv :], v))
+        seen = layout.attend(self.number, q, k, v, **self.options)  # [B, H, T, D]
+        h = self.out(seen.transpose(1, 2).reshape(h.shape[0], -1)).add_(h)
+        gate, up = self.gate_up(_rms(h, self.after)).chunk(2, -1)
+        return self.down(self.act(gate).mul_(up)).add_(h)
+
+
+def _rms(x: Tensor, norm: nn.Module) -> Tensor:
+    """An RMSNorm module's result."""
+    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)  # pyright: ignore
+
+
+class FusedTrunk:
+    """The decoder of a model, from token ids to the hidden states after the last norm."""
+
+    def __init__(self, module: nn.Module, options: list[dict[str, Any]], *, pack: bool) -> None:
+        trunk: Any = module.get_decoder()  # pyright: ignore
+        wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
+        if wrong or type(trunk.embed_tokens) is not nn.Embedding:
+            raise _UnfitError(f"its trunk differs in {', '.join(sorted(wrong)) or 'its embedding'}")
+        self._trunk = trunk
+        self._norm = _checked_norm(trunk.norm)
+        self._cos = self._sin = torch.empty(0)
+        self.reach(PROBE)
+        size = self._cos.shape[-1]
+        self._blocks = [
+            _block(i, y, o, size=size, pack=pack) for i, (y, o) in enumerate(zip(trunk.layers, options, strict=True))
+        ]
+        self._fill_norms()
+
+    @classmethod
+    def of(cls, loaded: LoadedModel, *, pack: bool) -> FusedTrunk | str:
+        """The fused trunk of a model, compared with it; or the reason why the model itself has to run.
+
+        Args: loaded: a packable model. pack: whether to keep packed weights.
+        Returns: the trunk, or the reason.
+        """
+        if not loaded.head.linear:
+            return "only the module itself can make its logits"
+        module = loaded.module
+        device = next(module.parameters()).device
+        ids = ((torch.arange(PROBE, device=device) * 7 + 3) % module.config.vocab_size).unsqueeze(0)
+        layout = _probe_layout(_Recorder, device)
+        layout.options = []
+        call = {"position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
+        with torch.no_grad(), evaluating(module):
+            want = module.get_decoder()(input_ids=ids, **call).last_hidden_state[0]
+        calls = [o.pop("layer") for o in layout.options]
+        if calls != list(range(len(calls))):
+            return f"its attention is called for layers {calls}"
+        try:
+            fused = cls(module, layout.options, pack=pack)
+            with torch.no_grad():
+                got = fused(ids, _probe_layout(PrefillLayout, device))
+        except _UnfitError as error:
+            return str(error)
+        except (RuntimeError, TypeError, ValueError) as error:
+            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        limit = TOLERANCE["half" if want.dtype.itemsize == 2 else "wide"] * want.abs().max().double()
+        difference = (got.double() - want.double()).abs().max() if got.shape == want.shape else torch.tensor(torch.inf)
+        return fused if difference <= limit else f"its hidden states differ by {difference.item():.1e}"
+
+    def __call__(self, ids: Tensor, layout: Layout) -> Tensor:
+        """Hidden states [N, d] of ids [B, T] after the last norm."""
+        h = F.embedding(ids.reshape(-1), self._trunk.embed_tokens.weight)
+        place = layout.position_ids.reshape(-1)
+        cos, sin = (x.index_select(0, place).unsqueeze(1) for x in (self._cos, self._sin))
+        shape = (ids.shape[0], ids.shape[1])
+        for block in self._blocks:
+            h = block(h, cos, sin, layout, shape)
+        return _rms(h, self._norm)
+
+    def reach(self, positions: int) -> None:
+        """Makes the rotary tables long enough for this many positions."""
+        weight = self._trunk.embed_tokens.weight
+        if positions > len(self._cos):
+            count = 1 << (positions - 1).bit_length()
+            cos, sin = self._trunk.rotary_emb(weight, torch.arange(count, device=weight.device).unsqueeze(0))
+            low, high = sin[0].chunk(2, -1)
+            self._cos, self._sin = cos[0], torch.cat([-low, high], -1)
+
+    def products(self) -> Iterator[Product]:
+        """All products."""
+        for b in self._blocks:
+            yield from (b.qkv, b.out, b.gate_up, b.down)
+
+    def refresh(self) -> None:
+        """Renews what is derived from the parameters."""
+        for product in self.products():
+            product.refresh()
+        self._fill_norms()
+
+    def _fill_norms(self) -> None:
+        """Copies the weights of the norms of queries and keys, in place."""
+        for b in self._blocks:
+            if b.qk_weight is not None and b.qk_norms is not None:
+                with torch.no_grad():
+                    b.qk_weight[: -b.kv] = b.qk_norms[0].weight
+                    b.qk_weight[-b.kv :] = b.qk_norms[1].weight
+
+
+def _checked_norm(norm: nn.Module) -> nn.Module:
+    """The norm, if it is an RMSNorm with a weight and nothing else."""
+    if {n for n, _ in norm.named_parameters()} != {"weight"} or "variance_epsilon" not in vars(norm):
+        raise _UnfitError(f"its norm {type(norm).__name__} is not a plain RMSNorm")
+    return norm
+
+
+def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
+    """The children of a module, if they are exactly the known ones; the linear ones must be plain."""
+    parts = dict(module.named_children())
+    if wrong := (set(parts) - optional) ^ known:
+        raise _UnfitError(f"its {type(module).__name__} differs in {', '.join(sorted(wrong))}")
+    for name, part in parts.items():
+        if name.endswith("_proj") and type(part) is not nn.Linear:
+            raise _UnfitError(f"its {name} is a {type(part).__name__}")
+    return parts
+
+
+def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int, pack: bool) -> _Block:
+    """Takes one layer apart."""
+    parts = _parts(layer, BLOCK)
+    attention = _parts(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)
+    mlp = _parts(parts["mlp"], MLP_PARTS)
+    norms, weight = None, None
+    if ATTENTION_NORMS & set(attention):
+        norms = (_checked_norm(attention["q_norm"]), _checked_norm(attention["k_norm"]))
+        heads = (attention["q_proj"].out_features + attention["k_proj"].out_features) // size
+        weight = attention["q_norm"].weight.new_zeros(heads, size)
+    product = lambda *layers: Product(layers, pack=pack)
+    return _Block(
+        number=number,
+        before=_checked_norm(parts["input_layernorm"]),
+        after=_checked_norm(parts["post_attention_layernorm"]),
+        qkv=product(attention["q_proj"], attention["k_proj"], attention["v_proj"]),
+        out=product(attention["o_proj"]),
+        gate_up=product(mlp["gate_proj"], mlp["up_proj"]),
+        down=product(mlp["down_proj"]),
+        act=mlp["act_fn"],
+        qk_norms=norms,
+        qk_weight=weight,
+        kv=attention["k_proj"].out_features // size,
+        options=options,
+    )
+
+
+def _probe_layout(kind: type, device: torch.device) -> Any:
+    """A layout of one short prompt with a store of its own."""
+    store = KVStore(rows=1, length=PROBE)
+    return kind([Run(count=1, start=0, length=PROBE, store=store, slot=0)], device)

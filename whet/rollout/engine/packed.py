@@ -1,0 +1,102 @@
+"""Linear layers of one input as one product, with weights packed for the few rows of a decode step.
+
+On a CPU, oneDNN multiplies few rows fastest by a weight that it has laid out in its own order. Such a packed weight is
+derived data: a second copy, made once per version of the weights. Where it can't be had, the layers' own weights are
+multiplied, with no copy. Dim legend: n rows.
+Left out on purpose: quantised weights, and any choice by the clock: a path is taken where it is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["Product", "pack_refusal"]
+
+
+class Product:
+    """One or more linear layers of the same input: y = x [W₁; W₂; ...]ᵀ + [b₁; b₂; ...].
+
+    Args: layers: their own parameters are read, and never changed. pack: whether to keep a packed copy.
+
+    >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
+    >>> Product(layers, pack=False)(torch.ones(1, 4)).shape
+    torch.Size([1, 5])
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear], *, pack: bool) -> None:
+        self.layers = tuple(layers)
+        self._pack = pack
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Packs the weights as they are now."""
+        if self._pack:
+            self._weight, self._bias = _packed(self.layers)
+
+    def drop(self) -> None:
+        """Frees the copy; `refresh` makes it anew."""
+        self._weight = self._bias = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[n, in] -> [n, sum of out]."""
+        if self._weight is not None:
+            return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        parts = [F.linear(x, layer.weight, layer.bias) for layer in self.layers]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the copy."""
+        return 0 if self._weight is None else sum(layer.weight.nbytes for layer in self.layers)
+
+
+def pack_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why weights are not packed: the machine, or a packed product that differs from the plain one.
+
+    Args: dtype, device: of the weights.
+    Returns: the reason; None = packed products are right.
+
+    >>> pack_refusal(torch.float64, torch.device("cpu"))
+    'weights of torch.float64 are not packed'
+    """
+    if device.type != "cpu":
+        return f"weights on {device.type} are not packed"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"weights of {dtype} are not packed"
+    if not torch.backends.mkldnn.is_available() or not torch.backends.mkldnn.enabled:
+        return "oneDNN is not available"
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+    layers = [nn.Linear(48, out, bias=bias, dtype=dtype) for out, bias in ((40, True), (24, False))]
+    limit = 1e-5 if dtype == torch.float32 else 2e-2
+    try:
+        with torch.no_grad():
+            for layer in layers:
+                layer.weight.copy_(draw(*layer.weight.shape))
+            for part in (layers, layers[1:]):
+                packed, plain = Product(part, pack=True), Product(part, pack=False)
+                for rows in (1, 3, 33):
+                    x = draw(rows, 48)
+                    got, want = packed(x).float(), plain(x).float()
+                    if got.shape != want.shape or not (got - want).abs().max() <= limit * want.abs().max():
+                        return "packed products differ from plain ones on this machine"
+    except (RuntimeError, AttributeError) as error:  # the operators are private: they may be missing or refuse
+        return f"packing failed: {str(error).splitlines()[0]}"
+    return None
+
+
+def _packed(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
+    """The packed weight and the bias of layers put together."""
+    weights = [layer.weight.detach() for layer in layers]
+    weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
+    if all(layer.bias is None for layer in layers):
+        return packed, None
+    biases = [w.new_zeros(len(w)) if y.bias is None else y.bias.detach() for y, w in zip(layers, weights, strict=True)]
+    return packed, torch.cat(biases)
