@@ -15,7 +15,8 @@ def learner(**algo):
 @pytest.mark.parametrize(("asked", "trained"), [(True, [True, True, False]), (False, [True] * 3)])
 def test_truncated_completions_leave_the_mask_when_asked(asked, trained):
     group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1, finish="length")))
-    batch = learner(mask_truncated_completions=asked).reward([group], step=1)
+    made = learner(mask_truncated_completions=asked)
+    batch = made.batch(made.reward([group]))
     assert batch.mask.tolist() == trained
     assert batch.rewards.tolist() == [1.0, 0.0]  # they still count in the baseline of their group
 
@@ -26,5 +27,5 @@ def test_a_loss_aggregation_may_be_a_reference(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     made = learner(loss_agg_mode="weighting_of_mine:ones")
     group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1)))
-    batch = made.assign_advantages(made.reward([group], step=1))
+    batch = made.assign_advantages(made.batch(made.reward([group])))
     assert made.cluster.actor_trainer.weighted(batch).weights.tolist() == [1.0, 1.0, 1.0]
