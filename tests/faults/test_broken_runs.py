@@ -10,14 +10,15 @@ from helpers import cluster, length_reward, rows, same, weights_of
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.errors import CheckpointError, ConfigError
 from whet.learners.grpo import GRPOLearner
+from whet.ops import clipped_surrogate
 from whet.parallel import checkpoint
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)
 
 
-def learner(folder, *, reward=length_reward, epsilon=0.2, system_prompt="", **training):
+def learner(folder, *, reward=length_reward, epsilon=0.2, policy_loss_fn="grpo", system_prompt="", **training):
     options = {"run_dir": str(folder), "checkpointing_options": EACH_STEP, **training}
-    algo = GRPOConfig(num_generations=2, beta=0.0, epsilon=epsilon)
+    algo = GRPOConfig(num_generations=2, beta=0.0, epsilon=epsilon, policy_loss_fn=policy_loss_fn)
     data = DataConfig(batch_size=2, system_prompt=system_prompt, apply_chat_template=bool(system_prompt))
     return GRPOLearner(cluster(**options), algo, reward, data=data)
 
@@ -147,15 +148,14 @@ def test_a_new_run_takes_neither_the_folder_nor_the_checkpoints_of_another(tmp_p
 
 
 def test_an_update_that_is_not_finite_is_skipped_and_the_run_goes_on(tmp_path):
-    made = learner(tmp_path)
-    loss, calls = made.policy_loss, []
+    calls = []
 
     def sometimes(x):
         calls.append(1)
-        per_token, metrics = loss(x)
-        return (per_token * torch.nan if len(calls) == 1 else per_token), metrics
+        loss, metrics = clipped_surrogate(x)
+        return (loss * torch.nan if len(calls) == 1 else loss), metrics
 
-    made.policy_loss = sometimes
+    made = learner(tmp_path, policy_loss_fn=sometimes)
     before = weights_of(made.cluster.actor.module)
     run = made.train(rows(4))
     assert [row["optim/skipped"] for row in run.rows] == [1.0, 0.0]

@@ -17,8 +17,10 @@ from helpers import cluster, length_reward, tiny_model
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, OptimConfig
 from whet.learners.grpo import GRPOLearner
 from whet.parallel import checkpoint
+from whet.rollout import resolve_engine
 
 IMPORTED = (datasets, pyarrow.parquet, transformers.models.qwen3.modeling_qwen3)  # before a fork, not after it
+ENGINE = resolve_engine("vanilla")
 STEPS = 12
 
 

@@ -150,7 +150,7 @@ def test_streams_and_ready_made_batches_are_taken_as_they_come(monkeypatch):
 
     batches = [{"prompts": [f"{i}=", f"{i}+"], "answer": np.array([i, -i])} for i in range(3)]
     made = learner(reward=reward, data={"batch_size": 8})  # the batches' own size holds
-    assert made.train(batches).step == 3 and made.batch_size == 2
+    assert [row["prompts/count"] for row in made.train(batches).rows] == [2.0, 2.0, 2.0]
     assert answers == [0, 0, 0, 0, 1, 1, -1, -1, 2, 2, -2, -2]
 
 
