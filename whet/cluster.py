@@ -11,12 +11,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from whet.checkpoints import Checkpoints
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
 from whet.data.padded import left_padded, padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
@@ -25,10 +25,8 @@ from whet.errors import ConfigError, DataError
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.observe.buffer import MetricsBuffer
-from whet.observe.environment import noted_environment
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
-from whet.parallel.checkpoint import checkpoints, discard, find_checkpoint, publish, read_state, sweep
 from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling
@@ -67,21 +65,23 @@ class RLCluster:
     ) -> None:
         require_single_process()
         if reward is not None:
-            raise ConfigError("reward=: reward models are not part of this release; give reward functions to the learner")
+            raise ConfigError(
+                "reward=: reward models are not part of this release; give reward functions to the learner"
+            )
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
         self.perf_config = perf_config or self.training_config.perf_metrics_options
         self.trace = Trace()
         self._workers: dict[Role, ModelWorker] = {}
         config = self.training_config
-        noted = noted_environment(config.run_dir) if config.resume is not None else {}
-        self._noted_dtypes = noted.get("compute_dtype", {})
+        found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
+        self._noted_dtypes = {} if found is None else Checkpoints.state(found)["cluster"]["dtypes"]
         if reference is actor and isinstance(reference, nn.Module):
             reference = copy.deepcopy(reference)
-        self._add(Role.ACTOR, actor, config.actor_optimizer or OptimConfig())
+        self._add(Role.ACTOR, actor, config.actor_optimizer)
         self.tokenizer = load_tokenizer(tokenizer)
         self._add(Role.REFERENCE, reference, None)
-        self._add(Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer or OptimConfig())
+        self._add(Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer)
         self.eos_ids = stop_token_ids(self.tokenizer, self.actor.module.config, self.actor.module.generation_config)
         for worker in self._workers.values():
             worker.support = support_of(self.sampling(Mode.TRAIN))
@@ -99,6 +99,7 @@ class RLCluster:
             for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value))
             if role in self._workers
         }
+        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers)
         self.global_steps = 0
         self._calls = 0
         self._next_id = 0
@@ -120,11 +121,15 @@ class RLCluster:
                 loaded.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         else:
             loaded, dtype = load_model(given, device=next(given.parameters()).device, role=role.value), None
+        own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
+        if optimizer is not None and own != OptimConfig():
+            raise ConfigError(f"{role.value}.optim and training_config.{role.value}_optimizer both give one; keep one")
+        optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         self._workers[role] = ModelWorker(
             loaded,
-            optim=OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer,
+            optim=None if role is Role.REFERENCE else optimizer,
             dtype=dtype,
-            max_tokens=self.training_config.token_budget,
+            max_tokens=self.training_config.token_budget(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
         )
 
@@ -314,8 +319,8 @@ class RLCluster:
         """Log-probabilities under a role's model.
 
         Args: prompt_tokens: [B, P], left-padded with pad_id. completion_tokens: [B, C]; what follows the first eos_id
-            is padding. micro_batch_size: rows of one forward pass; None = by token budget. temperature: instead of
-            the rollout's.
+            is padding. micro_batch_size: rows of one forward pass; None = by token budget. temperature: of the whole
+            distribution, without top-p and the like; None = the rollout's own support.
         Returns: [B, C], float32, 0 at padding.
         """
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
@@ -358,7 +363,9 @@ class RLCluster:
             Role.ACTOR, prompt_tokens, completion_tokens, self.pad_id, self.eos_ids, micro_batch_size
         )
 
-    def get_values(self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int | Sequence[int]) -> Tensor:
+    def get_values(
+        self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int | Sequence[int]
+    ) -> Tensor:
         """The critic's values of the states before each completion token: [B, C], 0 at padding."""
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
@@ -367,7 +374,7 @@ class RLCluster:
     def update_actor(
         self, train_ds: Iterable[Any], eval_ds: Iterable[Any] | None = None, skip_jit: bool = False
     ) -> Metrics:
-        """Updates the actor: an optimizer step for each batch; with train_micro_batch_size, for each mini-batch of them.
+        """Updates the actor: an optimizer step for each batch, or with train_micro_batch_size for each mini-batch.
 
         Args: train_ds: TrainExamples or TokenBatches. eval_ds: the loss over these is reported as eval/<name>.
             skip_jit: no torch.compile; nothing is compiled in this release, so both values do the same.
@@ -393,8 +400,11 @@ class RLCluster:
         """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
         self.actor.version += 1
         with self.trace.span("weight_sync"):
-            shared = self._engine.caps.shared_weights
-            self._engine.update(self.actor.version, None if shared else self.actor.named_weights())
+            self._update_engine()
+
+    def _update_engine(self) -> None:
+        shared = self._engine.caps.shared_weights
+        self._engine.update(self.actor.version, None if shared else self.actor.named_weights())
 
     # ---- metrics -------------------------------------------------------------------------------------------------
 
@@ -422,48 +432,16 @@ class RLCluster:
         self._external_logger = logger
         return self
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
+    # ---- state ---------------------------------------------------------------------------------------------------
 
-    def find_checkpoint(self, resume: str, root: Path | None) -> Path | None:
-        """The checkpoint that `resume` names: see parallel.find_checkpoint."""
-        if root is not None:
-            sweep(root)
-        return find_checkpoint(resume, root)
+    def state(self) -> dict[str, Any]:
+        """What a resumed cluster needs besides its workers: counters, and what each role computes in."""
+        return {"next_id": self._next_id, "calls": self._calls, "dtypes": self.dtypes}
 
-    def discard_checkpoints(self, root: Path | None, *, after: int) -> None:
-        """Removes the checkpoints of steps that a run resumed before them will take anew."""
-        for folder in [] if root is None else checkpoints(root):
-            if int(folder.name.removeprefix("step-")) > after:
-                discard(folder)
-
-    def save_checkpoint(self, root: Path, step: int, state: Mapping[str, Any], *, keep: int | None) -> Path:
-        """Writes every trained role and the run's own state as one checkpoint folder."""
-
-        def write(folder: Path) -> None:
-            for role, trainer in self._trainers.items():
-                (folder / role.value).mkdir()
-                trainer.worker.save(folder / role.value)
-                self.tokenizer.save_pretrained(folder / role.value)
-            own = {"next_id": self._next_id, "calls": self._calls, "updates": self._updates()}
-            torch.save({**state, "cluster": own}, folder / "run.pt")
-
-        return publish(root, step, write, keep=keep)
-
-    def load_checkpoint(self, folder: Path, check: Callable[[Mapping[str, Any]], None]) -> dict[str, Any]:
-        """Restores what `save_checkpoint` wrote; `check` sees the run's own state first and may refuse it."""
-        state = read_state(folder / "run.pt")
-        check(state)
-        for role, trainer in self._trainers.items():
-            trainer.worker.load(folder / role.value)
-            trainer.train_steps = state["cluster"]["updates"][role.value]
-        self._next_id, self._calls = state["cluster"]["next_id"], state["cluster"]["calls"]
-        self.global_steps = state["step"]
-        shared = self._engine.caps.shared_weights
-        self._engine.update(self.actor.version, None if shared else self.actor.named_weights())
-        return state
-
-    def _updates(self) -> dict[str, int]:
-        return {role.value: trainer.train_steps for role, trainer in self._trainers.items()}
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Takes `state` back after the workers were loaded; the engine gets their weights."""
+        self._next_id, self._calls, self.global_steps = state["next_id"], state["calls"], step
+        self._update_engine()
 
     @property
     def trainers(self) -> Mapping[Role, RoleTrainer]:

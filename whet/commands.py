@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.cluster import RLCluster
-from whet.config import ClusterConfig, Mode, RoleConfig, RunConfig, dump_tree, load_run
+from whet.config import ClusterConfig, DataConfig, Mode, RoleConfig, RunConfig, dump_tree, load_run
 from whet.data.order import hold_out
 from whet.data.sources import load_rows
 from whet.errors import ConfigError
@@ -74,8 +74,10 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     for line in stories(folder, summary["steps"]):
         say(line)
     say("")
-    say(f"held-out accuracy (greedy, {summary['eval_prompts']} unseen prompts): "
-        f"{summary['accuracy_before']:.1%} before GRPO, {summary['accuracy_after']:.1%} after")
+    say(
+        f"held-out accuracy (greedy, {summary['eval_prompts']} unseen prompts): "
+        f"{summary['accuracy_before']:.1%} before GRPO, {summary['accuracy_after']:.1%} after"
+    )
     say(f"time: {summary['train_seconds']:.0f} s for warm start, training and evaluation")
     say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
     say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
@@ -92,24 +94,29 @@ def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
         raise ConfigError("no model; write model=<hub name or folder>")
     if config.data.path is None:
         raise ConfigError("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
+    if config.critic is not None:
+        raise ConfigError("critic: GRPO has no critic, and PPO is not part of this release; leave it out")
     if not config.reward_names:
         raise ConfigError("no reward; write reward=file.py:function, or the name of one of whet's own")
     train_ds, eval_ds = data(config)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
-        reference = config.reference or RoleConfig()
+        reference = config.reference or RoleConfig(dtype=config.actor.dtype)
         reference = dataclasses.replace(reference, model=reference.model or config.actor.model)
-    training = dataclasses.replace(config.trainer, actor_optimizer=config.actor.optim)
     cluster = RLCluster(
         actor=config.actor,
         reference=reference,
         tokenizer=config.tokenizer or config.actor.model,
-        cluster_config=ClusterConfig(rollout_config=config.rollout, training_config=training),
+        cluster_config=ClusterConfig(rollout_config=config.rollout, training_config=config.trainer),
     )
-    learner = GRPOLearner(
-        cluster, algo, list(config.reward_names), data=config.data, settings=dump_tree(config)
-    )
+    taken = DataConfig()  # what the rows were read by: done
+    own = {
+        n: getattr(taken, n)
+        for n in ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit")
+    }
+    rows_as = dataclasses.replace(config.data, **own)
+    learner = GRPOLearner(cluster, algo, list(config.reward_names), data=rows_as, settings=dump_tree(config))
     return learner, train_ds, eval_ds
 
 
@@ -174,8 +181,10 @@ def stories(folder: Path, last: int, count: int = 4) -> list[str]:
     learned = [r for r in before.index if before.reward[r] < after.reward[r]][:count]
     for row in learned:
         b, a = before.loc[row], after.loc[row]
-        lines.append(f"  {b.prompt}{b.completion:<24} {'right' if b.reward else 'wrong'} -> {a.completion:<24} "
-                     f"{'right' if a.reward else 'wrong'}")
+        lines.append(
+            f"  {b.prompt}{b.completion:<24} {'right' if b.reward else 'wrong'} -> {a.completion:<24} "
+            f"{'right' if a.reward else 'wrong'}"
+        )
     return lines
 
 

@@ -154,7 +154,8 @@ def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
 
 def _gradient(master: Tensor) -> Tensor:
     """A master's gradient; zero where nothing was run for it, so that a step of skipped groups is the step of zero
-    gradients that it stands for (moments decay, momentum moves)."""
+    gradients that it stands for (moments decay, momentum moves).
+    """
     if master.grad is None:
         master.grad = torch.zeros_like(master)
     return master.grad
@@ -205,4 +206,3 @@ def _checked(made: Any) -> torch.optim.Optimizer:
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"an optimizer factory must return a torch.optim.Optimizer, got {type(made).__name__}")
     return made
-

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,8 @@ from whet.types import TokenBatch, TrainExample
 from whet.worker import Loss, Metrics, ModelWorker
 
 __all__ = ["DataHooks", "RoleTrainer", "TrainingHooks"]
+
+log = logging.getLogger("whet")
 
 
 class TrainingHooks:
@@ -96,7 +99,8 @@ class RoleTrainer:
         """
         self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
-        self.loss_agg_norm = loss_agg_norm if loss_agg_mode else self.loss_agg_norm
+        if loss_agg_mode is not None or loss_agg_norm is not None:
+            self.loss_agg_norm = loss_agg_norm
         self.entropy = self.entropy if entropy is None else entropy
         return self
 
@@ -105,9 +109,7 @@ class RoleTrainer:
         self._input_fn = fn
         return self
 
-    def with_rl_metrics_to_log(
-        self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]]
-    ) -> RoleTrainer:
+    def with_rl_metrics_to_log(self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]]) -> RoleTrainer:
         """Sets what becomes of the loss's metrics; one that isn't named is logged as its mean.
 
         Args: metrics: name -> "mean", "max", "min" or "weighted" (the sum under the token weights); several of them,
@@ -163,6 +165,8 @@ class RoleTrainer:
         )
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         self.train_steps += 1
+        if metrics["optim/skipped"].value:
+            log.warning("update %d skipped: its gradient is not finite; optim/skipped counts them", self.train_steps)
         self._hooks.on_train_step_end(self, self.train_steps, metrics)
         return metrics
 

@@ -208,6 +208,16 @@ class TokenBatch:
         return torch.diff(self.ends, prepend=self.ends.new_zeros(1))
 
     @property
+    def starts(self) -> Tensor:
+        """Long [N]: the place of each sequence's first token."""
+        return self.ends - self.lengths
+
+    @property
+    def num_groups(self) -> int:
+        """How many groups the trajectories belong to."""
+        return int(self.group_of.max()) + 1 if len(self.group_of) else 0
+
+    @property
     def prefix_lengths(self) -> Tensor:
         """Long [K]: tokens of each distinct prefix."""
         return torch.diff(self.prefix_ends, prepend=self.prefix_ends.new_zeros(1))
@@ -238,9 +248,10 @@ class TokenBatch:
         Returns: a TokenBatch of M sequences. Prefixes, trajectories and groups that nothing refers to are left out;
             those kept keep their order.
         """
+        if torch.equal(sequences, torch.arange(self.num_sequences)):
+            return self
         lengths = self.lengths.index_select(0, sequences)
-        starts = (self.ends - self.lengths).index_select(0, sequences)
-        places = _spans(starts, lengths)
+        places = _spans(self.starts.index_select(0, sequences), lengths)
         prefixes, prefix_of = torch.unique(self.prefix_of.index_select(0, sequences), return_inverse=True)
         prefix_lengths = self.prefix_lengths.index_select(0, prefixes)
         prefix_starts = (self.prefix_ends - self.prefix_lengths).index_select(0, prefixes)
@@ -344,7 +355,7 @@ class TokenBatch:
     def from_padded(cls, example: TrainExample, *, version: int = 0) -> TokenBatch:
         """A TokenBatch of Tunix's padded form, for update_actor and update_critic.
 
-        Args: example: [B, P] and [B, C] tensors. A row whose prompt equals an earlier row's shares its prefix and group.
+        Args: example: [B, P] and [B, C] tensors. A row whose prompt an earlier row has shares its prefix and group.
             version: stamped on every token.
         Returns: N = J = B; the tokens of a row are those up to its last masked-in one; mask, advantages and logprobs
             follow. Rewards are NaN: a TrainExample has none.
@@ -355,7 +366,10 @@ class TokenBatch:
         if (lengths == 0).any():
             row = int((lengths == 0).nonzero()[0])
             raise DataError(f"row {row}: completion_mask is all 0; leave rows with nothing to train out")
-        prompts = [tuple(i[m.bool()].tolist()) for i, m in zip(example.prompt_ids.cpu(), example.prompt_mask.cpu(), strict=True)]
+        prompts = [
+            tuple(i[m.bool()].tolist())
+            for i, m in zip(example.prompt_ids.cpu(), example.prompt_mask.cpu(), strict=True)
+        ]
         if () in prompts:
             raise DataError(f"row {prompts.index(())}: prompt_mask is all 0; a prompt needs at least one token")
         places = {p: k for k, p in enumerate(dict.fromkeys(prompts))}

@@ -23,7 +23,7 @@ from whet.errors import DataError
 from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
 from whet.models.forward import token_stats
 from whet.models.load import LoadedModel, save_model
-from whet.ops import Support
+from whet.ops import Support, aggregate
 from whet.optim import Optim
 from whet.parallel import load_state, read_state, save_state
 from whet.types import LossInputs, TokenBatch, TokenStats
@@ -40,8 +40,9 @@ class ModelWorker:
     """One model behind verbs: logprobs, values, forward_backward, optim_step, weights, state.
 
     Args: loaded: the model, as models.load_model gives it. optim: its optimizer, or None for a model that is only
-        read (a reference). dtype: what the model computes in; None = as it is. support: the distribution whose logprobs are computed; the sampler's. max_tokens: token
-        budget of a micro-batch. max_sequences: sequences of a micro-batch at most; None = as many as fit.
+        read (a reference). dtype: what the model computes in; None = as it is. support: the distribution whose
+        logprobs are computed: the sampler's. max_tokens: token budget of a micro-batch. max_sequences: sequences of a
+        micro-batch at most; None = as many as fit.
     """
 
     def __init__(
@@ -89,8 +90,10 @@ class ModelWorker:
 
     def limit(self, *, training: int | None, reading: int | None) -> None:
         """Caps the sequences of one pass, beside the token budget; None = as before. `reading` follows `training`."""
-        self.max_sequences = training or self.max_sequences
-        self.max_read_sequences = reading or training or self.max_read_sequences
+        caps = [n for n in (training, self.max_sequences) if n is not None]
+        self.max_sequences = min(caps, default=None)
+        caps = [n for n in (reading or training, self.max_read_sequences) if n is not None]
+        self.max_read_sequences = min(caps, default=None)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
@@ -171,36 +174,23 @@ class ModelWorker:
         """What forward_backward would report, without a gradient."""
         return self._run(batch, loss, entropy, reductions or {}, backward=False)
 
-    def _run(
-        self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Reductions, *, backward: bool
-    ) -> Metrics:
+    def _run(self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Reductions, *, backward: bool) -> Metrics:
         if batch.weights is None:
             raise DataError("the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)")
         metrics: Metrics = {"loss": Sum(0.0)}
+        columns = {n: None if (c := getattr(batch, n)) is None else c.to(self.device) for n in _COLUMNS}
+        all_weights = batch.weights.to(self.device)
         for micro in self.micro_batches(batch, self.max_sequences):
             stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy)
-            x = self._loss_inputs(batch, micro, stats)
+            x = _loss_inputs(columns, micro, stats)
             per_token, values = loss(x)
-            weights = batch.weights.to(per_token.device, per_token.dtype).index_select(0, micro.index)
-            total = (weights * torch.where(x.mask, per_token, 0.0)).sum()
+            weights = all_weights.index_select(0, micro.index).to(per_token.dtype)
+            total = aggregate(per_token, weights)
             if backward:
                 total.backward()
             found = _reduced(values, x.mask, weights, reductions)
             metrics = merge(metrics, {"loss": Sum(float(total.detach())), **found})
         return metrics
-
-    def _loss_inputs(self, batch: TokenBatch, micro: MicroBatch, stats: TokenStats) -> LossInputs:
-        columns: dict[str, Tensor | None] = {}
-        for name in _COLUMNS:
-            column = getattr(batch, name)
-            columns[name] = None if column is None else column.to(micro.index.device).index_select(0, micro.index)
-        return LossInputs(
-            sequence=micro.sequence,
-            logprobs=stats.logprobs,  # pyright: ignore[reportArgumentType]
-            entropy=stats.entropy,
-            new_values=stats.values,
-            **columns,
-        )
 
     def optim_step(self) -> Metrics:
         """Clips, steps, clears. A gradient that isn't finite is skipped, cleared and counted.
@@ -261,6 +251,29 @@ class ModelWorker:
     def close(self) -> None:
         """Frees gradients and optimizer state."""
         self.optim = None
+
+
+def _loss_inputs(columns: Mapping[str, Tensor | None], micro: MicroBatch, stats: TokenStats) -> LossInputs:
+    """A micro-batch's part of the columns, beside what the model says of its tokens.
+
+    Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
+    through 0 * NaN, its gradient.
+    """
+    part = {n: None if c is None else c.index_select(0, micro.index) for n, c in columns.items()}
+    mask = part.pop("mask")
+    assert mask is not None
+
+    def kept(x: Tensor | None) -> Tensor | None:
+        return torch.where(mask, x, 0.0) if x is not None and x.is_floating_point() else x
+
+    return LossInputs(
+        sequence=micro.sequence,
+        mask=mask,
+        logprobs=kept(stats.logprobs),  # pyright: ignore[reportArgumentType]
+        entropy=kept(stats.entropy),
+        new_values=kept(stats.values),
+        **{n: kept(c) for n, c in part.items()},
+    )
 
 
 def _reduced(values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions) -> Metrics:

@@ -1,5 +1,6 @@
 """Losses against loops written from the papers in plain Python floats, and against numbers recorded from the peers."""
 
+import functools
 import itertools
 import math
 import random
@@ -8,7 +9,15 @@ import pytest
 import torch
 from torch import tensor
 
-from whet.ops import POLICY_LOSSES, aggregate, clipped_surrogate, clipped_value, kl_divergence, token_weights
+from whet.ops import (
+    POLICY_LOSSES,
+    aggregate,
+    clipped_surrogate,
+    clipped_value,
+    grpo_objective,
+    kl_divergence,
+    token_weights,
+)
 from whet.types import LossInputs
 
 
@@ -61,7 +70,7 @@ def batch(seed: int):
     return seqs
 
 
-def to_inputs(seqs) -> tuple[LossInputs, torch.Tensor]:
+def to_inputs(seqs) -> LossInputs:
     logp, old, ref, advantages, weights, mask = (list(c) for c in zip(*itertools.chain(*seqs), strict=True))
     double = {"dtype": torch.float64}
     x = LossInputs(
@@ -70,9 +79,10 @@ def to_inputs(seqs) -> tuple[LossInputs, torch.Tensor]:
         logprobs=tensor(logp, **double),
         old_logprobs=tensor(old, **double),
         ref_logprobs=tensor(ref, **double),
+        sampler_logprobs=tensor(old, **double) - tensor(weights, **double).log(),
         advantages=tensor(advantages, **double),
     )
-    return x, tensor(weights, **double)
+    return x
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -83,17 +93,14 @@ def to_inputs(seqs) -> tuple[LossInputs, torch.Tensor]:
 )
 def test_surrogate_equals_the_loop(seed, level, dual, beta, mode, clamp):
     seqs = batch(seed)
-    x, weights = to_inputs(seqs)
     expected = naive_surrogate(seqs, high=0.28, dual=dual, level=level, beta=beta, mode=mode, clamp=clamp)
-    loss, _ = clipped_surrogate(
-        x,
-        epsilon_high=0.28,
-        epsilon_c=dual,
-        level=level,
+    loss, _ = grpo_objective(
+        to_inputs(seqs),
+        surrogate=functools.partial(clipped_surrogate, epsilon_high=0.28, epsilon_c=dual, level=level),
         beta=beta,
         kl_mode=mode,
         kl_clamp=clamp,
-        sampler_is_weights=weights,
+        sampler_is_threshold=2.0,
     )
     assert loss.tolist() == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
@@ -136,7 +143,7 @@ def test_tunix_golden_of_a_uniform_policy_with_kl():
             ref_logprobs=torch.full((20,), ref),
             advantages=advantages,
         )
-        loss, _ = clipped_surrogate(x, beta=0.1)
+        loss, _ = grpo_objective(x, beta=0.1)
         total = aggregate(loss, token_weights(x.mask, x.sequence, "token-mean"))
         assert total.item() == pytest.approx(0.1 * (logp - ref), rel=1e-5)
 

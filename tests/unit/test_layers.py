@@ -13,7 +13,7 @@ LAYERS = [
     {"data", "models", "parallel", "optim"},
     {"rollout"},
     {"rewards", "envs"},
-    {"worker", "role_trainer"},
+    {"worker", "role_trainer", "checkpoints"},
     {"cluster"},
     {"learners"},
     {"demo", "commands"},

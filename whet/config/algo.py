@@ -49,9 +49,9 @@ class GRPOConfig(AlgorithmConfig):
     num_generations: Int = 2
     """G: completions of each prompt."""
     beta: Float = 0.04
-    """Weight of the KL to the reference. 0.0 = off, and no reference is loaded."""
+    """Weight of the KL to the reference, which pulls towards it under low_var_kl and mse_kl. 0.0 = off, none loaded."""
     kl_loss_mode: str = "kl"
-    """KL estimate: kl (k1), mse_kl (k2), low_var_kl (k3)."""
+    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1). The gradient of k1 does not know the reference."""
     epsilon: Float = 0.2
     """The ratio is clipped below 1 - ε."""
     epsilon_high: Float | None = None
@@ -87,7 +87,9 @@ class GRPOConfig(AlgorithmConfig):
             )
         if self.sampler_is not in (None, "token"):
             raise ConfigError(f"sampler_is should be None or 'token'. Received: {self.sampler_is!r}")
-        for name in ("beta", "epsilon", "epsilon_high", "sampler_is_threshold"):
+        if self.sampler_is_threshold <= 0:
+            raise ConfigError(f"sampler_is_threshold must be positive, got {self.sampler_is_threshold!r}; 2.0 is usual")
+        for name in ("beta", "epsilon", "epsilon_high"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value!r}")

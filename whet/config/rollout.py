@@ -78,7 +78,7 @@ class RolloutConfig:
     kv_cache_tokens: Count | None = None
     """Tokens that the KV cache holds over all completions; None = what max_batch_size of the longest need."""
     num_generations_eval: Count | None = None
-    """Completions of each evaluation prompt; None = algo.num_generations."""
+    """Completions of each evaluation prompt; None = algo.num_generations, or 1 where evaluation is greedy."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: false}."""
     eval: dict[str, Any] = field(default_factory=dict)
@@ -185,6 +185,10 @@ class RolloutConfig:
             for name in self.eval:
                 if name not in known:
                     raise ConfigError(f"eval: unknown key {name}{nearest(name, known)}")
+                if name in ("max_batch_size", "kv_cache_tokens"):
+                    raise ConfigError(
+                        f"eval: {name} belongs to the engine, which evaluation shares; set rollout.{name}"
+                    )
             try:
                 self.for_mode(Mode.EVAL)
             except ConfigError as error:

@@ -98,7 +98,7 @@ class TrainingConfig:
     """
 
     eval_every_n_steps: Int = 0
-    """Steps between two evaluations. 0 = never."""
+    """Steps between two evaluations, besides those before the first step and after the last. 0 = those two alone."""
     max_steps: Count | None = None
     """Steps of the run, one rollout each; None = until the data ends."""
     gradient_accumulation_steps: Count | None = None
@@ -122,7 +122,7 @@ class TrainingConfig:
     pbar_description: str | None = "Training"
     """Words before the progress bar; None = no bar."""
     max_tokens_per_microbatch: Count | None = None
-    """Tokens of one forward and backward pass, prompts and completions; None = 16384."""
+    """Tokens of one forward and backward pass, prompts and completions; None = 4096 on a CPU, 16384 on a GPU."""
     max_segments_per_packed_row: Count | None = None
     """Sequences of one micro-batch; None = as many as the tokens allow."""
 
@@ -177,9 +177,19 @@ class TrainingConfig:
         return self.max_tokens_per_microbatch
 
     @property
-    def token_budget(self) -> int:
-        """Tokens of one micro-batch: max_tokens_per_microbatch, or 16384."""
-        return self.max_tokens_per_microbatch or 16384
+    def checkpoint_root(self) -> str | None:
+        """Where checkpoints lie: checkpoint_root_directory, or checkpoints/ in the run folder; None = nowhere."""
+        if self.checkpoint_root_directory is not None:
+            return self.checkpoint_root_directory
+        return None if self.run_dir is None else f"{self.run_dir}/checkpoints"
+
+    def token_budget(self, device: str) -> int:
+        """Tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or what keeps the device busy.
+
+        >>> TrainingConfig().token_budget("cpu"), TrainingConfig(max_tokens_per_microbatch=99).token_budget("cuda")
+        (4096, 99)
+        """
+        return self.max_tokens_per_microbatch or (4096 if device == "cpu" else 16384)
 
 
 @dataclass(frozen=True, kw_only=True)

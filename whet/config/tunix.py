@@ -96,7 +96,9 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "num_generations": Field(2),
         "num_iterations": Field(1),
         "beta": Field(0.04),
-        "kl_loss_mode": Field("kl"),
+        "kl_loss_mode": Field(
+            "kl", note="warns with beta: the gradient of k1 does not know the reference; low_var_kl does"
+        ),
         "epsilon": Field(0.2),
         "epsilon_high": Field(None, note="a real field; there it is read where it happens to be set"),
         "epsilon_c": Field(None, note="a real field; there it is read where it happens to be set"),

@@ -118,7 +118,7 @@ class PromptStream:
     ) -> None:
         """Args:
             source: rows with a length, ready-made batches, or a stream of rows.
-            batch_size: prompts of a step; None only for ready-made batches, whose first one tells.
+            batch_size: prompts of a step, where rows are to be batched; ready-made batches bring their own size.
             seed: of the order.
             shuffle: None = rows with a length are shuffled, nothing else is.
             num_epochs: None = without end (an iterator that can be read once ends all the same).
@@ -158,8 +158,6 @@ class PromptStream:
         size = len(first[find_prompt_column(first, self.prompt_column)])
         if size == 0:
             raise DataError("the first batch has no prompts; every batch needs at least one")
-        if asked not in (None, size):
-            raise ConfigError(f"batch_size {asked}, but the data come in batches of {size}; set it to {size} or None")
         return size
 
     def _check(self) -> None:

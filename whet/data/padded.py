@@ -53,7 +53,9 @@ def completion_mask(ids: Tensor, eos_ids: Sequence[int]) -> Tensor:
     return ended.long().cumsum(1) - ended.long() == 0
 
 
-def padded_batch(prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_ids: Sequence[int]) -> tuple[TokenBatch, Tensor]:
+def padded_batch(
+    prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_ids: Sequence[int]
+) -> tuple[TokenBatch, Tensor]:
     """A TokenBatch of padded arrays, and where its tokens stood.
 
     Args: prompt_tokens: [B, P], left-padded. completion_tokens: [B, C], right-padded.

@@ -23,8 +23,8 @@ LongPrompt = Literal["error", "truncate_left", "drop"]
 PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question")
 """Names of the prompt column, in the order of preference."""
 IMAGE_COLUMNS = ("image", "images")
-GIVEN = ("completions", "completion_ids", "mode", "prompts", "trajectory_ids")
-"""Keywords that reward functions are given besides the columns: no column may have such a name."""
+GIVEN = ("advantages", "completions", "completion_ids", "mode", "prompts", "rewards", "trajectory_ids")
+"""Keywords that reward and metric functions are given besides the columns: no column may have such a name."""
 
 
 def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None) -> str:
@@ -176,7 +176,7 @@ class PromptEncoder:
         taken = [column for column in GIVEN if column in row and column != name]
         if taken:
             raise DataError(
-                f"column {taken[0]!r} has the name of an argument that reward functions are given; rename it"
+                f"column {taken[0]!r} has the name of an argument that reward or metric functions are given; rename it"
             )
 
 

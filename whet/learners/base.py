@@ -21,10 +21,11 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode
+from whet.errors import ConfigError
 from whet.learners.report import rewarded_metrics
 from whet.learners.run import Run
 from whet.metrics import Metric, merge
-from whet.rewards.manager import resolve_reward_manager
+from whet.rewards.manager import Rewarded, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
 from whet.types import Group, Prompt, TokenBatch
 
@@ -58,6 +59,9 @@ class RLLearner:
         self.metric_fns = list(metric_fns or ())
         self.data_shuffle_seed = data_shuffle_seed
         self.data = data or DataConfig()
+        for name in ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit"):
+            if getattr(self.data, name) != getattr(DataConfig(), name):
+                raise ConfigError(f"data.{name} is for `whet grpo`; from Python give train() the rows themselves")
         self.settings = settings
         manager = resolve_reward_manager(algo_config.reward_manager)
         self.reward_manager = manager(
@@ -68,7 +72,6 @@ class RLLearner:
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
         self.metrics: dict[str, Metric] = {}
-        self.batch_size: int | None = None
 
     def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
         """Trains until max_steps or the data's end.
@@ -81,13 +84,13 @@ class RLLearner:
         with run:
             for step, prompts in run.steps():
                 groups = self.sample(prompts, step)
-                batch = self.reward(groups, step)
-                batch = self.score(batch)
+                rewarded = self.reward(groups)
+                batch = self.score(self.batch(rewarded))
                 batch = self.assign_advantages(batch)
                 for mini in self.minibatches(batch, step):
                     self.update(mini)
                 self.cluster.sync_weights()
-                self.after_step(run, step, batch)
+                self.after_step(run, step, rewarded, batch)
         return run
 
     # ---- the stages ----------------------------------------------------------------------------------------------
@@ -97,22 +100,19 @@ class RLLearner:
         with self.cluster.trace.span("rollout"):
             return self.cluster.sample(prompts, num_generations=self.num_generations, step=step)
 
-    def reward(self, groups: list[Group], step: int, mode: Mode = Mode.TRAIN) -> TokenBatch:
-        """Calls the reward functions and lays the groups end to end.
+    def reward(self, groups: list[Group], mode: Mode = Mode.TRAIN) -> Rewarded:
+        """Calls the reward functions.
 
-        Returns: the batch, with rewards [J], the weighted sums. The groups and what the functions said are kept for
-            the log.
+        Returns: the groups with what each function said, the weighted sums [J], and the metrics of both.
         """
         with self.cluster.trace.span("rewards"):
             texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
-            self.scored = self.reward_manager(groups, texts, mode=mode)
-        batch = TokenBatch.from_groups(self.scored.groups, self.scored.total)
-        self.metrics = merge(self.metrics, rewarded_metrics(self.scored))
-        return self.masked(batch)
+            return self.reward_manager(groups, texts, mode=mode)
 
-    def masked(self, batch: TokenBatch) -> TokenBatch:
-        """Takes out of the mask what is not to be trained on; nothing here."""
-        return batch
+    def batch(self, rewarded: Rewarded) -> TokenBatch:
+        """Lays rewarded groups end to end, and notes their metrics."""
+        self.metrics = merge(self.metrics, rewarded_metrics(rewarded))
+        return TokenBatch.from_groups(rewarded.groups, rewarded.total)
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Adds what the loss compares with: reference and old log-probabilities, values."""
@@ -126,12 +126,12 @@ class RLLearner:
         """One optimizer step."""
         raise NotImplementedError
 
-    def after_step(self, run: Run, step: int, batch: TokenBatch) -> None:
+    def after_step(self, run: Run, step: int, rewarded: Rewarded, batch: TokenBatch) -> None:
         """Logs the step, evaluates and saves where they are due."""
         if self.metric_fns:
-            self._call_metric_fns(batch)
+            self._call_metric_fns(rewarded, batch)
         metrics, self.metrics = self.metrics, {}
-        run.after_step(step, batch, metrics, self.scored)
+        run.after_step(step, batch, metrics, rewarded)
 
     # ---- shared pieces -------------------------------------------------------------------------------------------
 
@@ -140,11 +140,9 @@ class RLLearner:
         """G: completions of each prompt in training."""
         return 1
 
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps of one full global step: passes times mini-batches. Known once the data's batch size is."""
-        full = self.batch_size or self.config.mini_batch_size or 1
-        return self.num_iterations * -(-full // (self.config.mini_batch_size or full))
+    def updates_of(self, num_groups: int) -> int:
+        """Optimizer steps that a step of so many groups makes: passes times mini-batches."""
+        return self.num_iterations * -(-num_groups // (self.config.mini_batch_size or num_groups))
 
     def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
         """The mini-batches of a step: num_iterations passes over its groups, mini_batch_size groups each.
@@ -152,7 +150,7 @@ class RLLearner:
         Groups stay whole. A step whose prompts are no multiple of mini_batch_size (some were dropped as too long, or
         the data's last batch is short) has a smaller last mini-batch, weighted by its own tokens.
         """
-        num_groups = int(batch.group_of.max()) + 1
+        num_groups = batch.num_groups
         size = self.config.mini_batch_size or num_groups
         group_of_sequence = batch.group_of.index_select(0, batch.trajectory_of)
         for iteration in range(self.num_iterations):
@@ -170,11 +168,11 @@ class RLLearner:
         """Passes over the samples of a step (mu)."""
         return 1
 
-    def _call_metric_fns(self, batch: TokenBatch) -> None:
+    def _call_metric_fns(self, rewarded: Rewarded, batch: TokenBatch) -> None:
         assert batch.advantages is not None
         _, firsts = np.unique(batch.trajectory_of.numpy(), return_index=True)  # a sequence of each trajectory
-        starts = (batch.ends - batch.lengths)[torch.from_numpy(firsts)]
-        inputs = self.scored.inputs
+        starts = batch.starts[torch.from_numpy(firsts)]
+        inputs = rewarded.inputs
         found = call_metric_fns(
             self.metric_fns,
             inputs.prompts,

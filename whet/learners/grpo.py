@@ -11,6 +11,7 @@ those of the start of the step also where trainer and engine share weights, and 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,32 +20,37 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, GRPOConfig, Role
-from whet.errors import ConfigError, EngineError, lookup_error
+from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.learners.base import RLLearner
 from whet.learners.report import advantage_metrics
 from whet.metrics import Max, Mean, Min, merge
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
+    KL_MODES,
     LOSS_AGG_MODES,
     POLICY_LOSSES,
-    kl_divergence,
-    sampler_is_weights,
+    grpo_objective,
+    mismatch_metrics,
     segment_sum,
 )
 from whet.refs import is_ref, resolve_ref
+from whet.rewards.manager import Rewarded
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["GRPOLearner", "GrpoLearner"]
+
+log = logging.getLogger("whet")
 
 _METRICS = {
     "is_ratio": ("mean", "max", "min"),
     "log_ratio_abs": {"log_ratio/abs_mean": "mean"},
     "pg_loss": {"unreduced_pg_loss": "mean", "reduced_pg_loss": "weighted"},
+    "pg_loss/clipped": {"pg_loss/clipped_mean": "mean"},
+    "pg_loss/unclipped": {"pg_loss/unclipped_mean": "mean"},
     "clip_ratio/low": {"clip_ratio/low_mean": "mean"},
     "clip_ratio/high": {"clip_ratio/high_mean": "mean"},
     "clip_ratio/region": {"clip_ratio/region_mean": "mean"},
     "sampling/sampling_logp_difference": ("mean", "max"),
-    "sampler_is/weight": {"sampler_is/weight_mean": "mean", "sampler_is/weight_min": "min"},
 }
 """What becomes of the loss's metrics: Tunix's names, else TRL's."""
 
@@ -81,7 +87,22 @@ class GRPOLearner(RLLearner):
             )
         self.estimator = named(c.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
         name = c.loss_algo if c.policy_loss_fn == "grpo" else c.policy_loss_fn
-        self.policy_loss = self._policy_loss(name)
+        self.objective = functools.partial(
+            grpo_objective,
+            surrogate=self._surrogate(name),
+            beta=c.beta,
+            kl_mode=c.kl_loss_mode,
+            kl_clamp=c.kl_clamp_value,
+            sampler_is_threshold=None if c.sampler_is is None else c.sampler_is_threshold,
+        )
+        named(c.kl_loss_mode, KL_MODES, "KL mode")
+        if c.beta and c.kl_clamp_value is None and c.kl_loss_mode in ("kl", "k1"):
+            log.warning(
+                "kl_loss_mode=%r with beta=%s: the gradient of k1 is that of log pi alone, so it does not pull towards "
+                "the reference; kl_loss_mode='low_var_kl' does",
+                c.kl_loss_mode,
+                c.beta,
+            )
         self.skips = name in POLICY_LOSSES and not self.needs_reference
         mode = named(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
@@ -97,9 +118,14 @@ class GRPOLearner(RLLearner):
                 reading=self._sequences(self.config.compute_logps_micro_batch_size),
             )
 
-    def _policy_loss(self, name: Any) -> Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]:
+    def _surrogate(self, name: Any) -> Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]:
         """The per-token surrogate with this configuration's clipping bound to it; a user's own is called as it is."""
         c = self.algo_config
+        if c.loss_algo != "grpo" and c.policy_loss_fn != "grpo":
+            raise ConfigError(
+                f"loss_algo={c.loss_algo!r} and policy_loss_fn={c.policy_loss_fn!r} both choose the loss; "
+                "leave one at 'grpo'"
+            )
         fn = named(name, POLICY_LOSSES, "policy loss")
         if name not in POLICY_LOSSES:
             return fn
@@ -111,33 +137,36 @@ class GRPOLearner(RLLearner):
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
-    def masked(self, batch: TokenBatch) -> TokenBatch:
-        """Completions cut at the length limit leave the mask where mask_truncated_completions says so."""
+    def batch(self, rewarded: Rewarded) -> TokenBatch:
+        """The groups end to end, truncated completions masked where mask_truncated_completions says so."""
+        batch = super().batch(rewarded)
         if not self.algo_config.mask_truncated_completions:
             return batch
-        whole = torch.tensor([c.finish_reason != "length" for g in self.scored.groups for c in g.completions])
+        whole = torch.tensor([c.finish_reason != "length" for g in rewarded.groups for c in g.completions])
         return batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence))
 
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Old log-probabilities where several updates follow one rollout, the reference's where beta is not 0."""
         c, cluster = self.algo_config, self.cluster
+        on_policy = self.updates_of(batch.num_groups) == 1  # a ratio of exactly 1
         self.unmoved = True  # until the first update of the step: sampler and trainer are the same policy
         if c.sampler_is is not None or not c.use_rollout_logps:
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
             if c.sampler_is is not None:
                 assert batch.old_logprobs is not None
-                _, found = sampler_is_weights(
+                found = mismatch_metrics(
                     batch.old_logprobs, batch.sampler_logprobs, mask=batch.mask, threshold=c.sampler_is_threshold
                 )
                 kinds = {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
                 self.metrics = merge(self.metrics, kinds)
-        elif cluster.rollout.caps.logprobs and not (self.on_policy and cluster.rollout.caps.shared_weights):
+        elif cluster.rollout.caps.logprobs and not (on_policy and cluster.rollout.caps.shared_weights):
             batch = batch.replace(old_logprobs=batch.sampler_logprobs)
-        elif not self.on_policy:
+        elif not on_policy:
             raise EngineError(
                 "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
-                f"{self.updates_per_step} updates follow each rollout; set use_rollout_logps=False to recompute them"
+                f"{self.updates_of(batch.num_groups)} updates follow each rollout; set use_rollout_logps=False to "
+                "recompute them"
             )
         if self.needs_reference:
             with cluster.trace.span("ref_logprobs"):
@@ -146,9 +175,15 @@ class GRPOLearner(RLLearner):
 
     def assign_advantages(self, batch: TokenBatch) -> TokenBatch:
         """One advantage per trajectory, given to each of its tokens."""
-        per_trajectory = self.estimator(batch.rewards, batch.group_of)
-        self.metrics = merge(self.metrics, advantage_metrics(per_trajectory))
-        return batch.replace(advantages=per_trajectory.float().index_select(0, batch.trajectory))
+        advantages = torch.as_tensor(self.estimator(batch.rewards, batch.group_of)).float()
+        if advantages.shape != batch.rewards.shape or not advantages.isfinite().all():
+            raise DataError(
+                f"advantage estimator {self.algo_config.advantage_estimator!r} gave {tuple(advantages.shape)} values, "
+                f"{int((~advantages.isfinite()).sum())} of them not finite; give one finite number for each of the "
+                f"{len(batch.rewards)} rewards (0 where a reward is NaN)"
+            )
+        self.metrics = merge(self.metrics, advantage_metrics(advantages))
+        return batch.replace(advantages=advantages.index_select(0, batch.trajectory))
 
     def update(self, mini: TokenBatch) -> None:
         """Weighs the tokens of the mini-batch, leaves out groups that have no gradient, and updates the actor."""
@@ -164,36 +199,13 @@ class GRPOLearner(RLLearner):
         self.metrics = merge(self.metrics, found)
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The surrogate, times the sampler's correction, plus beta times the divergence from the reference: [s]."""
-        c = self.algo_config
-        loss, metrics = self.policy_loss(x)
-        if "is_ratio" in metrics:
-            metrics |= self._unclipped(x, metrics["is_ratio"])
-        old = x.logprobs.detach() if x.old_logprobs is None else x.old_logprobs
+        """The objective at each token, ops.grpo_objective with this configuration: [s], and its metrics."""
+        loss, metrics = self.objective(x)
         if self.unmoved and x.sampler_logprobs is not None:
             metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
-        if c.sampler_is is not None:
-            weights, _ = sampler_is_weights(
-                old, x.need("sampler_logprobs"), mask=x.mask, threshold=c.sampler_is_threshold
-            )
-            loss = loss * weights
-            metrics["sampler_is/weight"] = weights
-        if x.ref_logprobs is not None:
-            kl = kl_divergence(x.logprobs, x.ref_logprobs, mode=c.kl_loss_mode, clamp=c.kl_clamp_value)
-            metrics |= {"kl": kl.detach(), "kl_loss": c.beta * kl.detach()}
-            loss = loss + c.beta * kl if c.beta else loss
-        assert x.entropy is not None
-        metrics["entropy"] = x.entropy.detach()
+        if x.entropy is not None:
+            metrics["entropy"] = x.entropy.detach()
         return loss, metrics
-
-    def _unclipped(self, x: LossInputs, ratio: Tensor) -> dict[str, Tensor]:
-        """Both arms of the surrogate, as metrics."""
-        low, high = self.algo_config.clip_range
-        gain = -x.need("advantages")
-        return {
-            "pg_loss/unclipped_mean": gain * ratio,
-            "pg_loss/clipped_mean": gain * ratio.clamp(1 - low, 1 + high),
-        }
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 
@@ -201,11 +213,6 @@ class GRPOLearner(RLLearner):
     def needs_reference(self) -> bool:
         """Whether a reference is read: for the loss, or as a metric."""
         return bool(self.algo_config.beta) or self.algo_config.force_compute_kl
-
-    @property
-    def on_policy(self) -> bool:
-        """Whether each rollout is followed by a single update, so that the ratio is exactly 1."""
-        return self.updates_per_step == 1
 
     @property
     def num_generations(self) -> int:

@@ -5,7 +5,7 @@ Dim letters: N sequences, J trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,19 +73,16 @@ def advantage_metrics(advantages: Tensor) -> dict[str, Metric]:
     }
 
 
-def completion_columns(
-    rewarded: Rewarded, batch: TokenBatch, decode: Callable[[Any], str]
-) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
+def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
     """What the store keeps of a step: the columns of its completions, and what each reward function gave them."""
     pairs = [(g.prompt, c) for g in rewarded.groups for c in g.completions]
-    firsts = batch.ends - batch.lengths
-    advantages = None if batch.advantages is None else batch.advantages.index_select(0, firsts).tolist()
+    advantages = None if batch.advantages is None else batch.advantages.index_select(0, batch.starts).tolist()
     trajectories = batch.trajectory_of.numpy()
     columns: dict[str, list[Any]] = {
         "row": [p.row for p, _ in pairs],
         "generation": [c.generation for _, c in pairs],
         "prompt": [p.source for p, _ in pairs],
-        "completion": [decode(c.tokens) for _, c in pairs],
+        "completion": [text for texts in rewarded.texts for text in texts],
         "tokens": [c.tokens for _, c in pairs],
         "logprobs": [c.logprobs for _, c in pairs],
         "reward": rewarded.total[trajectories].tolist(),

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from whet.config import CheckpointingOptions, Mode, dump_tree
-from whet.data.order import PromptStream, is_batch
+from whet.data.order import PromptStream
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
@@ -34,6 +34,7 @@ from whet.observe.environment import environment, noted_environment
 from whet.observe.loggers import Loggers
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, changed_settings
+from whet.rewards.manager import RewardManager
 from whet.types import Prompt, TokenBatch
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ __all__ = ["Run"]
 
 log = logging.getLogger("whet")
 
+
 class Run:
     """One training run of a learner.
 
@@ -53,6 +55,7 @@ class Run:
 
     def __init__(self, learner: RLLearner, train_ds: Any, eval_ds: Any = None) -> None:
         self.learner, self.cluster, self.config = learner, learner.cluster, learner.config
+        self.checkpoints = self.cluster.checkpoints
         self.step = 0
         self.rows: list[dict[str, float]] = []
         self.stream = None if train_ds is None else self._stream(train_ds)
@@ -67,22 +70,23 @@ class Run:
 
     def _stream(self, train_ds: Any) -> PromptStream:
         c, learner = self.config, self.learner
-        rows = load_rows(train_ds, split=learner.data.split, limit=learner.data.limit)
+        rows = load_rows(train_ds, split=learner.data.split)
         shuffle = learner.data.shuffle if learner.data.shuffle is False else None
         epochs = c.num_epochs if c.num_epochs is not None else (None if c.max_steps else 1)
         stream = PromptStream(
             rows,
-            batch_size=None if _batched(rows) else learner.data.batch_size,
+            batch_size=learner.data.batch_size,
             seed=c.seed if c.data_shuffle_seed is None else c.data_shuffle_seed,
             shuffle=shuffle,
             num_epochs=epochs,
             last_batch=c.last_batch,
-            encode=self._encoder(Mode.TRAIN),
+            encode=(encode := self._encoder(Mode.TRAIN)),
             prompt_column=learner.data.prompt_column,
         )
-        log.info("data: %s", stream.describe())
+        log.info("data: %s%s", stream.describe(), _counted(encode))
+        if stream.kind == "rows" and isinstance(learner.reward_manager, RewardManager):
+            learner.reward_manager.check(list(stream.source[0].columns))
         c.resolve_batch_sizes(stream.batch_size)
-        learner.batch_size = stream.batch_size
         return stream
 
     @property
@@ -115,9 +119,10 @@ class Run:
             self._resume()
         if c.resume is None:
             self._refuse_old_checkpoints()
-        total = self.total_steps
+        assert self.stream is not None
+        total, updates = self.total_steps, self.learner.updates_of(self.stream.batch_size)
         for trainer in self.cluster.trainers.values():
-            trainer.worker.plan(None if total is None else total * self.learner.updates_per_step)
+            trainer.worker.plan(None if total is None else total * updates)
             trainer.hooks.on_train_start(trainer)
         options = c.metrics_logging_options
         self.loggers = Loggers(
@@ -140,14 +145,6 @@ class Run:
             old, new = ({k: e.get(k) for k in changed} for e in (before, now))
             log.warning("resumed elsewhere, results may differ in the last bits: %s, now %s", old, new)
         self.folder.write_json("environment.json", now)
-
-    @property
-    def checkpoint_root(self) -> Path | None:
-        """Where checkpoints lie; None = none are written."""
-        c = self.config
-        if c.checkpoint_root_directory is not None:
-            return Path(c.checkpoint_root_directory)
-        return None if c.run_dir is None else Path(c.run_dir) / "checkpoints"
 
     def _settings(self) -> dict[str, Any]:
         """The whole configuration as plain containers."""
@@ -221,7 +218,7 @@ class Run:
     def _store(self, step: int, mode: Mode, rewarded: Rewarded, batch: TokenBatch) -> None:
         """Writes the completions of a step."""
         if self.folder is not None:
-            columns, rewards = completion_columns(rewarded, batch, self.cluster.decode)
+            columns, rewards = completion_columns(rewarded, batch)
             self.folder.write_completions(step=step, mode=mode.value, columns=columns, rewards=rewards)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
@@ -239,8 +236,7 @@ class Run:
         started = time.monotonic()
         with cluster.trace.span("eval"):
             groups = cluster.sample(self._eval_prompts, num_generations=generations, step=step, mode=Mode.EVAL)
-            texts = [[cluster.decode(c.tokens) for c in g.completions] for g in groups]
-            rewarded = learner.reward_manager(groups, texts, mode=Mode.EVAL)
+            rewarded = learner.reward(groups, Mode.EVAL)
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         metrics = rewarded_metrics(rewarded)
         each = np.split(rewarded.total, range(generations, len(rewarded.total), generations))
@@ -254,10 +250,11 @@ class Run:
 
     def _encode_eval(self) -> list[Prompt]:
         rows = load_rows(self.eval_ds, split=self.learner.data.eval_split or self.learner.data.split)
-        size = None if _batched(rows) else 1
-        encode = self._encoder(Mode.EVAL)
-        stream = PromptStream(rows, batch_size=size, shuffle=False, last_batch="keep", encode=encode)
-        return [p for batch in stream for p in batch]
+        encode, column = self._encoder(Mode.EVAL), self.learner.data.prompt_column
+        stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
+        prompts = [p for batch in stream for p in batch]
+        log.info("evaluation data: %d prompts%s", len(prompts), _counted(encode))
+        return prompts
 
     def _encoder(self, mode: Mode) -> PromptEncoder:
         data = self.learner.data
@@ -278,7 +275,7 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of the step just finished."""
-        if self.checkpoint_root is None:
+        if self.checkpoints.root is None:
             return
         assert self.stream is not None
         options = self.config.checkpointing_options or CheckpointingOptions()
@@ -286,17 +283,19 @@ class Run:
             "step": self.step,
             "tokens": self.tokens,
             "stream": self.stream.state(),
+            "cluster": self.cluster.state(),
             "settings": _plain(self.settings),
             "random": _random_state(),
         }
         with self.cluster.trace.span("checkpoint"):
-            self.cluster.save_checkpoint(self.checkpoint_root, self.step, state, keep=options.max_to_keep)
+            tokenizer = self.cluster.tokenizer
+            self.checkpoints.save(self.step, state, tokenizer=tokenizer, keep=options.max_to_keep)
         self.saved_at = time.monotonic()
 
     def _refuse_old_checkpoints(self) -> None:
         """Raises ConfigError where a new run would take another's checkpoints for its own."""
-        root = self.checkpoint_root
-        if root is not None and self.cluster.find_checkpoint("latest", root) is not None:
+        root = self.checkpoints.root
+        if root is not None and self.checkpoints.find("latest") is not None:
             raise ConfigError(
                 f"{root} holds the checkpoints of a run; set trainer.resume=latest to go on with it, or another folder"
             )
@@ -304,19 +303,23 @@ class Run:
     def _resume(self) -> int:
         """Takes up the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
         assert self.config.resume is not None
-        checkpoint = self.cluster.find_checkpoint(self.config.resume, self.checkpoint_root)
+        self.checkpoints.sweep()
+        checkpoint = self.checkpoints.find(self.config.resume)
         if checkpoint is None:
-            log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoint_root)
+            log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
             return -1
         self._restore(checkpoint)
         return self.step
 
     def _restore(self, checkpoint: Path) -> None:
-        state = self.cluster.load_checkpoint(checkpoint, check=self._check_settings)
+        state = self.checkpoints.state(checkpoint)
+        self._check_settings(state)
         assert self.stream is not None
         self.stream.restore(state["stream"])
         self.step, self.tokens = state["step"], state["tokens"]
-        self.cluster.discard_checkpoints(self.checkpoint_root, after=self.step)
+        self.checkpoints.load(checkpoint)
+        self.cluster.restore(state["cluster"], self.step)
+        self.checkpoints.discard(after=self.step)
         _set_random_state(state["random"])
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
 
@@ -327,7 +330,8 @@ class Run:
             return
         if not self.config.allow_config_change:
             raise CheckpointError(
-                "the configuration differs from the checkpoint's:\n  " + "\n  ".join(changed)
+                "the configuration differs from the checkpoint's:\n  "
+                + "\n  ".join(changed)
                 + "\nresume with the same one, or set trainer.allow_config_change=true to go on with these changes"
             )
         log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))
@@ -360,14 +364,17 @@ class Run:
         self.save()
         if self.folder is not None:
             self.cluster.actor.export(self.folder.path / "final", self.cluster.tokenizer)
-            options = self.config.perf_metrics_options
-            if options is not None and options.enable_trace_writer:
-                self.cluster.trace.write(Path(options.trace_dir or self.folder.path) / "trace.json")
+        options = self.cluster.perf_config
+        if options is not None and options.enable_trace_writer and (options.trace_dir or self.folder):
+            place = Path(options.trace_dir) if options.trace_dir else self.folder.path  # pyright: ignore[reportOptionalMemberAccess]
+            place.mkdir(parents=True, exist_ok=True)
+            self.cluster.trace.write(place / "trace.json")
 
 
-def _batched(rows: Any) -> bool:
-    """Whether an evaluation set comes as ready-made batches."""
-    return not isinstance(rows, Iterator) and is_batch(next(iter(rows), None))
+def _counted(encode: PromptEncoder) -> str:
+    """What became of prompts over the limit, for the log; "" where there were none."""
+    found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
+    return f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
 
 
 def _plain(tree: Any) -> Any:

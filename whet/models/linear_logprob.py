@@ -104,15 +104,17 @@ class _LinearLogprob(torch.autograd.Function):
         kept = z if plan.held and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
         ctx.plan = plan
+        ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing in backward
         if not plan.entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
+        grad = torch.zeros_like(entropies) if grad is None else grad
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = weight.new_zeros(weight.shape, dtype=entropies.dtype) if needs_weight else None
@@ -120,7 +122,7 @@ class _LinearLogprob(torch.autograd.Function):
         for s in chunks(len(hidden), plan.rows):
             z = _logits(hidden[s], weight, bias, plan) if kept is None else kept
             d = z.softmax(1)  # not exp: torch's softmax is several times faster on CPUs without AVX-512
-            if plan.entropy:
+            if grad_entropy is not None:
                 slope = z.log_softmax(1).add_(entropies[s, None]).mul_(grad_entropy[s, None])
                 d *= slope.add_(grad[s, None]).neg_()
             else:

@@ -254,6 +254,10 @@ def _probe(module: PreTrainedModel) -> tuple[str, ...]:
         return (f"{type(error).__name__}: {error}".splitlines()[0],)
     finally:
         module.set_attn_implementation(before)
+    if not alone.isfinite().all():
+        raise ConfigError(
+            f"{module.name_or_path or type(module).__name__} gives logits that are not finite; its weights are broken"
+        )
     half = next(module.parameters()).dtype.itemsize == 2
     limit = TOLERANCE["half" if half else "wide"] * alone.abs().max()
     if not (apart := (together - alone).abs().max()) <= limit:

@@ -5,7 +5,7 @@ LossInputs, which every loss receives, is whet.types'.
 """
 
 from whet.ops.advantages import ADVANTAGE_ESTIMATORS, group_relative, group_spread, leave_one_out, mean_only
-from whet.ops.corrections import sampler_is_weights
+from whet.ops.corrections import mismatch_metrics, truncated_weights
 from whet.ops.kl import KL_MODES, kl_divergence
 from whet.ops.logprobs import entropy, selective_log_softmax
 from whet.ops.masked import (
@@ -17,7 +17,7 @@ from whet.ops.masked import (
     segment_mean,
     segment_sum,
 )
-from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, nll
+from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, grpo_objective, nll
 from whet.ops.support import Support, draw, greedy, support_logits
 from whet.ops.uniform import address_key, uniform
 from whet.ops.value_losses import VALUE_LOSSES, clipped_value
@@ -41,6 +41,7 @@ __all__ = [
     "greedy",
     "group_relative",
     "group_spread",
+    "grpo_objective",
     "kl_divergence",
     "leave_one_out",
     "masked_mean",
@@ -48,13 +49,14 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "mean_only",
+    "mismatch_metrics",
     "nll",
-    "sampler_is_weights",
     "segment_count",
     "segment_mean",
     "segment_sum",
     "selective_log_softmax",
     "support_logits",
     "token_weights",
+    "truncated_weights",
     "uniform",
 ]

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, lookup_error
+from whet.ops.corrections import truncated_weights
 from whet.ops.kl import KL_MODES, kl_divergence
 from whet.ops.masked import segment_mean
 from whet.types import LossInputs
 
-__all__ = ["POLICY_LOSSES", "clipped_surrogate", "nll"]
+__all__ = ["POLICY_LOSSES", "clipped_surrogate", "grpo_objective", "nll"]
 
 LossOutput = tuple[Tensor, dict[str, Tensor]]
 
@@ -31,24 +32,19 @@ def clipped_surrogate(
     epsilon_high: float | None = None,
     epsilon_c: float | None = None,
     level: str = "token",
-    beta: float = 0.0,
-    kl_mode: str = "kl",
-    kl_clamp: float | None = None,
-    sampler_is_weights: Tensor | None = None,
 ) -> LossOutput:
-    """The clipped surrogate of PPO and GRPO, with dual clip, sequence-level ratio and KL to the reference.
+    """The clipped surrogate of PPO and GRPO, with dual clip and sequence-level ratio.
 
-    l = w · max(−A·r, −A·clip(r, 1 − ε, 1 + ε_high)) + β·KL, r = exp(clip(log π − log π_old, ±20)), A the advantage,
-    w the sampler weight. Dual clip: where A < 0, max(...) is at most −ε_c·A. level="sequence" (GSPO-token): r has the
-    value of exp(mean of the sequence's log-ratios), at most e¹⁰, and the gradient of each token's own logprob.
+    l = max(−A·r, −A·clip(r, 1 − ε, 1 + ε_high)), r = exp(clip(log π − log π_old, ±20)), A the advantage. Dual clip:
+    where A < 0, max(...) is at most −ε_c·A. level="sequence" (GSPO-token): r has the value of exp(mean of the
+    sequence's log-ratios), at most e¹⁰, and the gradient of each token's own logprob.
     Args: x: needs logprobs, mask, sequence and advantages; old_logprobs None = logprobs.detach(), a ratio of exactly 1.
         epsilon, epsilon_high: clip range, epsilon_high None = epsilon. epsilon_c: dual clip, above 1; None = off.
-        level: token or sequence. beta: KL weight; 0 = off. kl_mode, kl_clamp: as in kl_divergence. sampler_is_weights
-        [s]: constants that correct for the sampler's numerics; None = 1.
-    Returns: loss [s], and per token: pg_loss (before KL), pg_clipfrac, ppo_kl (−log π + log π_old, before any clip),
-        is_ratio, log_ratio_abs (both as used), clip_ratio/low, /high and /region; pg_clipfrac_lower with epsilon_c;
-        kl and kl_loss where ref_logprobs are given.
-    Raises: ConfigError: epsilon_c not above 1, negative epsilon, unknown level or kl_mode. DataError: a missing column.
+        level: token or sequence.
+    Returns: loss [s], and per token: pg_loss, pg_loss/unclipped and /clipped (both arms), pg_clipfrac, ppo_kl
+        (−log π + log π_old, before any clip), is_ratio, log_ratio_abs (both as used), clip_ratio/low, /high and
+        /region; pg_clipfrac_lower with epsilon_c.
+    Raises: ConfigError: epsilon_c not above 1, negative epsilon, unknown level. DataError: a missing column.
     Source: PPO arXiv:1707.06347; GRPO arXiv:2402.03300; dual clip arXiv:1912.09729; clip-higher, DAPO arXiv:2503.14476;
         GSPO-token arXiv:2507.18071. Agrees with Tunix's grpo_loss_fn; clip_ratio/* are TRL's.
 
@@ -57,7 +53,7 @@ def clipped_surrogate(
     >>> clipped_surrogate(x)[0]  # r = e is clipped to 1.2: -2 * 1.2
     tensor([-2.4000])
     """
-    _check(epsilon, epsilon_high, epsilon_c, level, kl_mode)
+    _check(epsilon, epsilon_high, epsilon_c, level)
     advantages = _kept(x, x.need("advantages")).detach()
     log_ratio, used = _log_ratios(x, level)
     ratio = used.exp()
@@ -72,18 +68,54 @@ def clipped_surrogate(
         "is_ratio": torch.where(x.mask, ratio, 0.0),
         "log_ratio_abs": used.abs(),
         "pg_clipfrac": clipped > free,
+        "pg_loss/clipped": clipped,
+        "pg_loss/unclipped": free,
         "ppo_kl": -log_ratio,
     }
     if epsilon_c is not None:
         loss, metrics["pg_clipfrac_lower"] = _dual_clipped(loss, advantages, epsilon_c)
-    if sampler_is_weights is not None:
-        loss = loss * _kept(x, sampler_is_weights).detach()
     metrics["pg_loss"] = loss
-    if x.ref_logprobs is not None or beta != 0:
-        logprobs = _kept(x, x.logprobs)
-        kl = kl_divergence(logprobs, _kept(x, x.need("ref_logprobs")), mode=kl_mode, clamp=kl_clamp)
-        loss, metrics = loss + beta * kl if beta != 0 else loss, {**metrics, "kl": kl, "kl_loss": kl}
     return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}
+
+
+def grpo_objective(
+    x: LossInputs,
+    *,
+    surrogate: Callable[[LossInputs], LossOutput] = clipped_surrogate,
+    beta: float = 0.0,
+    kl_mode: str = "kl",
+    kl_clamp: float | None = None,
+    sampler_is_threshold: float | None = None,
+) -> LossOutput:
+    """What GRPO minimises at each token: a surrogate, the sampler's correction, the divergence from the reference.
+
+    l = w · surrogate + β · KL(π, π_ref), w = min(exp(clip(log π_old − log π_sampler, ±20)), threshold), a constant.
+    Args: x: as the surrogate needs it; ref_logprobs for beta (without beta they give the metric alone);
+        old_logprobs and sampler_logprobs for the correction. surrogate: fn(x) -> (loss [s], metrics). beta: KL weight;
+        0 = off. kl_mode, kl_clamp: as in kl_divergence. sampler_is_threshold: largest weight; None = no correction.
+    Returns: loss [s], and the surrogate's metrics with kl and kl_loss (β·KL) where ref_logprobs are given.
+    Raises: ConfigError: unknown kl_mode, threshold not positive. DataError: a missing column.
+    Source: GRPO arXiv:2402.03300; truncated importance sampling as in `truncated_weights`. Agrees with Tunix's
+        grpo_loss_fn, where the weight too comes before aggregation and not before the KL.
+
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
+    ...                advantages=torch.tensor([2.]), ref_logprobs=torch.tensor([-1.]))
+    >>> grpo_objective(x, beta=0.1)[0]  # -2 * 1 + 0.1 * (0 - -1)
+    tensor([-1.9000])
+    """
+    if kl_mode not in KL_MODES:
+        raise lookup_error("KL mode", kl_mode, KL_MODES)
+    loss, metrics = surrogate(x)
+    if sampler_is_threshold is not None:
+        old = x.logprobs if x.old_logprobs is None else x.old_logprobs
+        loss = loss * truncated_weights(
+            old, x.need("sampler_logprobs"), mask=x.mask, threshold=sampler_is_threshold
+        ).to(loss.dtype)
+    if x.ref_logprobs is not None or beta != 0:
+        kl = kl_divergence(_kept(x, x.logprobs), _kept(x, x.need("ref_logprobs")), mode=kl_mode, clamp=kl_clamp)
+        loss = loss + beta * kl if beta != 0 else loss
+        metrics = {**metrics, "kl": kl.detach(), "kl_loss": beta * kl.detach()}
+    return loss, metrics
 
 
 def nll(x: LossInputs) -> LossOutput:
@@ -132,7 +164,7 @@ def _kept(x: LossInputs, column: Tensor) -> Tensor:
     return torch.where(x.mask, column.to(torch.promote_types(column.dtype, torch.float32)), 0.0)
 
 
-def _check(epsilon: float, epsilon_high: float | None, epsilon_c: float | None, level: str, kl_mode: str) -> None:
+def _check(epsilon: float, epsilon_high: float | None, epsilon_c: float | None, level: str) -> None:
     """Raises ConfigError for what clipped_surrogate can't carry out."""
     for name, value in (("epsilon", epsilon), ("epsilon_high", epsilon_high)):
         if value is not None and not value >= 0:
@@ -141,5 +173,3 @@ def _check(epsilon: float, epsilon_high: float | None, epsilon_c: float | None, 
         raise ConfigError(f"epsilon_c {epsilon_c!r} must be above 1 (3.0 is usual); None = no dual clip")
     if level not in ("token", "sequence"):
         raise lookup_error("importance level", level, ("token", "sequence"))
-    if kl_mode not in KL_MODES:
-        raise lookup_error("KL mode", kl_mode, KL_MODES)

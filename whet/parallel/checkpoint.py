@@ -133,9 +133,7 @@ def read_state(path: Path) -> dict[str, Any]:
 def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:
     """Writes parameters and persistent buffers, each shared tensor once, masters in place of parameters."""
     tensors: dict[str, Tensor] = {**dict(module.named_parameters()), **_buffers(module), **(masters or {})}
-    save_file(
-        {n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"}
-    )
+    save_file({n: t.detach().cpu().contiguous().clone() for n, t in tensors.items()}, path, metadata={"format": "pt"})
 
 
 def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:

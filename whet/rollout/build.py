@@ -80,6 +80,12 @@ def make_engine(
     options: dict[str, Any] = {"decode": decode}
     if spec == "vanilla":
         options |= {"max_batch": config.max_batch_size, "kv_cache_tokens": config.kv_cache_tokens}
+    elif spec == "hf":
+        options["batch_size"] = config.max_batch_size
+    if spec != "vanilla" and config.kv_cache_tokens is not None:
+        log.warning(
+            "kv_cache_tokens=%d has no effect: only the embedded engine bounds its cache", config.kv_cache_tokens
+        )
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
         inner = made(
@@ -105,8 +111,14 @@ def complete(
 
     Args: address: (seed, step, place of the first prompt). first_id: requests are numbered from it.
     Returns: a group per prompt, in order; completions in the order of generation.
-    Raises: EngineError: the engine lost a request.
+    Raises: EngineError: the engine can't do what the sampling asks for, or lost a request.
     """
+    if sampling.stop and not engine.caps.stop_strings:
+        raise EngineError(
+            f"the engine {type(engine).__name__} knows no stop strings; use stop ids (rollout.eos_tokens)"
+        )
+    if sampling.return_logits and not engine.caps.logits:
+        raise EngineError(f"the engine {type(engine).__name__} gives no logits; use rollout_engine 'vanilla'")
     seed, step, start = address
     requests = [
         Request(

@@ -212,7 +212,6 @@ def test_a_state_of_other_data_or_settings_is_refused():
         (rows(4), {"batch_size": 0}, ConfigError, "batch_size 0"),
         (rows(4), {"batch_size": 2, "seed": -1}, ConfigError, "seed -1"),
         (rows(4), {"batch_size": 2, "last_batch": "keeep"}, ConfigError, "did you mean keep"),
-        (Batches([2]), {"batch_size": 3}, ConfigError, "batches of 2; set it to 2"),
         (iter(rows(4)), {"batch_size": 2, "num_epochs": 2}, ConfigError, "read once"),
         ({"prompts": ["a"]}, {"batch_size": 1}, DataError, "type dict; give a list of rows"),
     ],

@@ -49,7 +49,7 @@ def test_one_update_after_each_rollout_needs_no_old_logprobs(monkeypatch):
     calls = watch(monkeypatch, made.cluster.actor, "logprobs")
     (mini,) = batches_of(monkeypatch, made)
     assert mini.old_logprobs is None and not calls
-    assert made.on_policy and made.updates_per_step == 1
+    assert made.updates_of(4) == 1
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_several_updates_take_the_samplers_logprobs_as_old_ones(monkeypatch, tra
     made = learner(cluster(**training), **algo)
     calls = watch(monkeypatch, made.cluster.actor, "logprobs")
     minis = batches_of(monkeypatch, made)
-    assert len(minis) == updates == made.updates_per_step and not calls
+    assert len(minis) == updates == made.updates_of(4) and not calls
     assert all(torch.equal(m.old_logprobs, m.sampler_logprobs) for m in minis)
 
 
@@ -93,13 +93,14 @@ def test_sampler_correction_compares_the_trainers_logprobs_with_the_samplers(mon
     made = learner(sampler_is="token", sampler_is_threshold=1.5)
     (mini,) = batches_of(monkeypatch, made)
     assert mini.old_logprobs is not None
-    row = made.cluster.actor_trainer.update(mini)
-    assert row["sampler_is/weight_mean"].value == pytest.approx(1.0, abs=1e-5)  # one policy, one code path
-    far = mini.replace(sampler_logprobs=mini.old_logprobs - 1.0)  # e times as likely: truncated at 1.5
-    found = made.cluster.actor_trainer.worker.evaluate(
-        far.replace(weights=torch.ones(mini.num_tokens)), made.loss, entropy=True
-    )
-    assert found["sampler_is/weight"].value == pytest.approx(1.5)
+    logged = learner(sampler_is="token", sampler_is_threshold=1.5).train(rows(4)).rows[0]
+    assert logged["sampler_is/weight_mean"] == pytest.approx(1.0, abs=1e-5)  # one policy, one code path
+    assert logged["sampler_is/weight_min"] == pytest.approx(1.0, abs=1e-4)
+    weights = mini.replace(weights=torch.ones(mini.num_tokens))
+    far = weights.replace(sampler_logprobs=mini.old_logprobs - 1.0)  # e times as likely: truncated at 1.5
+    near = weights.replace(sampler_logprobs=mini.old_logprobs)
+    losses = [made.cluster.actor.evaluate(b, made.loss)["loss"].value for b in (near, far)]
+    assert losses[1] == pytest.approx(1.5 * losses[0], rel=1e-5)
 
 
 # ---- the reference -------------------------------------------------------------------------------------------------
@@ -192,7 +193,7 @@ def test_truncated_completions_are_left_out_where_asked(monkeypatch):
     ends = {"eos_tokens": tuple(range(225, 264))}
     made, plain = (learner(cluster(rollout=ends), mask_truncated_completions=mask) for mask in (True, False))
     (mini,), (all_,) = batches_of(monkeypatch, made), batches_of(monkeypatch, plain)
-    cut = [c.finish_reason == "length" for g in made.scored.groups for c in g.completions]
+    cut = [int(last) not in ends["eos_tokens"] for last in mini.tokens[mini.ends - 1]]
     assert 0 < sum(cut) < 16
     for i, gone in enumerate(cut):
         assert mini.mask[mini.sequence == i].any().item() is not gone

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 from torch import tensor
 
 from whet.errors import ConfigError, DataError
-from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, nll
+from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, grpo_objective, nll
 from whet.types import LossInputs
 
 NAN = math.nan
@@ -65,14 +66,16 @@ def test_dual_clip_bounds_the_loss_of_negative_advantages_only():
 
 
 def test_sampler_weights_multiply_after_the_dual_clip_and_get_no_gradient():
-    weights = tensor([0.5, 2.0], requires_grad=True)
+    sampler = tensor(log(2, 0.5), requires_grad=True)  # weights 1 / 2 and 1 / .5
     x = inputs(log(10, 1), old_logprobs=[0.0, 0.0], advantages=[-1, 1])
-    x = LossInputs(**{**vars(x), "logprobs": x.logprobs.requires_grad_()})
-    loss, metrics = clipped_surrogate(x, epsilon_c=3.0, sampler_is_weights=weights)
+    x = LossInputs(**{**vars(x), "logprobs": x.logprobs.requires_grad_(), "sampler_logprobs": sampler})
+    dual = functools.partial(clipped_surrogate, epsilon_c=3.0)
+    loss, metrics = grpo_objective(x, surrogate=dual, sampler_is_threshold=5.0)
     assert loss.tolist() == pytest.approx([1.5, -2.0])  # .5 * 3, 2 * -1
-    assert metrics["pg_loss"].tolist() == pytest.approx([1.5, -2.0])
+    assert metrics["pg_loss"].tolist() == pytest.approx([3.0, -1.0])  # the surrogate's own
+    assert grpo_objective(x, surrogate=dual, sampler_is_threshold=1.5)[0].tolist() == pytest.approx([1.5, -1.5])
     loss.sum().backward()
-    assert weights.grad is None
+    assert sampler.grad is None
 
 
 def test_without_old_logprobs_the_ratio_is_exactly_one_and_the_gradient_is_the_policy_gradient():
@@ -127,22 +130,25 @@ def test_sequence_level_averages_log_ratios_that_are_held_at_20():
 
 def test_kl_is_added_per_token_and_reported_without_beta():
     x = inputs([-1.0, -2.0], ref_logprobs=[-2.0, -1.0], advantages=[1, 0])
-    loss, metrics = clipped_surrogate(x, beta=0.1)
+    loss, metrics = grpo_objective(x, beta=0.1)
     assert loss.tolist() == pytest.approx([-0.9, -0.1])  # -1 + .1 * 1; 0 + .1 * -1
     assert metrics["kl"].tolist() == [1, -1] and metrics["pg_loss"].tolist() == [-1, 0]
-    plain, metrics = clipped_surrogate(x)
+    assert metrics["kl_loss"].tolist() == pytest.approx([0.1, -0.1])
+    plain, metrics = grpo_objective(x)
     assert plain.tolist() == [-1, 0] and metrics["kl"].tolist() == [1, -1]
-    assert clipped_surrogate(x, beta=1.0, kl_clamp=0.5)[0].tolist() == pytest.approx([-0.5, -0.5])
-    assert "kl" not in clipped_surrogate(inputs([0.0], advantages=[1]))[1]
+    assert grpo_objective(x, beta=1.0, kl_clamp=0.5)[0].tolist() == pytest.approx([-0.5, -0.5])
+    assert "kl" not in grpo_objective(inputs([0.0], advantages=[1]))[1]
 
 
 @pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
 def test_what_stands_at_masked_out_tokens_reaches_nothing(name):
     def run(bad):
         logprobs = tensor([-1.0, bad, -2.0], requires_grad=True)
-        columns = {c: tensor([-1.5, bad, -1.5]) for c in ("old_logprobs", "ref_logprobs", "advantages")}
+        names = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages")
+        columns = {c: tensor([-1.5, bad, -1.5]) for c in names}
         x = LossInputs(sequence=tensor([0, 0, 1]), mask=tensor([True, False, True]), logprobs=logprobs, **columns)
-        loss, metrics = POLICY_LOSSES[name](x, beta=0.1, epsilon_c=3.0, sampler_is_weights=tensor([1.0, bad, 1.0]))
+        surrogate = functools.partial(POLICY_LOSSES[name], epsilon_c=3.0)
+        loss, metrics = grpo_objective(x, surrogate=surrogate, beta=0.1, sampler_is_threshold=2.0)
         loss.sum().backward()
         assert logprobs.grad is not None
         return loss.tolist(), logprobs.grad.tolist(), {k: v.tolist() for k, v in metrics.items()}
@@ -173,7 +179,7 @@ def test_metrics_are_detached_floats_of_one_per_token():
         ref_logprobs=tensor([-1.0, -1.0]),
         advantages=tensor([1.0, 1.0]),
     )
-    _, metrics = clipped_surrogate(x, epsilon_c=3.0, beta=0.1)
+    _, metrics = grpo_objective(x, surrogate=functools.partial(clipped_surrogate, epsilon_c=3.0), beta=0.1)
     assert all(m.shape == (2,) and m.dtype == torch.float32 and not m.requires_grad for m in metrics.values())
 
 
@@ -196,9 +202,11 @@ def test_what_can_t_be_carried_out_is_refused():
     with pytest.raises(ConfigError, match="unknown importance level 'tokens'; did you mean token"):
         clipped_surrogate(x, level="tokens")
     with pytest.raises(ConfigError, match="unknown KL mode"):
-        clipped_surrogate(x, kl_mode="k9")
+        grpo_objective(x, kl_mode="k9")
     with pytest.raises(DataError, match="needs ref_logprobs"):
-        clipped_surrogate(x, beta=0.1)
+        grpo_objective(x, beta=0.1)
+    with pytest.raises(DataError, match="needs sampler_logprobs"):
+        grpo_objective(x, sampler_is_threshold=2.0)
     with pytest.raises(DataError, match="needs advantages"):
         clipped_surrogate(inputs([0.0]))
 

@@ -1,0 +1,73 @@
+"""Checkpoints of a cluster's roles: every trained worker and the run's own state in one folder, whole or absent."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.config import Role
+from whet.parallel.checkpoint import checkpoints, discard, find_checkpoint, publish, read_state, sweep
+from whet.role_trainer import RoleTrainer
+
+__all__ = ["Checkpoints"]
+
+
+class Checkpoints:
+    """Saves and restores the trained roles.
+
+    Args: root: where the folders lie; None = none are written. trainers: the roles that are trained.
+    """
+
+    def __init__(self, root: str | Path | None, trainers: Mapping[Role, RoleTrainer]) -> None:
+        self.root = None if root is None else Path(root)
+        self.trainers = trainers
+
+    def find(self, resume: str) -> Path | None:
+        """The checkpoint that `resume` names: see parallel.find_checkpoint."""
+        return find_checkpoint(resume, self.root)
+
+    def sweep(self) -> None:
+        """Removes what a kill left half written. Only where the run folder is locked: another may be writing it."""
+        if self.root is not None:
+            sweep(self.root)
+
+    def discard(self, *, after: int) -> None:
+        """Removes the checkpoints of steps that a run resumed before them will take anew."""
+        for folder in [] if self.root is None else checkpoints(self.root):
+            if int(folder.name.removeprefix("step-")) > after:
+                discard(folder)
+
+    def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
+        """Writes the checkpoint of a step.
+
+        Args: state: the run's own, plain containers and tensors. tokenizer: beside the weights, so that transformers
+            loads them. keep: folders to keep; None = all.
+        Returns: the folder; None where there is no root.
+        """
+        if self.root is None:
+            return None
+
+        def write(folder: Path) -> None:
+            for role, trainer in self.trainers.items():
+                (folder / role.value).mkdir()
+                trainer.worker.save(folder / role.value)
+                tokenizer.save_pretrained(folder / role.value)
+            updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
+            torch.save({**state, "updates": updates}, folder / "run.pt")
+
+        return publish(self.root, step, write, keep=keep)
+
+    def load(self, folder: Path) -> None:
+        """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit."""
+        updates = self.state(folder)["updates"]
+        for role, trainer in self.trainers.items():
+            trainer.worker.load(folder / role.value)
+            trainer.train_steps = updates[role.value]
+
+    @staticmethod
+    def state(folder: Path) -> dict[str, Any]:
+        """The run's own state in a checkpoint."""
+        return read_state(folder / "run.pt")
