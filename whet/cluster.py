@@ -22,7 +22,7 @@ from whet.data.padded import left_padded, padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
 from whet.errors import ConfigError, DataError
-from whet.models.load import load_model
+from whet.models.load import checkpoint_activations, load_model
 from whet.models.precision import compute_dtype
 from whet.observe.buffer import MetricsBuffer
 from whet.observe.trace import Trace
@@ -118,7 +118,7 @@ class RLCluster:
             noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
             dtype = compute_dtype(noted or given.dtype, loaded)
             if given.gradient_checkpointing:
-                loaded.module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+                checkpoint_activations(loaded.module)
         else:
             loaded, dtype = load_model(given, device=next(given.parameters()).device, role=role.value), None
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()

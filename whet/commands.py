@@ -68,8 +68,6 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     say("  task: 2*2+4*3= -> 4+4*3=4+12=16. The warm start imitates right steps in any order; the reward sees the end.")
     summary = grpo(config)
     folder = Path(summary["run_dir"])
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    plot_curves(rows, folder / "curves.png", {"reward (train) and held-out accuracy (eval)": ("reward",)})
     say("")
     for line in stories(folder, summary["steps"]):
         say(line)
@@ -108,7 +106,9 @@ def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
         actor=config.actor,
         reference=reference,
         tokenizer=config.tokenizer or config.actor.model,
-        cluster_config=ClusterConfig(rollout_config=config.rollout, training_config=config.trainer),
+        cluster_config=ClusterConfig(
+            rollout_engine=config.rollout_engine, rollout_config=config.rollout, training_config=config.trainer
+        ),
     )
     taken = DataConfig()  # what the rows were read by: done
     own = {
@@ -163,10 +163,12 @@ def summarise(run: Run, config: RunConfig, seconds: float) -> dict[str, Any]:
     }
     if evals:
         found |= {
-            "accuracy_before": evals[0]["reward"],
-            "accuracy_after": evals[-1]["reward"],
+            "eval_reward_before": evals[0]["reward"],
+            "eval_reward_after": evals[-1]["reward"],
             "eval_prompts": int(evals[-1]["prompts/count"]),
         }
+        if "accuracy" in evals[0] and "accuracy" in evals[-1]:
+            found |= {"accuracy_before": evals[0]["accuracy"], "accuracy_after": evals[-1]["accuracy"]}
     return found
 
 

@@ -76,7 +76,7 @@ def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, 
     assert {"config.yaml", "environment.json", "metrics.jsonl", "completions", "checkpoints", "final"} <= names
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["steps"] == 2 and summary["eval_prompts"] == 2
-    assert {"accuracy_before", "accuracy_after", "reward_first", "reward_last"} <= summary.keys()
+    assert {"eval_reward_before", "eval_reward_after", "reward_first", "reward_last"} <= summary.keys()
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["actor"]["optim"]["lr"] == 0.01 and config["data"]["batch_size"] == 4
     assert "versions" in json.loads((folder / "environment.json").read_text())

@@ -42,6 +42,8 @@ class RunConfig:
     """The loop."""
     reward: str | list[str] | dict[str, Float] | None = None
     """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight."""
+    rollout_engine: str = "vanilla"
+    """"vanilla" = the embedded engine, "hf" = transformers' own decoding, or "package.module:Class"."""
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer; None = the actor's."""
 

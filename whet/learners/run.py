@@ -29,7 +29,7 @@ from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.learners.report import completion_columns, rewarded_metrics, spread
-from whet.metrics import Metric, flat, merge
+from whet.metrics import Mean, Metric, flat, merge
 from whet.observe.environment import environment, noted_environment
 from whet.observe.loggers import Loggers
 from whet.observe.progress import Progress
@@ -243,6 +243,8 @@ class Run:
         known = [g[~np.isnan(g)] for g in each]
         best = np.array([g.max() for g in known if len(g)])
         metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best) if generations > 1 else {})
+        if np.isin(rewarded.total, (0.0, 1.0)).all():
+            metrics = merge(metrics, {"accuracy": Mean(float(rewarded.total.sum()), len(rewarded.total))})
         row = {**flat(metrics), **cluster.take_metrics(step, Mode.EVAL), "time/eval": time.monotonic() - started}
         self._store(step, Mode.EVAL, rewarded, batch)
         self._log(step, Mode.EVAL, row)

@@ -19,12 +19,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
+from transformers.utils import logging as transformers_logging
 
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, lookup_error, nearest
 from whet.models.attention import ATTENTION, SegmentLayout
 from whet.models.heads import Head, detect_head, with_value_head
 
-__all__ = ["LoadedModel", "load_model", "save_model"]
+__all__ = ["LoadedModel", "checkpoint_activations", "load_model", "save_model"]
 
 logger = logging.getLogger("whet")
 
@@ -106,6 +107,14 @@ def load_model(
     return loaded
 
 
+def checkpoint_activations(module: PreTrainedModel) -> None:
+    """Makes a model recompute its activations in the backward pass, under either of transformers' names for it."""
+    if hasattr(module, "activation_checkpointing_enable"):  # the older name warns where this one is there
+        module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
 def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
     """Writes a model in Hugging Face's format (safetensors); an actor loads with plain transformers.
 
@@ -116,7 +125,13 @@ def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    loaded.module.save_pretrained(folder)
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # it would write over whet's own
+    try:
+        loaded.module.save_pretrained(folder)
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
@@ -133,11 +148,16 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _read(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Tensor | None]:
     """The module of a folder or hub name, and the value head where one was saved there."""
+    folder = Path(path).expanduser()
+    if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
+        raise ConfigError(f"no model folder {path!r}{nearest(folder.name, beside) or '; check the path'}")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"can't read a model at {path!r}: {error}; give a folder with config.json or a hub name"
+            + nearest(path, [p.name for p in Path().iterdir() if p.is_dir()])
         ) from error
     _check_config(config, path)
     critic = "whet_value_head" in vars(config)
