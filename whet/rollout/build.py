@@ -14,7 +14,7 @@ from whet.config import RolloutConfig
 from whet.errors import EngineError
 from whet.models.load import LoadedModel
 from whet.ops import Support
-from whet.rollout.base import Request, RolloutEngine, Sampling
+from whet.rollout.base import Output, Request, RolloutEngine, Sampling
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["complete", "make_engine", "sampling_of", "support_of"]
@@ -88,12 +88,7 @@ def make_engine(
         )
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
-        inner = made(
-            rollout_actor=loaded.module,
-            tokenizer=tokenizer,
-            mesh=mesh,
-            rollout_config=config,
-        )
+        inner = made(rollout_actor=loaded.module, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
         return BaseRolloutAdapter(inner, decode=decode, rollout_config=config)
     return made(loaded, **options)
 
@@ -131,31 +126,34 @@ def complete(
         for i, p in enumerate(prompts)
         for g in range(num_generations)
     ]
+    done = _run(engine, requests)
+    made = [[done[first_id + i * num_generations + g] for g in range(num_generations)] for i in range(len(prompts))]
+    return [Group(prompt=p, completions=_completions(outputs)) for p, outputs in zip(prompts, made, strict=True)]
+
+
+def _completions(outputs: Sequence[Output]) -> tuple[Completion, ...]:
+    """The completions of one prompt, in the order of generation."""
+    return tuple(
+        Completion(
+            tokens=np.asarray(o.tokens, np.int32),
+            logprobs=np.asarray(o.logprobs, np.float32),
+            versions=np.asarray(o.versions, np.int32),
+            finish_reason=o.finish_reason,
+            generation=g,
+            info={} if o.logits is None else {"logits": o.logits},
+        )
+        for g, o in enumerate(outputs)
+    )
+
+
+def _run(engine: RolloutEngine, requests: Sequence[Request]) -> dict[int, Output]:
+    """The outputs of requests by id, once all are finished."""
     engine.submit(requests)
-    done = {}
+    done: dict[int, Output] = {}
     while len(done) < len(requests):
         outputs = engine.poll()
         if not outputs:
-            lost = [r.id for r in requests if r.id not in done]
-            raise EngineError(f"the engine is at rest, but {len(lost)} of {len(requests)} requests never came back")
+            lost = len(requests) - len(done)
+            raise EngineError(f"the engine is at rest, but {lost} of {len(requests)} requests never came back")
         done |= {o.id: o for o in outputs}
-    groups = []
-    for i, p in enumerate(prompts):
-        made = [done[first_id + i * num_generations + g] for g in range(num_generations)]
-        groups.append(
-            Group(
-                prompt=p,
-                completions=tuple(
-                    Completion(
-                        tokens=np.asarray(o.tokens, np.int32),
-                        logprobs=np.asarray(o.logprobs, np.float32),
-                        versions=np.asarray(o.versions, np.int32),
-                        finish_reason=o.finish_reason,
-                        generation=g,
-                        info={} if o.logits is None else {"logits": o.logits},
-                    )
-                    for g, o in enumerate(made)
-                ),
-            )
-        )
-    return groups
+    return done
