@@ -1,12 +1,12 @@
 # make demo, make test: everything from a bare machine with Python 3.11 or newer and make.
 SHELL  := /bin/sh
 VENV   ?= .venv
-EXTRAS ?= dev
 SEED   ?= 0
 PYTHON ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
             command -v $$p >/dev/null 2>&1 && $$p -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed-$(EXTRAS)
+STAMP  := $(VENV)/.installed-dev
+DEMO   := $(VENV)/.installed-plot
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
@@ -15,14 +15,14 @@ STAMP  := $(VENV)/.installed-$(EXTRAS)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
 
-$(STAMP): pyproject.toml
+$(VENV)/.installed-%: pyproject.toml
 	@test -n "$(PYTHON)" || { echo "whet needs Python 3.11 or newer with venv (Debian: apt install python3-venv); try: make PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || { echo "making $(VENV) with $(PYTHON)"; $(PYTHON) -m venv $(VENV); }
-	@echo "installing whet and its dependencies into $(VENV) (a few minutes the first time)"
-	@$(BIN)/python -m pip install --disable-pip-version-check --quiet -e '.[$(EXTRAS)]'
+	@echo "installing whet[$*] and its dependencies into $(VENV) (a few minutes the first time)"
+	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -e '.[$*]'
 	@touch $@
 
-demo: $(STAMP)  ## train a small model by GRPO, about 4 minutes (SEED=n)
+demo: $(DEMO)  ## train a small model by GRPO, about 4 minutes (SEED=n)
 	@$(BIN)/python -m whet.cli demo seed=$(SEED)
 
 test: $(STAMP)  ## the test suite, on the CPU

@@ -43,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             _run(verb, words)
         sys.stdout.flush()
-    except KeyboardInterrupt:
-        _say("\nstopped")
+    except KeyboardInterrupt as stop:
+        _say(f"\n{stop}" if str(stop) else "\nstopped")
         return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -64,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(verb: str, words: list[str]) -> None:
     config = None
     if verb == "grpo":
-        from whet.config import dump, load_run
+        from whet.config import check_complete, dump, load_run
 
         printing = [w for w in words if w in ("--print_config", "--print-config")]
         config = load_run([w for w in words if w not in printing])
         if printing:
             _print(dump(config), end="")
             return
+        check_complete(config)
     from whet.observe.progress import setup_logging
 
     setup_logging()
@@ -97,10 +98,12 @@ def _verb_help(verb: str) -> str:
         )
     from whet.config import SHORT, RunConfig, show
 
+    keys = show(RunConfig, SHORT, hidden=("rollout_vllm_", "rollout_sglang_"))
     return (
         f"usage: whet grpo [--config FILE ...] [--print_config] [key=value ...]\n\n{VERBS['grpo']}\n\n"
         "Files are read first, in order; then key=value, with or without leading dashes. --print_config prints the\n"
-        f"settled configuration as YAML and ends.\n\nKeys:\n{show(RunConfig, SHORT)}"
+        f"settled configuration as YAML and ends.\n\nKeys:\n{keys}\n\n"
+        "Keys of vLLM and SGLang (rollout.rollout_vllm_*, rollout.rollout_sglang_jax_*) are accepted without effect."
     )
 
 

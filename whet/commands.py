@@ -5,18 +5,34 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from whet.cluster import RLCluster
-from whet.config import ClusterConfig, DataConfig, Mode, RoleConfig, RunConfig, dump_tree, load_run
+from whet.config import (
+    ClusterConfig,
+    DataConfig,
+    Mode,
+    RoleConfig,
+    RunConfig,
+    check_complete,
+    dump_tree,
+    load_run,
+)
 from whet.data.order import hold_out
 from whet.data.sources import load_rows
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.run import Run
+from whet.models.precision import probe_threads
+from whet.observe.environment import noted_environment
 from whet.observe.plots import plot_curves
 from whet.parallel.comm import require_single_process
 from whet.refs import is_ref, resolve_ref
@@ -36,11 +52,13 @@ def grpo(config: RunConfig) -> dict[str, Any]:
     from transformers.utils import logging as transformers_logging
 
     require_single_process()
+    check_complete(config)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     config = _with_run_dir(config)
     folder = Path(config.trainer.run_dir or "")
     log.info("run folder: %s", folder)
+    _settle_threads(config)
     config = _with_model(config, folder)
     learner, train_ds, eval_ds = build(config)
     try:
@@ -51,6 +69,8 @@ def grpo(config: RunConfig) -> dict[str, Any]:
     (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     plot_curves(run.rows, folder / "curves.png")
     log.info("%d steps in %.0f s; final model: %s", run.step, summary["train_seconds"], folder / "final")
+    if "eval_reward_before" in summary:
+        log.info("evaluation reward: %.3f -> %.3f", summary["eval_reward_before"], summary["eval_reward_after"])
     return summary
 
 
@@ -79,7 +99,8 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     say(f"time: {summary['train_seconds']:.0f} s for warm start, training and evaluation")
     say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
     say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
-    say(f"next: whet grpo --config {recipe} algo.num_generations=16 trainer.max_steps=50")
+    whet = f"{sys.executable} -m whet.cli grpo" if shutil.which("whet") is None else "whet grpo"
+    say(f"next: {whet} --config {recipe} model={folder / 'start'} algo.num_generations=16 trainer.max_steps=50")
     return summary
 
 
@@ -88,14 +109,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 
 def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
-    if config.actor.model is None:
-        raise ConfigError("no model; write model=<hub name or folder>")
-    if config.data.path is None:
-        raise ConfigError("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
-    if config.critic is not None:
-        raise ConfigError("critic: GRPO has no critic, and PPO is not part of this release; leave it out")
-    if not config.reward_names:
-        raise ConfigError("no reward; write reward=file.py:function, or the name of one of whet's own")
+    check_complete(config)
     train_ds, eval_ds = data(config)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
@@ -131,8 +145,19 @@ def data(config: RunConfig) -> tuple[Any, Any]:
     return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)
 
 
+def _settle_threads(config: RunConfig) -> None:
+    """Sets torch's threads: as OMP_NUM_THREADS says, as the run had them where it is resumed, or by a probe."""
+    if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
+        return
+    noted = noted_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
+    threads = min(noted or probe_threads(), torch.get_num_threads())
+    if threads < torch.get_num_threads():
+        log.info("using %d thread: the other cores are busy, or the model is too small for them", threads)
+        torch.set_num_threads(threads)
+
+
 def _with_run_dir(config: RunConfig) -> RunConfig:
-    """A run folder where none was given: runs/<date>-<time>; the newest one there for resume=latest."""
+    """A run folder where none was given: runs/<date>-<time>."""
     if config.trainer.run_dir is not None:
         return config
     folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
@@ -203,7 +228,5 @@ class _Say:
     """Lines for a person on standard output."""
 
     def __call__(self, line: str) -> None:
-        import sys
-
         sys.stdout.write(line + "\n")
         sys.stdout.flush()

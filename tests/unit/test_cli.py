@@ -9,6 +9,12 @@ from whet.cli import VERBS, main
 from whet.config import RunConfig
 from whet.errors import ConfigError, DataError
 
+WHOLE = ["model=m", "data=d.jsonl", "reward=exact_match"]
+
+
+def whole():
+    return {"actor": {"model": "m"}, "data": {"path": "d.jsonl"}, "reward": "exact_match"}
+
 
 @pytest.fixture
 def verbs(monkeypatch):
@@ -29,8 +35,8 @@ def failing(monkeypatch, error):
 
 
 def test_grpo_is_given_the_checked_configuration(verbs):
-    assert main(["grpo", "model=m", "algo.beta=0.0"]) == 0
-    assert verbs == [RunConfig(actor={"model": "m"}, algo={"beta": 0.0})]
+    assert main(["grpo", *WHOLE, "algo.beta=0.0"]) == 0
+    assert verbs == [RunConfig(**whole(), algo={"beta": 0.0})]
 
 
 def test_the_demo_is_given_its_words(verbs):
@@ -38,11 +44,11 @@ def test_the_demo_is_given_its_words(verbs):
 
 
 def test_print_config_prints_yaml_and_runs_nothing(verbs, capsys, tmp_path):
-    assert main(["grpo", "--print_config", "model=m"]) == 0
+    assert main(["grpo", "--print_config", *WHOLE]) == 0
     text = capsys.readouterr().out
     (tmp_path / "c.yaml").write_text(text)
     assert verbs == [] and main(["grpo", "--config", str(tmp_path / "c.yaml")]) == 0
-    assert verbs == [RunConfig(actor={"model": "m"})]
+    assert verbs == [RunConfig(**whole())]
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
@@ -88,15 +94,15 @@ def test_whet_debug_shows_where_an_error_came_from(verbs, monkeypatch):
 
 def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(verbs, monkeypatch, capsys):
     failing(monkeypatch, DataError("no column 'prompt'"))
-    assert main(["grpo"]) == 2 and capsys.readouterr().err == "whet grpo: no column 'prompt'\n"
+    assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "whet grpo: no column 'prompt'\n"
     failing(monkeypatch, ZeroDivisionError())
     with pytest.raises(ZeroDivisionError):
-        main(["grpo"])
+        main(["grpo", *WHOLE])
 
 
 def test_ctrl_c_is_status_130(verbs, monkeypatch, capsys):
     failing(monkeypatch, KeyboardInterrupt())
-    assert main(["grpo"]) == 130 and "Traceback" not in capsys.readouterr().err
+    assert main(["grpo", *WHOLE]) == 130 and "Traceback" not in capsys.readouterr().err
 
 
 def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(verbs, monkeypatch, capsys):
@@ -104,7 +110,7 @@ def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(verbs, mon
     assert main(["version"]) == 0 and main(["grpo", "x=1"]) == 2
     assert capsys.readouterr() == ("", "")
     failing(monkeypatch, DataError("rank 1's own"))
-    assert main(["grpo"]) == 2 and capsys.readouterr().err == "[rank 1] whet grpo: rank 1's own\n"
+    assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "[rank 1] whet grpo: rank 1's own\n"
 
 
 def test_the_module_runs_as_a_program_and_help_imports_the_standard_library_alone():

@@ -7,7 +7,7 @@ from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import RolloutConfig
-from whet.config.run import SHORT, RunConfig, load_run
+from whet.config.run import SHORT, RunConfig, check_complete, load_run
 from whet.config.training import (
     BatchSizes,
     CheckpointingOptions,
@@ -38,6 +38,7 @@ __all__ = [
     "RunConfig",
     "TrainingConfig",
     "check",
+    "check_complete",
     "config",
     "diff",
     "dump",

@@ -17,9 +17,9 @@ class AlgorithmConfig:
     algo_variant: str = "grpo"
     """Tunix's name of the algorithm. No effect: the parts below say it all."""
     advantage_estimator: str | Fn = "grpo"
-    """Rewards -> advantages."""
+    """Rewards -> advantages: grpo, drgrpo, rloo, a function or "package.module:function"."""
     policy_loss_fn: str | Fn = "grpo"
-    """Logprobs and advantages -> a loss per token."""
+    """Logprobs and advantages -> a loss per token: grpo, gspo-token, ppo, a function or "package.module:function"."""
     reward_manager: str | Fn = "sequence-level"
     """How the rewards of several functions become one."""
     reward_weights: tuple[Float, ...] | None = None
@@ -61,7 +61,8 @@ class GRPOConfig(AlgorithmConfig):
     loss_algo: Literal["grpo", "gspo-token"] | str = "grpo"
     """Ratio of each token (grpo) or of the whole sequence (gspo-token)."""
     loss_agg_mode: str | Fn = "sequence-mean-token-mean"
-    """How the losses of tokens become one: the weight of every token."""
+    """How the losses of tokens become one: token-mean, sequence-mean-token-mean, sequence-mean-token-scale,
+    seq-mean-token-sum, sequence-mean-token-sum-norm, or a function that gives every token its weight."""
     loss_agg_norm: Float | None = None
     """The constant of the modes that divide by one; None = their default."""
     use_rollout_logps: Bool = True

@@ -226,13 +226,15 @@ def _one_line(value: Any) -> str:
     )
 
 
-def show(cls: type, short: Mapping[str, str] | None = None) -> str:
+def show(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[str] = ()) -> str:
     """Help: every key with its default, its type and its docstring; then the shorthands.
 
-    Args: cls: a configuration class. short: shorthand -> full key.
+    Args: cls: a configuration class. short: shorthand -> full key. hidden: beginnings of names that are left out.
     """
     lines = []
     for key, field, owner in leaves(cls):
+        if field.name.startswith(tuple(hidden)):
+            continue
         if field.default_factory is not dataclasses.MISSING:
             default: Any = field.default_factory()
         else:

@@ -15,7 +15,7 @@ from whet.config.rollout import RolloutConfig
 from whet.config.training import RLTrainingConfig
 from whet.errors import ConfigError
 
-__all__ = ["SHORT", "RunConfig", "load_run"]
+__all__ = ["SHORT", "RunConfig", "check_complete", "load_run"]
 
 
 @config
@@ -70,6 +70,27 @@ class RunConfig:
     def reward_weights(self) -> tuple[float, ...] | None:
         """Their weights, from `reward` or from `algo`; None = 1.0 each."""
         return tuple(self.reward.values()) if isinstance(self.reward, dict) else self.algo.reward_weights
+
+
+def check_complete(config: RunConfig) -> None:
+    """Raises ConfigError, all at once, where a run lacks what nothing can stand in for.
+
+    >>> check_complete(RunConfig(reward="exact_match"))
+    Traceback (most recent call last):
+    whet.errors.ConfigError: no model; write model=<hub name or folder>
+    no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
+    """
+    missing = []
+    if config.actor.model is None:
+        missing.append("no model; write model=<hub name or folder>")
+    if config.data.path is None:
+        missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
+    if not config.reward_names:
+        missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
+    if config.critic is not None:
+        missing.append("critic: GRPO has no critic, and PPO is not part of this release; leave it out")
+    if missing:
+        raise ConfigError("\n".join(missing))
 
 
 SHORT: dict[str, str] = {

@@ -133,7 +133,7 @@ class TrainingConfig:
     data_shuffle_seed: Int | None = None
     """Seed of the order of the data; None = seed."""
     run_dir: str | None = None
-    """Run folder; None = none is written."""
+    """Run folder. None: `whet grpo` makes runs/<date>-<time>; from Python none is written."""
     loggers: Items = ()
     """Names (tensorboard, wandb, trackio, package.module:name) or objects with log(step, values) and close()."""
     resume: str | None = None

@@ -28,6 +28,7 @@ from whet.data.order import PromptStream
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
+from whet.learners.interrupts import Interrupts
 from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Mean, Metric, flat, merge
 from whet.observe.environment import environment, noted_environment
@@ -65,6 +66,8 @@ class Run:
         self.progress: Progress | None = None
         self.tokens = 0
         self._eval_prompts: list[Prompt] | None = None
+        self._silent = 0
+        self._stop = Interrupts()
 
     # ---- opening -------------------------------------------------------------------------------------------------
 
@@ -130,6 +133,7 @@ class Run:
         )
         if self.eval_ds is not None and self.step == 0:
             self.evaluate(0)
+        self._stop.listen()
         self.progress = Progress(total, description=c.pbar_description, start=self.step)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
@@ -171,6 +175,14 @@ class Run:
             self.step_started = time.monotonic()
             self.cluster.trace.times()
             yield self.step + 1, prompts
+            if self._stop.asked:
+                self.save()
+                where = (
+                    f"checkpoint: {self.checkpoints.root}/step-{self.step:06d}"
+                    if self.checkpoints.root
+                    else "no run_dir"
+                )
+                raise KeyboardInterrupt(f"stopped after step {self.step} ({where}); go on with trainer.resume=latest")
             if self.config.max_steps is not None and self.step >= self.config.max_steps:
                 return
 
@@ -192,6 +204,7 @@ class Run:
         }
         self._log(step, Mode.TRAIN, row)
         self._store(step, Mode.TRAIN, rewarded, batch)
+        self._watch_signal(row["frac_reward_zero_std"], rewarded)
         shown = {n: row[n] for n in self.cluster.actor_trainer.displayed if n in row}
         speed = row["perf/tokens_per_second"]
         assert self.progress is not None
@@ -200,6 +213,19 @@ class Run:
             self.evaluate(step)
         if self._save_due(step):
             self.save()
+
+    def _watch_signal(self, without: float, rewarded: Rewarded) -> None:
+        """Says so where three steps in a row had no group whose rewards differ: nothing is learned from them."""
+        self._silent = self._silent + 1 if without == 1.0 else 0
+        if self._silent == 3:
+            group, text = rewarded.groups[0], rewarded.texts[0][0]
+            log.warning(
+                "3 steps without a group whose rewards differ: nothing is learned. To %.80r the model said %.80r, "
+                "reward %s. Look at completions/; check the reward, raise algo.num_generations or the temperature",
+                group.prompt.source,
+                text,
+                rewarded.total[0],
+            )
 
     def _epoch(self) -> float:
         """Passes over the data so far; NaN where it has no length."""
@@ -248,6 +274,7 @@ class Run:
         row = {**flat(metrics), **cluster.take_metrics(step, Mode.EVAL), "time/eval": time.monotonic() - started}
         self._store(step, Mode.EVAL, rewarded, batch)
         self._log(step, Mode.EVAL, row)
+        log.info("eval, step %d: reward %.3f  (%d prompts, %.1f s)", step, row["reward"], len(groups), row["time/eval"])
         return row
 
     def _encode_eval(self) -> list[Prompt]:
@@ -349,6 +376,7 @@ class Run:
             self._close()
 
     def _close(self) -> None:
+        self._stop.release()
         if self.progress is not None:
             self.progress.__exit__()
         if self.loggers is not None:

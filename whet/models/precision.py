@@ -15,7 +15,7 @@ from torch import nn
 from whet.errors import ConfigError
 from whet.models.load import LoadedModel
 
-__all__ = ["DTYPES", "compute_dtype", "probe_bf16"]
+__all__ = ["DTYPES", "compute_dtype", "probe_bf16", "probe_threads"]
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -41,16 +41,37 @@ def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
     return torch.bfloat16 if probe_bf16(width) >= 1.3 else torch.float32
 
 
-def probe_bf16(width: int, rows: int = 512, trials: int = 5) -> float:
-    """How many times faster bf16 is than fp32 here, forward and backward through an MLP of a width; best of trials."""
-    seconds = {}
-    for dtype in DTYPES.values():
-        mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.SiLU(), nn.Linear(3 * width, width)).to(dtype)
-        x = torch.ones(rows, width, dtype=dtype)
-        times = []
-        for _ in range(trials):
-            start = time.perf_counter()
-            mlp(x).sum().backward()
-            times.append(time.perf_counter() - start)
-        seconds[dtype] = min(times)
-    return seconds[torch.float32] / seconds[torch.bfloat16]
+def probe_bf16(width: int, rows: int = 512) -> float:
+    """How many times faster bf16 is than fp32 here, forward and backward through an MLP of a width."""
+    return min(_mlp_seconds(width, rows, torch.float32, 5)) / min(_mlp_seconds(width, rows, torch.bfloat16, 5))
+
+
+def probe_threads(width: int = 128, rows: int = 1024) -> int:
+    """How many threads torch should use on this CPU now: all that it has, or one.
+
+    A parallel region ends when its slowest thread does, so where another process has the other cores, two threads can
+    be ten times slower than one. Times an MLP of a small model both ways, twice in turn, and keeps all threads only
+    where their usual time (the median, not the best) is lower.
+
+    Returns: the number of threads; torch's setting is as it was.
+    """
+    available = torch.get_num_threads()
+    seconds: dict[int, list[float]] = {1: [], available: []}
+    for _ in range(2):
+        for threads in seconds:
+            torch.set_num_threads(threads)
+            seconds[threads] += _mlp_seconds(width, rows, torch.float32, 15)[3:]
+    torch.set_num_threads(available)
+    return min(seconds, key=lambda threads: sorted(seconds[threads])[len(seconds[threads]) * 3 // 4])
+
+
+def _mlp_seconds(width: int, rows: int, dtype: torch.dtype, trials: int) -> list[float]:
+    """Seconds of forward and backward passes through an MLP."""
+    mlp = nn.Sequential(nn.Linear(width, 3 * width), nn.SiLU(), nn.Linear(3 * width, width)).to(dtype)
+    x = torch.ones(rows, width, dtype=dtype)
+    times = []
+    for _ in range(trials):
+        start = time.perf_counter()
+        mlp(x).sum().backward()
+        times.append(time.perf_counter() - start)
+    return times

@@ -18,8 +18,10 @@ import math
 import reprlib
 import threading
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -323,6 +325,11 @@ def _like_here(run: Callable[[], None]) -> Callable[[], None]:
 def _raised(name: str, error: BaseException) -> RewardError:
     """The error for a function that raised."""
     text = f"reward function {name} raised {type(error).__name__}: {error}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename != __file__:
+        text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
+    if isinstance(error, AttributeError) and "'list' object" in str(error):
+        text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
     if "main thread" in str(error) or "threaded environment" in str(error):
         text += "; set the reward timeout to None, and it is called on the main thread"
     failed = RewardError(text)

@@ -1,5 +1,6 @@
 """The loggers with their real packages, where those are installed."""
 
+import time
 from importlib.util import find_spec
 
 import pytest
@@ -19,8 +20,11 @@ def test_wandb_writes_an_offline_run_without_a_network(tmp_path, monkeypatch):
     loggers.close()
     files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 1
-    text = files[0].read_bytes()
-    assert b"train/reward" in text and b"eval/reward" in text and b"0.75" in text
+    wanted = (b"train/reward", b"eval/reward", b"0.75")
+    until = time.monotonic() + 30  # wandb's own process writes the file
+    while not all(w in files[0].read_bytes() for w in wanted) and time.monotonic() < until:
+        time.sleep(0.2)
+    assert all(w in files[0].read_bytes() for w in wanted)
 
 
 @pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed; pip install 'whet[trackio]'")
