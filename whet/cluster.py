@@ -30,7 +30,7 @@ from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling
-from whet.rollout.build import complete, make_engine, sampling_of, support_of
+from whet.rollout.build import complete, describe_engine, make_engine, sampling_of, support_of
 from whet.types import Group, Message, Prompt, RolloutOutput
 from whet.worker import Metrics, ModelWorker
 
@@ -442,6 +442,10 @@ class RLCluster:
         """Takes `state` back after the workers were loaded; the engine gets their weights."""
         self._next_id, self._calls, self.global_steps = state["next_id"], state["calls"], step
         self._update_engine()
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen for this machine: compute dtypes and the engine's paths."""
+        return {"compute_dtype": self.dtypes, "rollout": describe_engine(self._engine)}
 
     @property
     def trainers(self) -> Mapping[Role, RoleTrainer]:

@@ -141,9 +141,9 @@ class Run:
     def _note_environment(self, resumed: bool) -> None:
         """Writes environment.json; a resumed run says what is other than it was, since that may move the last bits."""
         assert self.folder is not None
-        now = {**environment(), "compute_dtype": self.cluster.dtypes}
+        now = {**environment(), **self.cluster.describe()}
         before = noted_environment(self.folder.path)
-        parts = ("versions", "cpu", "threads", "devices", "compute_dtype")
+        parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "rollout")
         changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
         if changed:
             old, new = ({k: e.get(k) for k in changed} for e in (before, now))

@@ -17,7 +17,7 @@ from whet.ops import Support
 from whet.rollout.base import Output, Request, RolloutEngine, Sampling
 from whet.types import Completion, Group, Prompt
 
-__all__ = ["complete", "make_engine", "sampling_of", "support_of"]
+__all__ = ["complete", "describe_engine", "make_engine", "sampling_of", "support_of"]
 
 log = logging.getLogger("whet")
 
@@ -91,6 +91,13 @@ def make_engine(
         inner = made(rollout_actor=loaded.module, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
         return BaseRolloutAdapter(inner, decode=decode, rollout_config=config)
     return made(loaded, **options)
+
+
+def describe_engine(engine: RolloutEngine) -> dict[str, str]:
+    """What runs the rollout, for a run's notes: the class, and the embedded engine's choice of paths."""
+    from whet.rollout.engine import EmbeddedEngine
+
+    return {"engine": type(engine).__name__, **(engine.paths if isinstance(engine, EmbeddedEngine) else {})}
 
 
 def complete(
