@@ -74,7 +74,7 @@ class _Block:
         qkv = self.qkv(_rms(h, self.before)).view(h.shape[0], -1, size)
         qk, v = qkv[:, : -self.kv], qkv[:, -self.kv :]
         if self.qk_norms is not None:
-            qk = F.rms_norm(qk, (size,), None, self.qk_norms[0].variance_epsilon).mul_(self.qk_weight)  # pyright: ignore
+            qk = _rms(qk, self.qk_norms[0], self.qk_weight)
         qk = torch.addcmul(qk * cos, qk.roll(size // 2, -1), sin)
         q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (qk[:, : -self.kv], qk[:, -self.kv :], v))
         seen = layout.attend(self.number, q, k, v, **self.options)  # [B, H, T, D]
@@ -83,9 +83,15 @@ class _Block:
         return self.down(self.act(gate).mul_(up)).add_(h)
 
 
-def _rms(x: Tensor, norm: nn.Module) -> Tensor:
-    """An RMSNorm module's result."""
-    return F.rms_norm(x, x.shape[-1:], norm.weight, norm.variance_epsilon)  # pyright: ignore
+def _rms(x: Tensor, norm: nn.Module, weight: Tensor | None = None) -> Tensor:
+    """An RMSNorm module's result over the last dim, or the same with another weight."""
+    weight = norm.weight if weight is None else weight  # pyright: ignore
+    epsilon: float = norm.variance_epsilon  # pyright: ignore
+    if x.dtype != torch.float32:
+        return F.rms_norm(x, x.shape[-1:], None, epsilon).mul_(weight)
+    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    factor = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return (x * factor).mul_(weight)
 
 
 class FusedTrunk:

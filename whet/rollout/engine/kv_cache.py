@@ -1,4 +1,4 @@
-"""Where keys and values lie: rows of one store per layer, grown by doubling, compacted by moving rows.
+"""Where keys and values lie: rows of one store per layer, grown by a quarter, compacted by moving rows.
 
 A store serves the prompts (one row per distinct prompt) or the completions (one row per live sequence). The rows in
 use are always 0..n-1, so attention reads views and never gathers. Shapes are learned at a layer's first write: layers
@@ -30,6 +30,12 @@ def bucket_length(length: int) -> int:
     return max(SMALLEST, 1 << (length - 1).bit_length())
 
 
+def _with_slack(length: int) -> int:
+    """Places for a row that grows: up to a quarter more than asked for, a multiple of 32."""
+    step = max(SMALLEST, length // 4 // SMALLEST * SMALLEST)
+    return -(-length // step) * step
+
+
 def _resized(old: Tensor, rows: int, length: int) -> Tensor:
     """[rows K length D] with the content of the old buffer."""
     new = old.new_zeros(rows, old.shape[1], length, old.shape[3])
@@ -49,13 +55,13 @@ class KVStore:
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def reserve(self, rows: int, length: int, *, longest: int | None = None) -> None:
-        """Makes room: rows as many as needed, places by doubling; what lies there stays.
+        """Makes room: rows as many as needed, places with a quarter to spare; what lies there stays.
 
         Args: rows, length: needed. longest: places that no row will ever exceed.
         """
         if rows <= self.rows and length <= self.length:
             return
-        places = self.length if length <= self.length else bucket_length(length)
+        places = self.length if length <= self.length else _with_slack(length)
         if longest is not None:
             places = max(length, self.length, min(places, longest))
         self._resize(max(self.rows, rows), places)

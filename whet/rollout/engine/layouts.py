@@ -24,6 +24,9 @@ __all__ = ["DecodeLayout", "PrefillLayout", "Run", "attention_part"]
 FAR = -1e30
 """Added to the score of a key that must not be seen: finite, so a part that sees nothing gets no weight, and no NaN."""
 
+HELD = 1 << 24
+"""Scores held at once; beyond it torch's fused operator works on them piece by piece."""
+
 
 def attention_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None
@@ -31,22 +34,36 @@ def attention_part(
     """Attention over some of the keys, and the log-sum-exp to merge it with the rest.
 
     o = Σⱼ exp(sⱼ − lse) vⱼ, lse = log Σⱼ exp(sⱼ), s = cap(q·k·scale) + bias, cap(x) = c·tanh(x / c).
-    Args: q [B, K, T, D]. k, v: [B, K, S, D]. bias: broadcastable to [B, K, T, S], 0 or FAR; None = all seen.
+    Args: q [B, K, T, D]. k, v: [B, K, S, D], where B and K have one stride, so that no copy is made of them.
+        bias: broadcastable to [B, K, T, S], 0 or FAR; None = all seen.
     Returns: ([B, K, T, D], lse [B, K, T] in fp32). Without gradient.
 
     >>> one = torch.ones(1, 1, 1, 8)
     >>> attention_part(one, one, one, None, scale=1.0, softcap=None)[1]
     tensor([[[8.]]])
     """
-    if q.device.type == "cpu" and softcap is None and k.shape[-1] == v.shape[-1]:
+    many = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > HELD
+    if many and q.device.type == "cpu" and softcap is None and k.shape[-1] == v.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    s = torch.matmul(q, k.transpose(-1, -2)).to(_wide(q.dtype)) * scale
+    shape = q.shape[:3]
+    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
+    s = _scores(q, k).to(_wide(q.dtype)).mul_(scale)  # [B * K, T, S]
     if softcap is not None:
-        s = softcap * torch.tanh(s / softcap)
+        s = s.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
-        s = s + bias
-    return torch.matmul(s.softmax(-1).to(v.dtype), v), s.logsumexp(-1)
+        s = (s.unflatten(0, shape[:2]) + bias).flatten(0, 1)
+    p = s.softmax(-1)
+    # The largest score and its share give the log-sum-exp: two maxima are cheaper than another sum of exponentials.
+    lse = s.amax(-1) - p.amax(-1).log()
+    return torch.bmm(p.to(v.dtype), v).unflatten(0, shape[:2]), lse.view(shape)
+
+
+def _scores(q: Tensor, k: Tensor) -> Tensor:
+    """Products [B T S] of q [B T D] and k [B S D]; for few queries in fp32, MKL is fastest the other way round."""
+    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[1] < 8:
+        return torch.bmm(k, q.mT).mT
+    return torch.bmm(q, k.mT)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -234,11 +251,11 @@ class DecodeLayout(Layout):
         self.position_ids = position.unsqueeze(1)
         self._made = made
         self._longest, self._furthest, self._equal = longest + 1, furthest, equal
-        self._own_bias: dict[int | None, Tensor | None] = {}
+        self._own_bias: dict[tuple[int | None, int], Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
         self._write_at: dict[int, Tensor] = {}
-        if len(self._range) < self._longest:
-            self._range = torch.arange(2 * self._longest, device=self.device)
+        if len(self._range) < self.own.length:
+            self._range = torch.arange(2 * self.own.length, device=self.device)
 
     def attend(
         self,
@@ -257,13 +274,11 @@ class DecodeLayout(Layout):
         kv = k.shape[1]
         if window is not None and window > self._furthest:
             window = None
-        keys, values = self.own.layer(layer, k, v)
-        at = self._write(kv)
-        keys.view(-1, size).index_copy_(0, at, k.reshape(n * kv, size))
-        values.view(-1, v.shape[-1]).index_copy_(0, at, v.reshape(n * kv, -1))
-        s = self._longest
+        keys, values = self._write(layer, k, v)
+        # oneDNN's half-precision products are slow on rows with gaps between them: read what is not used yet as well
+        s = self.own.length if q.dtype.itemsize == 2 and q.device.type == "cpu" else self._longest
         q = q.reshape(n * heads, size)
-        bias = self._own_mask(window, q.dtype)
+        bias = self._own_mask(window, q.dtype, s)
         own, own_lse = attention_part(
             q.view(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], bias, scale=scale, softcap=softcap
         )
@@ -287,24 +302,34 @@ class DecodeLayout(Layout):
             out = out * torch.sigmoid(lse - sinks.float()).view(-1, 1)
         return out.to(q.dtype).view(n, heads, 1, -1)
 
-    def _write(self, kv: int) -> Tensor:
-        """Long [n * K]: rows of the flattened own store that take the new keys."""
+    def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Puts the new keys and values behind each row's own tokens; the layer's whole buffers."""
+        keys, values = self.own.layer(layer, k, v)
+        if self._equal:
+            keys[: self.rows, :, self._longest - 1] = k[:, :, 0]
+            values[: self.rows, :, self._longest - 1] = v[:, :, 0]
+            return keys, values
+        kv = k.shape[1]
         if kv not in self._write_at:
             row = torch.arange(self.rows * kv, device=self.device).view(self.rows, kv) * self.own.length
             self._write_at[kv] = (row + self._made.unsqueeze(1)).view(-1)
-        return self._write_at[kv]
+        for buffer, x in ((keys, k), (values, v)):
+            flat = buffer.view(-1, x.shape[-1])
+            flat.index_copy_(0, self._write_at[kv], x.reshape(self.rows * kv, -1))
+        return keys, values
 
-    def _own_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[n, 1, 1, S] of 0 and FAR over own tokens; None = all seen."""
+    def _own_mask(self, window: int | None, dtype: torch.dtype, places: int) -> Tensor | None:
+        """[n, 1, 1, places] of 0 and FAR over own tokens; None = all seen."""
         if window is not None and window >= self._longest:
             window = None
-        if window is None and self._equal:
+        if window is None and self._equal and places == self._longest:
             return None
-        if window not in self._own_bias:
-            distance = self._made.unsqueeze(1) - self._range[: self._longest]
+        key = (window, places)
+        if key not in self._own_bias:
+            distance = self._made.unsqueeze(1) - self._range[:places]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            self._own_bias[window] = _bias(hidden, dtype)[:, None, None]
-        return self._own_bias[window]
+            self._own_bias[key] = _bias(hidden, dtype)[:, None, None]
+        return self._own_bias[key]
 
     def _prompt_mask(self, number: int, window: int | None, g: int, dtype: torch.dtype) -> Tensor | None:
         """[m, 1, 1 or G * g, S] of 0 and FAR over a bucket's prompts; None = all seen."""
