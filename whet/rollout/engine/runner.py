@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from whet.models.load import LoadedModel
-from whet.ops.uniform import address_key
+from whet.ops.uniform import address_key, uniform
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
@@ -121,7 +121,8 @@ class Runner:
             self.seen[rows] = seen_tokens(contexts, self.vocabulary)
         logits = self.forward.logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
         groups = self._grouped([t.plan for t, _ in admitted], plans)
-        tokens, logprobs = self._sample(logits, groups, rows)
+        numbers = uniform(self.state[KEY, rows], self.state[PLACE, rows])
+        tokens, logprobs = self._sample(logits, groups, rows, numbers)
         self.state[TOKEN, rows] = tokens
         keep = any(plan.sampling.return_logits for plan, _ in groups)
         return self._read([tokens], [logprobs], [logits] if keep else None)
@@ -145,6 +146,8 @@ class Runner:
         keep = any(plan.sampling.return_logits for plan, _ in self.groups)
         tokens, logprobs, kept = [], [], [] if keep else None
         state, rows = self.state[:, :n], slice(0, n)
+        ahead = torch.arange(1, steps + 1, device=self.device).unsqueeze(1)
+        numbers = uniform(state[KEY].repeat(steps), (state[PLACE] + ahead).flatten()).view(steps, n)
         self.forward.reach(furthest + steps)
         for step in range(steps):
             ids = state[TOKEN].clone()
@@ -153,7 +156,7 @@ class Runner:
             )
             logits = self.forward.logits(self.forward.features(ids.unsqueeze(1), self.layout))
             state[POSITION : PLACE + 1] += 1
-            drawn, logprob = self._sample(logits, self.groups, rows)
+            drawn, logprob = self._sample(logits, self.groups, rows, numbers[step])
             state[TOKEN] = drawn
             tokens.append(drawn)
             logprobs.append(logprob)
@@ -169,19 +172,21 @@ class Runner:
         at = np.array(indices)
         return [(plans[i], torch.from_numpy(np.flatnonzero(at == i)).to(self.device)) for i in distinct]
 
-    def _sample(self, logits: Tensor, groups: list[tuple[Plan, Tensor | None]], rows: slice) -> tuple[Tensor, Tensor]:
+    def _sample(
+        self, logits: Tensor, groups: list[tuple[Plan, Tensor | None]], rows: slice, u: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Draws for rows of the state whose logits are given, plan by plan, and marks the tokens as seen."""
         key, place = self.state[KEY, rows], self.state[PLACE, rows]
         seen = None if self.seen is None else self.seen[rows]
         if len(groups) == 1:
             plan = groups[0][0]
-            tokens, logprobs = sample_rows(logits, plan, keys=key, position=place, seen=seen)
+            tokens, logprobs = sample_rows(logits, plan, keys=key, position=place, seen=seen, u=u)
         else:
             tokens, logprobs = torch.empty_like(key), torch.empty(len(key), device=logits.device)
             for plan, index in groups:
                 assert index is not None
-                part = [None if x is None else x.index_select(0, index) for x in (logits, key, place, seen)]
-                t, lp = sample_rows(part[0], plan, keys=part[1], position=part[2], seen=part[3])  # pyright: ignore
+                part = [None if x is None else x.index_select(0, index) for x in (logits, key, place, seen, u)]
+                t, lp = sample_rows(part[0], plan, keys=part[1], position=part[2], seen=part[3], u=part[4])  # pyright: ignore
                 tokens.index_copy_(0, index, t)
                 logprobs.index_copy_(0, index, lp)
         if seen is not None:

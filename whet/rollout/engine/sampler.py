@@ -1,8 +1,8 @@
 """Logits -> token and logprob, by rows that share one Sampling.
 
 Both embedded engines (vanilla and hf) sample here, through the same operations (whet.ops.support) as the trainer, so
-that both sides mean the same distribution. Every draw is one uniform number with an address: what else is in the
-batch does not matter.
+that both sides mean the same distribution; whet.ops.support.draw is the oracle of the draw. Every draw is one uniform
+number with an address: what else is in the batch does not matter.
 Dim legend: n rows, V vocabulary.
 Left out on purpose: state. Positions, keys and tokens seen are the caller's.
 """
@@ -17,11 +17,14 @@ from torch import Tensor
 
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.logprobs import selective_log_softmax
-from whet.ops.support import Support, draw, greedy, support_logits
+from whet.ops.support import Support, greedy, support_logits
 from whet.ops.uniform import uniform
 from whet.rollout.base import Request, Sampling
 
 __all__ = ["Plan", "check_request", "completed_string", "make_plan", "sample_rows", "seen_tokens"]
+
+BLOCK = 256
+"""Tokens summed together where the vocabulary is large."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -62,12 +65,13 @@ def make_plan(sampling: Sampling) -> Plan:
 
 
 def sample_rows(
-    logits: Tensor, plan: Plan, *, keys: Tensor, position: Tensor, seen: Tensor | None
+    logits: Tensor, plan: Plan, *, keys: Tensor, position: Tensor, seen: Tensor | None, u: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Draws one token for each row.
 
     Args: logits [n, V]. plan: shared by the rows. keys: Long [n], address keys. position: Long [n], completion tokens
         before this place. seen: Bool [n, V], tokens that stand before it; needed with a repetition penalty only.
+        u: float64 [n], uniform(keys, position), where the caller has it already.
     Returns: (Long [n] tokens, fp32 [n] logprobs under the reported support). At temperature 0 the token is the
         likeliest one and its logprob is taken at temperature 1.
 
@@ -77,10 +81,50 @@ def sample_rows(
     """
     logits = logits.float()
     scores = support_logits(logits, plan.support, seen=seen, position=position)
-    tokens = greedy(scores) if plan.support.temperature == 0 else draw(scores, uniform(keys, position))
+    if plan.support.temperature == 0:
+        tokens = greedy(scores)
+    else:
+        tokens, logprobs = _drawn(scores, uniform(keys, position) if u is None else u)
+        if plan.reported is plan.support:
+            return tokens, logprobs
     if plan.reported is not plan.support:
         scores = support_logits(logits, plan.reported, position=position)
     return tokens, selective_log_softmax(scores, tokens)
+
+
+def _drawn(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """What whet.ops.support.draw gives, and its logprob from the same sum: one pass of exponentials for both.
+
+    A large vocabulary is summed in blocks of 256 and searched in two steps, so that only a block is summed up in order.
+    Args: scores [n, V]. u: float64 [n].
+    Returns: (Long [n], fp32 [n]).
+    """
+    (n, size), wide = scores.shape, torch.float64
+    top = scores.amax(1, keepdim=True)
+    if size <= 16 * BLOCK:
+        cdf = (scores - top).exp_().cumsum(1, dtype=wide)
+        total = cdf[:, -1:]
+        place = torch.searchsorted(cdf, u.unsqueeze(1) * total, right=True).clamp_(max=size - 1)
+    else:
+        p = scores.new_zeros(n, -(-size // BLOCK) * BLOCK)
+        torch.sub(scores, top, out=p[:, :size]).exp_()
+        p = p.unflatten(1, (-1, BLOCK))
+        sums = p.sum(2, dtype=wide)
+        cdf = sums.cumsum(1)
+        total = cdf[:, -1:]
+        wanted = u.unsqueeze(1) * total
+        block = torch.searchsorted(cdf, wanted, right=True).clamp_(max=p.shape[1] - 1)
+        inner = p.gather(1, block.unsqueeze(2).expand(n, 1, BLOCK)).squeeze(1).cumsum(1, dtype=wide)
+        inner += cdf.gather(1, block) - sums.gather(1, block)
+        place = torch.searchsorted(inner, wanted, right=True).clamp_(max=BLOCK - 1) + block * BLOCK
+        place.clamp_(max=size - 1)
+    chosen = scores.gather(1, place)
+    # Rounding at the end of a sum can lead to a token of probability 0; the likeliest one is taken then, as in draw.
+    impossible = (chosen - top).exp() == 0
+    if scores.is_cuda or bool(impossible.any()):  # asking a GPU would wait for it
+        place = torch.where(impossible, scores.argmax(1, keepdim=True), place)
+        chosen = scores.gather(1, place)
+    return place.squeeze(1), (chosen - top - total.log()).float().squeeze(1)
 
 
 def seen_tokens(contexts: list[Tensor], vocabulary: int) -> Tensor:
