@@ -1,6 +1,7 @@
 """What a run does where it can't go on: a changed configuration, damaged files, a full disk, a folder in use."""
 
 import errno
+import json
 import os
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from helpers import cluster, length_reward, rows, same, weights_of
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError, ConfigError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.ops import clipped_surrogate
 from whet.parallel import checkpoint
@@ -77,6 +78,30 @@ def test_a_run_resumed_before_its_last_checkpoint_takes_the_later_steps_anew(tmp
 
 def test_latest_begins_anew_where_there_is_no_checkpoint_yet(tmp_path):
     assert learner(tmp_path, resume="latest").train(rows(4)).step == 2
+
+
+def test_steps_without_a_checkpoint_are_moved_aside_never_deleted(tmp_path, caplog):
+    never = CheckpointingOptions(save_interval_steps=100)
+    for _ in range(2):
+        with pytest.raises(RewardError):
+            learner(tmp_path, reward=_once(), checkpointing_options=never, resume="latest").train(rows(8))
+    old = (tmp_path / "metrics.before-1.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in old] == [1] and len(lines(tmp_path)) == 1
+    assert [p.name for p in (tmp_path / "completions.before-1").iterdir()] == ["train-000001.parquet"]
+    assert "metrics.before-1.jsonl" in caplog.text
+    assert learner(tmp_path, resume="latest").train(rows(4)).step == 2 and len(lines(tmp_path)) == 2
+    assert (tmp_path / "metrics.before-2.jsonl").is_file()
+
+
+def _once():
+    """A reward that is there for one step only."""
+    calls = []
+
+    def reward(completions, **_):
+        calls.append(1)
+        return length_reward(completions) if len(calls) == 1 else None
+
+    return reward
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

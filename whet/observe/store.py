@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from whet.errors import ConfigError, DataError
 from whet.observe.files import to_json, write_atomic
 
 __all__ = ["RunFolder", "changed_settings"]
+
+log = logging.getLogger("whet")
 
 _FREE = (
     "trainer.max_steps",
@@ -41,8 +44,9 @@ class RunFolder:
     """One run's folder, locked while it is open. Made on rank 0 alone.
 
     Args: path: made if absent. resume_step: None = a new run, which the folder must not hold one of; else what was
-        written after this step is removed (0 = everything), and the run goes on there. A function that says the step
-        is called once the folder is locked, so that it may read and change what lies there.
+        written after this step is removed, and the run goes on there; from 0 or less, where no step is kept, what an
+        older run wrote of its steps is moved aside instead. A function that says the step is called once the folder
+        is locked, so that it may read and change what lies there.
     Raises: ConfigError: another process has the folder open, or a new run was asked for where one lies.
 
     Example: with RunFolder("runs/a") as folder: folder.log(step=1, mode="train", version=0, values={"reward": 0.5})
@@ -122,6 +126,8 @@ class RunFolder:
 
     def _rewind(self, step: int) -> None:
         """Removes what was written after a step, and what a kill left half written."""
+        if step <= 0 and any(row.get("mode") == "train" for row in self.rows()):
+            self._set_aside()
         kept = [row for row in self.rows() if row["step"] <= step]
         lines = "".join(f"{to_json(row)}\n" for row in kept)
         write_atomic(self.path / "metrics.jsonl", lines.encode())
@@ -129,6 +135,22 @@ class RunFolder:
             number = file.stem.rpartition("-")[2]
             if file.name.startswith(".") or (file.suffix == ".parquet" and number.isdigit() and int(number) > step):
                 file.unlink()
+
+    def _set_aside(self) -> None:
+        """Gives the rows and completions of a run that begins anew other names: they may be all that is left of it."""
+        n = 1
+        while any((self.path / name).exists() for name in (f"metrics.before-{n}.jsonl", f"completions.before-{n}")):
+            n += 1
+        (self.path / "completions").rename(self.path / f"completions.before-{n}")  # first: the rows tell of them
+        (self.path / "completions").mkdir()
+        (self.path / "metrics.jsonl").rename(self.path / f"metrics.before-{n}.jsonl")
+        log.warning(
+            "%s holds steps but no checkpoint of them; beginning anew, the old rows and completions are kept as "
+            "metrics.before-%d.jsonl and completions.before-%d/",
+            self.path,
+            n,
+            n,
+        )
 
     # ---- completions ---------------------------------------------------------------------------------------------
 
