@@ -8,7 +8,7 @@ are written in place, so that an engine which reads them has nothing to fetch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ class Optim:
         if self.config is not None:
             _check_schedule(self.config.schedule)
         self.optimizer = _optimizer(self.masters, config)
+        self.made = _settings(self.optimizer)
         self.updates = 0
         self.schedule: Any = None
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
@@ -118,6 +119,8 @@ class Optim:
                     plain[f"{i}.{key}"] = value
         save_file(tensors, path)
         return {
+            "kind": type(self.optimizer).__name__,
+            "made": self.made,
             "groups": state["param_groups"],
             "plain": plain,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
@@ -125,8 +128,22 @@ class Optim:
             "total_updates": self.total_updates,
         }
 
-    def load(self, path: Path, rest: dict[str, Any]) -> None:
-        """Restores what `save` wrote and returned. Raises CheckpointError where it doesn't fit."""
+    def load(self, path: Path, rest: Mapping[str, Any]) -> None:
+        """Restores what `save` wrote and returned. A setting (rate, betas, decay) that was made other than the saved
+        optimizer's stays as it is here; moments, counts and the place in the schedule are the saved ones.
+
+        Raises: CheckpointError: it doesn't fit this model or this optimizer.
+        """
+        if missing := [
+            n for n in ("kind", "made", "groups", "plain", "schedule", "updates", "total_updates") if n not in rest
+        ]:
+            raise CheckpointError(f"{path.parent}/state.pt is not what this version saves: no {', '.join(missing)}")
+        kind = type(self.optimizer).__name__
+        if rest["kind"] != kind:
+            raise CheckpointError(
+                f"{path} holds the state of {rest['kind']}, this run's optimizer is {kind}; resume with the optim.name "
+                "that it was saved with, or start a new run from its weights"
+            )
         entries: dict[int, dict[str, Any]] = {}
         try:
             found = load_file(path)
@@ -135,14 +152,36 @@ class Optim:
         for key, value in [*found.items(), *rest["plain"].items()]:
             i, _, name = key.partition(".")
             entries.setdefault(int(i), {})[name] = value
-        self.updates, self.total_updates = rest["updates"], rest["total_updates"]
-        if rest["schedule"] is not None:
-            self.schedule = self._scheduler()  # before the groups: making it sets their rate to the first one
-            self.schedule.load_state_dict(rest["schedule"])
+        self._load_schedule(rest)
         try:
             self.optimizer.load_state_dict({"state": entries, "param_groups": rest["groups"]})
-        except ValueError as e:
+        except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
+        for group, now, before in zip(self.optimizer.param_groups, self.made, rest["made"], strict=True):
+            group.update({name: value for name, value in now.items() if name not in before or before[name] != value})
+        self._set_rates()
+
+    def _load_schedule(self, rest: Mapping[str, Any]) -> None:
+        """The place in the schedule. Before the groups: making a schedule sets their rate to the first one."""
+        self.updates = rest["updates"]
+        asked = None if self.config is None else self.config.total_steps
+        self.total_updates = rest["total_updates"] if asked is None else asked
+        if rest["schedule"] is not None and (schedule := self._scheduler()) is not None:
+            schedule.load_state_dict(rest["schedule"])
+            self.schedule = schedule
+
+    def _set_rates(self) -> None:
+        """The rates that the schedule gives here and now: those that were saved, unless a setting changed."""
+        if isinstance(self.schedule, torch.optim.lr_scheduler.LambdaLR):
+            self.schedule.base_lrs = [g["lr"] for g in self.made]
+            parts = zip(self.optimizer.param_groups, self.made, self.schedule.lr_lambdas, strict=True)
+            for group, now, factor in parts:
+                group["initial_lr"], group["lr"] = now["lr"], now["lr"] * factor(self.schedule.last_epoch)
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each group, without its parameters."""
+    return [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:

@@ -246,6 +246,51 @@ def test_a_saved_optimizer_goes_on_as_if_nothing_had_happened(tmp_path, dtype):
     assert torch.equal(one.matrix, two.matrix)
 
 
+def resumed(tmp_path, before, after):
+    """An Optim of the configuration `after` that took up three steps of `before`."""
+    made = []
+    for config in (before, after):
+        made.append(Optim(Toy(), config))
+        made[-1].plan(6)
+    for seed in range(3):
+        set_gradients(made[0], seed)
+        made[0].step()
+    made[1].load(tmp_path / "o.safetensors", made[0].save(tmp_path / "o.safetensors"))
+    return made[1]
+
+
+def test_a_changed_setting_holds_after_a_resume_and_the_moments_stay(tmp_path):
+    linear = {"schedule": "linear", "betas": (0.9, 0.99)}
+    old, new = OptimConfig(lr=0.6, **linear), OptimConfig(lr=0.06, weight_decay=0.3, eps=1e-4, **linear)
+    optim = resumed(tmp_path, old, new)
+    assert [(g["weight_decay"], g["eps"]) for g in optim.optimizer.param_groups] == [(0.3, 1e-4), (0.0, 1e-4)]
+    assert optim.optimizer.state_dict()["state"][0]["step"] == 3
+    assert [optim.step()[1] for _ in range(3)] == pytest.approx([0.03, 0.02, 0.01])  # the old rate would be 0.3
+    constant = resumed(tmp_path, OptimConfig(lr=0.5), OptimConfig(lr=0.25))
+    assert [constant.step()[1] for _ in range(2)] == [0.25, 0.25]
+    other = resumed(tmp_path, OptimConfig(lr=0.6), OptimConfig(lr=0.6, schedule="linear"))
+    assert other.step()[1] == pytest.approx(0.3)  # the new schedule's rate at once, not from the second step on
+
+
+def test_settings_of_a_factory_that_did_not_change_stay_as_training_left_them(tmp_path):
+    first, second = Optim(Toy(), make_rmsprop), Optim(Toy(), make_rmsprop)
+    first.optimizer.param_groups[0]["lr"] = 0.125  # as a hook would set it
+    second.load(tmp_path / "o.safetensors", first.save(tmp_path / "o.safetensors"))
+    assert second.step()[1] == 0.125
+
+
+def test_the_state_of_another_optimizer_or_of_something_else_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"the state of AdamW, this run's optimizer is SGD.*optim\.name"):
+        resumed(tmp_path, OptimConfig(), OptimConfig(name="sgd"))
+    with pytest.raises(CheckpointError, match="RMSprop"):
+        resumed(tmp_path, OptimConfig(), make_rmsprop)
+    optim = Optim(Toy(), OptimConfig())
+    rest = optim.save(tmp_path / "o.safetensors")
+    for name in rest:
+        with pytest.raises(CheckpointError, match="not what this version saves"):
+            optim.load(tmp_path / "o.safetensors", {n: v for n, v in rest.items() if n != name})
+
+
 def test_the_state_of_another_model_is_refused(tmp_path):
     first = Optim(Toy(), OptimConfig())
     set_gradients(first)
