@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -36,6 +36,7 @@ from whet.observe.loggers import Loggers
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, changed_settings
 from whet.rewards.manager import RewardManager
+from whet.rollout.fit import check_fit
 from whet.types import Prompt, TokenBatch
 
 if TYPE_CHECKING:
@@ -87,10 +88,16 @@ class Run:
             prompt_column=learner.data.prompt_column,
         )
         log.info("data: %s%s", stream.describe(), _counted(encode))
-        if stream.kind == "rows" and isinstance(learner.reward_manager, RewardManager):
-            learner.reward_manager.check(list(stream.source[0].columns))
+        if stream.kind == "rows":
+            self._check_fit(stream.source, Mode.TRAIN)
+            if isinstance(learner.reward_manager, RewardManager):
+                learner.reward_manager.check(list(stream.source[0].columns))
         c.resolve_batch_sizes(stream.batch_size)
         return stream
+
+    def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
+        config = self.cluster.get_rollout_config(mode)
+        check_fit(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
 
     @property
     def total_steps(self) -> int | None:
@@ -113,6 +120,8 @@ class Run:
     def _open(self) -> None:
         c = self.config
         self.settings = self._settings()
+        if self.eval_ds is not None:
+            self._eval_prompts = self._encode_eval()
         if c.run_dir is not None:
             self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
             self.folder.write_config(self.settings)
@@ -282,6 +291,7 @@ class Run:
         encode, column = self._encoder(Mode.EVAL), self.learner.data.prompt_column
         stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
         prompts = [p for batch in stream for p in batch]
+        self._check_fit(prompts, Mode.EVAL)
         log.info("evaluation data: %d prompts%s", len(prompts), _counted(encode))
         return prompts
 

@@ -8,6 +8,7 @@ import torch
 from helpers import cluster, length_reward, rows, same, tiny_model, weights_of
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, RolloutConfig
+from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.role_trainer import DataHooks, TrainingHooks
@@ -161,6 +162,30 @@ def test_prompts_over_the_limit_end_the_run_before_it_starts_unless_they_may_be_
     assert learner(cluster(rollout={"on_long_prompt": "drop"})).train(long).step == 1
     with pytest.raises(DataError):
         learner(cluster(rollout={"on_long_prompt": "drop", "max_prompt_length": 2})).train(rows(4))
+
+
+@pytest.mark.parametrize("where", ["train", "eval"])
+def test_prompts_that_can_never_fit_the_model_end_the_run_before_it_starts(tmp_path, where):
+    def started(data, **rollout):
+        called.clear()
+        made = learner(cluster(run_dir=str(tmp_path / "run"), rollout=rollout), reward=reward)
+        made.train(*((data, None) if where == "train" else (rows(4), data)))
+
+    def reward(completions, **_):
+        called.append(1)
+        return length_reward(completions)
+
+    called = []
+    long = [*rows(5), {"prompt": "x" * 121}, *rows(2)]  # 121 + 8 > 128
+    with pytest.raises(DataError, match=r"row 5: 121 prompt.*\.max_tokens_to_generate 8 = 129.*128 positions"):
+        started(long, max_prompt_length=125)
+    other = byte_tokenizer()
+    other.add_tokens(["<odd>"] + [f"<{i}>" for i in range(9)])
+    odd = [*rows(3), {"prompt": "<8>"}]
+    with pytest.raises(DataError, match="row 3: token 268 is outside the model's vocabulary of 264"):
+        made = learner(cluster(tokenizer=other, run_dir=str(tmp_path / "run")), reward=reward)
+        made.train(*((odd, None) if where == "train" else (rows(4), odd)))
+    assert not called and not (tmp_path / "run").exists()
 
 
 def test_conversations_are_prompts(monkeypatch):
