@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from whet.errors import lookup_error
+from whet.errors import ConfigError, lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights
 from whet.ops.weighting import Weighting
@@ -16,6 +16,9 @@ from whet.worker import Loss, Metrics, ModelWorker
 __all__ = ["DataHooks", "RoleTrainer", "TrainingHooks"]
 
 log = logging.getLogger("whet")
+
+MOST_SKIPPED = 10
+"""Updates in a row that may be skipped before the run ends: nothing is learned from then on."""
 
 
 class TrainingHooks:
@@ -80,6 +83,7 @@ class RoleTrainer:
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
         self.train_steps = 0
+        self._skipped = 0
         self._hooks = TrainingHooks()
         self._data_hooks = DataHooks()
         self._input_fn: Callable[[Any], Any] = lambda x: x
@@ -158,17 +162,31 @@ class RoleTrainer:
 
         Args: batch: with `weights`, or they are made here from the whole of it.
         Returns: the loss's metrics, grad_norm, learning_rate.
+        Raises: ConfigError: the tenth update in a row whose gradient is not finite.
         """
         self._hooks.on_train_step_start(self)
         metrics = self.worker.forward_backward(
             self.weighted(batch), self.loss, entropy=self.entropy, reductions=self.reductions
         )
         metrics = merge(_per_update(metrics), self.worker.optim_step())
-        self.train_steps += 1
         if metrics["optim/skipped"].value:
-            log.warning("update %d skipped: its gradient is not finite; optim/skipped counts them", self.train_steps)
+            self._note_skipped()
+        else:
+            self.train_steps, self._skipped = self.train_steps + 1, 0
         self._hooks.on_train_step_end(self, self.train_steps, metrics)
         return metrics
+
+    def _note_skipped(self) -> None:
+        """Says that an update was skipped; ends a run in which all are."""
+        self._skipped += 1
+        number = self.train_steps + 1
+        log.warning("update %d skipped: its gradient is not finite; optim/skipped counts them", number)
+        if self._skipped == MOST_SKIPPED:
+            raise ConfigError(
+                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one update {number}; "
+                "resume from an earlier checkpoint with a lower optim.lr, and check the rewards and the loss for "
+                "huge values"
+            )
 
     def update_all(self, batches: Iterable[Any]) -> Metrics:
         """One optimizer step for every `accumulate` batches of a data set; a rest makes a last, smaller one."""

@@ -9,7 +9,7 @@ import torch
 from helpers import cluster, length_reward, rows, same, weights_of
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
-from whet.errors import CheckpointError, ConfigError, RewardError
+from whet.errors import CheckpointError, ConfigError, EngineError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.ops import clipped_surrogate
 from whet.parallel import checkpoint
@@ -187,3 +187,17 @@ def test_an_update_that_is_not_finite_is_skipped_and_the_run_goes_on(tmp_path):
     assert "grad_norm" not in run.rows[0] and run.rows[1]["grad_norm"] > 0
     after = weights_of(made.cluster.actor.module)
     assert not same(before, after) and all(w.isfinite().all() for w in after.values())
+
+
+@pytest.mark.parametrize("engine", ["vanilla", "hf"])
+def test_a_model_whose_logits_are_not_finite_ends_the_run_with_what_to_do(tmp_path, engine):
+    def breaks(completions, **_):
+        with torch.no_grad():
+            next(made.cluster.actor.module.parameters()).fill_(torch.nan)
+        return [1.0] * len(completions)
+
+    model = cluster(engine=engine, run_dir=str(tmp_path))
+    made = GRPOLearner(model, GRPOConfig(num_generations=2, beta=0.0), breaks, data=DataConfig(batch_size=2))
+    with pytest.raises(EngineError, match=r"logits are not finite at step 2; resume from an earlier .*learning rate"):
+        made.train(rows(8))
+    assert [json.loads(line)["step"] for line in lines(tmp_path)] == [1]

@@ -54,6 +54,21 @@ def test_an_update_is_one_step_down_the_gradient_of_the_weighted_loss():
     assert t.train_steps == 1
 
 
+def test_skipped_updates_are_no_steps_and_ten_in_a_row_end_the_run():
+    broken = [True] * 3 + [False] + [True] * 10
+    t = trainer(loss=lambda x: (x.logprobs * (torch.nan if broken.pop(0) else 1.0), {}))
+    batch = batches(1)[0]
+    for _ in range(3):
+        assert t.update(batch)["optim/skipped"].value == 1.0 and t.train_steps == 0
+    t.update(batch)
+    assert t.train_steps == 1  # and the count of skipped ones begins anew
+    for _ in range(9):
+        t.update(batch)
+    with pytest.raises(ConfigError, match=r"10 updates in a row.*lower .*lr.*rewards"):
+        t.update(batch)
+    assert t.train_steps == 1
+
+
 def test_accumulated_batches_are_weighted_and_stepped_as_one():
     parts = batches(4)  # of unequal lengths: a mean of means would differ
     many, one = trainer(accumulate=4), trainer()

@@ -113,7 +113,8 @@ def complete(
 
     Args: address: (seed, step, place of the first prompt). first_id: requests are numbered from it.
     Returns: a group per prompt, in order; completions in the order of generation.
-    Raises: EngineError: the engine can't do what the sampling asks for, or lost a request.
+    Raises: EngineError: the engine can't do what the sampling asks for, lost a request, or drew from logits that
+        are not finite.
     """
     if sampling.stop and not engine.caps.stop_strings:
         raise EngineError(
@@ -134,6 +135,11 @@ def complete(
         for g in range(num_generations)
     ]
     done = _run(engine, requests)
+    if not all(np.isfinite(o.logprobs).all() for o in done.values()):
+        raise EngineError(
+            f"the model's logits are not finite at step {step}; resume from an earlier checkpoint with a lower "
+            "learning rate"
+        )
     made = [[done[first_id + i * num_generations + g] for g in range(num_generations)] for i in range(len(prompts))]
     return [Group(prompt=p, completions=_completions(outputs)) for p, outputs in zip(prompts, made, strict=True)]
 
