@@ -9,6 +9,7 @@ then exactly what was handed out).
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice
 from typing import Any, Literal
@@ -17,6 +18,7 @@ import numpy as np
 
 from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
+from whet.types import Prompt
 
 __all__ = ["PromptStream", "epoch_order", "hold_out", "is_batch", "unbatch"]
 
@@ -148,6 +150,8 @@ class PromptStream:
         self.epoch = self.batch = self.used = 0
         self.dropped_rows = 0
         self._check()
+        self.digest = _digest(self.source) if self.kind == "rows" else 0
+        """Of the encoded prompts in their order; 0 where they are not known beforehand."""
 
     def _size(self, first: Any, asked: int | None) -> int:
         """Prompts of a batch."""
@@ -218,6 +222,7 @@ class PromptStream:
             "shuffle": int(self.shuffle),
             "batch_size": self.batch_size,
             "rows": len(self.source) if self.kind == "rows" else -1,
+            "digest": self.digest,
         }
 
     def restore(self, state: Mapping[str, int]) -> None:
@@ -232,6 +237,11 @@ class PromptStream:
                     f"the checkpoint's data have {name} {state[name]}, these have {now[name]}; resume with the same "
                     "data and settings, or start a new run"
                 )
+        if state["digest"] != now["digest"]:
+            raise CheckpointError(
+                "the rows are not those of the checkpoint: as many, but a prompt was changed or moved; resume with the "
+                "same data, or start a new run"
+            )
         self.epoch, self.batch, self.used = int(state["epoch"]), int(state["batch"]), int(state["used"])
         self.dropped_rows = int(state["dropped_rows"])
 
@@ -313,6 +323,15 @@ class PromptStream:
 
     def _made(self, row: Any, number: int) -> Any:
         return row if self.encode is None else self.encode(row, number)
+
+
+def _digest(rows: Iterable[Any]) -> int:
+    """A checksum of the prompts' tokens, place by place; rows that were not encoded count by their place alone."""
+    found = 0
+    for row in rows:
+        tokens = row.tokens.tobytes() if isinstance(row, Prompt) else b""
+        found = zlib.crc32(tokens, zlib.crc32(len(tokens).to_bytes(8, "little"), found))
+    return found
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:

@@ -190,6 +190,17 @@ def test_fewer_prompts_than_a_batch_never_train_nothing():
         PromptStream([], batch_size=1)
 
 
+def test_a_state_of_rows_that_were_edited_or_moved_is_refused():
+    def stream(texts):
+        return PromptStream([{"prompt": t} for t in texts], batch_size=2, encode=PromptEncoder(byte_tokenizer()))
+
+    state = stream(["ab", "c", "d"]).state()
+    stream(["ab", "c", "d"]).restore(state)
+    for other in (["ab", "d", "c"], ["a", "bc", "d"], ["ab", "c", "e"]):
+        with pytest.raises(CheckpointError, match="the rows are not those of the checkpoint"):
+            stream(other).restore(state)
+
+
 def test_a_state_of_other_data_or_settings_is_refused():
     state = PromptStream(rows(8), batch_size=2).state()
     for other, word in (
