@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import copy
 import functools
 import inspect
 import logging
@@ -35,6 +36,8 @@ LOG = logging.getLogger(__name__)
 RewardFn = Callable[..., Any]
 LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to say which functions were late."""
+LARGEST = 1e15
+"""The size of a reward: beyond it, differences within a group are lost in double precision."""
 OnError = Literal["raise", "none"]
 """A failing reward function stops the run, or counts as "not applicable"."""
 
@@ -146,7 +149,7 @@ def checked_rewards(
         float64 [N], NaN = not applicable (None); and how many were wrong.
 
     Raises:
-        RewardError: None as a whole, no list, a wrong length, NaN, inf or no number, with row and value.
+        RewardError: None as a whole, no list, a wrong length, NaN, too large or no number, with row and value.
 
     >>> checked_rewards([1, None, True], ["0_0", "0_1", "0_2"], name="f")
     (array([ 1., nan,  1.]), 0)
@@ -166,13 +169,13 @@ def checked_rewards(
             number = math.nan if isinstance(item, str | bytes) else float(item)
         except (TypeError, ValueError, OverflowError, RuntimeError):
             number = math.nan
-        if math.isfinite(number):
+        if abs(number) <= LARGEST:
             rewards[i] = number
             continue
         row, _, generation = ids[i].rpartition("_")
         problem = (
             f"reward function {name} returned {reprlib.repr(item)} for row {row}, generation {generation} (entry {i}); "
-            "return a finite number, or None where it does not apply"
+            f"return a finite number up to {LARGEST:g} in size, or None where it does not apply"
         )
         if on_error == "raise":
             raise RewardError(problem)
@@ -226,10 +229,10 @@ def call_rewards(
     >>> call_rewards({"length": lambda completions: [len(c) for c in completions]}, x)
     ({'length': array([2.])}, {'length': 0})
     """
-    calls = {
-        name: functools.partial(fn, **keywords(fn, inputs.offered(), inputs.algo_fields, name=name))
-        for name, fn in fns.items()
-    }
+    calls = {}
+    for name, fn in fns.items():
+        given = keywords(fn, inputs.offered(), inputs.algo_fields, name=name)
+        calls[name] = functools.partial(fn, **{word: _own(word, value, inputs) for word, value in given.items()})
     together = _Loop({name: call for name, call in calls.items() if _is_async(call)}, timeout_s)
     values = {name: _outcome(call, name, timeout_s) for name, call in calls.items() if not _is_async(call)}
     late = {name: value for name, value in values.items() if inspect.isawaitable(value)}  # plain, but gave a coroutine
@@ -248,6 +251,24 @@ def call_rewards(
     return rewards, errors
 
 
+def _own(word: str, value: Any, inputs: RewardInputs) -> Any:
+    """An argument that a function may change as it likes: no entry is shared with anyone."""
+    if word == "completion_ids":
+        return [list(ids) for ids in value]
+    shared = word not in inputs.columns and word not in ("prompts", "completions")
+    return value if shared else [_copied(item) for item in value]
+
+
+def _copied(item: Any) -> Any:
+    """A deep copy; the item itself where it can't be changed or can't be copied (a lock, a connection)."""
+    if item is None or isinstance(item, str | bytes | bool | int | float):
+        return item
+    try:
+        return copy.deepcopy(item)
+    except TypeError:
+        return item
+
+
 def _is_async(call: Any) -> bool:
     """Whether calling it gives a coroutine: async def, also within a partial or as a class's __call__."""
     while isinstance(call, functools.partial):
@@ -263,14 +284,14 @@ def _outcome(call: Callable[[], Any], name: str, timeout_s: float | None) -> Any
     """What a plain function returned, or the RewardError that stands for its failure."""
     box: list[Any] = []
 
-    def run() -> None:
+    def run(caught: tuple[type[BaseException], ...] = (BaseException,)) -> None:
         try:
             box.append(call())
-        except (Exception, SystemExit) as error:
+        except caught as error:
             box.append(_raised(name, error))
 
     if timeout_s is None:
-        run()
+        run((Exception, SystemExit))  # here an interrupt is the user's
         return box[0]
     thread = threading.Thread(target=_like_here(run), name=f"reward {name}", daemon=True)
     thread.start()
@@ -297,7 +318,7 @@ class _Loop:
         try:
             async with limit:
                 self.box[name] = await call()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:  # none of them is the user's: signals reach the main thread alone
             self.box[name] = _hung(name, self.timeout_s) if limit.expired() else _raised(name, error)
 
     def outcomes(self) -> dict[str, Any]:

@@ -305,3 +305,62 @@ def test_what_is_counted_is_also_logged(caplog):
     assert len(caplog.records) == 3
     for words in ("raised ValueError: gold", "returned 1 rewards", "returned 'x' for row 7", "2 such entries"):
         assert words in said
+
+
+# ---- what a function may do ----------------------------------------------------------------------------------------
+
+
+def test_what_a_function_changes_reaches_neither_the_record_nor_another_function_nor_another_entry():
+    chat, meta = [{"role": "user", "content": "q"}], {"a": [1]}
+    inputs = RewardInputs(
+        prompts=[chat, chat],
+        completions=[[{"role": "assistant", "content": "x"}], [{"role": "assistant", "content": "y"}]],
+        completion_ids=[[1, 2], [3]],
+        trajectory_ids=["0_0", "0_1"],
+        columns={"meta": [meta, meta], "lock": [threading.Lock()] * 2},
+    )
+
+    def vandal(prompts, completions, completion_ids, meta, lock, **_):
+        prompts[0][0]["content"] = completions[0][0]["content"] = "hacked"
+        completion_ids[0].append(9)
+        meta[0]["a"].append(2)
+        assert meta[1] == {"a": [1]} and prompts[1] == [{"role": "user", "content": "q"}]
+        return [0, 0]
+
+    def witness(prompts, completions, completion_ids, meta):
+        assert prompts[0][0]["content"] == "q" and completions[0][0]["content"] == "x"
+        assert completion_ids == [[1, 2], [3]] and meta == [{"a": [1]}] * 2
+        return [1, 1]
+
+    made, _ = call_rewards({"vandal": vandal, "witness": witness}, inputs)
+    assert made["witness"].tolist() == [1, 1]
+    assert chat[0]["content"] == "q" and meta == {"a": [1]} and inputs.completions[0][0]["content"] == "x"
+    assert inputs.completion_ids == [[1, 2], [3]]
+
+
+def test_a_reward_too_large_for_sums_of_squares_is_refused():
+    assert call(returns([1e15, -1e15]))[0]["f"].tolist() == [1e15, -1e15]
+    for huge in (1e16, -1e300, 10**400):
+        with pytest.raises(RewardError, match=r"for row 7, generation 1 .*1e\+15"):
+            call(returns([0, huge]))
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit, asyncio.CancelledError, GeneratorExit])
+def test_whatever_a_function_raises_in_its_thread_is_raised_not_late(kind):
+    def plain(completions):
+        raise kind("stop")
+
+    async def together(completions):
+        raise kind("stop")
+
+    for fn in (plain, together):
+        with pytest.raises(RewardError, match=f"raised {kind.__name__}: stop"):
+            call(fn, timeout_s=1.0)
+
+
+def test_an_interrupt_on_the_main_thread_is_the_users():
+    def fn(completions):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        call(fn, timeout_s=None)
