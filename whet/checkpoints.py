@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from whet.config import Role
-from whet.parallel.checkpoint import checkpoints, discard, find_checkpoint, publish, read_state, sweep
+from whet.parallel.checkpoint import checkpoints, discard, find_checkpoint, publish, read_state, sweep, write_folder
 from whet.role_trainer import RoleTrainer
+from whet.worker import ModelWorker
 
 __all__ = ["Checkpoints"]
 
@@ -59,6 +60,19 @@ class Checkpoints:
             torch.save({**state, "updates": updates}, folder / "run.pt")
 
         return publish(self.root, step, write, keep=keep)
+
+    @staticmethod
+    def export(folder: Path, step: int, worker: ModelWorker, tokenizer: Any) -> None:
+        """Writes a model in Hugging Face's format, the folder whole or absent, with run.json: the step it is of.
+
+        Raises: CheckpointError: it could not be written; an older one stays.
+        """
+
+        def write(place: Path) -> None:
+            worker.export(place, tokenizer)
+            (place / "run.json").write_text(f'{{"step": {step}}}\n')
+
+        write_folder(folder, write)
 
     def load(self, folder: Path) -> None:
         """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit."""

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import stat
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from whet.errors import CheckpointError, ConfigError, EngineError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.ops import clipped_surrogate
 from whet.parallel import checkpoint
+from whet.worker import ModelWorker
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)
 
@@ -138,6 +140,47 @@ def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(tmp_path, monke
     monkeypatch.undo()
     run = learner(tmp_path, resume="latest").train(rows(8))  # room again
     assert run.step == 4 and len(lines(tmp_path)) == 4
+
+
+def test_the_final_model_is_whole_or_absent_and_readable_by_others(tmp_path, monkeypatch):
+    learner(tmp_path, max_steps=1).train(rows(8))
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*.*") if p.is_file()}
+    plain = tmp_path / "plain.txt"
+    plain.touch()
+    assert {modes["model.safetensors"], modes["run.pt"]} == {stat.S_IMODE(plain.stat().st_mode)}
+    old = (tmp_path / "final" / "model.safetensors").read_bytes()
+
+    def half(self, folder, tokenizer=None):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+    monkeypatch.setattr(ModelWorker, "export", half)
+    with pytest.raises(CheckpointError, match=r"final.*No space left.*resume=latest"):
+        learner(tmp_path, max_steps=2, resume="latest").train(rows(8))
+    assert (tmp_path / "final" / "model.safetensors").read_bytes() == old  # the one of step 1, whole
+    monkeypatch.undo()
+    learner(tmp_path, max_steps=2, resume="latest").train(rows(8))
+    assert (tmp_path / "final" / "model.safetensors").read_bytes() != old
+    assert not list(tmp_path.glob(".final*"))
+
+
+def test_a_run_resumed_before_its_end_has_no_final_model_until_it_ends_again(tmp_path):
+    learner(tmp_path, max_steps=2).train(rows(8))
+    (tmp_path / "summary.json").write_text('{"steps": 2}')
+    early = str(tmp_path / "checkpoints" / "step-000001")
+    with pytest.raises(RewardError):
+        learner(tmp_path, max_steps=3, resume=early, reward=lambda completions: None).train(rows(8))
+    assert not (tmp_path / "final").exists() and not (tmp_path / "summary.json").exists()
+
+
+def test_the_checkpoint_of_another_run_is_not_taken_into_a_folder_with_steps_of_its_own(tmp_path):
+    for name in "ab":
+        learner(tmp_path / name, max_steps=2).train(rows(8))
+    other = str(tmp_path / "b" / "checkpoints" / "step-000001")
+    with pytest.raises(CheckpointError, match=r"a holds steps of its own.*another trainer\.run_dir"):
+        learner(tmp_path / "a", resume=other).train(rows(8))
+    assert len(lines(tmp_path / "a")) == 2
+    assert learner(tmp_path / "c", resume=other, max_steps=2).train(rows(8)).step == 2
 
 
 # ---- a folder in use -----------------------------------------------------------------------------------------------

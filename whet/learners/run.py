@@ -34,7 +34,7 @@ from whet.metrics import Mean, Metric, flat, merge
 from whet.observe.environment import environment, noted_environment
 from whet.observe.loggers import Loggers
 from whet.observe.progress import Progress
-from whet.observe.store import RunFolder, changed_settings
+from whet.observe.store import RunFolder, changed_settings, holds_steps
 from whet.rewards.manager import RewardManager
 from whet.rollout.fit import check_fit
 from whet.types import Prompt, TokenBatch
@@ -347,6 +347,12 @@ class Run:
         if checkpoint is None:
             log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
             return -1
+        own, root = self.config.run_dir, self.checkpoints.root
+        if own is not None and root is not None and checkpoint.resolve().parent != root.resolve() and holds_steps(own):
+            raise CheckpointError(
+                f"{checkpoint} is another run's, and {own} holds steps of its own; give another trainer.run_dir, or "
+                "trainer.resume=latest to go on with what lies there"
+            )
         self._restore(checkpoint)
         return self.step
 
@@ -403,7 +409,7 @@ class Run:
             self.evaluate(self.step)
         self.save()
         if self.folder is not None:
-            self.cluster.actor.export(self.folder.path / "final", self.cluster.tokenizer)
+            self.checkpoints.export(self.folder.path / "final", self.step, self.cluster.actor, self.cluster.tokenizer)
         options = self.cluster.perf_config
         if options is not None and options.enable_trace_writer and (options.trace_dir or self.folder):
             place = Path(options.trace_dir) if options.trace_dir else self.folder.path  # pyright: ignore[reportOptionalMemberAccess]

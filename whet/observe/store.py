@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from whet.config import diff, dump
 from whet.errors import ConfigError, DataError
 from whet.observe.files import to_json, write_atomic
 
-__all__ = ["RunFolder", "changed_settings"]
+__all__ = ["RunFolder", "changed_settings", "holds_steps"]
 
 log = logging.getLogger("whet")
 
@@ -126,15 +127,20 @@ class RunFolder:
 
     def _rewind(self, step: int) -> None:
         """Removes what was written after a step, and what a kill left half written."""
-        if step <= 0 and any(row.get("mode") == "train" for row in self.rows()):
+        if step <= 0 and holds_steps(self.path):
             self._set_aside()
         kept = [row for row in self.rows() if row["step"] <= step]
         lines = "".join(f"{to_json(row)}\n" for row in kept)
         write_atomic(self.path / "metrics.jsonl", lines.encode())
         for file in (self.path / "completions").iterdir():
             number = file.stem.rpartition("-")[2]
-            if file.name.startswith(".") or (file.suffix == ".parquet" and number.isdigit() and int(number) > step):
+            late = file.suffix == ".parquet" and number.isdigit() and int(number) > step
+            if file.is_file() and (file.name.startswith(".") or late):
                 file.unlink()
+        if _number(self.path / "final" / "run.json", "step") > step:
+            shutil.rmtree(self.path / "final")
+        if _number(self.path / "summary.json", "steps") > step:
+            (self.path / "summary.json").unlink()
 
     def _set_aside(self) -> None:
         """Gives the rows and completions of a run that begins anew other names: they may be all that is left of it."""
@@ -143,7 +149,10 @@ class RunFolder:
             n += 1
         (self.path / "completions").rename(self.path / f"completions.before-{n}")  # first: the rows tell of them
         (self.path / "completions").mkdir()
-        (self.path / "metrics.jsonl").rename(self.path / f"metrics.before-{n}.jsonl")
+        for name in ("final", "summary.json", "metrics.jsonl"):
+            old = self.path / name
+            if old.exists():
+                old.rename(self.path / f"{old.stem}.before-{n}{old.suffix}")
         log.warning(
             "%s holds steps but no checkpoint of them; beginning anew, the old rows and completions are kept as "
             "metrics.before-%d.jsonl and completions.before-%d/",
@@ -189,6 +198,25 @@ def changed_settings(old: Any, new: Any) -> list[str]:
     ['trainer.seed: 0 -> 1']
     """
     return [change for change in diff(old, new) if not change.startswith(_FREE)]
+
+
+def holds_steps(path: str | Path) -> bool:
+    """Whether a run folder holds rows of training steps.
+
+    >>> holds_steps("nowhere")
+    False
+    """
+    return any(row.get("mode") == "train" for row in _rows(Path(path) / "metrics.jsonl"))
+
+
+def _number(path: Path, name: str) -> int:
+    """A whole number in a JSON file; -1 where there is none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return -1
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, int) else -1
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,7 +26,17 @@ from torch import Tensor, nn
 
 from whet.errors import CheckpointError
 
-__all__ = ["checkpoints", "discard", "find_checkpoint", "load_state", "publish", "read_state", "save_state", "sweep"]
+__all__ = [
+    "checkpoints",
+    "discard",
+    "find_checkpoint",
+    "load_state",
+    "publish",
+    "read_state",
+    "save_state",
+    "sweep",
+    "write_folder",
+]
 
 _STEP = re.compile(r"step-(\d{6,})")
 
@@ -42,12 +53,7 @@ def publish(root: Path, step: int, write: Callable[[Path], None], *, keep: int |
     final, tmp = root / f"step-{step:06d}", root / f".tmp-{step:06d}-{uuid.uuid4().hex[:8]}"
     if not final.exists():
         try:
-            tmp.mkdir()
-            write(tmp)
-            for folder, _, files in os.walk(tmp):
-                for name in files:
-                    _fsync(Path(folder) / name)
-                _fsync(Path(folder))
+            _filled(tmp, write)
             tmp.rename(final)
             _fsync(root)
         except BaseException as e:
@@ -60,6 +66,44 @@ def publish(root: Path, step: int, write: Callable[[Path], None], *, keep: int |
         if old != final:
             discard(old)
     return final
+
+
+def write_folder(path: Path, write: Callable[[Path], None]) -> None:
+    """Writes a folder that is whole or absent, in place of the one that has its name.
+
+    Args: path: the folder. write: fills the folder it is given.
+    Raises: CheckpointError: it could not be written; the old one stays.
+    """
+    tmp, old = (path.with_name(f".{path.name}.{word}") for word in ("tmp", "old"))
+    for left in (tmp, old):
+        shutil.rmtree(left, ignore_errors=True)
+    try:
+        _filled(tmp, write)
+    except BaseException as e:
+        shutil.rmtree(tmp, ignore_errors=True)
+        if isinstance(e, (OSError, SafetensorError)):
+            raise CheckpointError(f"{path} could not be written: {e}; make room, then trainer.resume=latest") from e
+        raise
+    if path.exists():
+        path.rename(old)
+    tmp.rename(path)
+    _fsync(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _filled(folder: Path, write: Callable[[Path], None]) -> None:
+    """Makes a folder and what is in it, on the disk, as readable as the process's umask lets files be."""
+    folder.mkdir()
+    probe = folder / ".mode"
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    write(folder)
+    for place, _, files in os.walk(folder):
+        for name in files:
+            (Path(place) / name).chmod(mode)
+            _fsync(Path(place) / name)
+        _fsync(Path(place))
 
 
 def discard(folder: Path) -> None:
