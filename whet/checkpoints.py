@@ -23,7 +23,7 @@ class Checkpoints:
     """
 
     def __init__(self, root: str | Path | None, trainers: Mapping[Role, RoleTrainer]) -> None:
-        self.root = None if root is None else Path(root)
+        self.root = None if root is None else Path(root).absolute()
         self.trainers = trainers
 
     def find(self, resume: str) -> Path | None:
@@ -83,5 +83,7 @@ class Checkpoints:
 
     @staticmethod
     def state(folder: Path) -> dict[str, Any]:
-        """The run's own state in a checkpoint."""
-        return read_state(folder / "run.pt")
+        """The run's own state in a checkpoint. Raises CheckpointError where it is not what `save` wrote."""
+        return read_state(
+            folder / "run.pt", needs=("cluster", "random", "settings", "step", "stream", "tokens", "updates")
+        )

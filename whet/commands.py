@@ -56,7 +56,7 @@ def grpo(config: RunConfig) -> dict[str, Any]:
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     config = _with_run_dir(config)
-    folder = Path(config.trainer.run_dir or "")
+    folder = Path(config.trainer.run_dir or "").absolute()
     log.info("run folder: %s", folder)
     _settle_threads(config)
     config = _with_model(config, folder)
@@ -66,8 +66,11 @@ def grpo(config: RunConfig) -> dict[str, Any]:
     finally:
         learner.cluster.close()
     summary = summarise(run, config, time.monotonic() - started)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
-    plot_curves(run.rows, folder / "curves.png")
+    try:
+        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        plot_curves(run.rows, folder / "curves.png")
+    except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
+        log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
     log.info("%d steps in %.0f s; final model: %s", run.step, summary["train_seconds"], folder / "final")
     if "eval_reward_before" in summary:
         log.info("evaluation reward: %.3f -> %.3f", summary["eval_reward_before"], summary["eval_reward_after"])

@@ -228,7 +228,7 @@ class ModelWorker:
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
-        state = read_state(folder / "state.pt")
+        state = read_state(folder / "state.pt", needs=("version",) if self.optim is None else ("version", "optim"))
         masters = None if self.optim is None else self.optim.masters_by_name()
         load_state(self.module, folder / "model.safetensors", masters)
         if self.optim is not None:

@@ -12,6 +12,7 @@ from helpers import cluster, length_reward, rows, same, weights_of
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.errors import CheckpointError, ConfigError, EngineError, RewardError
 from whet.learners.grpo import GRPOLearner
+from whet.observe.store import RunFolder
 from whet.ops import clipped_surrogate
 from whet.parallel import checkpoint
 from whet.worker import ModelWorker
@@ -181,6 +182,53 @@ def test_the_checkpoint_of_another_run_is_not_taken_into_a_folder_with_steps_of_
         learner(tmp_path / "a", resume=other).train(rows(8))
     assert len(lines(tmp_path / "a")) == 2
     assert learner(tmp_path / "c", resume=other, max_steps=2).train(rows(8)).step == 2
+
+
+def test_state_files_of_another_program_are_named(tmp_path):
+    learner(tmp_path, max_steps=1).train(rows(8))
+    folder = tmp_path / "checkpoints" / "step-000001"
+    for name in ("actor/state.pt", "run.pt"):
+        torch.save({"something": "else"}, folder / name)
+        with pytest.raises(CheckpointError, match=f"{name}.* is not what this version saves"):
+            learner(tmp_path, resume="latest").train(rows(8))
+
+
+def test_a_disk_without_room_for_a_row_is_named_with_the_fix(tmp_path, monkeypatch):
+    def full(fd):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with RunFolder(tmp_path / "a") as folder:
+        monkeypatch.setattr(os, "fsync", full)
+        with pytest.raises(CheckpointError, match=r"metrics\.jsonl.*No space left.*resume=latest"):
+            folder.log(step=1, mode="train", version=0, values={})
+        with pytest.raises(CheckpointError, match=r"x\.json.*No space left.*resume=latest"):
+            folder.write_json("x.json", {})
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"can't be written.*another trainer\.run_dir"):
+        RunFolder(tmp_path / "file")
+
+
+def test_a_reward_that_changes_the_working_folder_moves_nothing(tmp_path, monkeypatch):
+    def moves(completions, **_):
+        os.chdir(tmp_path / "elsewhere")
+        return length_reward(completions)
+
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert learner("run", reward=moves).train(rows(4)).step == 2
+    assert (tmp_path / "run" / "final").is_dir() and not list((tmp_path / "elsewhere").iterdir())
+    assert (tmp_path / "run" / "checkpoints" / "latest").is_file()
+
+
+def test_what_is_broken_beside_the_checkpoints_does_not_stop_a_resume(tmp_path, caplog):
+    learner(tmp_path, max_steps=2).train(rows(8))
+    (tmp_path / "environment.json").write_text("{half")
+    (tmp_path / "checkpoints" / "latest").write_bytes(b"\xff\x00")
+    (tmp_path / "checkpoints" / "step-000009").mkdir()
+    (tmp_path / "completions" / "train-000009.parquet").mkdir()
+    run = learner(tmp_path, max_steps=3, resume="latest").train(rows(8))
+    assert run.step == 3 and [row["step"] for row in run.rows] == [1, 2, 3]
+    assert "environment.json" in caplog.text
 
 
 # ---- a folder in use -----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -13,6 +14,8 @@ from typing import Any
 from whet._version import __version__
 
 __all__ = ["environment", "noted_environment"]
+
+log = logging.getLogger("whet")
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pyarrow", "pydantic")
 _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve", "i8mm")
@@ -37,13 +40,20 @@ def environment() -> dict[str, Any]:
 
 
 def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
-    """environment.json of a run folder; {} where there is none.
+    """environment.json of a run folder; {} where there is none, or one that can't be read, which is said.
 
     >>> noted_environment(None)
     {}
     """
     path = None if run_dir is None else Path(run_dir) / "environment.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path is not None and path.is_file() else {}
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        log.warning("%s can't be read and counts as absent: %s", path, error)
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 _VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "PYTHONHASHSEED", "WORLD_SIZE", "RANK")

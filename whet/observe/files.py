@@ -6,16 +6,20 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-__all__ = ["to_json", "write_atomic"]
+from whet.errors import CheckpointError
+
+__all__ = ["to_json", "unwritable", "write_atomic"]
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
     """Writes a file so that a reader, or a kill at any moment, sees the old one or the new one.
 
     Args: path: the file, in a folder that is there. content: its bytes, or a function that writes them.
+    Raises: CheckpointError: the disk is full or the folder can't be written; the old file stays.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -27,13 +31,27 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    except OSError as error:
+        raise unwritable(path, error) from error
     finally:
-        temporary.unlink(missing_ok=True)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def unwritable(path: Path, error: OSError) -> CheckpointError:
+    """The error for a file of a run that the disk did not take.
+
+    >>> print(unwritable(Path("a/x.json"), OSError("No space left")))
+    a/x.json can't be written: No space left; make room or set the rights, then go on with trainer.resume=latest
+    """
+    return CheckpointError(
+        f"{path} can't be written: {error}; make room or set the rights, then go on with trainer.resume=latest"
+    )
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

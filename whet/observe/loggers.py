@@ -174,14 +174,20 @@ class Loggers:
     ) -> None:
         self._options = options or MetricsLoggerOptions()
         place = self._options.log_dir or folder
-        self._folder = None if place is None else Path(place)
+        self._folder = None if place is None else Path(place).absolute()
         self._config = config or {}
         self._prefix = f"{prefix}/" if prefix else ""
         if unknown := [n for n in self._options.backend_kwargs if n not in LOGGERS]:
             raise lookup_error("logger in backend_kwargs", unknown[0], LOGGERS)
         self._loggers: dict[str, Logger] = {}
         for item in given:
-            name, logger = self._made(item)
+            try:
+                name, logger = self._made(item)
+            except (Exception, SystemExit) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                _dropped(str(item), error)
+                continue
             self._loggers[f"{name} {len(self._loggers)}" if name in self._loggers else name] = logger
 
     def _made(self, item: Any) -> tuple[str, Logger]:
@@ -220,9 +226,13 @@ class Loggers:
         for name, logger in list(self._loggers.items()):
             try:
                 call(logger)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 del self._loggers[name]
-                log.warning("logger %s failed and is dropped: %s: %s", name, type(error).__name__, error)
+                _dropped(name, error)
+
+
+def _dropped(name: str, error: BaseException) -> None:
+    log.warning("logger %s failed and is dropped: %s: %s", name, type(error).__name__, error)
 
 
 def _package(module: str, extra: str) -> Any:

@@ -15,12 +15,13 @@ import os
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from whet.config import diff, dump
 from whet.errors import ConfigError, DataError
-from whet.observe.files import to_json, write_atomic
+from whet.observe.files import to_json, unwritable, write_atomic
 
 __all__ = ["RunFolder", "changed_settings", "holds_steps"]
 
@@ -54,11 +55,16 @@ class RunFolder:
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | Callable[[], int] | None = None) -> None:
-        self.path = Path(path)
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = _lock(self.path / ".lock")
+        self.path = Path(path).absolute()  # a reward function may change the working folder
         try:
+            self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "completions").mkdir(exist_ok=True)
+            self._lock = _lock(self.path / ".lock")
+        except OSError as error:
+            raise ConfigError(
+                f"{path} can't be written: {error}; set its rights, or another trainer.run_dir"
+            ) from error
+        try:
             if resume_step is None:
                 self._refuse_old_run()
             else:
@@ -77,7 +83,8 @@ class RunFolder:
     def close(self) -> None:
         """Ends writing and lets others open the folder."""
         if not self._metrics.closed:
-            self._metrics.close()
+            with suppress(OSError):  # what a full disk did not take was said when it was written
+                self._metrics.close()
             (self.path / ".lock").unlink(missing_ok=True)
             os.close(self._lock)
 
@@ -117,9 +124,12 @@ class RunFolder:
         Args: step: the global step. mode: "train" or "eval". version: policy version. values: name -> number.
         """
         row = to_json({"step": step, "mode": mode, "version": version, **values})
-        self._metrics.write(row.encode() + b"\n")
-        self._metrics.flush()
-        os.fsync(self._metrics.fileno())
+        try:
+            self._metrics.write(row.encode() + b"\n")
+            self._metrics.flush()
+            os.fsync(self._metrics.fileno())
+        except OSError as error:
+            raise unwritable(self.path / "metrics.jsonl", error) from error
 
     def rows(self) -> list[dict[str, Any]]:
         """The rows of metrics.jsonl in order; a torn last line is left out."""

@@ -15,7 +15,7 @@ import re
 import shutil
 import stat
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -158,20 +158,25 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
     if root is None:
         raise CheckpointError("resume='latest' needs a run_dir or a checkpoint_root_directory to look in")
     pointer = root / "latest"
-    named = root / pointer.read_text().strip() if pointer.is_file() else None
-    if named is not None and named.is_dir():
-        return named
-    found = checkpoints(root)
-    return found[-1] if found else None
+    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    whole = [p for p in checkpoints(root) if (p / "run.pt").is_file()]
+    return next((p for p in whole if p.name == name), whole[-1] if whole else None)
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """A .pt file of plain containers and tensors. Raises CheckpointError where it is missing, cut short or pickled."""
+def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
+    """A .pt file of plain containers and tensors.
+
+    Args: path: the file. needs: keys that it must have.
+    Raises: CheckpointError: it is missing, cut short or pickled, or holds something else.
+    """
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        found = torch.load(path, weights_only=True, map_location="cpu")
     except Exception as e:
         why = f"{type(e).__name__}: {e}"
         raise CheckpointError(f"{path} can't be read ({why}); resume from an earlier step-* folder") from e
+    if missing := [n for n in needs if not isinstance(found, dict) or n not in found]:
+        raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
+    return found
 
 
 def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:

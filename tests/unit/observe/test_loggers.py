@@ -67,6 +67,20 @@ def test_a_failing_logger_warns_once_and_is_dropped(caplog):
     assert len(caplog.records) == 1 and "no network" in caplog.text
 
 
+def test_a_logger_that_cannot_be_made_or_wants_to_exit_is_dropped_with_a_warning(caplog):
+    class Broken:
+        def __init__(self):
+            raise OSError("no network")
+
+    def leaves(step, values):
+        raise SystemExit(3)
+
+    seen = []
+    loggers = Loggers([Broken, leaves, lambda step, values: seen.append(step)])
+    loggers.log(1, {})
+    assert seen == [1] and "no network" in caplog.text and "SystemExit: 3" in caplog.text
+
+
 def test_unknown_names_and_things_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="unknown logger 'tensorbord'; did you mean tensorboard"):
         Loggers(["tensorbord"], folder=tmp_path)

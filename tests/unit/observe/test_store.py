@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from whet.config import RunConfig, read_yaml
-from whet.errors import ConfigError, DataError
+from whet.errors import CheckpointError, ConfigError, DataError
 from whet.observe import RunFolder
 from whet.observe.files import to_json, write_atomic
 from whet.observe.store import changed_settings
@@ -183,7 +183,7 @@ def test_an_atomic_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
         file.write(b"half")
         raise OSError("disk full")
 
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(CheckpointError, match="disk full"):
         write_atomic(target, fail)
     assert target.read_bytes() == b"old" and [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
