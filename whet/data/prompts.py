@@ -150,14 +150,21 @@ class PromptEncoder:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         self._need_template()
         open_turn = messages[-1]["role"] == "assistant"
-        ids: Any = self.tokenizer.apply_chat_template(
-            messages,
-            tokenize=True,
-            return_dict=False,
-            add_generation_prompt=not open_turn,
-            continue_final_message=open_turn,
-            **self.chat_template_kwargs,
-        )
+        try:
+            ids: Any = self.tokenizer.apply_chat_template(
+                messages,
+                tokenize=True,
+                return_dict=False,
+                add_generation_prompt=not open_turn,
+                continue_final_message=open_turn,
+                **self.chat_template_kwargs,
+            )
+        except Exception as error:  # a template is a program: it may raise anything
+            roles = ", ".join(str(m["role"]) for m in messages)
+            raise DataError(
+                f"row {number}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
+                "the row, or the tokenizer's chat_template"
+            ) from error
         return list(ids)
 
     def _need_template(self) -> None:
@@ -208,9 +215,9 @@ def encode_prompts(
 def _source(value: Any, name: str, number: int) -> str | list[Message]:
     """A prompt in the form that the data set has it, checked: a text, or a list of messages."""
     if isinstance(value, bytes):
-        value = value.decode("utf-8")
+        value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
-        return str(value)
+        return _text(str(value), f"row {number}, column {name!r}")
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         raise DataError(
             f"row {number}: column {name!r} holds {type(value).__name__} {value!r}; a prompt is a text or a list of "
@@ -219,12 +226,29 @@ def _source(value: Any, name: str, number: int) -> str | list[Message]:
     return [_message(message, place, number) for place, message in enumerate(value)]
 
 
+def _text(text: str, where: str) -> str:
+    """The text, if UTF-8 can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {text[:40]!r} is no valid text ({error.reason}); repair the encoding") from error
+    return text
+
+
 def _message(message: Any, place: int, number: int) -> Message:
     """One message; keys that a table filled with None are left out."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
         raise DataError(f"row {number}, message {place}: {message!r}; a message has a role and a content")
-    content = message["content"]
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not (isinstance(content, str | list | tuple) or "tool_calls" in message):
+        raise DataError(
+            f"row {number}, message {place}: role {role!r} with content {content!r:.60}; both are texts: leave the "
+            "message out, or give it a text"
+        )
     parts = content if isinstance(content, list | tuple) else ()
+    for text in (content, *(p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))):
+        if isinstance(text, str):
+            _text(text, f"row {number}, message {place}")
     kinds = {part["type"] for part in parts if isinstance(part, Mapping) and "type" in part}
     if kinds - {"text"}:
         raise DataError(

@@ -186,7 +186,9 @@ def _table(path: Path) -> Any:
     try:
         if path.suffix == ".csv":
             one_by_one = csv.ReadOptions(use_threads=False)  # then a bad row is named by its number
-            return csv.read_csv(path, one_by_one, csv.ParseOptions(newlines_in_values=True))
+            table = csv.read_csv(path, one_by_one, csv.ParseOptions(newlines_in_values=True))
+            _ = table.column_names  # their encoding is looked at only now
+            return table
         if path.suffix == ".parquet":
             return parquet.read_table(path)
         with pa.memory_map(str(path)) as file:
@@ -195,7 +197,7 @@ def _table(path: Path) -> Any:
             except pa.ArrowInvalid:
                 file.seek(0)
                 return pa.ipc.open_file(file).read_all()  # as Feather writes it
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} can't be read as {path.suffix[1:]}: {error}") from error
 
 

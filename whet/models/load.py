@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import cached_file
@@ -166,11 +166,25 @@ def _read(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Te
     if critic:
         del config.whet_value_head
     try:
-        module = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, trust_remote_code=False, ignore_mismatched_sizes=critic
+        module, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            trust_remote_code=False,
+            ignore_mismatched_sizes=critic,
+            output_loading_info=True,
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't load {path!r} as a causal language model: {error}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: other shapes
+        raise ConfigError(
+            f"can't load {path!r} as a causal language model: {type(error).__name__}: {error}; its weights must be "
+            "whole and of the shapes that its config.json says"
+        ) from error
+    missing = sorted(set(info["missing_keys"]) & dict(module.named_parameters()).keys())  # a tied head is no parameter
+    if missing and not critic:
+        raise ConfigError(
+            f"{path!r} has no weights for {len(missing)} parameters, which would be random: {', '.join(missing[:3])}; "
+            "copy its weights again, or give the folder of the whole model"
+        )
     return module, _value_weight(path) if critic else None
 
 

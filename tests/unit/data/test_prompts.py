@@ -132,6 +132,29 @@ def test_rows_that_are_no_prompts_are_refused(tokenizer, row, says):
         PromptEncoder(tokenizer)(row)
 
 
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ([{"role": "user", "content": None}], "row 4, message 0: role 'user' with content None"),
+        ([{"role": "user", "content": 3}], "row 4, message 0: role 'user' with content 3"),
+        ([{"role": "user", "content": "a"}, {"role": 7, "content": "b"}], "row 4, message 1: role 7"),
+        ([{"role": "user", "content": "\ud800"}], "row 4, message 0.*no valid text"),
+        ("a\ud800b", "row 4, column 'prompt'.*no valid text"),
+        (b"\xff", "row 4, column 'prompt'.*no valid text"),
+    ],
+)
+def test_contents_that_are_no_text_are_refused_by_row(tokenizer, value, says):
+    with pytest.raises(DataError, match=says):
+        PromptEncoder(tokenizer)({"prompt": value}, 4)
+
+
+def test_a_template_that_raises_names_the_row_and_the_turns():
+    picky = byte_tokenizer()
+    picky.chat_template = "{{ raise_exception('roles must alternate') }}"
+    with pytest.raises(DataError, match=r"row 4: the chat template refused turns of user, user: .*must alternate"):
+        PromptEncoder(picky)({"prompt": [{"role": "user", "content": "a"}] * 2}, 4)
+
+
 def test_settings_that_cannot_be_carried_out_are_refused(tokenizer):
     bare = byte_tokenizer()
     bare.chat_template = None

@@ -7,7 +7,9 @@ import pyarrow.feather
 import pytest
 from pyarrow import csv, parquet
 
+from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
+from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
 
 ROWS = [{"prompt": "a, b", "answer": 1}, {"prompt": "c\nd", "answer": 2}, {"prompt": "é", "answer": 3}]
@@ -129,6 +131,16 @@ def test_an_unreadable_line_is_named(folder):
     (folder / "latin.jsonl").write_bytes('{"prompt": "é"}'.encode("latin-1"))
     with pytest.raises(DataError, match="not UTF-8"):
         load_rows("latin.jsonl")
+
+
+def test_a_csv_that_is_not_utf8_is_named(tmp_path):
+    path = tmp_path / "latin.csv"
+    path.write_bytes("prompt,café\ncafé,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.csv can't be read as csv"):
+        load_rows(str(path))[0]
+    path.write_bytes("prompt,answer\ncafé,1\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"row 0, column 'prompt'|can't be read as csv"):
+        PromptEncoder(byte_tokenizer())(load_rows(str(path))[0], 0)
 
 
 def test_what_is_missing_is_named_with_the_nearest(folder, monkeypatch):

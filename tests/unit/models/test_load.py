@@ -3,6 +3,7 @@ import logging
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from whet.errors import ConfigError
@@ -148,6 +149,24 @@ def test_what_is_not_a_text_model_is_refused(tmp_path):
         load_model(str(tmp_path / "t5"))
     with pytest.raises(ConfigError, match="not a transformers model"):
         load_model(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("damage", ["cut", "shape", "missing"])
+def test_weights_that_are_cut_misshapen_or_missing_are_refused(tmp_path, damage):
+    tiny(tie_word_embeddings=False).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    if damage == "cut":
+        path.write_bytes(path.read_bytes()[:-50])
+    elif damage == "shape":
+        tensors["model.norm.weight"] = torch.ones(3)
+        save_file(tensors, path, metadata={"format": "pt"})
+    else:
+        del tensors["lm_head.weight"]
+        save_file(tensors, path, metadata={"format": "pt"})
+    says = "no weights for 1 parameters.*lm_head" if damage == "missing" else "can't load .*must be whole"
+    with pytest.raises(ConfigError, match=rf"(?s){says}"):
+        load_model(str(tmp_path))
 
 
 def test_wrong_names_are_refused_with_the_known_ones(tmp_path):
