@@ -80,6 +80,11 @@ class GRPOLearner(RLLearner):
             rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, data=data, settings=settings
         )
         c = algo_config
+        if rl_cluster.get_rollout_config().temperature == 0:
+            raise ConfigError(
+                "rollout.temperature=0 draws the same completion num_generations times: all completions of a group are "
+                "equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
+            )
         if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
             raise ConfigError(
                 f"beta={c.beta} compares with a reference model; give RLCluster(reference=...), or beta=0.0 to do "

@@ -122,6 +122,12 @@ class Run:
         self.settings = self._settings()
         if self.eval_ds is not None:
             self._eval_prompts = self._encode_eval()
+        elif c.eval_every_n_steps:
+            log.warning(
+                "eval_every_n_steps=%d has no effect: there is no evaluation data; give train() eval_ds, or set "
+                "data.eval_path, data.eval_split or data.eval_fraction",
+                c.eval_every_n_steps,
+            )
         if c.run_dir is not None:
             self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
             self.folder.write_config(self.settings)
@@ -283,7 +289,7 @@ class Run:
         row = {**flat(metrics), **cluster.take_metrics(step, Mode.EVAL), "time/eval": time.monotonic() - started}
         self._store(step, Mode.EVAL, rewarded, batch)
         self._log(step, Mode.EVAL, row)
-        log.info("eval, step %d: reward %.3f  (%d prompts, %.1f s)", step, row["reward"], len(groups), row["time/eval"])
+        log.info("eval, step %d: reward %.4g  (%d prompts, %.1f s)", step, row["reward"], len(groups), row["time/eval"])
         return row
 
     def _encode_eval(self) -> list[Prompt]:

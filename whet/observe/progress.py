@@ -112,7 +112,7 @@ class Progress:
         more = "".join(f"  {name} {value:.4g}" for name, value in (shown or {}).items())
         if self._bar is not None:
             fields = {
-                "reward": f"{reward:.3f}",
+                "reward": f"{reward:.4g}",
                 "curve": sparkline(self._rewards) + more,
                 "speed": f"{tokens_per_s:,.0f}",
             }
@@ -124,7 +124,7 @@ class Progress:
 
     def _text(self, step: int, reward: float, tokens_per_s: float, more: str) -> str:
         of = "" if self.total is None else f"/{self.total}"
-        line = f"{self.description}: step {step}{of}  reward {reward:.3f}{more}  {tokens_per_s:,.0f} tokens/s"
+        line = f"{self.description}: step {step}{of}  reward {reward:.4g}{more}  {tokens_per_s:,.0f} tokens/s"
         if self.total is None or step <= self.start:
             return line
         left = (time.monotonic() - self._begun) / (step - self.start) * (self.total - step)

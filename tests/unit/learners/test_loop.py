@@ -246,6 +246,20 @@ def test_rewards_that_never_apply_leave_an_evaluation_without_a_score():
     assert np.isnan(row["reward"])
 
 
+def test_evaluation_without_data_is_said_to_have_no_effect(caplog):
+    learner(cluster(eval_every_n_steps=2)).train(rows(4))
+    assert "eval_every_n_steps=2 has no effect" in caplog.text
+    caplog.clear()
+    learner(cluster(eval_every_n_steps=2)).train(rows(4), rows(2))
+    assert "no effect" not in caplog.text
+
+
+def test_greedy_training_rollouts_are_refused_and_greedy_evaluation_is_not():
+    with pytest.raises(ConfigError, match="all completions of a group are equal"):
+        learner(cluster(rollout={"temperature": 0.0}))
+    learner(cluster(rollout={"eval": {"temperature": 0.0}}))
+
+
 # ---- hooks ---------------------------------------------------------------------------------------------------------
 
 
