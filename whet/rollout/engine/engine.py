@@ -72,6 +72,8 @@ class EmbeddedEngine:
         self._decode = decode
         self._positions = max_positions(loaded.module)
         self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast)
+        if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
+            self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
         self._plans: list[Plan] = []
         self._plan_of: dict[Sampling, int] = {}
@@ -355,4 +357,5 @@ class EmbeddedEngine:
     @property
     def paths(self) -> dict[str, str]:
         """What runs, in words, with the reason where something stepped aside; never chosen by the clock."""
-        return dict(self._runner.forward.paths)
+        steps = "eager" if self._runner.graphs is None else f"fixed shapes, graphs on {self._runner.device.type}"
+        return {**self._runner.forward.paths, "steps": steps}

@@ -31,6 +31,8 @@ class ModuleForward:
         """What runs, in words."""
         self.bytes = 0
         """Memory of what is derived from the weights."""
+        self.epoch = 0
+        """Rises when something that a step reads has moved."""
         self._trunk: nn.Module = loaded.module.get_decoder()  # pyright: ignore
         self._head: nn.Module = loaded.module.get_output_embeddings()  # pyright: ignore
 
@@ -72,6 +74,7 @@ class FusedForward:
         self._head = Product([loaded.module.get_output_embeddings()], pack=refusal is None)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
         self._seen = self._state()
+        self._moved = 0
 
     def running(self) -> AbstractContextManager[None]:
         """Around all work: no gradient."""
@@ -92,6 +95,7 @@ class FusedForward:
     def refresh(self, *, force: bool) -> None:
         """Renews what is derived from the weights, where they have changed since. Args: force: whether or not."""
         state = self._state()
+        self._moved += [p for p, _ in state] != [p for p, _ in self._seen]
         if force or state != self._seen:
             self._trunk.refresh()
             self._head.refresh()
@@ -102,6 +106,11 @@ class FusedForward:
         for product in (*self._trunk.products(), self._head):
             product.drop()
         self._seen = ()
+
+    @property
+    def epoch(self) -> int:
+        """Rises when something that a step reads has moved."""
+        return self._trunk.epoch + self._moved
 
     @property
     def bytes(self) -> int:

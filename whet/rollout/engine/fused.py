@@ -104,6 +104,8 @@ class FusedTrunk:
             raise _UnfitError(f"its trunk differs in {', '.join(sorted(wrong)) or 'its embedding'}")
         self._trunk = trunk
         self._norm = _checked_norm(trunk.norm)
+        self.epoch = 0
+        """Rises when the rotary tables move."""
         self._cos = self._sin = torch.empty(0)
         self.reach(PROBE)
         size = self._cos.shape[-1]
@@ -162,6 +164,7 @@ class FusedTrunk:
             cos, sin = self._trunk.rotary_emb(weight, torch.arange(count, device=weight.device).unsqueeze(0))
             low, high = sin[0].chunk(2, -1)
             self._cos, self._sin = cos[0], torch.cat([-low, high], -1)
+            self.epoch += 1
 
     def products(self) -> Iterator[Product]:
         """All products."""

@@ -53,6 +53,8 @@ class KVStore:
         self.length = length
         """Places allocated in each row."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self.epoch = 0
+        """Rises when the buffers move."""
 
     def reserve(self, rows: int, length: int, *, longest: int | None = None) -> None:
         """Makes room: rows as many as needed, places with a quarter to spare; what lies there stays.
@@ -76,6 +78,7 @@ class KVStore:
         for layer, pair in self._layers.items():
             self._layers[layer] = tuple(_resized(x, rows, length) for x in pair)  # pyright: ignore[reportArgumentType]
         self.rows, self.length = rows, length
+        self.epoch += 1
 
     def layer(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The buffers [R K L D] of a layer, made to the shape of its first keys and values.
@@ -103,6 +106,7 @@ class KVStore:
     def drop(self) -> None:
         """Frees all memory."""
         self._layers.clear()
+        self.epoch += 1
         self.rows = self.length = 0
 
     @property

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whet.models.attention import Layout
+from whet.rollout.engine.cuda_graph import FixedTensors
 from whet.rollout.engine.kv_cache import KVStore
 
 __all__ = ["DecodeLayout", "PrefillLayout", "Run", "attention_part"]
@@ -25,7 +26,7 @@ FAR = -1e30
 """Added to the score of a key that must not be seen: finite, so a part that sees nothing gets no weight, and no NaN."""
 
 HELD = 1 << 24
-"""Scores held at once; beyond it torch's fused operator works on them piece by piece."""
+"""Scores held at once."""
 
 
 def attention_part(
@@ -42,8 +43,9 @@ def attention_part(
     >>> attention_part(one, one, one, None, scale=1.0, softcap=None)[1]
     tensor([[[8.]]])
     """
-    many = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2] > HELD
-    if many and q.device.type == "cpu" and softcap is None and k.shape[-1] == v.shape[-1]:
+    # Products of half precision would round the scores; torch's operator holds them in fp32, piece by piece.
+    piecewise = q.dtype.itemsize == 2 or q.shape[:3].numel() * k.shape[2] > HELD
+    if piecewise and q.device.type == "cpu" and softcap is None and k.shape[-1] == v.shape[-1]:
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     shape = q.shape[:3]
@@ -206,13 +208,24 @@ class DecodeLayout(Layout):
         self._place = np.zeros((0, 3), np.int64)
         self._head_tables: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self._range = torch.arange(0, device=device)
+        self.fixed: FixedTensors | None = None
+        """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
 
-    def regroup(self, stores: dict[int, KVStore], buckets: np.ndarray, slots: np.ndarray, lengths: np.ndarray) -> None:
+    def regroup(
+        self,
+        stores: dict[int, KVStore],
+        buckets: np.ndarray,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        rows: int | None = None,
+    ) -> None:
         """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
 
         Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
+            rows: those of a step, with padding; a padding row looks at the first row's prompt. None = n.
         """
-        self.rows = len(buckets)
+        self.rows = len(buckets) if rows is None else rows
+        known = list(self._head_tables)
         self._head_tables.clear()
         self._buckets = []
         self._place = np.zeros((self.rows, 3), np.int64)  # bucket number, prompt slot, rank among its rows
@@ -220,27 +233,41 @@ class DecodeLayout(Layout):
             mine = np.flatnonzero(buckets == bucket)
             mine = mine[np.argsort(slots[mine], kind="stable")]
             at = slots[mine]
-            m = int(at.max()) + 1
-            counts = np.bincount(at, minlength=m)
+            counts = np.bincount(at)
             rank = np.arange(len(mine)) - (counts.cumsum() - counts)[at]
-            rows, plens = np.zeros((m, int(counts.max())), np.int64), np.ones(m, np.int64)
-            rows[at, rank] = mine
+            m, most = (x if self.fixed is None else 1 << (x - 1).bit_length() for x in (len(counts), int(counts.max())))
+            asking, plens = np.zeros((m, most), np.int64), np.ones(m, np.int64)
+            asking[at, rank] = mine
             plens[at] = lengths[mine]
             self._place[mine] = np.stack([np.full(len(mine), number), at, rank], 1)
-            longest, tensor = int(plens.max()), torch.from_numpy(plens).to(self.device)
-            hidden = torch.arange(longest, device=self.device) >= tensor[:, None]
-            self._buckets.append(
-                _Bucket(
-                    store=stores[int(bucket)],
-                    prompts=m,
-                    most=rows.shape[1],
-                    places=longest,
-                    rows=rows,
-                    lengths=tensor,
-                    row_index=torch.from_numpy(rows.reshape(-1)).to(self.device),
-                    hidden=None if (plens == longest).all() else hidden,
-                )
-            )
+            self._buckets.append(self._bucket(number, int(bucket), stores[int(bucket)], asking, plens))
+        self._place[len(buckets) :] = self._place[0]
+        if self.fixed is not None:  # a captured step can't make tables
+            for heads, kv in known:
+                self._heads(heads, kv)
+
+    def _bucket(self, number: int, bucket: int, store: KVStore, rows: np.ndarray, plens: np.ndarray) -> _Bucket:
+        """The tables of one store's prompts. Args: rows [m, G]: who asks. plens [m]: tokens of the prompts."""
+        if self.fixed is not None:
+            store.reserve(len(rows), bucket)
+        longest = int(plens.max()) if self.fixed is None else bucket
+        lengths = self._keep(("lengths", number), torch.from_numpy(plens))
+        hidden = torch.arange(longest, device=self.device) >= lengths[:, None]
+        return _Bucket(
+            store=store,
+            prompts=len(rows),
+            most=rows.shape[1],
+            places=longest,
+            rows=rows,
+            lengths=lengths,
+            row_index=self._keep(("rows", number), torch.from_numpy(rows.reshape(-1))),
+            hidden=None if (plens == longest).all() and self.fixed is None else self._keep(("hidden", number), hidden),
+        )
+
+    def _keep(self, key: tuple[str, *tuple[int, ...]], value: Tensor) -> Tensor:
+        """The value on the device; at its fixed address, where there is one."""
+        value = value.to(self.device)
+        return value if self.fixed is None else self.fixed.keep(key, value)
 
     def begin(self, position: Tensor, made: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
         """Sets one step.
@@ -251,11 +278,11 @@ class DecodeLayout(Layout):
         self.position_ids = position.unsqueeze(1)
         self._made = made
         self._longest, self._furthest, self._equal = longest + 1, furthest, equal
-        self._own_bias: dict[tuple[int | None, int], Tensor | None] = {}
+        self._own_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
         self._write_at: dict[int, Tensor] = {}
-        if len(self._range) < self.own.length:
-            self._range = torch.arange(2 * self.own.length, device=self.device)
+        if len(self._range) < self._longest:
+            self._range = torch.arange(2 * self._longest, device=self.device)
 
     def attend(
         self,
@@ -275,10 +302,9 @@ class DecodeLayout(Layout):
         if window is not None and window > self._furthest:
             window = None
         keys, values = self._write(layer, k, v)
-        # oneDNN's half-precision products are slow on rows with gaps between them: read what is not used yet as well
-        s = self.own.length if q.dtype.itemsize == 2 and q.device.type == "cpu" else self._longest
+        s = self._longest
         q = q.reshape(n * heads, size)
-        bias = self._own_mask(window, q.dtype, s)
+        bias = self._own_mask(window, q.dtype)
         own, own_lse = attention_part(
             q.view(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], bias, scale=scale, softcap=softcap
         )
@@ -318,18 +344,17 @@ class DecodeLayout(Layout):
             flat.index_copy_(0, self._write_at[kv], x.reshape(self.rows * kv, -1))
         return keys, values
 
-    def _own_mask(self, window: int | None, dtype: torch.dtype, places: int) -> Tensor | None:
-        """[n, 1, 1, places] of 0 and FAR over own tokens; None = all seen."""
+    def _own_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[n, 1, 1, S] of 0 and FAR over own tokens; None = all seen."""
         if window is not None and window >= self._longest:
             window = None
-        if window is None and self._equal and places == self._longest:
+        if window is None and self._equal:
             return None
-        key = (window, places)
-        if key not in self._own_bias:
-            distance = self._made.unsqueeze(1) - self._range[:places]
+        if window not in self._own_bias:
+            distance = self._made.unsqueeze(1) - self._range[: self._longest]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            self._own_bias[key] = _bias(hidden, dtype)[:, None, None]
-        return self._own_bias[key]
+            self._own_bias[window] = _bias(hidden, dtype)[:, None, None]
+        return self._own_bias[window]
 
     def _prompt_mask(self, number: int, window: int | None, g: int, dtype: torch.dtype) -> Tensor | None:
         """[m, 1, 1 or G * g, S] of 0 and FAR over a bucket's prompts; None = all seen."""
@@ -354,12 +379,12 @@ class DecodeLayout(Layout):
             head = np.arange(heads).reshape(kv, 1, g)
             for b in self._buckets:
                 index = b.rows[:, None, :, None] * heads + head  # [m K G g]
-                tables.append(torch.from_numpy(index.reshape(-1)).to(self.device))
+                tables.append(self._keep(("ask", len(tables), heads, kv), torch.from_numpy(index.reshape(-1))))
                 bases.append(base)
                 base += index.size
             number, slot, rank = self._place.T[:, :, None, None]
             most = np.array([b.most for b in self._buckets])[number]
             k, j = np.arange(kv)[:, None], np.arange(g)
             back = np.array(bases)[number] + ((slot * kv + k) * most + rank) * g + j  # [n K g]
-            self._head_tables[heads, kv] = tables, torch.from_numpy(back.reshape(-1)).to(self.device)
+            self._head_tables[heads, kv] = tables, self._keep(("back", heads, kv), torch.from_numpy(back.reshape(-1)))
         return self._head_tables[heads, kv]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from whet.models.load import LoadedModel
 from whet.ops.uniform import address_key, uniform
+from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
@@ -57,6 +58,11 @@ class Runner:
         self.state = torch.zeros(5, max_batch, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
         self.groups: list[tuple[Plan, Tensor | None]] = []
+        self.graphs: StepGraphs | None = None
+
+    def fix_shapes(self) -> None:
+        """From now on plain decode steps have fixed shapes, and are captured where the device can."""
+        self.graphs, self.layout.fixed = StepGraphs(self.device), FixedTensors()
 
     def prefill(self, prefixes: Sequence[Prefix], taken: dict[int, int]) -> None:
         """Runs new prompts, packed, each once; their KV goes to the stores, their last hidden state to the prefix.
@@ -131,7 +137,12 @@ class Runner:
         """Takes note of which rows live and where their prompts lie. Args: rows: in order. plans: of the tasks."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
         slots = np.array([p.slot for _, p in rows], np.int64)
-        self.layout.regroup(self.stores, buckets, slots, np.array([len(p.tokens) for _, p in rows], np.int64))
+        count = None
+        if self.graphs is not None:
+            count = bucket_rows(len(rows), self.max_batch)
+            self.own.reserve(count, self.own.length)
+        lengths = np.array([len(p.tokens) for _, p in rows], np.int64)
+        self.layout.regroup(self.stores, buckets, slots, lengths, count)
         self.groups = self._grouped([t.plan for t, _ in rows], plans)
 
     def run(self, steps: int, own: np.ndarray, furthest: int) -> Block:
@@ -141,28 +152,56 @@ class Runner:
             furthest: the largest number of tokens, prompt included, of a row.
         Returns: what was drawn.
         """
-        n = len(own)
-        longest, equal = int(own.max()), bool((own == own[0]).all())
+        n, rows = len(own), self.layout.rows
+        longest, equal = int(own.max()), bool((own == own[0]).all()) and rows == n
         keep = any(plan.sampling.return_logits for plan, _ in self.groups)
         tokens, logprobs, kept = [], [], [] if keep else None
-        state, rows = self.state[:, :n], slice(0, n)
-        ahead = torch.arange(1, steps + 1, device=self.device).unsqueeze(1)
-        numbers = uniform(state[KEY].repeat(steps), (state[PLACE] + ahead).flatten()).view(steps, n)
         self.forward.reach(furthest + steps)
+        self.state[:, n:rows] = 0
+        plans = [plan for plan, _ in self.groups]
+        if self.graphs is not None and len(plans) == 1 and plans[0].support.plain and self.seen is None and not keep:
+            for _ in range(steps):
+                step = self.graphs.step((rows, id(plans[0])), self._epoch(), lambda: self._fixed_step(rows))
+                tokens.append(step[0][:n].clone())
+                logprobs.append(step[1][:n].clone())
+            return self._read(tokens, logprobs, None)
+        state = self.state[:, :rows]
+        ahead = torch.arange(1, steps + 1, device=self.device).unsqueeze(1)
+        numbers = uniform(self.state[KEY, :n].repeat(steps), (state[PLACE, :n] + ahead).flatten()).view(steps, n)
         for step in range(steps):
-            ids = state[TOKEN].clone()
             self.layout.begin(
                 state[POSITION], state[OWN], longest=longest - 1 + step, furthest=furthest - 1 + step, equal=equal
             )
-            logits = self.forward.logits(self.forward.features(ids.unsqueeze(1), self.layout))
+            features = self.forward.features(state[TOKEN].unsqueeze(1), self.layout)
+            logits = self.forward.logits(features[:n])
             state[POSITION : PLACE + 1] += 1
-            drawn, logprob = self._sample(logits, self.groups, rows, numbers[step])
-            state[TOKEN] = drawn
+            drawn, logprob = self._sample(logits, self.groups, slice(0, n), numbers[step])
+            state[TOKEN, :n] = drawn
             tokens.append(drawn)
             logprobs.append(logprob)
             if kept is not None:
                 kept.append(logits)
         return self._read(tokens, logprobs, kept)
+
+    def _fixed_step(self, rows: int) -> tuple[Tensor, Tensor]:
+        """One step of this many rows, padding included: the same work whatever the rows' lengths are.
+
+        Returns: (Long [rows] tokens, fp32 [rows] logprobs).
+        """
+        state, far = self.state[:, :rows], 1 << 40  # no window is wider than that
+        self.layout.begin(state[POSITION], state[OWN], longest=self.own.length - 1, furthest=far, equal=False)
+        logits = self.forward.logits(self.forward.features(state[TOKEN].unsqueeze(1), self.layout))
+        state[POSITION : PLACE + 1] += 1
+        numbers = uniform(state[KEY], state[PLACE])
+        drawn, logprob = self._sample(logits, self.groups, slice(0, rows), numbers)
+        state[TOKEN] = drawn
+        return drawn, logprob
+
+    def _epoch(self) -> tuple[int, ...]:
+        """Changes when anything that a fixed step reads has moved."""
+        assert self.layout.fixed is not None
+        stores = (x for bucket, s in sorted(self.stores.items()) for x in (bucket, s.epoch))
+        return (self.layout.fixed.epoch, self.forward.epoch, self.own.epoch, *stores)
 
     def _grouped(self, indices: list[int], plans: Sequence[Plan]) -> list[tuple[Plan, Tensor | None]]:
         """Rows by plan; None = all rows."""
@@ -223,6 +262,8 @@ class Runner:
 
     def drop(self) -> None:
         """Frees KV and all that depends on it."""
+        if self.graphs is not None:
+            self.graphs.clear()
         self.own.drop()
         self.stores.clear()
         self.seen = None
