@@ -38,6 +38,8 @@ LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to say which functions were late."""
 LARGEST = 1e15
 """The size of a reward: beyond it, differences within a group are lost in double precision."""
+GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompts", "rewards", "trajectory_ids")
+"""What functions are offered besides the columns of the data."""
 OnError = Literal["raise", "none"]
 """A failing reward function stops the run, or counts as "not applicable"."""
 
@@ -125,10 +127,12 @@ def keywords(
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(f"{kind} {name} takes {parameter.name!r} by position alone; remove the '/'")
         if not known and parameter.default is parameter.empty:
-            words = sorted({*offered, *by_name})
+            near = nearest(parameter.name, {**offered, **by_name})
+            columns = [word for word in offered if word not in GIVEN]
             raise ConfigError(
-                f"{kind} {name} needs {parameter.name!r}, which is neither a column nor offered"
-                f"{nearest(parameter.name, words) or '.'} Offered: {', '.join(words)}"
+                f"{kind} {name} needs {parameter.name!r}, which is no column; your columns: "
+                f"{', '.join(columns) or 'none besides the prompt'}{near or '.'} Rename the argument or the column, or "
+                f"give it a default. Always offered: {', '.join(w for w in offered if w in GIVEN)}"
             )
         if known and parameter.kind is not parameter.POSITIONAL_ONLY:
             given[parameter.name] = offered[parameter.name] if parameter.name in offered else by_name[parameter.name]

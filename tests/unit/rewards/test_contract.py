@@ -91,7 +91,8 @@ def test_an_argument_that_nobody_offers_is_named_with_the_nearest():
         return []
 
     with pytest.raises(
-        ConfigError, match=r"fn needs 'anwser'.*did you mean answer.*Offered: answer, beta, completion_ids"
+        ConfigError,
+        match=r"fn needs 'anwser'.*your columns: .*answer, grid; did you mean answer\? .*offered: prompts, comp",
     ):
         call_rewards({"fn": fn}, INPUTS)
     with pytest.raises(ConfigError, match="by position alone"):
