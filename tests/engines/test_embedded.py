@@ -11,6 +11,7 @@ from whet.errors import ConfigError, EngineError
 from whet.ops.uniform import address_key
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.engine.sampler import completed_string
 from whet.rollout.hf import HFEngine
 
 FUSED = {"qwen3", "qwen2", "llama", "mistral_window"}
@@ -200,6 +201,11 @@ def test_a_request_over_the_positions_is_refused_with_the_numbers(model):
         EmbeddedEngine(model).submit(requests(prompts((40,)), Sampling(max_tokens=217)))
 
 
+def test_a_request_may_fill_the_positions_and_the_cache_to_the_last_place(model):
+    EmbeddedEngine(model).submit(requests(prompts((40,)), Sampling(max_tokens=216)))
+    EmbeddedEngine(model, kv_cache_tokens=72).submit(requests(prompts((40,)), Sampling(max_tokens=8)))
+
+
 def test_each_distinct_prompt_of_a_group_is_prefilled_once(model):
     engine = EmbeddedEngine(model)
     rows = watched(engine)
@@ -244,6 +250,12 @@ def test_stop_strings_cut_at_the_token_that_completes_them(model):
         done = run(kind(model, decode=letters), requests(prompts(), Sampling(max_tokens=20, stop=(stop,))))
         assert done[1].tokens.tolist() == free[1].tokens[:where].tolist()
         assert done[1].finish_reason == "stop"
+
+
+def test_the_cut_is_at_the_first_fresh_token_that_completes_a_string():
+    decode = lambda ids: "".join(map(chr, ids))
+    places = {stop: completed_string(decode, list(b"abcd"), [stop], fresh=3) for stop in ("b", "ab", "c", "d", "x")}
+    assert places == {"b": 2, "ab": 2, "c": 3, "d": 4, "x": None}
 
 
 def test_a_stop_string_may_begin_in_an_earlier_turn(model):

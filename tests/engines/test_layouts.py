@@ -4,13 +4,16 @@ import numpy as np
 import pytest
 import torch
 
+from whet.rollout.base import Request, Sampling
 from whet.rollout.engine.kv_cache import KVStore, bucket_length
 from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.scheduler import Scheduler, Task
 
 CASES = {
     "plain": {},
     "window_in_the_prompt": {"window": 9},
     "window_in_own_tokens": {"window": 3},
+    "window_that_hides_one_token_of_the_longest_row": {"window": 42},
     "softcap": {"softcap": 2.0},
     "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
     "all": {"window": 7, "softcap": 3.0, "sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
@@ -116,3 +119,24 @@ def test_a_store_keeps_what_it_held_when_it_grows_moves_and_shrinks():
     assert store.bytes == 2 * 16 * 10 * 4
     store.drop()
     assert store.bytes == store.rows == 0
+
+
+def test_a_store_that_makes_room_never_loses_places():
+    store = KVStore()
+    store.reserve(1, 40)
+    keys, _ = store.layer(0, *torch.ones(2, 1, 1, 1, 2))
+    keys[0, :, 60] = 1.0
+    store.reserve(2, 8, longest=32)
+    assert (store.rows, store.length) == (2, 64)
+    assert store.layer(0, keys, keys)[0][0, :, 60].eq(1).all()
+
+
+def test_tasks_that_had_been_let_in_wait_in_front_and_in_their_order():
+    first, second, third = (
+        Task(request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, address=(0, 0, i, 0)), plan=0)
+        for i in range(3)
+    )
+    scheduler = Scheduler(max_batch=2, kv_cache_tokens=None)
+    scheduler.add([third])
+    scheduler.resume([first, second])
+    assert list(scheduler.queue) == [first, second, third]

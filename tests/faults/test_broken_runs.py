@@ -68,6 +68,14 @@ def test_a_prolonged_run_is_the_run_that_was_long_from_the_start(tmp_path):
     assert same(weights_of(resumed.cluster.actor.module), weights_of(whole.cluster.actor.module))
 
 
+def test_counters_go_on_where_the_checkpoint_left_them(tmp_path):
+    short, long = tmp_path / "short", tmp_path / "long"
+    learner(short, max_steps=1).train(rows(8))
+    resumed = learner(short, max_steps=2, resume="latest").train(rows(8)).rows[-1]
+    whole = learner(long, max_steps=2).train(rows(8)).rows[-1]
+    assert all(resumed[n] == whole[n] for n in ("step", "num_tokens", "optim/updates", "epoch"))
+
+
 def test_a_run_resumed_before_its_last_checkpoint_takes_the_later_steps_anew(tmp_path):
     learner(tmp_path, max_steps=3).train(rows(8))
     before = (tmp_path / "final" / "model.safetensors").read_bytes()

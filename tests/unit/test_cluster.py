@@ -56,6 +56,22 @@ def test_calls_draw_anew_without_a_seed_and_the_same_with_one():
     assert [t.tolist() for t in cluster().generate(PROMPTS).tokens] == first  # another cluster of the same seed
 
 
+def sampled(c, **options):
+    encode = c.encoder()
+    prompts = [encode({"prompt": text}, i) for i, text in enumerate(PROMPTS)]
+    return [g.completions[0].tokens.tolist() for g in c.sample(prompts, **options)]
+
+
+def test_training_evaluation_and_calls_share_no_draw():
+    c = cluster()
+    drawn = [sampled(c, mode=mode, seed=seed) for mode in ("train", "eval", "generate") for seed in range(3)]
+    assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
+
+
+def test_the_rollouts_own_seed_comes_before_the_runs():
+    assert sampled(cluster(rollout={"seed": 5}, seed=3)) == sampled(cluster(seed=5)) != sampled(cluster(seed=3))
+
+
 def test_draws_do_not_depend_on_the_micro_batch_size():
     c = cluster()
     draws = [[t.tolist() for t in c.generate(PROMPTS, micro_batch_size=n, seed=1).tokens] for n in (None, 1, 3, 4)]

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from helpers import gap, one_by_one, random_batch, same, tiny_model, weights_of
+from helpers import completion, gap, one_by_one, prompt, random_batch, same, tiny_model, weights_of
 
 from whet.config import OptimConfig
 from whet.data.padded import left_padded
@@ -8,7 +8,7 @@ from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.ops import clipped_surrogate, nll, token_weights
 from whet.role_trainer import DataHooks, RoleTrainer, TrainingHooks
-from whet.types import TokenBatch, TrainExample
+from whet.types import Group, TokenBatch, TrainExample
 from whet.worker import ModelWorker
 
 
@@ -100,6 +100,13 @@ def test_metrics_of_several_updates_are_means_over_updates():
     metrics = t.update_all(parts)
     losses = [alone.update(p)["loss"].value for p in parts]
     assert metrics["loss"].value == pytest.approx(sum(losses) / 3)
+
+
+def test_forks_of_one_episode_are_one_unit_of_the_weights():
+    forks = (completion([7, 8]), completion([9, 10], prefix=[97, 5]), completion([7, 8], 1))
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)], [1.0, 0.0])
+    weights = trainer(loss_agg_mode="sequence-mean-token-mean").weighted(batch).weights
+    assert weights.tolist() == [1 / 8] * 4 + [1 / 4] * 2
 
 
 def test_weights_that_a_batch_brings_are_kept():

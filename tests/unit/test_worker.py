@@ -228,6 +228,17 @@ def test_a_bf16_worker_steps_its_masters_and_computes_with_their_roundings():
     assert still > 0.9 * sum(p.numel() for p in start.values())
 
 
+def test_reading_may_take_more_sequences_at_once_than_training():
+    worker = make()
+    worker.limit(training=2, reading=3)
+    assert (worker.max_sequences, worker.max_read_sequences) == (2, 3)
+    worker = make(max_sequences=4)
+    worker.limit(training=2, reading=None)  # follows training
+    assert (worker.max_sequences, worker.max_read_sequences) == (2, 2)
+    worker.limit(training=8, reading=8)  # never over what was said before
+    assert (worker.max_sequences, worker.max_read_sequences) == (2, 2)
+
+
 # ---- state ---------------------------------------------------------------------------------------------------------
 
 

@@ -261,3 +261,9 @@ def test_held_out_rows_are_a_draw_from_the_seed_and_in_neither_part_twice():
         hold_out(rows(4), 1.5, seed=0)
     with pytest.raises(ConfigError, match="without a length"):
         hold_out(Stream(4), 0.5, seed=0)
+
+
+def test_held_out_rows_are_not_those_that_an_epoch_would_have_begun_with():
+    for seed in range(3):
+        held = {r["answer"] for r in hold_out(rows(20), 0.5, seed=seed)[1]}
+        assert all(held != set(epoch_order(20, seed, epoch)[:10].tolist()) for epoch in range(3))

@@ -118,6 +118,12 @@ def test_padded_rows_are_of_like_length():
     assert [sorted(m.spans[:, 3].tolist()) for m in micros] == [[27, 28, 29], [0, 1, 2]]
 
 
+def test_padded_rows_may_fill_the_budget_to_the_last_place():
+    b = batch((3, [4, 4]), (5, [2, 2]))  # four rows of 6 places: the last token is no input
+    rows = lambda budget: [len(m.input_ids) for m in plan_micro_batches(b, max_tokens=budget, packable=False)]
+    assert rows(24) == [4] and rows(23) == [3, 1] and rows(12) == [2, 2] and rows(11) == [1] * 4
+
+
 def test_the_plan_is_the_same_every_time():
     b = batch((3, [4, 3]), (9, [1, 8, 2]), (3, [4, 3]))
     plans = [[m.sequences.tolist() for m in plan_micro_batches(b, max_tokens=18)] for _ in range(3)]

@@ -81,6 +81,25 @@ class Silent(HFEngine):
     caps = EngineCaps(logprobs=False, shared_weights=True)
 
 
+class Apart(HFEngine):
+    """An engine with weights of its own."""
+
+    caps = EngineCaps(shared_weights=False, addressed=True)
+
+    def update(self, version, weights=None):
+        super().update(version)
+
+
+def test_an_engine_with_its_own_weights_gives_the_old_logprobs_of_a_single_update_too(monkeypatch):
+    (mini,) = batches_of(monkeypatch, learner(cluster(engine=Apart)))
+    assert torch.equal(mini.old_logprobs, mini.sampler_logprobs)
+
+
+def test_sampler_and_trainer_are_compared_before_the_policy_moves():
+    row = learner(cluster(mini_batch_size=1, lr=5e-2)).train(rows(4)).rows[0]
+    assert row["is_ratio/max"] > 1.1 and row["sampling/sampling_logp_difference/max"] < 1e-3
+
+
 def test_off_policy_updates_without_any_old_logprobs_are_refused_with_the_way_out(monkeypatch):
     with pytest.raises(EngineError, match=r"old_per_token_logps is not available for off-policy RL.*use_rollout_logps"):
         learner(cluster(engine=Silent), num_iterations=2).train(rows(4))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers import cluster, length_reward, rows, same, tiny_model, weights_of
 
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, RolloutConfig
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, OptimConfig, RolloutConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
@@ -107,6 +107,25 @@ def test_the_run_ends_with_the_data_or_with_max_steps_whichever_is_first():
     assert steps(8, num_epochs=3) == 6
 
 
+def test_a_schedule_ends_with_the_last_update_of_the_run():
+    c = cluster(mini_batch_size=2, actor_optimizer=OptimConfig(lr=1e-3, schedule="linear"))
+    run = learner(c).train(rows(8))  # 2 steps of 2 updates: rates of 4/4, 3/4, 2/4, 1/4
+    assert [row["learning_rate"] for row in run.rows] == pytest.approx([0.75e-3, 0.25e-3])
+
+
+def test_the_time_between_saves_starts_anew_with_each(tmp_path):
+    class Slow(GRPOLearner):
+        def after_step(self, run, step, *rest):
+            run.saved_at -= 1000 * (step == 1)  # as if the first step had taken as long
+            super().after_step(run, step, *rest)
+
+    options = CheckpointingOptions(save_interval_s=900, max_to_keep=9)
+    c = cluster(run_dir=str(tmp_path), checkpointing_options=options)
+    Slow(c, GRPOConfig(num_generations=2, beta=0.0), length_reward, data=DataConfig(batch_size=2)).train(rows(6))
+    saved = sorted(p.name for p in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["step-000001", "step-000003"]  # the last one because the run ended
+
+
 def test_rows_left_over_are_dropped_and_said_or_make_a_smaller_step(monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="whet")
     made = learner()
@@ -136,6 +155,11 @@ def test_rows_are_shuffled_anew_in_each_epoch_by_the_seed(monkeypatch):
         assert sorted(flat[:8]) == sorted(flat[8:]) == list(range(8)) and flat[:8] != flat[8:]
         orders.append(flat)
     assert orders[0] == orders[1] != orders[2]
+
+
+def test_the_epoch_counts_passes_over_the_data():
+    run = learner(cluster(num_epochs=2)).train(rows(9))  # 2 batches of 4, a row left over
+    assert [row["epoch"] for row in run.rows] == [0.5, 1.0, 1.5, 2.0]
 
 
 def test_streams_and_ready_made_batches_are_taken_as_they_come(monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 
 from tests.helpers import completion, prompt, tiny_model
 from whet import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster
+from whet.learners.grpo import with_signal
 from whet.types import Group
 
 
@@ -29,3 +30,16 @@ def test_a_loss_aggregation_may_be_a_reference(tmp_path, monkeypatch):
     group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1)))
     batch = made.assign_advantages(made.batch(made.reward([group])))
     assert made.cluster.actor_trainer.weighted(batch).weights.tolist() == [1.0, 1.0, 1.0]
+
+
+def test_only_the_length_limit_truncates():
+    group = Group(prompt=prompt("a"), completions=(completion([7], finish="error"), completion([8], 1, finish="abort")))
+    made = learner(mask_truncated_completions=True)
+    assert made.batch(made.reward([group])).mask.tolist() == [True, True]
+
+
+def test_a_completion_without_a_trained_token_has_no_signal():
+    group = Group(prompt=prompt("a"), completions=(completion([7, 256]), completion([8], 1, finish="length")))
+    made = learner(mask_truncated_completions=True)
+    batch = made.assign_advantages(made.batch(made.reward([group])))
+    assert batch.advantages[2] != 0 and with_signal(batch).tolist() == [0]

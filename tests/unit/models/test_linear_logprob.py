@@ -75,6 +75,15 @@ def test_bf16_sums_in_fp32(held_bytes):
     assert (grad.double() - exact).abs().max() < 0.02 * exact.abs().max()
 
 
+def test_many_small_gradients_of_a_bf16_head_are_not_lost():
+    hidden, weight, bias = (torch.zeros(*size, dtype=torch.bfloat16) for size in ((1024, 2), (8, 2), (8,)))
+    weight.requires_grad_(), bias.requires_grad_()
+    got, _ = linear_logprob(hidden + 1, weight, torch.zeros(1024).long(), bias=bias, held_bytes=0, chunk_bytes=1)
+    got.sum().backward()  # 7/8 or -1/8 a row: a sum in bf16 would stand still at 256
+    want = torch.tensor([896.0] + [-128.0] * 7)
+    assert torch.equal(bias.grad.float(), want) and torch.equal(weight.grad.float(), want[:, None].expand(8, 2))
+
+
 def test_only_the_gradients_asked_for_are_made():
     hidden, weight, _, targets = tensors(torch.float64)
     got, _ = linear_logprob(hidden.detach(), weight, targets)

@@ -1,11 +1,14 @@
+import fcntl
 import json
 import math
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -233,3 +236,70 @@ def test_the_lock_of_a_dead_process_is_taken_over_even_where_its_child_lives_on(
 def test_a_lock_file_left_by_a_kill_does_not_stop_a_run(tmp_path):
     (tmp_path / ".lock").write_text('{"pid": 1, "host": "elsewhere"}')
     RunFolder(tmp_path).close()
+
+
+def test_a_lock_of_a_dead_process_is_taken_over_where_another_has_its_number(tmp_path):
+    held = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)  # by a child that outlived the run of long ago
+    fcntl.flock(held, fcntl.LOCK_EX)
+    os.write(held, json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": "0"}).encode())
+    RunFolder(tmp_path).close()
+    os.close(held)
+
+
+def test_a_lock_on_a_file_that_was_replaced_meanwhile_is_none(tmp_path, monkeypatch):
+    lock = fcntl.flock
+
+    def late(fd, how):
+        monkeypatch.undo()
+        (tmp_path / ".lock").unlink()  # another process took the folder over between open and flock
+        lock(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with RunFolder(tmp_path), pytest.raises(ConfigError, match="in use by"):
+        RunFolder(tmp_path, resume_step=0)
+
+
+def test_a_closed_folder_leaves_nothing_open(tmp_path):
+    RunFolder(tmp_path).close()
+    before = len(os.listdir("/proc/self/fd"))
+    RunFolder(tmp_path, resume_step=0).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# ---- the disk --------------------------------------------------------------------------------------------------------
+
+
+def synced(monkeypatch):
+    """The sizes of the files and folders (by inode) that were synced, as they were then."""
+    sizes, sync = {}, os.fsync
+
+    def noted(handle):
+        state = os.fstat(handle)
+        sizes[state.st_ino] = state.st_size
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    return sizes
+
+
+def test_a_row_outlives_a_power_cut_once_log_has_returned(tmp_path, monkeypatch):
+    with RunFolder(tmp_path) as folder:
+        sizes = synced(monkeypatch)
+        for step in (1, 2):
+            log(folder, step)
+            state = (tmp_path / "metrics.jsonl").stat()
+            assert sizes[state.st_ino] == state.st_size > 0
+
+
+def test_an_atomic_write_is_on_the_disk_before_it_takes_its_name_and_so_is_the_name(tmp_path, monkeypatch):
+    sizes, replace = synced(monkeypatch), Path.replace
+
+    def checked(old, new):
+        assert sizes[old.stat().st_ino] == len(b"new")
+        sizes.clear()
+        return replace(old, new)
+
+    monkeypatch.setattr(Path, "replace", checked)
+    for content in (b"new", lambda file: file.write(b"new")):
+        write_atomic(tmp_path / "x.json", content)
+        assert tmp_path.stat().st_ino in sizes

@@ -2,6 +2,7 @@ import errno
 import os
 import pickle
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -131,6 +132,34 @@ def test_a_path_is_taken_as_it_is_and_must_be_a_checkpoint(tmp_path):
         find_checkpoint(str(tmp_path), None)
     with pytest.raises(CheckpointError, match="needs a run_dir"):
         find_checkpoint("latest", None)
+
+
+def test_what_a_name_stands_for_is_on_the_disk_before_it_gets_the_name(tmp_path, monkeypatch):
+    synced, sync = set(), os.fsync
+
+    def noted(handle):
+        synced.add(os.fstat(handle).st_ino)
+        sync(handle)
+
+    def after_its_parts(move):
+        def moved(old, new):
+            assert {p.stat().st_ino for p in (old, *old.rglob("*"))} <= synced, f"{new} before its parts"
+            synced.clear()
+            return move(old, new)
+
+        return moved
+
+    def pointed(root, name):
+        assert root.stat().st_ino in synced, "latest before the folder it names"
+        point(root, name)
+
+    point = module._point
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(Path, "rename", after_its_parts(Path.rename))
+    monkeypatch.setattr(Path, "replace", after_its_parts(Path.replace))
+    monkeypatch.setattr(module, "_point", pointed)
+    publish(tmp_path, 1, write())
+    assert tmp_path.stat().st_ino in synced  # latest too
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 import asyncio
 import contextvars
+import dataclasses
 import functools
 import math
 import threading
@@ -62,6 +63,11 @@ def test_named_algorithm_fields_come_beside_kwargs_and_columns_go_before_them():
         return [0, 0]
 
     call(fn)
+
+
+def test_a_column_does_not_hide_what_every_function_is_offered():
+    inputs = dataclasses.replace(INPUTS, columns={"completions": ["gold", "gold"], "mode": ["hard", "easy"]})
+    assert inputs.offered()["completions"] == ["aa", "b"] and inputs.offered()["mode"] == "eval"
 
 
 def test_a_partial_keeps_what_it_has_bound():
@@ -223,6 +229,14 @@ def test_functions_can_be_called_from_inside_an_event_loop():
         return call(fn)[0]["f"].tolist()
 
     assert asyncio.run(main()) == [1.0, 2.0]
+
+
+def test_an_async_function_has_all_the_time_of_its_limit():
+    async def fn(completions):
+        await asyncio.sleep(0.01)
+        return [1, 2]
+
+    assert call(fn, timeout_s=0.4)[0]["f"].tolist() == [1.0, 2.0]
 
 
 def test_a_late_function_is_named_and_the_others_can_go_on():

@@ -103,6 +103,14 @@ def test_the_forks_of_an_episode_are_one_trajectory_judged_by_the_last():
     assert batch.rewards.tolist() == [1.0, 2.0] and batch.trajectory_of.tolist() == [0, 1, 0]
 
 
+def test_the_id_of_a_trajectory_is_its_row_and_generation_wherever_its_forks_stand():
+    forks = (completion(1), completion(0), completion(0, prefix=np.array([5, 6, 65], dtype=np.int32)))
+    one = Group(prompt=Prompt(tokens=np.array([5, 6]), source="p", row=7), completions=forks)
+    seen = []
+    RewardManager(lambda trajectory_ids: seen.extend(trajectory_ids) or [1, 2])([one], [["a", "b", "c"]])
+    assert seen == ["7_1", "7_0"]
+
+
 def test_rewards_that_groups_bring_count_with_weight_one_and_a_second_call_changes_nothing():
     manager = RewardManager(fixed([1, 2, 3, 4]), weights=[10.0])
     groups = [group(rewards={"env": np.array([0.5, NAN])}), group()]

@@ -1,0 +1,37 @@
+"""What is stored of a step: one row for each completion, forks of an episode included."""
+
+import numpy as np
+from helpers import completion, prompt
+
+from whet.learners.report import completion_columns, rollout_metrics
+from whet.rewards.manager import RewardManager
+from whet.types import Group, TokenBatch
+
+
+def test_forks_carry_the_rewards_of_their_trajectory_and_the_newest_version():
+    def exact(completions):
+        return [1.0, 0.0]
+
+    forks = (completion([7, 8], version=[3, 4]), completion([9], prefix=[97, 5]), completion([7], 1, version=-1))
+    rewarded = RewardManager(exact)([Group(prompt=prompt("a"), completions=forks)], [["x", "y", "z"]])
+    batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+    columns, rewards = completion_columns(rewarded, batch)
+    assert columns["reward"] == [1.0, 1.0, 0.0] and np.array_equal(rewards["exact"], [1.0, 1.0, 0.0])
+    assert columns["version"] == [4, 0, -1] and columns["generation"] == [0, 0, 1]
+
+
+def test_lengths_and_endings_by_hand():
+    done = (completion([7, 8, 9], finish="length"), completion([7], 1), completion([8], 2), completion([9], 3))
+    found = rollout_metrics([Group(prompt=prompt("abc"), completions=done)])
+    assert {name: metric.value for name, metric in found.items()} == {
+        "completions/mean_length": 1.5,
+        "completions/max_length": 3.0,
+        "completions/min_length": 1.0,
+        "completions/mean_terminated_length": 1.0,
+        "completions/max_terminated_length": 1.0,
+        "completions/min_terminated_length": 1.0,
+        "completions/clipped_ratio": 0.25,
+        "completions/tokens": 6.0,
+        "prompts/count": 1.0,
+        "prompts/mean_length": 3.0,
+    }
