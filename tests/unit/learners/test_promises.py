@@ -53,7 +53,7 @@ def test_a_roles_own_optimizer_is_used_and_two_are_refused(tmp_path):
 
 @pytest.mark.parametrize("wrong", [lambda r, g: r * torch.nan, lambda r, g: r[:-1]])
 def test_an_estimator_that_gives_nan_or_too_few_is_named(wrong):
-    with pytest.raises(DataError, match="advantage estimator .* one finite number for each of the 16 rewards"):
+    with pytest.raises(DataError, match=r"advantage estimator .* one finite number for each of the 16 rewards"):
         learner(advantage_estimator=wrong).train(rows(4))
 
 
