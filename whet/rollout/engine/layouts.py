@@ -26,7 +26,7 @@ FAR = -1e30
 """Added to the score of a key that must not be seen: finite, so a part that sees nothing gets no weight, and no NaN."""
 
 HELD = 1 << 24
-"""Scores held at once."""
+"""Scores held at once; beyond it torch's fused operator works on them piece by piece."""
 
 
 def attention_part(
@@ -43,9 +43,14 @@ def attention_part(
     >>> attention_part(one, one, one, None, scale=1.0, softcap=None)[1]
     tensor([[[8.]]])
     """
-    # Products of half precision would round the scores; torch's operator holds them in fp32, piece by piece.
-    piecewise = q.dtype.itemsize == 2 or q.shape[:3].numel() * k.shape[2] > HELD
-    if piecewise and q.device.type == "cpu" and softcap is None and k.shape[-1] == v.shape[-1]:
+    # Plain products, where they fit: faster for few queries, and a row's result does not depend on how many rows there
+    # are, which that of the piecewise operator does in half precision (at the price of scores rounded to it).
+    if (
+        q.shape[:3].numel() * k.shape[2] > HELD
+        and q.device.type == "cpu"
+        and softcap is None
+        and k.shape[-1] == v.shape[-1]
+    ):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
     shape = q.shape[:3]
@@ -281,8 +286,8 @@ class DecodeLayout(Layout):
         self._own_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
         self._write_at: dict[int, Tensor] = {}
-        if len(self._range) < self._longest:
-            self._range = torch.arange(2 * self._longest, device=self.device)
+        if len(self._range) < self.own.length:
+            self._range = torch.arange(2 * self.own.length, device=self.device)
 
     def attend(
         self,
@@ -302,9 +307,10 @@ class DecodeLayout(Layout):
         if window is not None and window > self._furthest:
             window = None
         keys, values = self._write(layer, k, v)
-        s = self._longest
+        # oneDNN's half-precision products are slow on rows with gaps between them: read what is not used yet as well
+        s = self.own.length if q.dtype.itemsize == 2 and q.device.type == "cpu" else self._longest
         q = q.reshape(n * heads, size)
-        bias = self._own_mask(window, q.dtype)
+        bias = self._own_mask(window, q.dtype, s)
         own, own_lse = attention_part(
             q.view(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], bias, scale=scale, softcap=softcap
         )
@@ -344,14 +350,14 @@ class DecodeLayout(Layout):
             flat.index_copy_(0, self._write_at[kv], x.reshape(self.rows * kv, -1))
         return keys, values
 
-    def _own_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
-        """[n, 1, 1, S] of 0 and FAR over own tokens; None = all seen."""
+    def _own_mask(self, window: int | None, dtype: torch.dtype, places: int) -> Tensor | None:
+        """[n, 1, 1, places] of 0 and FAR over own tokens; None = all seen."""
         if window is not None and window >= self._longest:
             window = None
-        if window is None and self._equal:
+        if window is None and self._equal and places == self._longest:
             return None
         if window not in self._own_bias:
-            distance = self._made.unsqueeze(1) - self._range[: self._longest]
+            distance = self._made.unsqueeze(1) - self._range[:places]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             self._own_bias[window] = _bias(hidden, dtype)[:, None, None]
         return self._own_bias[window]
