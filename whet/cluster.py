@@ -29,8 +29,8 @@ from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
-from whet.rollout.base import RolloutEngine, Sampling
-from whet.rollout.build import complete, describe_engine, make_engine, sampling_of, support_of
+from whet.rollout.base import RolloutEngine, Sampling, support_of
+from whet.rollout.build import complete, describe_engine, make_engine, sampling_of
 from whet.types import Group, Message, Prompt, RolloutOutput
 from whet.worker import Metrics, ModelWorker
 

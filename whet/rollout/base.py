@@ -13,9 +13,10 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from whet.ops.support import Support
 from whet.types import FinishReason
 
-__all__ = ["EngineCaps", "Output", "Request", "RolloutEngine", "Sampling", "aborted"]
+__all__ = ["EngineCaps", "Output", "Request", "RolloutEngine", "Sampling", "aborted", "support_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +51,25 @@ class Sampling:
     """"sampling": of the exact distribution drawn from; "full": temperature alone."""
     return_logits: bool = False
     """Keep the raw logits of each drawn token (float32 [C, V]): for a close look, not for training."""
+
+
+def support_of(sampling: Sampling) -> Support:
+    """The distribution whose logprobs the sampler reports and the trainer computes.
+
+    >>> support_of(Sampling(top_k=3)).top_k, support_of(Sampling(top_k=3, logprob_support="full")).full
+    (3, True)
+    """
+    return Support(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        forbidden_ids=sampling.forbidden_ids,
+        min_tokens=sampling.min_tokens,
+        stop_ids=sampling.stop_ids,
+        full=sampling.logprob_support == "full",
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -13,11 +13,10 @@ import numpy as np
 from whet.config import RolloutConfig
 from whet.errors import EngineError
 from whet.models.load import LoadedModel
-from whet.ops import Support
 from whet.rollout.base import Output, Request, RolloutEngine, Sampling
 from whet.types import Completion, Group, Prompt
 
-__all__ = ["complete", "describe_engine", "make_engine", "sampling_of", "support_of"]
+__all__ = ["complete", "describe_engine", "make_engine", "sampling_of"]
 
 log = logging.getLogger("whet")
 
@@ -36,21 +35,6 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int]) -> Sampling:
         stop=tuple(config.stop),
         forbidden_ids=tuple(config.forbidden_tokens),
         logprob_support=config.logprob_support,
-    )
-
-
-def support_of(sampling: Sampling) -> Support:
-    """The distribution whose logprobs the trainer computes: the one that the sampler reports."""
-    return Support(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        forbidden_ids=sampling.forbidden_ids,
-        min_tokens=sampling.min_tokens,
-        stop_ids=sampling.stop_ids,
-        full=sampling.logprob_support == "full",
     )
 
 

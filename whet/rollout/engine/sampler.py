@@ -19,7 +19,7 @@ from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.support import Support, greedy, support_logits
 from whet.ops.uniform import uniform
-from whet.rollout.base import Request, Sampling
+from whet.rollout.base import Request, Sampling, support_of
 
 __all__ = ["Plan", "check_request", "completed_string", "make_plan", "sample_rows", "seen_tokens"]
 
@@ -50,16 +50,7 @@ def make_plan(sampling: Sampling) -> Plan:
     """
     if sampling.logprob_support not in ("sampling", "full"):
         raise lookup_error("logprob_support", sampling.logprob_support, ["sampling", "full"])
-    support = Support(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        forbidden_ids=sampling.forbidden_ids,
-        min_tokens=sampling.min_tokens,
-        stop_ids=sampling.stop_ids,
-    )
+    support = replace(support_of(sampling), full=False)
     full = sampling.logprob_support == "full" and not support.plain
     return Plan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
 
