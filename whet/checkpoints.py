@@ -9,7 +9,16 @@ from typing import Any
 import torch
 
 from whet.config import Role
-from whet.parallel.checkpoint import checkpoints, discard, find_checkpoint, publish, read_state, sweep, write_folder
+from whet.parallel.checkpoint import (
+    checkpoints,
+    discard,
+    find_checkpoint,
+    publish,
+    read_state,
+    sweep,
+    verify,
+    write_folder,
+)
 from whet.role_trainer import RoleTrainer
 from whet.worker import ModelWorker
 
@@ -80,6 +89,11 @@ class Checkpoints:
         for role, trainer in self.trainers.items():
             trainer.worker.load(folder / role.value)
             trainer.train_steps = updates[role.value]
+
+    @staticmethod
+    def verify(folder: Path) -> None:
+        """Compares a checkpoint with its checksums. Raises CheckpointError where a file has changed."""
+        verify(folder)
 
     @staticmethod
     def state(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -203,10 +202,6 @@ class ModelWorker:
         return found if skipped else {**found, "grad_norm": Mean(norm, 1.0)}
 
     # ---- weights and state ---------------------------------------------------------------------------------------
-
-    def rollout_weights(self) -> AbstractContextManager[nn.Module]:
-        """The module with plain compute-dtype parameters, for an engine that shares them."""
-        return nullcontext(self.module)
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names."""

@@ -195,6 +195,7 @@ def test_the_checkpoint_of_another_run_is_not_taken_into_a_folder_with_steps_of_
 def test_state_files_of_another_program_are_named(tmp_path):
     learner(tmp_path, max_steps=1).train(rows(8))
     folder = tmp_path / "checkpoints" / "step-000001"
+    (folder / "sums.json").unlink()
     for name in ("actor/state.pt", "run.pt"):
         torch.save({"something": "else"}, folder / name)
         with pytest.raises(CheckpointError, match=f"{name}.* is not what this version saves"):

@@ -6,7 +6,6 @@ together.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
@@ -211,11 +210,6 @@ class BatchSizes:
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of an update."""
         return self.mini // self.train_micro
-
-    @property
-    def service(self) -> int:
-        """Prompts that rollout and scoring finish together: the least common multiple of both."""
-        return math.lcm(self.rollout_micro, self.compute_logps_micro)
 
 
 @config

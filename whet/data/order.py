@@ -231,6 +231,11 @@ class PromptStream:
         Raises: CheckpointError: the state is of other data or other settings, with the first difference.
         """
         now = self.state()
+        if missing := sorted(now.keys() - state.keys()):
+            raise CheckpointError(
+                f"the checkpoint's place in the data has no {', '.join(missing)}: another version of whet wrote it; go "
+                "on with that one, or start a new run"
+            )
         for name in ("rows", "batch_size", "seed", "shuffle"):
             if state[name] != now[name]:
                 raise CheckpointError(

@@ -16,7 +16,7 @@ from whet.types import Message, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LongPrompt", "PromptEncoder", "encode_prompts", "find_prompt_column"]
+__all__ = ["LongPrompt", "PromptEncoder", "find_prompt_column"]
 
 LongPrompt = Literal["error", "truncate_left", "drop"]
 """What becomes of a prompt over the limit."""
@@ -185,31 +185,6 @@ class PromptEncoder:
             raise DataError(
                 f"column {taken[0]!r} has the name of an argument that reward or metric functions are given; rename it"
             )
-
-
-def encode_prompts(
-    rows: Iterable[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, **options: Any
-) -> tuple[list[Prompt], dict[str, int]]:
-    """All rows as Prompts.
-
-    Args: rows: in data-set order. tokenizer: of transformers. options: of PromptEncoder.
-    Returns: the prompts kept, and the counts {"encoded", "dropped", "truncated"}.
-    Raises: as PromptEncoder does; DataError too where every prompt was dropped.
-
-    >>> from whet.data.tokenizer import byte_tokenizer
-    >>> rows = [{"prompt": "ab"}, {"prompt": "abc"}]
-    >>> prompts, counts = encode_prompts(rows, byte_tokenizer(), max_prompt_length=2, on_long_prompt="drop")
-    >>> len(prompts), counts
-    (1, {'encoded': 1, 'dropped': 1, 'truncated': 0})
-    """
-    encode = PromptEncoder(tokenizer, **options)
-    prompts = [prompt for number, row in enumerate(rows) if (prompt := encode(row, number)) is not None]
-    if not prompts:
-        raise DataError(
-            f"no prompts: {encode.counts['dropped']} rows were over max_prompt_length {encode.max_prompt_length}; "
-            "raise it, or bring rows"
-        )
-    return prompts, encode.counts
 
 
 def _source(value: Any, name: str, number: int) -> str | list[Message]:

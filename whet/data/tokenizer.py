@@ -17,7 +17,7 @@ from whet.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["byte_tokenizer", "decode_completions", "load_tokenizer", "pad_token_id", "stop_token_ids"]
+__all__ = ["byte_tokenizer", "load_tokenizer", "pad_token_id", "stop_token_ids"]
 
 BYTE_CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -78,25 +78,6 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     )
     tokenizer.chat_template = BYTE_CHAT_TEMPLATE
     return tokenizer
-
-
-def decode_completions(
-    tokenizer: PreTrainedTokenizerBase,
-    completions: Sequence[Sequence[int] | np.ndarray],
-    *,
-    skip_special_tokens: bool = True,
-) -> list[str]:
-    """The texts of whole completions; decoding a part of one would break characters of several bytes.
-
-    Args: completions: token ids, one sequence each. skip_special_tokens: leave stop and other special tokens out.
-    Returns: one text per completion, spaces as they were.
-
-    >>> decode_completions(byte_tokenizer(), [[104, 105, 256], []])
-    ['hi', '']
-    """
-    ids = [np.asarray(c, dtype=np.int64).tolist() for c in completions]
-    options: dict[str, Any] = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
-    return [str(tokenizer.decode(i, **options)) for i in ids]
 
 
 def stop_token_ids(

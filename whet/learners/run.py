@@ -363,6 +363,7 @@ class Run:
         return self.step
 
     def _restore(self, checkpoint: Path) -> None:
+        self.checkpoints.verify(checkpoint)
         state = self.checkpoints.state(checkpoint)
         self._check_settings(state)
         assert self.stream is not None

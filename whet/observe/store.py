@@ -111,11 +111,6 @@ class RunFolder:
         """Writes a JSON file: environment.json, summary.json. NaN becomes null."""
         write_atomic(self.path / name, (to_json(value, indent=2) + "\n").encode())
 
-    def read_json(self, name: str) -> dict[str, Any] | None:
-        """What `write_json` wrote; None where there is none."""
-        path = self.path / name
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
-
     # ---- metrics -------------------------------------------------------------------------------------------------
 
     def log(self, *, step: int, mode: str, version: int, values: Mapping[str, float]) -> None:

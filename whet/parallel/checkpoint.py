@@ -1,15 +1,17 @@
 """Checkpoint folders: whole or absent, the last few kept, read without pickle.
 
-    checkpoints/step-000100/{actor/{model.safetensors, optimizer.safetensors, state.pt}, run.pt}
+    checkpoints/step-000100/{actor/{model.safetensors, optimizer.safetensors, state.pt}, run.pt, sums.json}
     checkpoints/latest                      a text file: "step-000100"
 
 A folder is written under a temporary name, flushed to disk, and renamed; `latest` moves after that. A killed process
 leaves at most a temporary folder, which the next run sweeps away. Tensors lie in safetensors, the rest in files read
-with weights_only=True.
+with weights_only=True. `sums.json` has the SHA-256 of every file, so that a bit lost on a disk is seen.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import shutil
@@ -35,10 +37,12 @@ __all__ = [
     "read_state",
     "save_state",
     "sweep",
+    "verify",
     "write_folder",
 ]
 
 _STEP = re.compile(r"step-(\d{6,})")
+_SUMS = "sums.json"
 
 
 def publish(root: Path, step: int, write: Callable[[Path], None], *, keep: int | None = None) -> Path:
@@ -53,7 +57,7 @@ def publish(root: Path, step: int, write: Callable[[Path], None], *, keep: int |
     final, tmp = root / f"step-{step:06d}", root / f".tmp-{step:06d}-{uuid.uuid4().hex[:8]}"
     if not final.exists():
         try:
-            _filled(tmp, write)
+            _filled(tmp, lambda folder: _summed(folder, write))
             tmp.rename(final)
             _fsync(root)
         except BaseException as e:
@@ -89,6 +93,42 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     tmp.rename(path)
     _fsync(path.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _summed(folder: Path, write: Callable[[Path], None]) -> None:
+    """Fills a folder, and notes the checksum of every file."""
+    write(folder)
+    sums = {p.relative_to(folder).as_posix(): _sum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
+    (folder / _SUMS).write_text(json.dumps(sums, indent=1) + "\n")
+
+
+def _sum(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verify(folder: Path) -> None:
+    """Reads every file of a checkpoint and compares it with what was written.
+
+    Args: folder: a checkpoint; one without sums.json (made by hand) passes.
+    Raises: CheckpointError: a file is missing or has changed.
+    """
+    path = folder / _SUMS
+    if not path.is_file():
+        return
+    advice = "resume from an earlier step-* folder"
+    try:
+        sums = json.loads(path.read_text())
+    except ValueError as e:
+        raise CheckpointError(f"{path} can't be read ({e}); {advice}") from e
+    for name, expected in sums.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder / name} is missing from its checkpoint; {advice}")
+        if (found := _sum(folder / name)) != expected:
+            raise CheckpointError(
+                f"{folder / name} is not what was written: its SHA-256 is {found[:12]}..., sums.json has "
+                f"{expected[:12]}...; {advice}, or, if you changed it yourself, delete sums.json"
+            )
 
 
 def _filled(folder: Path, write: Callable[[Path], None]) -> None:

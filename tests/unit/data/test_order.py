@@ -214,6 +214,13 @@ def test_a_state_of_other_data_or_settings_is_refused():
             other.restore(state)
 
 
+def test_a_state_that_another_version_wrote_is_refused_by_what_it_lacks():
+    state = PromptStream(rows(8), batch_size=2).state()
+    del state["digest"]
+    with pytest.raises(CheckpointError, match="has no digest: another version of whet wrote it"):
+        PromptStream(rows(8), batch_size=2).restore(state)
+
+
 @pytest.mark.parametrize(
     ("source", "options", "error", "says"),
     [

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from whet.data.prompts import PromptEncoder, encode_prompts, find_prompt_column
+from whet.data.prompts import PromptEncoder, find_prompt_column
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
 
@@ -98,19 +98,17 @@ def test_long_prompts_error_names_row_length_limit_and_fix(tokenizer):
 
 
 def test_long_prompts_truncate_left_keeps_the_end_and_counts(tokenizer):
-    rows = [{"prompt": "abcd"}, {"prompt": "abc"}]
-    prompts, counts = encode_prompts(rows, tokenizer, max_prompt_length=3, on_long_prompt="truncate_left")
+    encode = PromptEncoder(tokenizer, max_prompt_length=3, on_long_prompt="truncate_left")
+    prompts = [encode(row, place) for place, row in enumerate([{"prompt": "abcd"}, {"prompt": "abc"}])]
     assert [bytes(p.tokens.tolist()) for p in prompts] == [b"bcd", b"abc"]
-    assert counts == {"encoded": 2, "dropped": 0, "truncated": 1}
+    assert encode.counts == {"encoded": 2, "dropped": 0, "truncated": 1}
 
 
 def test_long_prompts_drop_keeps_the_row_numbers_of_the_others(tokenizer):
-    rows = [{"prompt": "abcd"}, {"prompt": "abc"}]
-    prompts, counts = encode_prompts(rows, tokenizer, max_prompt_length=3, on_long_prompt="drop")
-    assert [p.row for p in prompts] == [1]
-    assert counts == {"encoded": 1, "dropped": 1, "truncated": 0}
-    with pytest.raises(DataError, match="no prompts: 2 rows were over max_prompt_length 2"):
-        encode_prompts(rows, tokenizer, max_prompt_length=2, on_long_prompt="drop")
+    encode = PromptEncoder(tokenizer, max_prompt_length=3, on_long_prompt="drop")
+    long, short = (encode(row, place) for place, row in enumerate([{"prompt": "abcd"}, {"prompt": "abc"}]))
+    assert long is None and short.row == 1
+    assert encode.counts == {"encoded": 1, "dropped": 1, "truncated": 0}
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-import numpy as np
 import pytest
 from transformers import GenerationConfig, Qwen3Config
 
-from whet.data.tokenizer import byte_tokenizer, decode_completions, load_tokenizer, pad_token_id, stop_token_ids
+from whet.data.tokenizer import byte_tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "hi"}]
@@ -45,12 +44,6 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="got int"):
         load_tokenizer(3)
-
-
-def test_whole_completions_decode_without_breaking_characters(tokenizer):
-    ids = [np.array([*"é".encode(), 256], dtype=np.int32), np.array([], dtype=np.int32), [104, 32, 46]]
-    assert decode_completions(tokenizer, ids) == ["é", "", "h ."]  # "h ." : spaces are not cleaned up to "h."
-    assert decode_completions(tokenizer, ids[:1], skip_special_tokens=False) == ["é<|im_end|>"]
 
 
 def test_stop_ids_gather_from_everywhere_as_int_or_list(tokenizer):

@@ -20,6 +20,7 @@ from whet.parallel.checkpoint import (
     read_state,
     save_state,
     sweep,
+    verify,
 )
 from whet.parallel.comm import rank, require_single_process, world_size
 
@@ -61,6 +62,23 @@ def test_the_newest_stays_whatever_its_number(tmp_path):
     publish(tmp_path, 9, write(), keep=1)
     assert publish(tmp_path, 3, write(), keep=1).is_dir()
     assert (tmp_path / "latest").read_text() == "step-000003\n"
+
+
+def test_a_changed_byte_or_a_missing_file_of_a_checkpoint_is_seen(tmp_path):
+    folder = publish(tmp_path, 1, write("weights"))
+    verify(folder)
+    file = folder / "actor" / "file"
+    file.write_text("weight5")  # as long as before
+    with pytest.raises(CheckpointError, match=r"actor/file is not what was written: .*earlier step-\* folder"):
+        verify(folder)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="actor/file is missing from its checkpoint"):
+        verify(folder)
+    (folder / "sums.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"sums\.json can't be read"):
+        verify(folder)
+    (folder / "sums.json").unlink()
+    verify(folder)  # made by hand: nothing to compare with
 
 
 def test_a_checkpoint_that_could_not_be_written_leaves_nothing_and_the_last_one_stands(tmp_path):
