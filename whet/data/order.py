@@ -9,6 +9,8 @@ then exactly what was handed out).
 
 from __future__ import annotations
 
+import logging
+import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import chain, islice
@@ -22,6 +24,10 @@ from whet.types import Prompt
 
 __all__ = ["PromptStream", "epoch_order", "hold_out", "is_batch", "unbatch"]
 
+log = logging.getLogger("whet")
+
+TELL_S = 10.0
+"""Seconds between two notes of how far the encoding of prompts is."""
 HOLD_OUT = 2**32
 """Stands for the epoch in the draw of held-out rows, so that it is no epoch's order."""
 
@@ -180,8 +186,7 @@ class PromptStream:
         if self.kind != "rows":
             return
         if self.encode is not None:
-            encoded = (self.encode(row, place) for place, row in enumerate(self.source))
-            self.source = [row for row in encoded if row is not None]
+            self.source = _encoded(self.source, self.encode)
         rows = len(self.source)
         if rows == 0 or (rows < self.batch_size and self.last_batch == "drop"):
             raise DataError(
@@ -328,6 +333,19 @@ class PromptStream:
 
     def _made(self, row: Any, number: int) -> Any:
         return row if self.encode is None else self.encode(row, number)
+
+
+def _encoded(rows: Any, encode: Encode) -> list[Any]:
+    """All rows, encoded, without those that were dropped; says how far it is where that takes long."""
+    out, told = [], time.monotonic()
+    for place, row in enumerate(rows):
+        made = encode(row, place)
+        if made is not None:
+            out.append(made)
+        if time.monotonic() - told > TELL_S:
+            told = time.monotonic()
+            log.info("encoded %d of %d prompts", place + 1, len(rows))
+    return out
 
 
 def _digest(rows: Iterable[Any]) -> int:

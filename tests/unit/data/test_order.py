@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whet.data import order
 from whet.data.order import PromptStream, epoch_order, hold_out, unbatch
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
@@ -274,3 +275,10 @@ def test_held_out_rows_are_not_those_that_an_epoch_would_have_begun_with():
     for seed in range(3):
         held = {r["answer"] for r in hold_out(rows(20), 0.5, seed=seed)[1]}
         assert all(held != set(epoch_order(20, seed, epoch)[:10].tolist()) for epoch in range(3))
+
+
+def test_encoding_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
+    monkeypatch.setattr(order, "TELL_S", -1.0)
+    with caplog.at_level("INFO", logger="whet"):
+        PromptStream(rows(4), batch_size=2, encode=lambda row, place: None if place == 1 else row)
+    assert [r.getMessage() for r in caplog.records] == [f"encoded {n} of 4 prompts" for n in (1, 2, 3, 4)]
