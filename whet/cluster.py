@@ -22,8 +22,9 @@ from whet.data.padded import left_padded, padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
 from whet.errors import ConfigError, DataError
-from whet.models.load import checkpoint_activations, load_model
+from whet.models.load import load_model
 from whet.models.precision import compute_dtype
+from whet.models.recompute import checkpoint_activations
 from whet.observe.buffer import MetricsBuffer
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
@@ -117,8 +118,7 @@ class RLCluster:
             loaded = load_model(given.model, device=self.device(role), role=role.value)
             noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
             dtype = compute_dtype(noted or given.dtype, loaded)
-            if given.gradient_checkpointing:
-                checkpoint_activations(loaded.module)
+            checkpoint_activations(loaded.module, given.gradient_checkpointing)
         else:
             loaded, dtype = load_model(given, device=next(given.parameters()).device, role=role.value), None
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()

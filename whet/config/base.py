@@ -115,6 +115,7 @@ _SPOKEN = {
     "Strings": "list of str",
     "Items": "list",
     "Fn": "callable",
+    "Recompute": "none | selective | full",
 }
 
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
 
 from whet.config.base import Bool, Count, Float, Int, config
 from whet.errors import ConfigError
 
 __all__ = ["OptimConfig", "RoleConfig"]
+
+
+def _recompute(value: Any) -> Any:
+    """A bool as the mode that it stands for."""
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+
+Recompute = Annotated[Literal["none", "selective", "full"], BeforeValidator(_recompute)]
 
 
 @config
@@ -62,8 +72,9 @@ class RoleConfig:
     """Compute dtype; masters are always float32. "auto" = the faster of the two on this device, by a measured probe."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer; nothing for a model that is only read."""
-    gradient_checkpointing: Bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: Recompute = "none"
+    """Recompute activations in the backward pass: "full" = whole layers (least memory, about a third more time),
+    "selective" = all but matrix products and attention, "none". true is "full", false is "none"."""
     dropout: Bool = False
     """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
 

@@ -25,7 +25,7 @@ from whet.errors import ConfigError, lookup_error, nearest
 from whet.models.attention import ATTENTION, SegmentLayout
 from whet.models.heads import Head, detect_head, with_value_head
 
-__all__ = ["LoadedModel", "checkpoint_activations", "load_model", "save_model"]
+__all__ = ["LoadedModel", "load_model", "save_model"]
 
 logger = logging.getLogger("whet")
 
@@ -105,14 +105,6 @@ def load_model(
     if role == "reference":
         module.requires_grad_(False)
     return loaded
-
-
-def checkpoint_activations(module: PreTrainedModel) -> None:
-    """Makes a model recompute its activations in the backward pass, under either of transformers' names for it."""
-    if hasattr(module, "activation_checkpointing_enable"):  # the older name warns where this one is there
-        module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
-    else:
-        module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
