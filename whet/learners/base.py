@@ -144,6 +144,10 @@ class RLLearner:
         """Optimizer steps that a step of so many groups makes: passes times mini-batches."""
         return self.num_iterations * -(-num_groups // (self.config.mini_batch_size or num_groups))
 
+    def passes(self, num_groups: int) -> dict[str, str]:
+        """What a step of so many groups runs beside rollout and update, and what it leaves out, with the reason."""
+        return {}
+
     def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
         """The mini-batches of a step: num_iterations passes over its groups, mini_batch_size groups each.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from whet.config import DataConfig, GRPOConfig, Role
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.learners.base import RLLearner
 from whet.learners.report import advantage_metrics
-from whet.metrics import Max, Mean, Min, merge
+from whet.metrics import Max, Mean, Min, Sum, merge
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     KL_MODES,
@@ -153,9 +153,9 @@ class GRPOLearner(RLLearner):
     def score(self, batch: TokenBatch) -> TokenBatch:
         """Old log-probabilities where several updates follow one rollout, the reference's where beta is not 0."""
         c, cluster = self.algo_config, self.cluster
-        on_policy = self.updates_of(batch.num_groups) == 1  # a ratio of exactly 1
         self.unmoved = True  # until the first update of the step: sampler and trainer are the same policy
-        if c.sampler_is is not None or not c.use_rollout_logps:
+        source = self.old_logprobs_from(batch.num_groups)
+        if source == "trainer":
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
             if c.sampler_is is not None:
@@ -165,18 +165,50 @@ class GRPOLearner(RLLearner):
                 )
                 kinds = {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
                 self.metrics = merge(self.metrics, kinds)
-        elif cluster.rollout.caps.logprobs and not (on_policy and cluster.rollout.caps.shared_weights):
+        elif source == "sampler":
             batch = batch.replace(old_logprobs=batch.sampler_logprobs)
-        elif not on_policy:
-            raise EngineError(
-                "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
-                f"{self.updates_of(batch.num_groups)} updates follow each rollout; set use_rollout_logps=False to "
-                "recompute them"
-            )
         if self.needs_reference:
             with cluster.trace.span("ref_logprobs"):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         return batch
+
+    def old_logprobs_from(self, num_groups: int) -> Literal["trainer", "sampler", "nowhere"]:
+        """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
+
+        Args: num_groups: of the step.
+        Raises: EngineError: several updates follow a rollout of an engine that reports no logprobs.
+        """
+        c, caps = self.algo_config, self.cluster.rollout.caps
+        if c.sampler_is is not None or not c.use_rollout_logps:
+            return "trainer"
+        updates = self.updates_of(num_groups)
+        if caps.logprobs and not (updates == 1 and caps.shared_weights):
+            return "sampler"
+        if updates > 1:
+            raise EngineError(
+                "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
+                f"{updates} updates follow each rollout; set use_rollout_logps=False to recompute them"
+            )
+        return "nowhere"
+
+    def passes(self, num_groups: int) -> dict[str, str]:
+        """What a step runs beside rollout and update, and what it leaves out, each with the reason."""
+        old = {
+            "trainer": "runs: sampler_is, or use_rollout_logps=false, asks for the trainer's own",
+            "sampler": "skipped: the sampler's serve",
+            "nowhere": "skipped: one update follows each rollout, so the ratio is 1",
+        }
+        return {
+            "old_logprobs": old[self.old_logprobs_from(num_groups)],
+            "ref_logprobs": "runs: beta or force_compute_kl asks for it"
+            if self.needs_reference
+            else "skipped: beta is 0",
+            "completions with advantage 0": (
+                "skipped: they have no gradient; skipped/tokens counts theirs"
+                if self.skips
+                else "run: the KL, or a loss of your own, may have a gradient there"
+            ),
+        }
 
     def assign_advantages(self, batch: TokenBatch) -> TokenBatch:
         """One advantage per trajectory, given to each of its tokens."""
@@ -193,8 +225,11 @@ class GRPOLearner(RLLearner):
     def update(self, mini: TokenBatch) -> None:
         """Weighs the tokens of the mini-batch, leaves out groups that have no gradient, and updates the actor."""
         mini = self.cluster.actor_trainer.weighted(mini)
+        whole = mini
         if self.skips:
             mini = mini.select(with_signal(mini))
+        skipped = {"sequences": whole.num_sequences - mini.num_sequences, "tokens": whole.num_tokens - mini.num_tokens}
+        self.metrics = merge(self.metrics, {f"skipped/{n}": Sum(float(v)) for n, v in skipped.items()})
         with self.cluster.trace.span("update"):
             found = self.cluster.actor_trainer.update(mini)
         self.unmoved = False

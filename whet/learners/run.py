@@ -156,13 +156,16 @@ class Run:
     def _note_environment(self, resumed: bool) -> None:
         """Writes environment.json; a resumed run says what is other than it was, since that may move the last bits."""
         assert self.folder is not None
-        now = {**environment(), **self.cluster.describe()}
+        assert self.stream is not None
+        now = {**environment(), **self.cluster.describe(), "passes": self.learner.passes(self.stream.batch_size)}
         before = noted_environment(self.folder.path)
         parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "rollout")
         changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
         if changed:
             old, new = ({k: e.get(k) for k in changed} for e in (before, now))
             log.warning("resumed elsewhere, results may differ in the last bits: %s, now %s", old, new)
+        for name, what in now["passes"].items():
+            log.info("%s: %s", name, what)
         self.folder.write_json("environment.json", now)
 
     def _settings(self) -> dict[str, Any]:

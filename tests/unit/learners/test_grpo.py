@@ -1,4 +1,5 @@
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -153,6 +154,20 @@ def test_the_divergence_is_a_metric_only_or_part_of_the_loss():
     assert runs[2].rows[0]["kl_loss"] == pytest.approx(0.5 * runs[2].rows[0]["kl"])
 
 
+def test_a_run_notes_which_passes_it_leaves_out_and_why(tmp_path, caplog):
+    with caplog.at_level("INFO", logger="whet"):
+        learner(cluster(run_dir=str(tmp_path))).train(rows(4))
+    noted = json.loads((tmp_path / "environment.json").read_text())["passes"]
+    assert noted["old_logprobs"].startswith("skipped: one update follows each rollout")
+    assert noted["ref_logprobs"] == "skipped: beta is 0"
+    assert noted["completions with advantage 0"].startswith("skipped: they have no gradient")
+    assert "ref_logprobs: skipped: beta is 0" in caplog.messages
+    made = learner(cluster(reference=tiny_model(1), mini_batch_size=1), beta=0.1)
+    assert [what.split(":")[0] for what in made.passes(4).values()] == ["skipped", "runs", "run"]
+    assert made.passes(4)["old_logprobs"] == "skipped: the sampler's serve"
+    assert learner(use_rollout_logps=False).passes(4)["old_logprobs"].startswith("runs")
+
+
 # ---- groups without signal -----------------------------------------------------------------------------------------
 
 
@@ -166,9 +181,10 @@ def test_groups_without_signal_are_not_run_and_count_all_the_same(monkeypatch, m
     skipping, running = (learner(cluster(lr=1e-3), half_flat, loss_agg_mode=mode) for _ in range(2))
     running.skips = False
     calls = watch(monkeypatch, skipping.cluster.actor, "forward_backward")
-    for made in (skipping, running):
-        made.train(rows(4))
+    steps = [made.train(rows(4)).rows[0] for made in (skipping, running)]
     (batch,) = [args[0] for args, _ in calls]
+    assert steps[0]["skipped/sequences"] == 16 - batch.num_sequences and steps[1]["skipped/sequences"] == 0
+    assert steps[0]["skipped/tokens"] == steps[0]["completions/tokens"] - batch.num_tokens
     assert 4 <= batch.num_sequences <= 8  # of 16
     assert (batch.advantages != 0).all()
     assert gap(weights_of(skipping.cluster.actor.module), weights_of(running.cluster.actor.module)) < 1e-6
