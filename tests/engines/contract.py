@@ -8,7 +8,7 @@ from tiny import build, drain, letters, prompts, requests, run
 
 from whet.errors import EngineError, WhetError
 from whet.rollout import resolve_engine
-from whet.rollout.base import Request, RolloutEngine, Sampling
+from whet.rollout.base import Piece, Request, RolloutEngine, Sampling, stream
 
 ENGINES = ("mock", "hf", "vanilla")
 PLAIN = Sampling(max_tokens=6)
@@ -180,3 +180,72 @@ def test_close_forgets_what_waits(engine):
     engine.submit(requests(prompts(), PLAIN))
     engine.close()
     assert engine.poll() == []
+
+
+def needs(engine, *caps):
+    """Skips where the engine can't."""
+    missing = [c for c in caps if not vars(engine.caps)[c]]
+    if missing:
+        pytest.skip(f"no caps.{missing[0]}")
+
+
+def test_stats_count_what_waits_and_what_was_done(engine):
+    before = engine.stats()
+    assert before.in_flight == 0
+    work = requests(prompts(), PLAIN, group=3)
+    engine.submit(work)
+    assert engine.stats().in_flight == len(work)
+    done = drain(engine)
+    after = engine.stats()
+    assert (after.in_flight, after.live, after.waiting) == (0, 0, 0)
+    done_since = after.since(before)
+    assert done_since.generated == sum(len(o.tokens) for o in done.values())
+    assert done_since.prefilled + done_since.reused == sum(len(r.tokens) for r in work)
+
+
+def test_a_stream_gives_every_token_once_and_ends_each_request_once(engine):
+    work = requests(prompts(), Sampling(max_tokens=12), group=2)
+    want = run(engine, work)
+    pieces = {r.id: [] for r in work}
+    for piece in stream(engine, work):
+        assert isinstance(piece, Piece)
+        assert all(p.finish_reason is None for p in pieces[piece.id])  # nothing follows the end
+        pieces[piece.id].append(piece)
+    for i, o in want.items():
+        assert np.concatenate([p.tokens for p in pieces[i]]).tolist() == o.tokens.tolist()
+        assert sum(len(p.versions) for p in pieces[i]) == sum(len(p.logprobs) for p in pieces[i]) == len(o.tokens)
+        assert pieces[i][-1].finish_reason == o.finish_reason
+        if engine.caps.peek and len(o.tokens) > 6:
+            assert len(pieces[i]) > 1
+
+
+def test_a_stream_left_early_leaves_nothing_in_flight(engine):
+    for _ in stream(engine, requests(prompts(), Sampling(max_tokens=40), group=2)):
+        break
+    assert engine.stats().in_flight == 0 and engine.poll() == []
+
+
+def test_a_stream_beside_other_requests_is_refused(engine):
+    work = requests(prompts(), PLAIN)
+    engine.submit(work[:2])
+    with pytest.raises(EngineError, match="2 requests are in flight"):
+        next(stream(engine, work[2:]))
+    assert sorted(drain(engine)) == [0, 1]
+
+
+def test_peek_shows_what_has_been_made_and_computes_nothing(engine):
+    needs(engine, "peek")
+    work = requests(prompts(), Sampling(max_tokens=12), group=2)
+    want = run(engine, work)
+    engine.submit(work)
+    ids = [r.id for r in work]
+    assert {len(p.tokens) for p in engine.peek(ids).values()} == {0}
+    assert engine.poll(timeout_s=0.0) == []
+    first, again = engine.peek([0, 3, 999]), engine.peek([0, 3])
+    assert sorted(first) == [0, 3]
+    for i, p in first.items():
+        assert 0 < len(p.tokens) < 12 and p.finish_reason is None
+        assert p.tokens.tolist() == want[i].tokens[: len(p.tokens)].tolist() == again[i].tokens.tolist()
+        assert len(p.tokens) == len(p.logprobs) == len(p.versions)
+    got = drain(engine)
+    assert all(same(got[i], want[i]) for i in want) and engine.peek(ids) == {}

@@ -17,6 +17,7 @@ from whet.observe.buffer import MetricsBuffer
 from whet.ops import group_relative, grpo_objective
 from whet.rollout.base import EngineCaps, Output
 from whet.rollout.hf import HFEngine
+from whet.rollout.simple import QueueEngine
 from whet.types import TrainExample
 
 PROMPTS = ["1+1=", "what?", "a", "1+1="]
@@ -269,19 +270,17 @@ def test_the_engine_draws_from_the_updated_weights():
     assert [t.tolist() for t in fresh.tokens] == [t.tolist() for t in new.tokens]
 
 
-class Replay:
+class Replay(QueueEngine):
     """An engine that says again what was said before."""
 
     caps = EngineCaps(shared_weights=True)
 
     def __init__(self, loaded, decode, outputs=()):
-        self.outputs, self.queue, self.closed = outputs, [], False
-
-    def submit(self, requests):
-        self.queue = list(requests)
+        super().__init__("replay")
+        self.outputs, self.closed = outputs, False
 
     def poll(self, timeout_s=None):
-        taken, self.queue = self.queue, []
+        taken = [self._queue.popleft() for _ in range(len(self._queue))]
         return [
             Output(
                 id=r.id,
@@ -292,18 +291,6 @@ class Replay:
             )
             for r, tokens in zip(taken, self.outputs)
         ]
-
-    def abort(self, ids):
-        return []
-
-    def update(self, version, weights=None):
-        assert weights is None
-
-    def sleep(self):
-        pass
-
-    def wake(self):
-        pass
 
     def close(self):
         self.closed = True
@@ -473,7 +460,10 @@ def use_like_tunix():
             role_to_mesh=None,
             rollout_engine="vanilla",
             training_config=whet.RLTrainingConfig(
-                actor_optimizer=whet.OptimConfig(lr=1e-2), eval_every_n_steps=2, max_steps=2, mini_batch_size=2,
+                actor_optimizer=whet.OptimConfig(lr=1e-2),
+                eval_every_n_steps=2,
+                max_steps=2,
+                mini_batch_size=2,
             ),
             rollout_config=whet.RolloutConfig(max_tokens_to_generate=8, temperature=0.9, max_prompt_length=32),
         ),

@@ -7,16 +7,28 @@ not polling it. Left out on purpose: text. An engine decodes only to look for st
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
 
+from whet.errors import EngineError
 from whet.ops.support import Support
 from whet.types import FinishReason
 
-__all__ = ["EngineCaps", "Output", "Request", "RolloutEngine", "Sampling", "aborted", "support_of"]
+__all__ = [
+    "EngineCaps",
+    "EngineStats",
+    "Output",
+    "Piece",
+    "Request",
+    "RolloutEngine",
+    "Sampling",
+    "aborted",
+    "stream",
+    "support_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +101,12 @@ class Request:
     """(seed, step, prompt, generation): with the position, the address of every random draw."""
     offset: int = 0
     """Completion tokens already in `tokens`: draw t uses u(address, offset + t)."""
+    conversation: int | None = None
+    """Requests of one conversation come one after the other, each beginning with what the one before it held: an engine
+    with caps.conversations encodes only what is new. None = on its own. It changes no token."""
+    expected: int | None = None
+    """Tokens that its completion is expected to have, where the caller has a guess: long ones start first. None =
+    max_tokens. It changes no token."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -105,6 +123,25 @@ class Output:
     finish_reason: FinishReason
     logits: np.ndarray | None = None
     """float32 [C, V], where the request asked for them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Piece:
+    """Tokens of a request that is under way: all so far (`peek`), or those since the last look (`stream`)."""
+
+    id: int
+    tokens: np.ndarray
+    """int32 [C]."""
+    logprobs: np.ndarray
+    """float32 [C]."""
+    versions: np.ndarray
+    """int32 [C]."""
+    finish_reason: FinishReason | None = None
+    """None = more is to come."""
+
+    def after(self, count: int) -> Piece:
+        """The same without its first tokens."""
+        return replace(self, tokens=self.tokens[count:], logprobs=self.logprobs[count:], versions=self.versions[count:])
 
 
 def aborted(request: Request) -> Output:
@@ -130,8 +167,82 @@ class EngineCaps:
     """Draws follow Request.address, whatever else is in the batch."""
     stop_strings: bool = True
     abort: bool = False
+    """Requests can be ended before their time."""
     sleep: bool = False
     logits: bool = False
+    peek: bool = False
+    """Tokens can be seen as they are made."""
+    updates_in_flight: bool = False
+    """New weights are taken between two tokens of a completion; without it, between two completions."""
+    conversations: bool = False
+    """Holds what a conversation has said, so that its next turn is not encoded anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Where an engine stands, and what it has done since it was built. An engine leaves at 0 what it can't tell.
+
+    >>> now = EngineStats(live=6, max_batch=8, steps=10, row_steps=70, prefilled=32)
+    >>> now.occupancy, now.mean_rows, now.since(EngineStats(prefilled=30)).prefilled
+    (0.75, 7.0, 2)
+    """
+
+    live: int = 0
+    """Sequences in the batch."""
+    waiting: int = 0
+    """Requests that wait to be let in."""
+    held: int = 0
+    """Finished sequences whose KV is held for the next turn of their conversation."""
+    max_batch: int = 0
+    """Sequences that the batch can have."""
+    kv_tokens: int = 0
+    """KV memory in tokens, padding included."""
+    kv_tokens_bound: int | None = None
+    """Most of them; None = no bound."""
+    kv_bytes: int = 0
+    """KV memory in bytes."""
+    prefilled: int = 0
+    """Prompt tokens that were run through the model, since construction."""
+    reused: int = 0
+    """Prompt tokens whose KV was there already: shared by requests with equal prompts, or held, since construction."""
+    generated: int = 0
+    """Completion tokens, since construction."""
+    steps: int = 0
+    """Decode steps, since construction."""
+    row_steps: int = 0
+    """Sequences decoded, summed over the steps."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests whose output has not come."""
+        return self.live + self.waiting
+
+    @property
+    def occupancy(self) -> float:
+        """Share of the batch that is live now."""
+        return self.live / self.max_batch if self.max_batch else 0.0
+
+    @property
+    def kv_occupancy(self) -> float:
+        """Share of the KV bound that is held now; 0 without a bound."""
+        return self.kv_tokens / self.kv_tokens_bound if self.kv_tokens_bound else 0.0
+
+    @property
+    def kv_bytes_bound(self) -> int | None:
+        """The KV bound in bytes; None without one, or before the first KV shows what a token takes."""
+        if self.kv_tokens_bound is None or not self.kv_bytes:
+            return None
+        return self.kv_bytes // self.kv_tokens * self.kv_tokens_bound
+
+    @property
+    def mean_rows(self) -> float:
+        """Sequences of a decode step, on average."""
+        return self.row_steps / self.steps if self.steps else 0.0
+
+    def since(self, earlier: EngineStats) -> EngineStats:
+        """The same with what was done since an earlier look instead of since construction."""
+        done = ("prefilled", "reused", "generated", "steps", "row_steps")
+        return replace(self, **{name: vars(self)[name] - vars(earlier)[name] for name in done})
 
 
 @runtime_checkable
@@ -145,7 +256,18 @@ class RolloutEngine(Protocol):
         ...
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:
-        """Computes until something finishes (or the time is up) and returns it; [] = nothing in flight."""
+        """Computes until something finishes (or the time is up) and returns it; [] = nothing in flight.
+
+        timeout_s=0.0 computes as little as the engine can: to look at tokens as they are made.
+        """
+        ...
+
+    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+        """All tokens made so far of requests that are in flight, without computing; {} without caps.peek."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """Where it stands, and what it has done since it was built."""
         ...
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
@@ -167,3 +289,37 @@ class RolloutEngine(Protocol):
     def close(self) -> None:
         """Frees everything."""
         ...
+
+
+def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece]:
+    """Runs requests and gives their tokens as they are made; an engine without caps.peek gives them at their end.
+
+    Leaving the loop early aborts what is under way.
+    Args: engine: at rest. requests: to submit.
+    Returns: pieces with the new tokens of a request; its last one has the finish_reason, and may be empty.
+    Raises: EngineError: the engine has other requests in flight, whose outputs would be lost.
+
+    >>> from whet.rollout.mock import MockEngine
+    >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=4), group=0, address=(0, 0, 0, 0))
+    >>> [(len(p.tokens), p.finish_reason) for p in stream(MockEngine(), [r])]
+    [(4, 'length')]
+    """
+    if others := engine.stats().in_flight:
+        raise EngineError(f"{others} requests are in flight; poll until there are none, then stream")
+    engine.submit(requests)
+    shown = {r.id: 0 for r in requests}
+    try:
+        while shown:
+            for o in engine.poll(timeout_s=0.0):
+                whole = Piece(
+                    id=o.id, tokens=o.tokens, logprobs=o.logprobs, versions=o.versions, finish_reason=o.finish_reason
+                )
+                yield whole.after(shown.pop(o.id))
+            for i, piece in engine.peek(shown).items():
+                if len(piece.tokens) > shown[i]:
+                    count, shown[i] = shown[i], len(piece.tokens)
+                    yield piece.after(count)
+            if shown and not engine.stats().in_flight:
+                raise EngineError(f"the engine is at rest, but {len(shown)} requests never came back")
+    finally:
+        engine.abort(shown)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -19,7 +19,8 @@ import numpy as np
 from torch import Tensor
 
 from whet.errors import EngineError
-from whet.rollout.base import EngineCaps, Output, Request, Sampling, aborted
+from whet.rollout.base import EngineCaps, Output, Request, Sampling
+from whet.rollout.simple import QueueEngine
 
 __all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput"]
 
@@ -63,7 +64,7 @@ class BaseRollout(Protocol):
         ...
 
 
-class BaseRolloutAdapter:
+class BaseRolloutAdapter(QueueEngine):
     """Makes an engine of a BaseRollout.
 
     Args: rollout: an object, or a class or functools.partial, called without arguments. decode: prompt ids -> text.
@@ -81,38 +82,32 @@ class BaseRolloutAdapter:
         decode: Callable[[Sequence[int]], str],
         rollout_config: Any = None,
     ) -> None:
+        super().__init__("BaseRollout")
         build = isinstance(rollout, type | functools.partial)
         self._rollout: BaseRollout = rollout() if build else rollout  # pyright: ignore
         self._decode, self._config = decode, rollout_config
         logprobs = rollout_config is not None and bool(rollout_config.return_logprobs)
         self.caps = EngineCaps(logprobs=logprobs, stop_strings=False)
-        self._queue: deque[Request] = deque()
-        self.version = 0
-        """The policy version stamped on what is drawn now."""
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises EngineError: an id in flight, an offset, or a sampling field without a Tunix name."""
-        ids = {r.id for r in self._queue}
-        plain = Sampling()
-        for r in requests:
-            if r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
-            if r.offset:
-                raise EngineError(f"request {r.id}: offset {r.offset}; a BaseRollout can't go on with a completion")
-            for name in BEYOND if self._config is None else ("return_logits",):
-                value = vars(r.sampling)[name]
-                if value != vars(plain)[name]:
-                    raise EngineError(
-                        f"request {r.id}: {name} {value!r} is not something a BaseRollout knows; leave it out"
-                    )
-        self._queue.extend(requests)
+    def _check(self, request: Request) -> None:
+        """Raises EngineError for an offset, or a sampling field without a Tunix name."""
+        if request.offset:
+            raise EngineError(
+                f"request {request.id}: offset {request.offset}; a BaseRollout can't go on with a completion"
+            )
+        for name in BEYOND if self._config is None else ("return_logits",):
+            value = vars(request.sampling)[name]
+            if value != vars(Sampling())[name]:
+                raise EngineError(
+                    f"request {request.id}: {name} {value!r} is not something a BaseRollout knows; leave it out"
+                )
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """Generates for all requests that share the first one's Sampling; [] = nothing in flight.
 
         Raises: EngineError: as many completions came back as there are not prompts, an empty one, or no logprobs.
         """
+        self._awake()
         if not self._queue:
             return []
         sampling = self._queue[0].sampling
@@ -125,7 +120,7 @@ class BaseRolloutAdapter:
             raise EngineError(f"generate returned {len(out.tokens)} completions for {len(batch)} prompts")
         if self.caps.logprobs and out.logprobs is None:
             raise EngineError("generate returned logprobs None; return them, or set return_logprobs=False")
-        return [self._output(r, i, out) for i, r in enumerate(batch)]
+        return self._count(batch, [self._output(r, i, out) for i, r in enumerate(batch)])
 
     def _output(self, request: Request, i: int, out: RolloutOutput) -> Output:
         """One completion, cut at its first stop token."""
@@ -147,28 +142,9 @@ class BaseRolloutAdapter:
             finish_reason="stop" if len(stops) else "length",
         )
 
-    def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Takes requests out of the queue, with nothing made. Returns: their Outputs."""
-        gone = set(ids)
-        out = [r for r in self._queue if r.id in gone]
-        self._queue = deque(r for r in self._queue if r.id not in gone)
-        return [aborted(r) for r in out]
-
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version; weights go to update_params."""
-        if weights is not None:
-            self._rollout.update_params(weights)
-        self.version = version
-
-    def sleep(self) -> None:
-        """Nothing to free that this interface can name."""
-
-    def wake(self) -> None:
-        """Nothing to undo."""
-
-    def close(self) -> None:
-        """Forgets what waits."""
-        self._queue.clear()
+    def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Weights go to update_params."""
+        self._rollout.update_params(weights)
 
 
 def tunix_config(sampling: Sampling, config: Any = None) -> Any:

@@ -10,23 +10,24 @@ Dim legend: n rows, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError
 from whet.models.load import LoadedModel
 from whet.ops.uniform import address_key
-from whet.rollout.base import EngineCaps, Output, Request, aborted
+from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.borrow import evaluating, max_positions, own_attention
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan, sample_rows, seen_tokens
+from whet.rollout.simple import QueueEngine
 
 __all__ = ["HFEngine"]
 
 
-class HFEngine:
+class HFEngine(QueueEngine):
     """transformers' forward in a loop.
 
     Args: model: a causal language model, or a LoadedModel. decode: ids -> text, needed for stop strings only.
@@ -47,33 +48,23 @@ class HFEngine:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size {batch_size} must be at least 1")
+        super().__init__("hf", max_batch=batch_size)
         self._module = model.module if isinstance(model, LoadedModel) else model
         self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._positions = max_positions(self._module)
         self._decode, self._batch_size = decode, batch_size
-        self._queue: deque[Request] = deque()
-        self._asleep = False
-        self.version = 0
-        """The policy version stamped on what is drawn now."""
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises EngineError: one could never fit, or its id is in flight; none is queued then."""
-        ids = {r.id for r in self._queue}
-        for r in requests:
-            if r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
-            check_request(r, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None)
-            make_plan(r.sampling)
-        self._queue.extend(requests)
+    def _check(self, request: Request) -> None:
+        """Raises EngineError or ConfigError for a request that could never be served."""
+        check_request(request, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None)
+        make_plan(request.sampling)
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """Runs one batch to its end and returns it; [] = nothing in flight. Raises EngineError: the engine sleeps.
 
         Args: timeout_s: not looked at inside a batch.
         """
-        if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+        self._awake()
         if not self._queue:
             return []
         first = self._queue[0]
@@ -82,7 +73,7 @@ class HFEngine:
         taken = {r.id for r in batch}
         self._queue = deque(r for r in self._queue if r.id not in taken)
         with torch.no_grad(), own_attention(self._module), evaluating(self._module):
-            return self._generate(batch, make_plan(first.sampling))
+            return self._count(batch, self._generate(batch, make_plan(first.sampling)))
 
     def _generate(self, batch: list[Request], plan: Plan) -> list[Output]:
         """All tokens of requests of equal lengths."""
@@ -151,31 +142,3 @@ class HFEngine:
             finish_reason=reason,  # pyright: ignore[reportArgumentType]
             logits=np.stack([x[row] for x in raw[:length]]) if raw else None,
         )
-
-    def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Takes requests out of the queue; a batch that runs can't be aborted, since poll runs it to its end.
-
-        Returns: an empty Output with finish_reason "abort" for each.
-        """
-        gone = set(ids)
-        out = [r for r in self._queue if r.id in gone]
-        self._queue = deque(r for r in self._queue if r.id not in gone)
-        return [aborted(r) for r in out]
-
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version. Raises EngineError: weights were given; the parameters are the trainer's own."""
-        if weights is not None:
-            raise EngineError("the hf engine reads the trainer's own parameters; call update(version) without weights")
-        self.version = version
-
-    def sleep(self) -> None:
-        """No memory is held between polls; polling is refused until wake."""
-        self._asleep = True
-
-    def wake(self) -> None:
-        """Undoes sleep."""
-        self._asleep = False
-
-    def close(self) -> None:
-        """Forgets what waits."""
-        self._queue.clear()

@@ -7,8 +7,7 @@ are drawn from. Left out on purpose: everything that asks for a distribution (to
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -17,8 +16,9 @@ from torch import Tensor
 
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.uniform import address_key, uniform
-from whet.rollout.base import EngineCaps, Output, Request, aborted
+from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.engine.sampler import check_request
+from whet.rollout.simple import QueueEngine
 
 __all__ = ["MockEngine"]
 
@@ -27,7 +27,7 @@ LENGTH, SPREAD = -1, -2
 """Draw numbers of a request's length; tokens use 0, 1, ..."""
 
 
-class MockEngine:
+class MockEngine(QueueEngine):
     """Random completions of random lengths, a few finished at each poll.
 
     Args: model, decode: not looked at; other engines take them. vocabulary: V; tokens are drawn from 0..V-1, stop ids
@@ -59,29 +59,20 @@ class MockEngine:
             raise lookup_error("length_distribution", length_distribution, DISTRIBUTIONS)
         if vocabulary < 1 or per_poll < 1:
             raise ConfigError(f"vocabulary {vocabulary} and per_poll {per_poll} must be at least 1")
+        super().__init__("mock", max_batch=per_poll)
         self._vocabulary, self._lengths, self._per_poll = vocabulary, length_distribution, per_poll
-        self._queue: deque[Request] = deque()
-        self._asleep = False
-        self.version = 0
-        """The policy version stamped on what is drawn now."""
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queues requests. Raises EngineError: one could never be served, or its id is in flight."""
-        ids = {r.id for r in self._queue}
-        for r in requests:
-            if r.id in ids:
-                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
-            ids.add(r.id)
-            check_request(r, vocabulary=self._vocabulary, positions=None, decodes=False)
-            if len(set(r.sampling.stop_ids) | set(r.sampling.forbidden_ids)) >= self._vocabulary:
-                raise EngineError(f"request {r.id}: all {self._vocabulary} tokens are stop or forbidden ids")
-        self._queue.extend(requests)
+    def _check(self, request: Request) -> None:
+        """Raises EngineError for a request that could never be served."""
+        check_request(request, vocabulary=self._vocabulary, positions=None, decodes=False)
+        if len(set(request.sampling.stop_ids) | set(request.sampling.forbidden_ids)) >= self._vocabulary:
+            raise EngineError(f"request {request.id}: all {self._vocabulary} tokens are stop or forbidden ids")
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """The next few completions; [] = nothing in flight. Raises EngineError: the engine sleeps."""
-        if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
-        return [self._output(self._queue.popleft()) for _ in range(min(self._per_poll, len(self._queue)))]
+        self._awake()
+        taken = [self._queue.popleft() for _ in range(min(self._per_poll, len(self._queue)))]
+        return self._count(taken, [self._output(r) for r in taken])
 
     def _output(self, request: Request) -> Output:
         """One completion, whole."""
@@ -115,27 +106,7 @@ class MockEngine:
         mean = most / 2 + z * most / 8 if self._lengths == "normal" else most / 8 * math.exp(z)
         return max(1, min(most, round(mean)))
 
-    def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Takes requests out of the queue, with nothing made. Returns: their Outputs."""
-        gone = set(ids)
-        out = [r for r in self._queue if r.id in gone]
-        self._queue = deque(r for r in self._queue if r.id not in gone)
-        return [aborted(r) for r in out]
-
-    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version; weights, if any, are read and dropped."""
-        for _ in weights or ():
+    def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Weights are read and dropped."""
+        for _ in weights:
             pass
-        self.version = version
-
-    def sleep(self) -> None:
-        """Refuses polls until wake."""
-        self._asleep = True
-
-    def wake(self) -> None:
-        """Undoes sleep."""
-        self._asleep = False
-
-    def close(self) -> None:
-        """Forgets what waits."""
-        self._queue.clear()

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel, load_model
-from whet.rollout.base import EngineCaps, Output, Request, Sampling
+from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.borrow import max_positions
 from whet.rollout.engine.runner import Block, Runner
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan
@@ -46,7 +47,9 @@ class EmbeddedEngine:
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
     """
 
-    caps = EngineCaps(shared_weights=True, addressed=True, abort=True, sleep=True, logits=True)
+    caps = EngineCaps(
+        shared_weights=True, addressed=True, abort=True, sleep=True, logits=True, peek=True, updates_in_flight=True
+    )
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class EmbeddedEngine:
         self._done: list[Output] = []
         self._stale = True
         self._renew = self._asleep = False
+        self._work_done = EngineStats()
         self.version = 0
         """The policy version stamped on what is drawn now."""
 
@@ -164,6 +168,8 @@ class EmbeddedEngine:
         block = runner.enter(live, admitted, self._plans)
         for _, p in admitted:
             p.live += 1
+        fresh, all_tokens = (sum(len(p.tokens) for p in x) for x in (new.values(), (p for _, p in admitted)))
+        self._book_work(prefilled=fresh, reused=all_tokens - fresh)
         self._rows += admitted
         columns = [(0, t.left, len(p.tokens), t.plan) for t, p in admitted]
         self._book = np.concatenate([self._book, np.array(columns, np.int64).T], 1)
@@ -178,7 +184,13 @@ class EmbeddedEngine:
         if self._stale:
             runner.regroup(self._rows, self._plans)
             self._stale = False
+        self._book_work(steps=steps, row_steps=steps * len(self._rows))
         self._collect(runner.run(steps, book[MADE], int((book[PROMPT] + book[MADE]).max())), 0)
+
+    def _book_work(self, **counts: int) -> None:
+        """Adds to what was done since construction."""
+        done = self._work_done
+        self._work_done = replace(done, **{name: vars(done)[name] + n for name, n in counts.items()})
 
     def _collect(self, block: Block, first: int) -> None:
         """Books what rows first.. drew, and lets out those that are finished."""
@@ -245,16 +257,17 @@ class EmbeddedEngine:
 
     def _close_stay(self, row: int) -> None:
         """Puts what a row made in this stay into its task."""
-        task, made = self._rows[row][0], int(self._book[MADE, row])
-        logits = np.concatenate(task.logits)[:made] if task.logits else None
+        task, part = self._rows[row][0], self._stay(row)
+        logits = np.concatenate(task.logits)[: len(part.tokens)] if task.logits else None
         task.logits = []
-        part = Part(
-            tokens=self._tokens[row, :made].copy(),
-            logprobs=self._logprobs[row, :made].copy(),
-            version=self.version,
-            logits=logits,
-        )
-        task.parts.append(part)
+        task.parts.append(replace(part, logits=logits))
+        self._book_work(generated=len(part.tokens))
+
+    def _stay(self, row: int) -> Part:
+        """What a row has made in this stay."""
+        made = int(self._book[MADE, row])
+        tokens, logprobs = self._tokens[row, :made].copy(), self._logprobs[row, :made].copy()
+        return Part(tokens=tokens, logprobs=logprobs, version=self.version)
 
     def _compact(self, gone: set[int]) -> None:
         """Moves the last rows into the holes; drops prompts that nobody reads."""
@@ -343,6 +356,34 @@ class EmbeddedEngine:
         self._runner.drop()
         self._runner.forward.drop()
         self._done = []
+
+    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+        """All tokens made so far, without computing.
+
+        Args: ids: of requests; those that are not in flight are passed over.
+        Returns: by id, what each has made; `poll(timeout_s=0.0)` makes a few tokens more.
+        """
+        asked = set(ids)
+        found = {t.request.id: t.piece() for t in self._scheduler.queue if t.request.id in asked}
+        for row, (task, _) in enumerate(self._rows):
+            if task.request.id in asked:
+                found[task.request.id] = task.piece(self._stay(row))
+        return found
+
+    def stats(self) -> EngineStats:
+        """Where it stands, and what it has done since it was built."""
+        runner, scheduler = self._runner, self._scheduler
+        stores = (runner.own, *runner.stores.values())
+        return replace(
+            self._work_done,
+            live=len(self._rows),
+            waiting=len(scheduler.queue),
+            max_batch=scheduler.max_batch,
+            kv_tokens=sum(s.rows * s.length for s in stores),
+            kv_tokens_bound=scheduler.kv_cache_tokens,
+            kv_bytes=self.kv_bytes,
+            generated=self._work_done.generated + int(self._book[MADE].sum()),
+        )
 
     @property
     def kv_bytes(self) -> int:

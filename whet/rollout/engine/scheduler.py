@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from whet.errors import EngineError
-from whet.rollout.base import Output, Request
+from whet.rollout.base import Output, Piece, Request
 from whet.rollout.engine.kv_cache import bucket_length
 from whet.types import FinishReason
 
@@ -59,17 +59,25 @@ class Task:
         """int32: all tokens to prefill: the request's, then those made in earlier stays."""
         return np.concatenate([self.request.tokens, *(p.tokens for p in self.parts)]).astype(np.int32)
 
-    def output(self, reason: FinishReason) -> Output:
-        """What the protocol returns."""
-        parts = self.parts
-        logits = [p.logits for p in parts if p.logits is not None]
-        return Output(
+    def piece(self, *stay: Part) -> Piece:
+        """What it has made: in earlier stays, and in the one that is given."""
+        parts = [*self.parts, *stay]
+        versions = (np.full(len(p.tokens), p.version, np.int32) for p in parts)
+        return Piece(
             id=self.request.id,
             tokens=np.concatenate([np.zeros(0, np.int32), *(p.tokens for p in parts)]).astype(np.int32),
             logprobs=np.concatenate([np.zeros(0, np.float32), *(p.logprobs for p in parts)]).astype(np.float32),
-            versions=np.concatenate(
-                [np.zeros(0, np.int32), *(np.full(len(p.tokens), p.version, np.int32) for p in parts)]
-            ),
+            versions=np.concatenate([np.zeros(0, np.int32), *versions]),
+        )
+
+    def output(self, reason: FinishReason) -> Output:
+        """What the protocol returns."""
+        made, logits = self.piece(), [p.logits for p in self.parts if p.logits is not None]
+        return Output(
+            id=made.id,
+            tokens=made.tokens,
+            logprobs=made.logprobs,
+            versions=made.versions,
             finish_reason=reason,
             logits=np.concatenate(logits) if logits else None,
         )
@@ -114,10 +122,11 @@ class Scheduler:
             )
 
     def add(self, tasks: Sequence[Task]) -> None:
-        """Queues tasks behind those that wait; groups stay together, those that may grow longest first."""
+        """Queues tasks behind those that wait; groups stay together, those expected to grow longest first."""
         longest: dict[int, tuple[int, int]] = {}
         for t in tasks:
-            size = (t.left, len(t.request.tokens))
+            guess = t.request.expected
+            size = (t.left if guess is None else min(t.left, guess), len(t.request.tokens))
             longest[t.request.group] = max(longest.get(t.request.group, (0, 0)), size)
         first = {g: i for i, g in enumerate(longest)}
         self.queue.extend(

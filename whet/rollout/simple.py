@@ -1,0 +1,101 @@
+"""What engines share that have a queue and no batch of their own: all of the protocol but poll.
+
+Left out on purpose: anything under way between two polls; an engine with that has books of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+
+from whet.errors import EngineError
+from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, aborted
+
+__all__ = ["QueueEngine"]
+
+
+class QueueEngine:
+    """A queue of requests, and the duties around it; a subclass writes `poll`, and `_check` and `_take` where it needs.
+
+    Args: kind: the engine's name in messages. max_batch: requests that one poll runs at most; 0 = unknown.
+    """
+
+    caps: EngineCaps = EngineCaps()
+
+    def __init__(self, kind: str, *, max_batch: int = 0) -> None:
+        self._kind, self._max_batch = kind, max_batch
+        self._queue: deque[Request] = deque()
+        self._asleep = False
+        self._prefilled = self._generated = 0
+        self.version = 0
+        """The policy version stamped on what is drawn now."""
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests. Raises EngineError: one could never be served, or its id is in flight; none is queued."""
+        ids = {r.id for r in self._queue}
+        for r in requests:
+            if r.id in ids:
+                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+            ids.add(r.id)
+            self._check(r)
+        self._queue.extend(requests)
+
+    def _check(self, request: Request) -> None:
+        """Raises EngineError for a request that could never be served."""
+
+    def _awake(self) -> None:
+        """Raises EngineError while the engine sleeps."""
+        if self._asleep:
+            raise EngineError("the engine sleeps; call wake() first")
+
+    def _count(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
+        """Books what was done; the outputs."""
+        self._prefilled += sum(len(r.tokens) for r in requests)
+        self._generated += sum(len(o.tokens) for o in outputs)
+        return outputs
+
+    def abort(self, ids: Iterable[int]) -> list[Output]:
+        """Takes requests out of the queue, with nothing made. Returns: an Output for each, finish_reason "abort"."""
+        gone = set(ids)
+        out = [r for r in self._queue if r.id in gone]
+        self._queue = deque(r for r in self._queue if r.id not in gone)
+        return [aborted(r) for r in out]
+
+    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+        """Nothing: a poll runs what it begins to its end."""
+        return {}
+
+    def stats(self) -> EngineStats:
+        """What waits, and what was done since construction."""
+        return EngineStats(
+            waiting=len(self._queue),
+            max_batch=self._max_batch,
+            prefilled=self._prefilled,
+            generated=self._generated,
+        )
+
+    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Takes a new policy version. Raises EngineError: weights were given to an engine that shares the trainer's."""
+        if weights is not None:
+            self._take(weights)
+        self.version = version
+
+    def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Takes new weights."""
+        raise EngineError(
+            f"the {self._kind} engine reads the trainer's own parameters; call update(version) without weights"
+        )
+
+    def sleep(self) -> None:
+        """Refuses polls until wake; no memory is held between polls."""
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undoes sleep."""
+        self._asleep = False
+
+    def close(self) -> None:
+        """Forgets what waits."""
+        self._queue.clear()
