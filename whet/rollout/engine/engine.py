@@ -113,7 +113,8 @@ class EmbeddedEngine:
         self._scheduler.add([Task(request=r, plan=p) for r, p in zip(requests, plans, strict=True)])
 
     def _plan(self, sampling: Sampling) -> int:
-        """The index of a Sampling's plan."""
+        """The index of a Sampling's plan; Samplings that differ in max_tokens alone draw together."""
+        sampling = replace(sampling, max_tokens=1)
         if sampling not in self._plan_of:
             self._plans.append(make_plan(sampling))
             self._plan_of[sampling] = len(self._plans) - 1
