@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError, lookup_error
-from whet.refs import resolve_ref
+from whet.optimizers import flat_state, make_optimizer, set_setting, settings_of, whole_state
 
 __all__ = ["Optim"]
 
@@ -46,8 +46,8 @@ class Optim:
         self.config = config if isinstance(config, OptimConfig) else None
         if self.config is not None:
             _check_schedule(self.config.schedule)
-        self.optimizer = _optimizer(self.masters, config)
-        self.made = _settings(self.optimizer)
+        self.optimizer = make_optimizer(self.masters, config)
+        self.made = settings_of(self.optimizer)
         self.updates = 0
         self.schedule: Any = None
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
@@ -110,19 +110,14 @@ class Optim:
     def save(self, path: Path) -> dict[str, Any]:
         """Writes the moments to a safetensors file and returns the rest as plain containers, for torch.save."""
         state = self.optimizer.state_dict()
-        tensors, plain = {}, {}
-        for i, entry in state["state"].items():
-            for key, value in entry.items():
-                if isinstance(value, Tensor):
-                    tensors[f"{i}.{key}"] = value.detach().cpu().contiguous().clone()
-                else:
-                    plain[f"{i}.{key}"] = value
+        tensors, plain, wrapped = flat_state(state["state"])
         save_file(tensors, path)
         return {
             "kind": type(self.optimizer).__name__,
             "made": self.made,
             "groups": state["param_groups"],
             "plain": plain,
+            "wrapped": wrapped,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
             "updates": self.updates,
             "total_updates": self.total_updates,
@@ -134,9 +129,8 @@ class Optim:
 
         Raises: CheckpointError: it doesn't fit this model or this optimizer.
         """
-        if missing := [
-            n for n in ("kind", "made", "groups", "plain", "schedule", "updates", "total_updates") if n not in rest
-        ]:
+        needs = ("kind", "made", "groups", "plain", "wrapped", "schedule", "updates", "total_updates")
+        if missing := [n for n in needs if n not in rest]:
             raise CheckpointError(f"{path.parent}/state.pt is not what this version saves: no {', '.join(missing)}")
         kind = type(self.optimizer).__name__
         if rest["kind"] != kind:
@@ -144,21 +138,20 @@ class Optim:
                 f"{path} holds the state of {rest['kind']}, this run's optimizer is {kind}; resume with the optim.name "
                 "that it was saved with, or start a new run from its weights"
             )
-        entries: dict[int, dict[str, Any]] = {}
         try:
             found = load_file(path)
         except (OSError, SafetensorError) as e:
             raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
-        for key, value in [*found.items(), *rest["plain"].items()]:
-            i, _, name = key.partition(".")
-            entries.setdefault(int(i), {})[name] = value
+        entries = whole_state(found, rest["plain"], rest["wrapped"])
         self._load_schedule(rest)
         try:
             self.optimizer.load_state_dict({"state": entries, "param_groups": rest["groups"]})
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
         for group, now, before in zip(self.optimizer.param_groups, self.made, rest["made"], strict=True):
-            group.update({name: value for name, value in now.items() if name not in before or before[name] != value})
+            for name, value in now.items():
+                if name not in before or before[name] != value:
+                    set_setting(group, name, value)
         self._set_rates()
 
     def _load_schedule(self, rest: Mapping[str, Any]) -> None:
@@ -173,15 +166,12 @@ class Optim:
     def _set_rates(self) -> None:
         """The rates that the schedule gives here and now: those that were saved, unless a setting changed."""
         if isinstance(self.schedule, torch.optim.lr_scheduler.LambdaLR):
-            self.schedule.base_lrs = [g["lr"] for g in self.made]
-            parts = zip(self.optimizer.param_groups, self.made, self.schedule.lr_lambdas, strict=True)
-            for group, now, factor in parts:
-                group["initial_lr"], group["lr"] = now["lr"], now["lr"] * factor(self.schedule.last_epoch)
-
-
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group, without its parameters."""
-    return [{name: value for name, value in g.items() if name != "params"} for g in optimizer.param_groups]
+            for group, now, factor in zip(
+                self.optimizer.param_groups, self.made, self.schedule.lr_lambdas, strict=True
+            ):
+                set_setting(group, "initial_lr", now["lr"])
+                group["lr"] = group["initial_lr"] * factor(self.schedule.last_epoch)
+            self.schedule.base_lrs = [g["initial_lr"] for g in self.optimizer.param_groups]
 
 
 def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
@@ -214,24 +204,6 @@ def _adder(master: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
-def _optimizer(masters: dict[str, Tensor], config: OptimConfig | Callable[..., Any]) -> torch.optim.Optimizer:
-    """The torch optimizer; matrices decay, vectors (norms, biases) don't."""
-    if not isinstance(config, OptimConfig):
-        return _checked(config(list(masters.values())))
-    groups = [
-        {"params": [m for m in masters.values() if m.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
-    ]
-    groups = [g for g in groups if g["params"]]
-    if config.name == "adamw":
-        return torch.optim.AdamW(groups, lr=config.lr, betas=tuple(config.betas), eps=config.eps, fused=True)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr)
-    if ":" in config.name:
-        return _checked(resolve_ref(config.name, "optimizer")(groups, lr=config.lr))
-    raise ConfigError(f"optim.name={config.name!r} is unknown. Known: adamw, sgd, or package.module:factory")
-
-
 def _check_schedule(name: str) -> None:
     """Raises ConfigError for a schedule that transformers doesn't know."""
     from transformers import SchedulerType
@@ -239,9 +211,3 @@ def _check_schedule(name: str) -> None:
     known = [kind.value for kind in SchedulerType]
     if name not in known:
         raise lookup_error("optim.schedule", name, known)
-
-
-def _checked(made: Any) -> torch.optim.Optimizer:
-    if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"an optimizer factory must return a torch.optim.Optimizer, got {type(made).__name__}")
-    return made

@@ -10,7 +10,7 @@ LAYERS = [
     {"refs", "types", "metrics", "config"},
     {"observe"},
     {"ops"},
-    {"data", "models", "parallel", "optim"},
+    {"data", "models", "parallel", "optim", "optimizers"},
     {"rollout"},
     {"rewards", "envs"},
     {"worker", "role_trainer", "checkpoints"},

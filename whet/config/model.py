@@ -31,15 +31,19 @@ class OptimConfig:
     """
 
     name: str = "adamw"
-    """"adamw" (fused), "sgd", or "package.module:factory", called with (parameter groups, lr=...)."""
+    """"adamw" (fused where torch has a kernel), "adam" (decay joins the gradient), "sgd", "adamw8bit" (moments of a byte
+    each; pip install 'whet[quant]'), or "package.module:factory", called with (parameter groups, lr=...)."""
     lr: Float = 1e-6
     """Learning rate, at its peak where there is a schedule."""
     betas: tuple[Float, Float] = (0.9, 0.999)
-    """AdamW's decay of the first and second moment."""
+    """Decay of the first and second moment; Adam's kinds."""
     eps: Float = 1e-8
-    """AdamW's ε, added to the root of the second moment."""
+    """ε, added to the root of the second moment; Adam's kinds."""
+    momentum: Float = 0.0
+    """Share of the last step that is kept; sgd's alone. 0.0 = off."""
     weight_decay: Float = 0.0
-    """Decoupled decay of matrices; vectors (norms, biases) never decay. 0.0 = off."""
+    """Decay of matrices; vectors (norms, biases) never decay. Decoupled, but in adam and sgd part of the gradient.
+    0.0 = off."""
     schedule: str = "constant"
     """A schedule of transformers.get_scheduler: constant, constant_with_warmup, linear, cosine ..."""
     schedule_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -56,6 +60,10 @@ class OptimConfig:
         for name in ("lr", "weight_decay", "warmup_steps", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}; 0 turns it off")
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum must lie in [0, 1), got {self.momentum!r}")
+        if self.momentum and self.name in ("adamw", "adam", "adamw8bit"):
+            raise ConfigError(f"momentum={self.momentum!r} is for sgd; {self.name} has betas, leave it at 0.0")
         if self.eps <= 0:
             raise ConfigError(f"eps must be positive, got {self.eps!r}")
         if any(not 0 <= b < 1 for b in self.betas):
