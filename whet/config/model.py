@@ -31,7 +31,7 @@ class OptimConfig:
     """
 
     name: str = "adamw"
-    """"adamw" (fused where torch has a kernel), "adam" (decay joins the gradient), "sgd", "adamw8bit" (moments of a byte
+    """"adamw" (fused where torch has it), "adam" (decay joins the gradient), "sgd", "adamw8bit" (moments of one byte
     each; pip install 'whet[quant]'), or "package.module:factory", called with (parameter groups, lr=...)."""
     lr: Float = 1e-6
     """Learning rate, at its peak where there is a schedule."""
