@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from whet.checkpoints import Checkpoints
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
-from whet.data.padded import left_padded, padded_batch, unpacked
+from whet.data.padded import padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
@@ -32,6 +32,7 @@ from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import complete, describe_engine, make_engine, sampling_of
+from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt, RolloutOutput
 from whet.worker import Metrics, ModelWorker
 
@@ -93,6 +94,7 @@ class RLCluster:
             decode=self.decode,
             tokenizer=self.tokenizer,
             mesh=(cluster_config.role_to_mesh or {}).get(Role.ROLLOUT),
+            generation_kwargs={name for mode in Mode for name in self.get_rollout_config(mode).generation_kwargs},
         )
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         self._trainers = {
@@ -276,16 +278,8 @@ class RLCluster:
         Returns: a RolloutOutput, one entry per prompt.
         Raises: DataError: no prompts, or one longer than max_prompt_length.
         """
-        if not prompts:
-            raise DataError("generate() was given no prompts; give at least one")
         config, sampling = self.get_rollout_config(mode), self.sampling(mode)
-        encoder = self.encoder(mode, apply_chat_template=apply_chat_template)
-        encoded = [p for i, text in enumerate(prompts) if (p := encoder({"prompt": text}, i)) is not None]
-        if len(encoded) != len(prompts):
-            raise DataError(
-                f"{len(prompts) - len(encoded)} prompts are longer than max_prompt_length={config.max_prompt_length}; "
-                "raise it, or set on_long_prompt to truncate_left"
-            )
+        encoded = encode_texts(self.encoder(mode, apply_chat_template=apply_chat_template), one_or_many(prompts))
         longest = sampling.max_tokens if max_generation_steps is None else max_generation_steps
         sampling = dataclasses.replace(sampling, max_tokens=longest, return_logits=return_logits)
         seed = seed if seed is not None else config.seed
@@ -295,14 +289,7 @@ class RLCluster:
             groups = self.sample(
                 encoded, step=step, mode="generate", sampling=sampling, seed=seed, at_once=micro_batch_size
             )
-        done = [g.completions[0] for g in groups]
-        return RolloutOutput(
-            text=[self.decode(c.tokens) for c in done],
-            logits=[c.info["logits"] for c in done] if return_logits else None,
-            tokens=[c.tokens for c in done],
-            left_padded_prompt_tokens=left_padded([p.tokens for p in encoded], self.pad_id),
-            logprobs=[c.logprobs for c in done] if config.return_logprobs else None,
-        )
+        return rollout_output(groups, self.decode, self.pad_id, logprobs=config.return_logprobs, logits=return_logits)
 
     # ---- Tunix's verbs: padded arrays in, padded arrays out ------------------------------------------------------
 

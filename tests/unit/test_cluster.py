@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import END, PAD, cluster, gap, length_reward, one_by_one, rows, same, tiny_model, weights_of
+from helpers import END, PAD, cluster, gap, length_reward, one_by_one, prompt, rows, same, tiny_model, weights_of
 from transformers import BloomConfig, BloomForCausalLM
 
 import whet
@@ -18,7 +18,7 @@ from whet.ops import group_relative, grpo_objective
 from whet.rollout.base import EngineCaps, Output
 from whet.rollout.hf import HFEngine
 from whet.rollout.simple import QueueEngine
-from whet.types import TrainExample
+from whet.types import TokenBatch, TrainExample
 
 PROMPTS = ["1+1=", "what?", "a", "1+1="]
 
@@ -481,3 +481,37 @@ def test_a_script_in_tunixs_words_trains_in_under_25_lines():
     run = use_like_tunix()
     assert run.step == 2 and run.rows[-1]["mode"] == "eval"
     assert not same(weights_of(run.cluster.actor.module), weights_of(tiny_model()))
+
+
+# ---- options of transformers' generate -------------------------------------------------------------------------------
+
+
+def test_beams_in_evaluation_leave_draws_in_training(caplog):
+    rollout = {
+        "return_logprobs": True,
+        "eval": {"generation_kwargs": {"num_beams": 3}, "temperature": 0.0, "return_logprobs": True},
+    }
+    c = cluster(rollout=rollout)
+    assert type(c.rollout).__name__ == "HFEngine" and "generation_kwargs (num_beams)" in caplog.text
+    greedy = cluster(rollout={"temperature": 0.0, "return_logprobs": True}).generate(PROMPTS)
+    beams = c.generate(PROMPTS, mode=Mode.EVAL)
+    assert sum(map(sum, beams.logprobs)) > sum(map(sum, greedy.logprobs))
+    assert [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens] != [t.tolist() for t in beams.tokens]
+
+
+def test_draws_under_options_agree_with_the_trainer_under_full_support():
+    c = cluster(rollout={"generation_kwargs": {"no_repeat_ngram_size": 1}, "logprob_support": "full"})
+    groups = c.sample([prompt("2+2="), prompt("7-1=", 1)], num_generations=3)
+    tokens = [x.tokens.tolist() for g in groups for x in g.completions]
+    assert all(len(set(t)) == len(t) for t in tokens)
+    batch = TokenBatch.from_groups(groups, [0.0] * 6)
+    assert (c.actor.logprobs(batch).logprobs - batch.sampler_logprobs).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"num_beams": 2}, "num_beams=2 searches"), ({"top_h": 0.4}, "does not know the distribution")],
+)
+def test_a_learner_refuses_options_that_the_trainer_can_not_follow(options, words):
+    with pytest.raises(ConfigError, match=words):
+        GRPOLearner(cluster(rollout={"generation_kwargs": options}), GRPOConfig(beta=0.0), [length_reward])

@@ -14,7 +14,19 @@ from whet.config.base import Bool, Count, Float, Int, Strings, check, config
 from whet.config.enums import Mode
 from whet.errors import ConfigError, nearest
 
-__all__ = ["RolloutConfig"]
+__all__ = ["OWN_FIELDS", "RolloutConfig"]
+
+OWN_FIELDS = {
+    **{name: name for name in ("min_p", "repetition_penalty", "temperature", "top_k", "top_p")},
+    **dict.fromkeys(("max_length", "max_new_tokens"), "max_tokens_to_generate"),
+    **dict.fromkeys(("min_length", "min_new_tokens"), "min_tokens"),
+    "do_sample": "temperature (0.0 = greedy)",
+    "eos_token_id": "eos_tokens",
+    "num_return_sequences": "algo.num_generations",
+    "stop_strings": "stop",
+    "suppress_tokens": "forbidden_tokens",
+}
+"""Options of transformers' generate -> the field that stands for it here."""
 
 _SHARED = "the rollout reads the trainer's own weights; choose their dtype with actor.dtype"
 
@@ -79,6 +91,10 @@ class RolloutConfig:
     """Tokens that the KV cache holds over all completions; None = what max_batch_size of the longest need."""
     num_generations_eval: Count | None = None
     """Completions of each evaluation prompt; None = algo.num_generations, or 1 where evaluation is greedy."""
+    generation_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of transformers' generate that whet has no field for, e.g. {no_repeat_ngram_size: 3} or {num_beams: 4}.
+    With any of them the "hf" engine runs the rollout; training takes them under logprob_support "full" alone, and beams
+    never."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: false}."""
     eval: dict[str, Any] = field(default_factory=dict)
@@ -209,6 +225,8 @@ class RolloutConfig:
             raise ConfigError(
                 f"min_tokens must lie in 0..max_tokens_to_generate={self.max_tokens_to_generate}, got {self.min_tokens}"
             )
+        if taken := sorted(self.generation_kwargs.keys() & OWN_FIELDS.keys()):
+            raise ConfigError(f"generation_kwargs: {taken[0]} has a field of its own: set {OWN_FIELDS[taken[0]]}")
         if "" in self.stop:
             raise ConfigError("stop holds an empty string, which would end every completion at once; leave it out")
 

@@ -27,6 +27,7 @@ from whet.learners.run import Run
 from whet.metrics import Metric, merge
 from whet.rewards.manager import Rewarded, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
+from whet.rollout.options import check_trainable
 from whet.types import Group, Prompt, TokenBatch
 
 __all__ = ["RLLearner"]
@@ -54,6 +55,7 @@ class RLLearner:
         settings: dict[str, Any] | None = None,
     ) -> None:
         self.rl_cluster = self.cluster = rl_cluster
+        check_trainable(rl_cluster.sampling())
         self.algo_config = algo_config
         self.config = rl_cluster.training_config
         self.metric_fns = list(metric_fns or ())

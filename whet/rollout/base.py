@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -61,6 +61,8 @@ class Sampling:
     """Never drawn."""
     logprob_support: str = "sampling"
     """"sampling": of the exact distribution drawn from; "full": temperature alone."""
+    generation_kwargs: tuple[tuple[str, Any], ...] = ()
+    """Options of transformers' generate, (name, value) with tuples for lists: for the hf engine alone."""
     return_logits: bool = False
     """Keep the raw logits of each drawn token (float32 [C, V]): for a close look, not for training."""
 
@@ -170,6 +172,8 @@ class EngineCaps:
     """Requests can be ended before their time."""
     sleep: bool = False
     logits: bool = False
+    generation_kwargs: bool = False
+    """Knows transformers' own options (Sampling.generation_kwargs)."""
     peek: bool = False
     """Tokens can be seen as they are made."""
     updates_in_flight: bool = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from whet.config import RolloutConfig
 from whet.errors import EngineError
 from whet.models.load import LoadedModel
 from whet.rollout.base import Output, Request, RolloutEngine, Sampling
+from whet.rollout.options import check_names, frozen_options
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["complete", "describe_engine", "make_engine", "sampling_of"]
@@ -35,6 +36,7 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int]) -> Sampling:
         stop=tuple(config.stop),
         forbidden_ids=tuple(config.forbidden_tokens),
         logprob_support=config.logprob_support,
+        generation_kwargs=frozen_options(config.generation_kwargs),
     )
 
 
@@ -46,13 +48,16 @@ def make_engine(
     decode: Callable[[Sequence[int]], str],
     tokenizer: Any,
     mesh: Any = None,
+    generation_kwargs: Iterable[str] = (),
 ) -> RolloutEngine:
     """The engine of a cluster.
 
     Args: spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
         called as cls(loaded, decode=...); one with Tunix's `generate` as cls(rollout_actor=..., tokenizer=...,
         mesh=..., rollout_config=...). loaded: the policy. config: the rollout's. decode: ids to text.
-    Returns: the engine. "vanilla" becomes "hf" where the model can't take whet's attention layout, with the reason.
+        generation_kwargs: names of transformers' options that it will be asked for.
+    Returns: the engine. "vanilla" becomes "hf" where the model can't take whet's attention layout or transformers'
+        options are asked for, with the reason.
     """
     from whet.rollout import resolve_engine
     from whet.rollout.compat import BaseRolloutAdapter
@@ -60,6 +65,11 @@ def make_engine(
     if spec == "vanilla" and not loaded.packable:
         log.warning("rollout_engine 'vanilla' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
+    if asked := sorted(generation_kwargs):
+        check_names(asked)
+        if spec == "vanilla":
+            log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
+            spec = "hf"
     made = resolve_engine(spec)
     options: dict[str, Any] = {"decode": decode}
     if spec == "vanilla":
@@ -106,6 +116,9 @@ def complete(
         )
     if sampling.return_logits and not engine.caps.logits:
         raise EngineError(f"the engine {type(engine).__name__} gives no logits; use rollout_engine 'vanilla'")
+    if sampling.generation_kwargs and not engine.caps.generation_kwargs:
+        names = ", ".join(name for name, _ in sampling.generation_kwargs)
+        raise EngineError(f"the engine {type(engine).__name__} knows no {names}; use rollout_engine 'hf'")
     seed, step, start = address
     requests = [
         Request(

@@ -3,7 +3,8 @@
 It takes any causal language model of transformers, also those that whet's attention does not fit, and it is what
 every other engine is tested against. Only requests of equal lengths and one Sampling run together, so there is no
 padding that a stateful model could take in.
-Left out on purpose: continuous batching, shared prompts, generate()'s own options.
+Options of transformers' generate that whet has no field for (Sampling.generation_kwargs) work here, and here alone.
+Left out on purpose: continuous batching, shared prompts.
 Dim legend: n rows, V vocabulary.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,8 +22,10 @@ from whet.errors import ConfigError
 from whet.models.load import LoadedModel
 from whet.ops.uniform import address_key
 from whet.rollout.base import EngineCaps, Output, Request
+from whet.rollout.beams import beam_search
 from whet.rollout.borrow import evaluating, max_positions, own_attention
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan, sample_rows, seen_tokens
+from whet.rollout.options import Processors, check_options, num_beams, place_of
 from whet.rollout.simple import QueueEngine
 
 __all__ = ["HFEngine"]
@@ -37,7 +41,7 @@ class HFEngine(QueueEngine):
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
     """
 
-    caps = EngineCaps(shared_weights=True, addressed=True, abort=True, sleep=True, logits=True)
+    caps = EngineCaps(shared_weights=True, addressed=True, abort=True, sleep=True, logits=True, generation_kwargs=True)
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class HFEngine(QueueEngine):
         """Raises EngineError or ConfigError for a request that could never be served."""
         check_request(request, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None)
         make_plan(request.sampling)
+        check_options(request)
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """Runs one batch to its end and returns it; [] = nothing in flight. Raises EngineError: the engine sleeps.
@@ -68,11 +73,16 @@ class HFEngine(QueueEngine):
         if not self._queue:
             return []
         first = self._queue[0]
+        beams = num_beams(first.sampling)
         alike = [r for r in self._queue if len(r.tokens) == len(first.tokens) and r.sampling == first.sampling]
-        batch = alike[: self._batch_size]
+        if first.sampling.generation_kwargs:  # some of them count the completion's tokens
+            alike = [r for r in alike if r.offset == first.offset]
+        batch = alike[: max(1, self._batch_size // beams)]
         taken = {r.id for r in batch}
         self._queue = deque(r for r in self._queue if r.id not in taken)
         with torch.no_grad(), own_attention(self._module), evaluating(self._module):
+            if beams > 1:
+                return self._count(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
             return self._count(batch, self._generate(batch, make_plan(first.sampling)))
 
     def _generate(self, batch: list[Request], plan: Plan) -> list[Output]:
@@ -82,12 +92,17 @@ class HFEngine(QueueEngine):
         keys = torch.tensor([address_key(*r.address) for r in batch], device=device)
         place = torch.tensor([r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
+        options = Processors(plan.sampling, place_of(batch[0], device)) if plan.sampling.generation_kwargs else None
         tokens, logprobs, raw = [], [], []
         ended: dict[int, tuple[int, str]] = {}
         cache, fresh = None, ids
         for step in range(plan.sampling.max_tokens):
             logits, cache = self._forward(ids, fresh, cache)
-            token, logprob = sample_rows(logits, plan, keys=keys, position=place + step, seen=seen)
+            where: dict[str, Any] = {"keys": keys, "position": place + step, "seen": seen}
+            if options is None:
+                token, logprob = sample_rows(logits, plan, **where)
+            else:
+                token, logprob = options.draw(ids, logits, plan.support, plan.reported, **where)
             if seen is not None:
                 seen.scatter_(1, token.unsqueeze(1), True)
             fresh = token.unsqueeze(1)

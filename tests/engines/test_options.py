@@ -1,0 +1,280 @@
+"""Options of transformers' generate in the hf engine, against transformers' own generate."""
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from tiny import build, letters, prompts, requests, run
+from transformers import GenerationConfig
+
+from whet.config import RolloutConfig
+from whet.errors import ConfigError, EngineError
+from whet.models.load import load_model
+from whet.rollout.base import Request, Sampling, support_of
+from whet.rollout.build import complete, make_engine, sampling_of
+from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.hf import HFEngine
+from whet.rollout.options import Place, Processors, check_names, check_trainable, frozen_options
+from whet.types import Prompt
+
+STOPS = (4, 8, 12)
+CHANGING = [
+    {"sequence_bias": {(5,): 3.0, (7, 9): -4.0, (11,): -2.0}},
+    {"sequence_bias": [[[5], 3.0], [[7, 9], -4.0]]},
+    {"no_repeat_ngram_size": 2},
+    {"bad_words_ids": [[5], [7, 9], [30, 31]]},
+    {"begin_suppress_tokens": [3, 9, 21]},
+    {"exponential_decay_length_penalty": [2, 1.8]},
+    {"forced_eos_token_id": 8},
+    {"typical_p": 0.6},
+    {"epsilon_cutoff": 0.02},
+    {"eta_cutoff": 0.05},
+    {"top_h": 0.4},
+    {"no_repeat_ngram_size": 2, "sequence_bias": {(5,): 2.0}, "typical_p": 0.8},
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(gain=3.0)
+
+
+def sampling(options, **fields):
+    return Sampling(**{"max_tokens": 10, "stop_ids": STOPS, "generation_kwargs": frozen_options(options), **fields})
+
+
+def theirs(model, prompt, options, **fields):
+    """transformers' generate on one prompt, with everything set that it would otherwise take from the model."""
+    base = {"max_new_tokens": 10, "eos_token_id": list(STOPS), "pad_token_id": 0, "top_k": 0, "do_sample": False}
+    config = GenerationConfig(**{**base, "return_dict_in_generate": True, "output_scores": True, **options, **fields})
+    ids = torch.from_numpy(prompt.astype(np.int64))[None]
+    return model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
+
+
+def request(tokens, s, *, generation=0, **fields):
+    return Request(id=generation, tokens=tokens, sampling=s, group=0, address=(0, 0, 0, generation), **fields)
+
+
+@pytest.mark.parametrize("options", [o for o in CHANGING if o.keys() - {"top_h", "typical_p"}], ids=str)
+def test_greedy_completions_are_those_of_transformers(model, options):
+    engine = HFEngine(model)
+    changed = 0
+    for i, p in enumerate(prompts((3, 9, 20))):
+        (mine,) = run(engine, [request(p, sampling(options, temperature=0.0))]).values()
+        (plain,) = run(engine, [request(p, sampling({}, temperature=0.0))]).values()
+        assert mine.tokens.tolist() == theirs(model, p, options).sequences[0, len(p) :].tolist(), i
+        changed += mine.tokens.tolist() != plain.tokens.tolist()
+    if options.keys() & {"no_repeat_ngram_size", "sequence_bias", "exponential_decay_length_penalty"}:
+        assert changed  # else the comparison would show nothing
+
+
+@pytest.mark.parametrize("options", CHANGING, ids=str)
+@pytest.mark.parametrize("own", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
+def test_the_distribution_drawn_from_is_that_of_transformers(model, options, own):
+    if "top_h" in options and own:
+        options, own = options, {"temperature": 0.7}  # transformers takes it before top-k, whet after
+    (p,) = prompts((9,))
+    out = theirs(model, p, options, **{"do_sample": True, **own})
+    mine = sampling(options, **own)
+    place = Place(prompt=len(p), whole=len(p) + 10, stop_ids=STOPS, device=torch.device("cpu"))
+    made = Processors(mine, place)
+    for step, expected in enumerate(out.scores):
+        ids = out.sequences[:, : len(p) + step]
+        logits = model(input_ids=ids).logits[:, -1]
+        scores = made.scores(ids, logits, support_of(mine), seen=None, position=torch.tensor([step]))
+        assert torch.equal(scores == -torch.inf, expected == -torch.inf)
+        assert (scores.softmax(-1) - expected.softmax(-1)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("options", CHANGING[:4], ids=str)
+def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, options):
+    (p,) = prompts((9,))
+    mine = sampling(options, temperature=0.8)
+    done = run(HFEngine(model), requests([p], mine, group=6))
+    full = run(HFEngine(model), requests([p], sampling(options, temperature=0.8, logprob_support="full"), group=6))
+    place = Place(prompt=len(p), whole=len(p) + 10, stop_ids=STOPS, device=torch.device("cpu"))
+    for i, o in done.items():
+        assert o.tokens.tolist() == full[i].tokens.tolist()
+        whole = torch.tensor([*p.tolist(), *o.tokens.tolist()])[None]
+        logits = model(input_ids=whole).logits[0, len(p) - 1 : -1]
+        plain = (logits / 0.8).log_softmax(-1).gather(1, whole[0, len(p) :, None]).squeeze(1)
+        assert np.abs(full[i].logprobs - plain.detach().numpy()).max() < 1e-4
+        for t, token in enumerate(o.tokens):
+            ids = whole[:, : len(p) + t]
+            made = Processors(mine, place)
+            scores = made.scores(ids, logits[t : t + 1], support_of(mine), seen=None, position=torch.tensor([t]))
+            assert abs(scores.log_softmax(-1)[0, token].item() - o.logprobs[t]) < 1e-4
+
+
+def test_going_on_with_an_offset_equals_going_through_also_where_options_count_tokens(model):
+    (p,) = prompts((9,))
+    options = {"begin_suppress_tokens": list(range(1, 40)), "exponential_decay_length_penalty": [3, 1.5]}
+    (whole,) = run(HFEngine(model), [request(p, sampling(options))]).values()
+    cut = min(4, len(whole.tokens) - 1)
+    rest = request(np.concatenate([p, whole.tokens[:cut]]), sampling(options, max_tokens=10 - cut), offset=cut)
+    (after,) = run(HFEngine(model), [rest]).values()
+    assert after.tokens.tolist() == whole.tokens[cut:].tolist()
+
+
+# ---- beam search -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_beams": 2},
+        {"num_beams": 4, "length_penalty": 2.0},
+        {"num_beams": 4, "length_penalty": -1.0},
+        {"num_beams": 3, "early_stopping": True, "no_repeat_ngram_size": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stops", [STOPS, ()])
+def test_beams_are_those_of_transformers_with_the_models_own_logprobs(model, options, stops):
+    s = sampling(options, temperature=0.0, stop_ids=stops)
+    work = requests(prompts((3, 9, 9)), s, group=2)
+    done = run(HFEngine(model, batch_size=8), work)
+    for r in work:
+        out = theirs(model, r.tokens, options, num_return_sequences=2, eos_token_id=list(stops) or None)
+        expected = out.sequences[r.address[3], len(r.tokens) :].tolist()
+        o = done[r.id]
+        assert o.tokens.tolist() == expected[: len(o.tokens)] and set(expected[len(o.tokens) :]) <= {0, *stops}
+        assert o.finish_reason == ("stop" if o.tokens[-1] in stops else "length")
+        whole = torch.tensor([*r.tokens.tolist(), *o.tokens.tolist()])[None]
+        logprobs = model(input_ids=whole).logits[0, len(r.tokens) - 1 : -1].log_softmax(-1)
+        assert (
+            np.abs(logprobs.gather(1, whole[0, len(r.tokens) :, None])[:, 0].detach().numpy() - o.logprobs).max() < 1e-4
+        )
+
+
+def test_the_first_beam_is_at_least_as_likely_as_the_greedy_completion(model):
+    better = 0
+    for p in prompts((3, 9, 20)):
+        greedy = run(HFEngine(model), [request(p, Sampling(max_tokens=8, temperature=0.0))])[0]
+        beams = run(
+            HFEngine(model), [request(p, sampling({"num_beams": 8}, temperature=0.0, max_tokens=8, stop_ids=()))]
+        )
+        assert beams[0].logprobs.sum() >= greedy.logprobs.sum() - 1e-4
+        better += beams[0].logprobs.sum() > greedy.logprobs.sum() + 1e-3
+    assert better
+
+
+def test_a_models_own_generation_config_changes_no_beam_and_is_given_back(model):
+    (p,) = prompts((9,))
+    s = sampling({"num_beams": 3}, temperature=0.0)
+    before = run(HFEngine(model), [request(p, s)])[0].tokens.tolist()
+    own, model.generation_config = model.generation_config, GenerationConfig(no_repeat_ngram_size=1, max_new_tokens=2)
+    try:
+        assert run(HFEngine(model), [request(p, s)])[0].tokens.tolist() == before
+        assert model.generation_config.no_repeat_ngram_size == 1
+    finally:
+        model.generation_config = own
+
+
+def test_a_stop_string_ends_a_beam(model):
+    (p,) = prompts((9,))
+    free = run(HFEngine(model, decode=letters), [request(p, sampling({"num_beams": 3}, temperature=0.0, stop_ids=()))])[
+        0
+    ]
+    stop = letters(free.tokens[2:4])
+    s = sampling({"num_beams": 3}, temperature=0.0, stop_ids=(), stop=(stop,))
+    for o in run(HFEngine(model, decode=letters), [request(p, s, generation=g) for g in range(3)]).values():
+        text = letters(o.tokens)
+        assert (stop in text) == (o.finish_reason == "stop") and stop not in text[:-1]
+
+
+def test_logits_of_a_beam_are_those_of_the_model(model):
+    (p,) = prompts((3,))
+    s = sampling({"num_beams": 2}, temperature=0.0, return_logits=True)
+    o = run(HFEngine(model), [request(p, s)])[0]
+    assert o.logits.shape == (len(o.tokens), 64)
+    logprobs = torch.from_numpy(o.logits).log_softmax(-1).gather(1, torch.from_numpy(o.tokens).long()[:, None])[:, 0]
+    assert np.abs(logprobs.numpy() - o.logprobs).max() < 1e-5
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "words"),
+    [
+        ({"num_beans": 2}, {}, "unknown generation option 'num_beans'; did you mean num_beams"),
+        ({"xyzzy": 2}, {}, "unknown generation option 'xyzzy'. Known: bad_words_ids, .*typical_p"),
+        ({"top_k": 2}, {}, "top_k has a field of its own: set top_k"),
+        ({"max_new_tokens": 2}, {}, "set max_tokens_to_generate"),
+        ({"use_cache": False}, {}, "'use_cache' belongs to the inside"),
+        ({"num_beams": 0}, {"temperature": 0.0}, "num_beams must be a positive integer, got 0"),
+        ({"num_beams": True}, {"temperature": 0.0}, "num_beams must be a positive integer, got True"),
+        ({"num_beams": 2}, {}, "num_beams=2 searches, it does not draw: set temperature=0.0"),
+        ({"length_penalty": 2.0}, {}, "length_penalty says how beams are ranked; give num_beams"),
+        ({"typical_p": 3.0}, {}, "typical_p=3.0: "),
+        ({"no_repeat_ngram_size": "a"}, {}, "no_repeat_ngram_size='a': "),
+        ({"bad_words_ids": [5]}, {}, "bad_words_ids="),
+        ({"exponential_decay_length_penalty": [1, 1.1]}, {"stop_ids": ()}, "needs a stop token"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_it_runs(model, options, fields, words):
+    engine = HFEngine(model)
+    with pytest.raises(ConfigError, match=words):
+        engine.submit([request(prompts()[0], sampling(options, **fields))])
+    assert engine.poll() == []
+
+
+def test_beams_answer_no_more_generations_than_there_are_and_no_offset(model):
+    s = sampling({"num_beams": 2}, temperature=0.0)
+    with pytest.raises(EngineError, match="generation 2, but num_beams=2"):
+        HFEngine(model).submit([request(prompts()[1], s, generation=2)])
+    with pytest.raises(EngineError, match="can't go on from 1"):
+        HFEngine(model).submit([request(prompts()[1], s, offset=1)])
+
+
+def test_options_that_leave_no_token_say_so(model):
+    s = sampling({"bad_words_ids": [[i] for i in range(64)]}, stop_ids=())
+    with pytest.raises(EngineError, match="leave no token"):
+        run(HFEngine(model), [request(prompts()[0], s)])
+
+
+def test_another_engine_refuses_options(model):
+    with pytest.raises(EngineError, match="EmbeddedEngine knows no num_beams; use rollout_engine 'hf'"):
+        complete(
+            EmbeddedEngine(model),
+            [Prompt(tokens=prompts()[0], source="")],
+            sampling({"num_beams": 2}, temperature=0.0),
+            num_generations=1,
+            address=(0, 0, 0),
+            first_id=0,
+        )
+
+
+def test_options_make_vanilla_hf_and_say_why(model, caplog):
+    config = RolloutConfig(generation_kwargs={"no_repeat_ngram_size": 2})
+    with caplog.at_level(logging.WARNING, "whet"):
+        made = make_engine(
+            "vanilla",
+            load_model(model),
+            config=config,
+            decode=letters,
+            tokenizer=None,
+            generation_kwargs=config.generation_kwargs,
+        )
+    assert isinstance(made, HFEngine) and "generation_kwargs (no_repeat_ngram_size)" in caplog.text
+    with pytest.raises(ConfigError, match="did you mean num_beams"):
+        make_engine(
+            "hf", load_model(model), config=config, decode=letters, tokenizer=None, generation_kwargs=["num_bemas"]
+        )
+
+
+def test_the_configuration_names_the_field_that_stands_for_an_option():
+    with pytest.raises(ConfigError, match="generation_kwargs: do_sample has a field of its own: set temperature"):
+        RolloutConfig(generation_kwargs={"do_sample": True})
+    check_names(["num_beams", "sequence_bias"])
+
+
+def test_training_takes_options_under_full_support_alone_and_never_beams():
+    with pytest.raises(ConfigError, match="num_beams=4 searches"):
+        check_trainable(sampling({"num_beams": 4}, temperature=0.0, logprob_support="full"))
+    with pytest.raises(ConfigError, match="no_repeat_ngram_size: the trainer does not know"):
+        check_trainable(sampling({"no_repeat_ngram_size": 2}))
+    check_trainable(sampling({"no_repeat_ngram_size": 2}, logprob_support="full"))
+    check_trainable(sampling_of(RolloutConfig(), (1,)))

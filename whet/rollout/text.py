@@ -1,0 +1,69 @@
+"""Between text and token ids, at both ends of an engine: what RLCluster.generate and Sampler share.
+
+Left out on purpose: drawing. `whet.rollout.build.complete` does that, on ids alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from whet.data.padded import left_padded
+from whet.data.prompts import PromptEncoder
+from whet.errors import DataError
+from whet.types import Group, Message, Prompt, RolloutOutput
+
+__all__ = ["encode_texts", "one_or_many", "rollout_output"]
+
+
+def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
+    """A batch of texts or chats, from a batch or from a single one.
+
+    >>> one_or_many("hi"), one_or_many([{"role": "user", "content": "hi"}])
+    (['hi'], [[{'role': 'user', 'content': 'hi'}]])
+    """
+    alone = isinstance(inputs, str) or (isinstance(inputs, Sequence) and inputs and isinstance(inputs[0], Mapping))
+    return [inputs] if alone else inputs
+
+
+def encode_texts(encoder: PromptEncoder, inputs: Sequence[str] | Sequence[list[Message]]) -> list[Prompt]:
+    """Prompts of texts and chats, in order, none left out.
+
+    Args: encoder: template and limits. inputs: texts, or lists of messages.
+    Raises: DataError: nothing was given, or a prompt is over the encoder's limit.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> [p.tokens.tolist() for p in encode_texts(PromptEncoder(byte_tokenizer()), ["a", "bc"])]
+    [[97], [98, 99]]
+    """
+    if not inputs:
+        raise DataError("no prompts were given; give at least one text or list of messages")
+    encoded = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
+    if len(encoded) != len(inputs):
+        raise DataError(
+            f"{len(inputs) - len(encoded)} prompts are longer than max_prompt_length={encoder.max_prompt_length}; "
+            "raise it, or set on_long_prompt to truncate_left"
+        )
+    return encoded
+
+
+def rollout_output(
+    groups: Sequence[Group],
+    decode: Callable[[Any], str],
+    pad_id: int,
+    *,
+    logprobs: bool = True,
+    logits: bool = False,
+) -> RolloutOutput:
+    """Completions as texts and arrays, prompt by prompt, generations of a prompt one after the other.
+
+    Args: groups: completed. decode: ids to text. pad_id: fills the prompts. logprobs, logits: whether to give them.
+    """
+    done = [c for g in groups for c in g.completions]
+    return RolloutOutput(
+        text=[decode(c.tokens) for c in done],
+        logits=[c.info["logits"] for c in done] if logits else None,
+        tokens=[c.tokens for c in done],
+        left_padded_prompt_tokens=left_padded([g.prompt.tokens for g in groups for _ in g.completions], pad_id),
+        logprobs=[c.logprobs for c in done] if logprobs else None,
+    )
