@@ -58,6 +58,8 @@ class Job:
     """TRL: transformers' continuous batching instead of generate."""
     autocast: bool = True
     """TRL in bf16: autocast over fp32 weights; off, the weights themselves are bf16 and there are no fp32 ones."""
+    without: str = ""
+    """train_step.py, whet: the mechanism that is switched off."""
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------
@@ -90,11 +92,11 @@ def peer_python(given: str | None) -> str:
     return given or (str(beside) if beside.is_file() else sys.executable)
 
 
-def run_side(side: str, job: Job, *, python: str = sys.executable) -> dict[str, Any]:
+def run_side(side: str, job: Job, *, python: str = sys.executable, script: str = "sides.py") -> dict[str, Any]:
     """Runs a job in a process of its own.
 
-    Args: side: "whet" or "trl". python: its interpreter.
-    Returns: what sides.py says of it. Raises RuntimeError with the end of its output where it fails.
+    Args: side: a name that the script knows: "whet" or "trl". python: its interpreter. script: what runs it.
+    Returns: what the script says of it. Raises RuntimeError with the end of its output where it fails.
     """
     n = str(job.threads)
     env = {**os.environ, "OMP_NUM_THREADS": n, "MKL_NUM_THREADS": n, "TOKENIZERS_PARALLELISM": "false"}
@@ -104,7 +106,7 @@ def run_side(side: str, job: Job, *, python: str = sys.executable) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "job.json"
         path.write_text(json.dumps(dataclasses.asdict(job)))
-        command = [python, str(HERE / "sides.py"), side, str(path)]
+        command = [python, str(HERE / script), side, str(path)]
         done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{side} failed ({python}):\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")

@@ -166,7 +166,7 @@ def run_trl(job: Job) -> dict[str, Any]:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=[clock.reward_fn()],
-            args=_trl_config(job, folder, mixed),
+            args=trl_config(job, folder, mixed),
             train_dataset=Dataset.from_list(job.rows),
             processing_class=AutoTokenizer.from_pretrained(job.model),
             callbacks=[StepEnds()],
@@ -176,7 +176,8 @@ def run_trl(job: Job) -> dict[str, Any]:
     return _said(clock, memory, "trl")
 
 
-def _trl_config(job: Job, folder: str, mixed: bool) -> Any:
+def trl_config(job: Job, folder: str, mixed: bool) -> Any:
+    """TRL's configuration for a job, in a folder of its own; mixed: autocast."""
     from trl import GRPOConfig
 
     completions = job.prompts * job.generations

@@ -37,12 +37,20 @@ def char_tokenizer() -> Any:
 
 
 def make_model(
-    folder: Path, shape: str, tokenizer: Any, *, seed: int = 0, spread: float = 0.02, flat: bool = True
+    folder: Path,
+    shape: str,
+    tokenizer: Any,
+    *,
+    seed: int = 0,
+    spread: float = 0.02,
+    flat: bool = True,
+    vocabulary: int | None = None,
 ) -> int:
     """Writes a random Qwen3 with its tokenizer.
 
     Args: folder: where. shape: a name of SHAPES. spread: standard deviation of the weights. flat: quarter the
-        output matrix, so that all tokens are about equally likely.
+        output matrix, so that all tokens are about equally likely. vocabulary: size of the output; None = the
+            tokenizer's.
     Returns: its number of parameters.
     """
     import torch
@@ -54,7 +62,7 @@ def make_model(
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=len(tokenizer),
+            vocab_size=vocabulary or len(tokenizer),
             hidden_size=s["width"],
             intermediate_size=s["mlp"],
             num_hidden_layers=s["layers"],
@@ -121,6 +129,24 @@ def make_rows(workload: Workload, steps: int, tokenizer: Any, seed: int = 0) -> 
             text = tokenizer.decode(ids[: workload.prompt])
         rows.append({"prompt": text, "flat": i % workload.prompts < workload.flat_groups})
     return rows
+
+
+def make_completions(workload: Workload, count: int, seed: int = 0) -> list[list[int]]:
+    """Token ids of completions as the random model would draw them: the end as likely as any other token.
+
+    Args: count: how many. Returns: lists of ids of `char_tokenizer`, the end's last where the limit does not cut it.
+
+    >>> [len(ids) for ids in make_completions(WORKLOADS["B"], 2)]
+    [96, 96]
+    """
+    rng = random.Random(seed)
+    found = []
+    for _ in range(count):
+        ids: list[int] = []
+        while len(ids) < workload.max_tokens and (not ids or ids[-1] != len(ALPHABET)):
+            ids.append(rng.randrange(len(ALPHABET) + (len(ids) >= workload.min_tokens)))
+        found.append(ids)
+    return found
 
 
 # ---- rewards: plain functions of the text ----------------------------------------------------------------------------

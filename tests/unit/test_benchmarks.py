@@ -1,5 +1,6 @@
 """The benchmarks' command lines, workloads and JSON. The figures themselves are tested nowhere: they are measured."""
 
+import dataclasses
 import doctest
 import importlib
 import json
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("common", "tasks", "sides", "machine", "grpo_step", "learning_curve")
+NAMES = ("common", "tasks", "sides", "machine", "grpo_step", "learning_curve", "train_sides", "train_step")
 
 
 @pytest.fixture
@@ -42,6 +43,8 @@ def test_defaults_are_the_recorded_setting(scripts):
     [
         ("grpo_step", ["--workloads", "A,Z"], "--workloads Z: known are A, B, C"),
         ("grpo_step", ["--rounds", "0"], "at least 1"),
+        ("train_step", ["--workloads", "Z"], "--workloads Z: known are A, B, C"),
+        ("train_step", ["--sides", "verl"], "--sides verl: known are whet, naive, trl"),
         ("learning_curve", ["--steps", "5", "--last", "6"], "1..--steps (5)"),
         ("learning_curve", ["--seeds", "1"], "no spread"),
     ],
@@ -161,3 +164,55 @@ def test_the_machines_rates_come_as_json_on_the_last_line_and_in_the_file(script
     assert (result["bfloat16"] is None) == ("bfloat16_why_not" in result) and result["copy_gb_per_s"] > 0
     written = json.loads((tmp_path / f"machine-{result['kind']}.json").read_text())
     assert {"versions", "cpu", "commit"} <= set(written.pop("machine")) and written == result
+
+
+# ---- one update ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+def test_given_completions_are_cut_at_the_limit_and_end_as_the_random_model_ends_them(scripts, name):
+    tasks = scripts["tasks"]
+    w = tasks.WORKLOADS[name]
+    found = tasks.make_completions(w, 400, seed=1)
+    assert found == tasks.make_completions(w, 400, seed=1) != tasks.make_completions(w, 400, seed=2)
+    end = len(tasks.ALPHABET)
+    for ids in found:
+        assert w.min_tokens <= len(ids) <= w.max_tokens and max(ids) <= end and end not in ids[:-1]
+        assert len(ids) == w.max_tokens or ids[-1] == end
+    assert sum(map(len, found)) / 400 == pytest.approx(96, rel=0.1)
+
+
+def test_every_side_and_every_mechanism_switched_off_makes_the_same_update(scripts, tmp_path):
+    train_step, train_sides, tasks = (scripts[n] for n in ("train_step", "train_sides", "tasks"))
+    tasks.make_model(tmp_path, "tiny", tokenizer := tasks.char_tokenizer())
+    args = train_step.arguments(["--workloads", "tiny", "--shape", "tiny", "--threads", "1"])
+    job = train_step.make_job(args, "tiny", tmp_path, tokenizer, seed=0)
+    naive = train_sides.run_naive(job)
+    assert len(naive["seconds"]) == 1 and naive["grad_norm"] > 0
+    with pytest.MonkeyPatch.context() as patch:  # a mechanism is switched off for good: each run has its own process
+        from whet.models import forward
+
+        patch.setattr(forward, "linear_logprob", forward.linear_logprob)
+        for mechanism in ("", *train_step.WITHOUT["tiny"]):
+            found = train_sides.run_whet(dataclasses.replace(job, without=mechanism))
+            assert found["grad_norm"] == pytest.approx(naive["grad_norm"], rel=1e-4), mechanism
+    assert set(train_sides.MECHANISMS) == {"", *(m for off in train_step.WITHOUT.values() for m in off)}
+
+
+def test_what_an_update_needs_leaves_out_groups_without_signal(scripts):
+    train_step, tasks = scripts["train_step"], scripts["tasks"]
+    args = train_step.arguments([])
+    count = {}
+    for name in ("A", "C"):
+        job = train_step.make_job(args, name, Path(), tasks.char_tokenizer(), seed=0)
+        count[name] = train_step.needed(job, tasks.SHAPES["25m"], 105)
+    assert count["A"][0] == count["C"][0] and 0.2 < count["C"][1] / count["A"][1] < 0.55  # 3 of 8 groups
+
+
+def test_ratios_are_over_whet_and_utilisation_over_the_machines_own_rate(scripts):
+    side = lambda seconds, memory: {"seconds": [seconds], "memory": memory, "grad_norm": 1.0}
+    rounds = [{"rate": {"gflop_per_s": 10.0}, "whet": side(t, 5), "naive": side(3.0, 20)} for t in (1.0, 2.0, 3.0)]
+    found = scripts["train_step"].compare(rounds, tokens=100, flops=1e10)
+    assert found["cost"]["whet"] == {"seconds": 2.0, "tokens_per_s": 50.0, "utilisation": 0.5, "memory": 5.0}
+    assert found["ratios"] == {"naive": {"time": 1.5, "memory": 4.0}}
+    assert found["spread"]["naive"]["time"] == [1.0, 3.0]
