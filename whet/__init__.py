@@ -31,10 +31,12 @@ if TYPE_CHECKING:
     from whet.learners.base import RLLearner
     from whet.learners.grpo import GRPOLearner, GrpoLearner
     from whet.observe.buffer import MetricsBuffer
+    from whet.sampler import CacheConfig, Sampler, SamplerOutput
     from whet.types import Completion, Group, LossInputs, Prompt, RolloutOutput, TokenBatch, TrainExample
 
 __all__ = [
     "AlgorithmConfig",
+    "CacheConfig",
     "CheckpointError",
     "CheckpointingOptions",
     "ClusterConfig",
@@ -64,6 +66,8 @@ __all__ = [
     "RolloutConfig",
     "RolloutOutput",
     "RunConfig",
+    "Sampler",
+    "SamplerOutput",
     "TokenBatch",
     "TrainExample",
     "TrainingConfig",
@@ -95,6 +99,7 @@ _MODULES = {
     "whet.learners.base": ("RLLearner",),
     "whet.learners.grpo": ("GRPOLearner", "GrpoLearner"),
     "whet.observe.buffer": ("MetricsBuffer",),
+    "whet.sampler": ("CacheConfig", "Sampler", "SamplerOutput"),
     "whet.types": ("Completion", "Group", "LossInputs", "Prompt", "RolloutOutput", "TokenBatch", "TrainExample"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

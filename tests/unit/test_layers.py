@@ -12,11 +12,11 @@ LAYERS = [
     {"ops"},
     {"data", "models", "parallel", "optim", "optimizers"},
     {"rollout"},
-    {"rewards", "envs"},
+    {"rewards", "envs", "sampler"},
     {"worker", "role_trainer", "checkpoints"},
     {"cluster"},
     {"learners"},
-    {"demo", "commands"},
+    {"demo", "commands", "chat"},
     {"cli", "trl", "torchrl", "rl2"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
