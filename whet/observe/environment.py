@@ -66,6 +66,9 @@ def _versions() -> dict[str, str | None]:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             found[name] = None
+    torch = sys.modules.get("torch")
+    if torch is not None:  # it says the build too ("+cu130"), which a distribution's name may leave out
+        found["torch"] = torch.__version__
     return found
 
 
