@@ -98,7 +98,7 @@ class Request:
     """int32 [P]: the prompt, then `offset` completion tokens made earlier."""
     sampling: Sampling
     group: int
-    """Requests of one group with equal prompts share their prefill and its KV."""
+    """Requests of one group are let in together where they can be; those with equal prompts share its KV."""
     address: tuple[int, int, int, int]
     """(seed, step, prompt, generation): with the position, the address of every random draw."""
     offset: int = 0

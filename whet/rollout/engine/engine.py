@@ -23,6 +23,7 @@ from whet.rollout.borrow import max_positions
 from whet.rollout.engine.runner import Block, Runner
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
+from whet.rollout.engine.shelf import Held, Shelf, common_length
 from whet.types import FinishReason
 
 __all__ = ["EmbeddedEngine"]
@@ -36,7 +37,7 @@ STEPS = 4
 class EmbeddedEngine:
     """Continuous batching with shared prompts, on the trainer's own module.
 
-    Requests of one group with equal prompts share one prefill and its KV. Draws follow Request.address, so a request
+    Requests with equal prompts share one prefill and its KV. Draws follow Request.address, so a request
     gives the same tokens alone and in a crowd (but for ties broken by the last bit of a logit).
     Args: model: a LoadedModel, or a module to load. decode: ids -> text, needed for stop strings only.
         max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
@@ -48,7 +49,14 @@ class EmbeddedEngine:
     """
 
     caps = EngineCaps(
-        shared_weights=True, addressed=True, abort=True, sleep=True, logits=True, peek=True, updates_in_flight=True
+        shared_weights=True,
+        addressed=True,
+        abort=True,
+        sleep=True,
+        logits=True,
+        peek=True,
+        updates_in_flight=True,
+        conversations=True,
     )
 
     def __init__(
@@ -86,7 +94,8 @@ class EmbeddedEngine:
         """[4, n], a column for each live row."""
         self._tokens = np.zeros((max_batch, 0), np.int32)
         self._logprobs = np.zeros((max_batch, 0), np.float32)
-        self._prefixes: dict[tuple[int, bytes], Prefix] = {}
+        self._prefixes: dict[bytes, Prefix] = {}
+        self._shelf = Shelf(max_batch if kv_cache_tokens is None else None)
         self._done: list[Output] = []
         self._stale = True
         self._renew = self._asleep = False
@@ -153,29 +162,41 @@ class EmbeddedEngine:
             return
         longest = int(self._book[LEFT].max(initial=0))
         idle = max(1, scheduler.max_batch // 8)
-        admitted = scheduler.admit(live=live, longest=longest, prefixes=self._prefixes, idle=idle)
+        admitted = scheduler.admit(live=live, longest=longest, prefixes=self._prefixes, shelf=self._shelf, idle=idle)
         if not admitted:
             return
-        taken: dict[int, int] = {}
-        for p in self._prefixes.values():
-            taken[p.bucket] = taken.get(p.bucket, 0) + 1
         if scheduler.kv_cache_tokens is not None:
-            runner.shrink(live, max(longest, *(t.left for t, _ in admitted)), taken)
-        new = {p.key: p for _, p in admitted if p.hidden is None}
-        if new:
-            runner.prefill(list(new.values()), taken)
-            self._prefixes |= new
+            runner.shrink(live, max(longest, *(t.left for t, _ in admitted)), self._taken())
+        self._prefill(admitted)
         runner.own.reserve(live + len(admitted), runner.own.length)
         block = runner.enter(live, admitted, self._plans)
         for _, p in admitted:
             p.live += 1
-        fresh, all_tokens = (sum(len(p.tokens) for p in x) for x in (new.values(), (p for _, p in admitted)))
-        self._book_work(prefilled=fresh, reused=all_tokens - fresh)
         self._rows += admitted
         columns = [(0, t.left, len(p.tokens), t.plan) for t, p in admitted]
         self._book = np.concatenate([self._book, np.array(columns, np.int64).T], 1)
         self._stale = True
         self._collect(block, live)
+
+    def _taken(self) -> dict[int, int]:
+        """Rows in use of the prompts' stores, by bucket."""
+        taken: dict[int, int] = {}
+        for p in self._prefixes.values():
+            taken[p.bucket] = taken.get(p.bucket, 0) + 1
+        return taken
+
+    def _prefill(self, admitted: Sequence[tuple[Task, Prefix]]) -> None:
+        """Runs the new prompts, each once, from the first token that an earlier turn does not hold."""
+        new = {p.key: p for _, p in admitted if p.hidden is None}
+        fresh = sum(len(p.tokens) - p.filled for p in new.values())
+        self._book_work(prefilled=fresh, reused=sum(len(p.tokens) for _, p in admitted) - fresh)
+        if new:
+            self._runner.prefill(list(new.values()), self._taken())
+            self._prefixes |= new
+        for task, prefix in admitted:
+            held = self._shelf.get(task.request.conversation)
+            if held is not None and common_length(held.tokens, prefix.tokens) == len(held.tokens):
+                self._shelf.drop(task.request.conversation)  # the prompt's own row has all of it
 
     def _advance(self) -> None:
         """Decodes a few steps, no more than the row nearest to its limit may make."""
@@ -254,7 +275,33 @@ class EmbeddedEngine:
             self._close_stay(row)
             self._ids.discard(task.request.id)
             self._done.append(task.output(ended[row]))
-        self._compact(set(ended))
+        self._depart(set(ended))
+
+    def _depart(self, gone: set[int]) -> None:
+        """Takes rows out; what they held stays for the next turn of their conversation, if it has one and fits."""
+        turns: list[tuple[int, Held]] = []
+        for row in sorted(gone):
+            (task, prefix), own = self._rows[row], int(self._book[MADE, row]) - 1  # the last token has no KV yet
+            if task.request.conversation is not None:
+                tokens = np.concatenate([prefix.tokens, self._tokens[row, :own]]).astype(np.int32)
+                held = Held(tokens=tokens, layers=self._runner.take(row, prefix, own))
+                turns.append((task.request.conversation, held))
+        self._compact(gone)
+        room = self._room_for(sum(len(h.tokens) for _, h in turns)) if turns else None
+        for conversation, held in turns:
+            self._shelf.put(conversation, held, room)
+
+    def _room_for(self, tokens: int) -> int | None:
+        """Tokens that may be held of earlier turns, None = no bound; memory not in use is given back if it is wanted.
+
+        Args: tokens: to be held beside those that are.
+        """
+        bound, longest = self._scheduler.kv_cache_tokens, int(self._book[LEFT].max(initial=0))
+        if bound is None:
+            return None
+        if self._runner.kv_tokens + self._shelf.tokens + tokens > bound:
+            self._runner.shrink(len(self._rows), longest, self._taken())
+        return bound - sum(p.bucket for p in self._prefixes.values()) - len(self._rows) * longest
 
     def _close_stay(self, row: int) -> None:
         """Puts what a row made in this stay into its task."""
@@ -289,7 +336,7 @@ class EmbeddedEngine:
         self._book = self._book[:, :n].copy()
         self._stale = True
         queue = self._scheduler.queue
-        waiting = (queue[0].request.group, queue[0].context.tobytes()) if queue else None
+        waiting = queue[0].context.tobytes() if queue else None
         for p in [p for p in self._prefixes.values() if not p.live and p.key != waiting]:
             self._forget(p)
 
@@ -316,7 +363,7 @@ class EmbeddedEngine:
             out.append(self._rows[row][0].output("abort"))
         if rows:
             with self._runner.forward.running():
-                self._compact(rows)
+                self._depart(rows)
         self._ids -= {o.id for o in out}
         return out
 
@@ -339,6 +386,7 @@ class EmbeddedEngine:
         self._scheduler.resume([t for t, _ in self._rows])
         self._rows, self._book = [], np.zeros((4, 0), np.int64)
         self._prefixes.clear()
+        self._shelf.clear()
         self._runner.drop()
 
     def sleep(self) -> None:
@@ -354,6 +402,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         """Frees everything; what was in flight is lost."""
         self.abort(set(self._ids))
+        self._shelf.clear()
         self._runner.drop()
         self._runner.forward.drop()
         self._done = []
@@ -373,14 +422,14 @@ class EmbeddedEngine:
 
     def stats(self) -> EngineStats:
         """Where it stands, and what it has done since it was built."""
-        runner, scheduler = self._runner, self._scheduler
-        stores = (runner.own, *runner.stores.values())
+        scheduler = self._scheduler
         return replace(
             self._work_done,
             live=len(self._rows),
             waiting=len(scheduler.queue),
+            held=len(self._shelf),
             max_batch=scheduler.max_batch,
-            kv_tokens=sum(s.rows * s.length for s in stores),
+            kv_tokens=self._runner.kv_tokens + self._shelf.tokens,
             kv_tokens_bound=scheduler.kv_cache_tokens,
             kv_bytes=self.kv_bytes,
             generated=self._work_done.generated + int(self._book[MADE].sum()),
@@ -389,7 +438,7 @@ class EmbeddedEngine:
     @property
     def kv_bytes(self) -> int:
         """KV memory held now."""
-        return self._runner.own.bytes + sum(s.bytes for s in self._runner.stores.values())
+        return self._runner.kv_bytes + self._shelf.bytes
 
     @property
     def weight_bytes(self) -> int:

@@ -103,11 +103,29 @@ class KVStore:
                 part = x[:, :, :length]
                 part.index_copy_(0, target, part.index_select(0, source))
 
+    def read(self, row: int, length: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Views [K length D] of a row's keys and values, by layer."""
+        return {i: (k[row, :, :length], v[row, :, :length]) for i, (k, v) in self._layers.items()}
+
+    def write(self, row: int, length: int, layers: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Puts keys and values at the beginning of a row.
+
+        Args: row: where. length: tokens to take. layers: by layer, [K T D] with T >= length.
+        """
+        for layer, pair in layers.items():
+            for buffer, x in zip(self.layer(layer, *(y.unsqueeze(0) for y in pair)), pair, strict=True):
+                buffer[row, :, :length] = x[:, :length]
+
     def drop(self) -> None:
         """Frees all memory."""
         self._layers.clear()
         self.epoch += 1
         self.rows = self.length = 0
+
+    @property
+    def tokens(self) -> int:
+        """Places allocated."""
+        return self.rows * self.length
 
     @property
     def bytes(self) -> int:

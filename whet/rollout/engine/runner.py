@@ -74,15 +74,20 @@ class Runner:
             p.slot = taken.get(p.bucket, 0)
             taken[p.bucket] = p.slot + 1
         for bucket, rows in taken.items():
-            self.stores.setdefault(bucket, KVStore()).reserve(rows, bucket)
+            self.stores.setdefault(bucket, KVStore()).reserve(rows, bucket, longest=bucket)
+        for p in order:
+            if p.source is not None:
+                self.stores[p.bucket].write(p.slot, p.filled, p.source.layers)
+                p.source = None
         chunk, room = [], self.prefill_tokens
         for p in order:
-            if chunk and len(p.tokens) > room:
+            if chunk and len(p.tokens) - p.filled > room:
                 self._prefill_chunk(chunk)
                 chunk, room = [], self.prefill_tokens
-            for start in range(0, len(p.tokens), self.prefill_tokens):
+            first = p.filled
+            for start in range(first, len(p.tokens), self.prefill_tokens):
                 end = min(len(p.tokens), start + self.prefill_tokens)
-                if start:
+                if start > first:
                     self._prefill_chunk(chunk)
                     chunk, room = [], self.prefill_tokens
                 chunk.append((p, start, end))
@@ -105,8 +110,19 @@ class Runner:
         hidden = self.forward.features(tokens, PrefillLayout(runs, self.device))
         ends = np.cumsum([end - start for _, start, end in chunk]) - 1
         last_hidden = hidden.index_select(0, torch.from_numpy(ends).to(self.device))
-        for (p, _, _), h in zip(chunk, last_hidden, strict=True):
-            p.hidden = h
+        for (p, _, end), h in zip(chunk, last_hidden, strict=True):
+            p.hidden, p.filled = h, end
+
+    def take(self, row: int, prefix: Prefix, own: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """A copy of what a row has held: by layer, keys and values [K T D] of its prompt, then of its own tokens.
+
+        Args: row: a live one. prefix: its prompt. own: how many of its own tokens.
+        """
+        prompt = self.stores[prefix.bucket].read(prefix.slot, len(prefix.tokens))
+        if not own:
+            return {i: (k.clone(), v.clone()) for i, (k, v) in prompt.items()}
+        mine = self.own.read(row, own)
+        return {i: (torch.cat([k, mine[i][0]], 1), torch.cat([v, mine[i][1]], 1)) for i, (k, v) in prompt.items()}
 
     def enter(self, first: int, admitted: Sequence[tuple[Task, Prefix]], plans: Sequence[Plan]) -> Block:
         """Takes sequences in as rows first.., and draws their first tokens.
@@ -259,6 +275,16 @@ class Runner:
         self.stores = {b: s for b, s in self.stores.items() if b in taken}
         for bucket, store in self.stores.items():
             store.shrink(taken[bucket], bucket)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Places allocated in all stores."""
+        return self.own.tokens + sum(s.tokens for s in self.stores.values())
+
+    @property
+    def kv_bytes(self) -> int:
+        """Memory of all stores."""
+        return self.own.bytes + sum(s.bytes for s in self.stores.values())
 
     def drop(self) -> None:
         """Frees KV and all that depends on it."""

@@ -3,7 +3,8 @@
 Requests wait in the order of their submission; inside one submission whole groups are sorted so that the longest come
 first: they would otherwise run on alone at the end. Nothing here depends on the clock, and the order changes no token,
 since every draw has an address.
-Memory is reserved for the longest a completion may become, so what was let in never has to leave.
+Memory is reserved for the longest a completion may become, so what was let in never has to leave. Earlier turns of a
+conversation are held in what is left over, and leave first.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from whet.errors import EngineError
 from whet.rollout.base import Output, Piece, Request
 from whet.rollout.engine.kv_cache import bucket_length
+from whet.rollout.engine.shelf import Held, Shelf, common_length
 from whet.types import FinishReason
 
 __all__ = ["Part", "Prefix", "Scheduler", "Task"]
@@ -88,8 +90,12 @@ class Prefix:
     """A distinct prompt that is prefilled once, and where its KV lies."""
 
     tokens: np.ndarray
-    key: tuple[int, bytes]
-    """(group, the tokens' bytes)."""
+    bucket: int
+    """Places of a row of its store."""
+    source: Held | None = None
+    """Where its first `filled` tokens are copied from, until they are."""
+    filled: int = 0
+    """Tokens from the first whose KV is there, or comes from the source; the others are to be run."""
     slot: int = 0
     """Row of its bucket's store."""
     live: int = 0
@@ -98,9 +104,9 @@ class Prefix:
     """[d]: the last hidden state of its last token; None = not prefilled."""
 
     @property
-    def bucket(self) -> int:
-        """Places of a row of its store."""
-        return bucket_length(len(self.tokens))
+    def key(self) -> bytes:
+        """What it is found by: requests with equal prompts share it."""
+        return self.tokens.tobytes()
 
 
 class Scheduler:
@@ -144,36 +150,52 @@ class Scheduler:
         return out
 
     def admit(
-        self, *, live: int, longest: int, prefixes: dict[tuple[int, bytes], Prefix], idle: int
+        self, *, live: int, longest: int, prefixes: dict[bytes, Prefix], shelf: Shelf, idle: int
     ) -> list[tuple[Task, Prefix]]:
         """Lets tasks in, first come first served, while slots and memory last.
 
         Waits until `idle` slots are free at once, so that prompts are prefilled together.
         Args: live: sequences in the batch. longest: most tokens that one of them may make. prefixes: those whose KV is
-            held. idle: free slots below which nobody is let in, unless nothing else waits or runs.
+            held. shelf: earlier turns; they leave where memory is wanted. idle: free slots below which nobody is let
+            in, unless nothing else waits or runs.
         Returns: tasks with their prefixes; new prefixes are not in `prefixes` yet.
         """
         free = self.max_batch - live
         if not self.queue or free < min(idle, len(self.queue)):
             return []
-        rows: dict[int, int] = {}
-        for p in prefixes.values():
-            rows[p.bucket] = rows.get(p.bucket, 0) + 1
+        places = sum(p.bucket for p in prefixes.values())
         known, out = dict(prefixes), []
         while self.queue and len(out) < free:
             task = self.queue[0]
             context = task.context
-            key = (task.request.group, context.tobytes())
-            prefix = known.get(key) or Prefix(tokens=context, key=key)
+            prefix = known.get(context.tobytes()) or Prefix(tokens=context, bucket=self._row(task))
             needed = max(longest, task.left)
-            if self.kv_cache_tokens is not None:
-                held = sum(bucket * n for bucket, n in rows.items()) + (0 if key in known else prefix.bucket)
-                full = held + (live + len(out) + 1) * needed > self.kv_cache_tokens
-                if full and (live or out):  # a lone sequence always goes on: it was checked when it came
-                    break
-            if key not in known:
-                known[key] = prefix
-                rows[prefix.bucket] = rows.get(prefix.bucket, 0) + 1
-            longest = needed
+            asked = places + (0 if prefix.key in known else prefix.bucket)
+            if not self._fits(asked + (live + len(out) + 1) * needed, task, out, shelf) and (live or out):
+                break  # a lone sequence always goes on: it was checked when it came
+            if prefix.key not in known:
+                known[prefix.key] = prefix
+                prefix.source = shelf.get(task.request.conversation)
+                if prefix.source is not None:  # the last token is run in any case: its hidden state is wanted
+                    prefix.filled = min(common_length(prefix.source.tokens, context), len(context) - 1)
+            places, longest = asked, needed
             out.append((self.queue.popleft(), prefix))
         return out
+
+    def _row(self, task: Task) -> int:
+        """Places of the row of a task's context; what a sequence has made must not lift it over the bound."""
+        length = len(task.request.tokens) + task.made
+        if self.kv_cache_tokens is None:
+            return bucket_length(length)
+        return min(bucket_length(length), self.kv_cache_tokens - task.left)
+
+    def _fits(self, places: int, task: Task, out: Sequence[tuple[Task, Prefix]], shelf: Shelf) -> bool:
+        """Whether a task fits beside the others with so many places in use, once earlier turns have left for it."""
+        if self.kv_cache_tokens is None:
+            return True
+        used = {t.request.conversation for t, p in out if p.source is not None}  # about to be copied
+        room = self.kv_cache_tokens - places
+        if room < sum(len(h.tokens) for h in map(shelf.get, used) if h is not None):
+            return False
+        shelf.shrink(room, [task.request.conversation, *used])
+        return True

@@ -1,0 +1,367 @@
+"""The embedded engine's life: turns of a conversation, new weights under way, little memory, what it counts."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tiny import VOCABULARY, build, drain, letters, prompts, requests, run
+
+from whet.errors import EngineError
+from whet.rollout.base import EngineStats, Request, Sampling, stream
+from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.engine.shelf import Held, Shelf
+
+BOTH = pytest.mark.parametrize("fast", [True, False], ids=["fast", "module"])
+STOPS = tuple(range(0, VOCABULARY, 6))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(gain=3.0)
+
+
+def said(turn, row):
+    """What a user says after a turn."""
+    return np.random.RandomState(100 * turn + row).randint(1, VOCABULARY, 3 + 2 * row).astype(np.int32)
+
+
+def talk(engine, first, sampling, *, turns=3, generations=2, hold=True):
+    """Conversations of some turns, all at once; by (turn, conversation), the requests and their outputs."""
+    contexts = {i * generations + g: p for i, p in enumerate(first) for g in range(generations)}
+    log = {}
+    for turn in range(turns):
+        work = [
+            Request(
+                id=c,
+                tokens=context,
+                sampling=sampling,
+                group=c // generations if turn == 0 else c,
+                address=(0, turn, c // generations, c % generations),
+                conversation=c if hold else None,
+            )
+            for c, context in contexts.items()
+        ]
+        done = run(engine, work)
+        log |= {(turn, r.id): (r, done[r.id]) for r in work}
+        contexts = {c: np.concatenate([contexts[c], done[c].tokens, said(turn, c)]) for c in contexts}
+    return log
+
+
+def assert_equal(got, want):
+    assert got.keys() == want.keys()
+    for key in want:
+        assert got[key][1].tokens.tolist() == want[key][1].tokens.tolist()
+        assert got[key][1].finish_reason == want[key][1].finish_reason
+        np.testing.assert_allclose(got[key][1].logprobs, want[key][1].logprobs, atol=1e-5)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(max_tokens=9, temperature=0.0), Sampling(max_tokens=9, stop_ids=STOPS, repetition_penalty=1.2)],
+    ids=["greedy", "sampled"],
+)
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "deepseek_v3_value_size"])
+def test_a_turn_encodes_what_is_new_alone_and_says_what_it_would_have_said(family, sampling, fast):
+    model = build(family, gain=3.0)
+    engine = EmbeddedEngine(model, fast=fast, prefill_tokens=16)
+    want = talk(EmbeddedEngine(model, fast=fast), prompts(), sampling, hold=False)
+    got = talk(engine, prompts(), sampling)
+    assert_equal(got, want)
+    # the first prompts once each; then what the user said, and the last token of the answer, which was never run
+    fresh = sum(map(len, prompts())) + sum(len(said(turn, c)) + 1 for turn in (0, 1) for c in range(10))
+    stats = engine.stats()
+    assert stats.prefilled == fresh
+    assert stats.prefilled + stats.reused == sum(len(r.tokens) for r, _ in got.values())
+    assert (stats.held, stats.kv_tokens > 0) == (10, True)
+
+
+def test_requests_without_a_conversation_hold_nothing(model):
+    engine = EmbeddedEngine(model)
+    talk(engine, prompts(), Sampling(max_tokens=9), hold=False)
+    assert engine.stats().held == 0
+
+
+def test_a_prompt_that_leaves_the_earlier_turn_reuses_what_they_begin_with(model):
+    engine, sampling = EmbeddedEngine(model), Sampling(max_tokens=8)
+    first = replace(requests(prompts((20,)), sampling)[0], conversation=7)
+    made = run(engine, [first])[0].tokens
+    for changed in (5, 20, 24):  # inside the prompt, at its end, inside the answer
+        tokens = np.concatenate([first.tokens, made, said(0, 1)])
+        tokens[changed] = (tokens[changed] + 1) % VOCABULARY
+        other = replace(first, tokens=tokens, address=(0, 0, 0, changed))
+        run(engine, [first])
+        before = engine.stats()
+        got = run(engine, [other])[0]
+        assert engine.stats().since(before).reused == changed
+        want = run(EmbeddedEngine(model), [replace(other, conversation=None)])[0]
+        assert got.tokens.tolist() == want.tokens.tolist()
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+
+
+def test_the_same_prompt_again_runs_its_last_token_alone(model):
+    engine = EmbeddedEngine(model)
+    ask = replace(requests(prompts((20,)), Sampling(max_tokens=8))[0], conversation=0)
+    first = run(engine, [ask])[0]
+    before = engine.stats()
+    again = run(engine, [ask])[0]
+    assert engine.stats().since(before).prefilled == 1
+    assert again.tokens.tolist() == first.tokens.tolist()
+    np.testing.assert_allclose(again.logprobs, first.logprobs, atol=1e-5)
+
+
+def test_a_shorter_prompt_than_what_is_held_is_answered_rightly(model):
+    engine = EmbeddedEngine(model)
+    ask = replace(requests(prompts((20,)), Sampling(max_tokens=8))[0], conversation=0)
+    run(engine, [ask])
+    short = replace(ask, tokens=ask.tokens[:11])
+    got, want = run(engine, [short])[0], run(EmbeddedEngine(model), [short])[0]
+    assert got.tokens.tolist() == want.tokens.tolist()
+
+
+def test_another_conversation_with_the_same_words_reuses_nothing(model):
+    """What else went through the engine moves no bit of a request, so a resumed run equals the uninterrupted one."""
+    engine = EmbeddedEngine(model)
+    ask = replace(requests(prompts((20,)), Sampling(max_tokens=8))[0], conversation=0)
+    run(engine, [ask])
+    before = engine.stats()
+    run(engine, [replace(ask, conversation=1)])
+    assert engine.stats().since(before).reused == 0
+
+
+def test_equal_prompts_of_different_groups_are_encoded_once(model):
+    engine = EmbeddedEngine(model)
+    p = prompts((20,))[0]
+    work = [Request(id=i, tokens=p, sampling=Sampling(max_tokens=8), group=i, address=(0, 0, i, 0)) for i in range(3)]
+    done = run(engine, work)
+    assert (engine.stats().prefilled, engine.stats().reused) == (20, 40)
+    for r in work:
+        assert done[r.id].tokens.tolist() == run(EmbeddedEngine(model), [r])[r.id].tokens.tolist()
+
+
+@BOTH
+@pytest.mark.parametrize("bound", [137, 160, 200, 300, 500])
+def test_a_tight_bound_fails_no_turn_changes_no_token_and_is_kept(model, bound, fast):
+    sampling = Sampling(max_tokens=9, stop_ids=STOPS)
+    want = talk(EmbeddedEngine(model, fast=fast), prompts(), sampling, hold=False)
+    engine, held = EmbeddedEngine(model, fast=fast, kv_cache_tokens=bound), []
+    poll = engine.poll
+    engine.poll = lambda *a: (poll(*a), held.append(engine.stats()))[0]
+    assert_equal(talk(engine, prompts(), sampling), want)
+    assert all(s.kv_tokens <= bound and s.kv_tokens_bound == bound for s in held)
+    token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, head size, bytes
+    assert all(s.kv_bytes <= bound * token for s in held)
+    assert max(s.kv_bytes_bound or 0 for s in held) == bound * token
+    assert max(s.held for s in held) >= 1
+
+
+def test_without_a_bound_no_more_conversations_are_held_than_the_batch_has_rows(model):
+    engine = EmbeddedEngine(model, max_batch=4)
+    talk(engine, prompts(), Sampling(max_tokens=4), turns=1)
+    assert engine.stats().held == 4
+
+
+def test_new_weights_drop_what_is_held():
+    model, sampling = build(gain=3.0), Sampling(max_tokens=9)
+    engine = EmbeddedEngine(model)
+    first = talk(engine, prompts(), sampling, turns=1)
+    change(model)
+    engine.update(1)
+    assert (engine.stats().held, engine.kv_bytes) == (0, 0)
+    for c, (r, o) in ((c, x) for (_, c), x in first.items()):
+        turn = replace(r, tokens=np.concatenate([r.tokens, o.tokens, said(0, c)]))
+        got, want = (run(e, [turn])[c] for e in (engine, EmbeddedEngine(model)))
+        assert got.tokens.tolist() == want.tokens.tolist()
+        np.testing.assert_allclose(got.logprobs, want.logprobs, atol=1e-5)
+        assert set(got.versions.tolist()) == {1}
+
+
+@pytest.mark.parametrize("end", ["sleep", "close"])
+def test_sleep_and_close_free_what_is_held(model, end):
+    engine = EmbeddedEngine(model)
+    talk(engine, prompts(), Sampling(max_tokens=4), turns=1)
+    assert engine.kv_bytes > 0
+    getattr(engine, end)()
+    assert (engine.stats().held, engine.kv_bytes, engine.stats().kv_tokens) == (0, 0, 0)
+
+
+def change(model, factor=1.1):
+    """Other weights, in place."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(factor)
+
+
+def going_on(request, made):
+    """The request that goes on behind these tokens."""
+    return replace(
+        request,
+        tokens=np.concatenate([request.tokens, made]).astype(np.int32),
+        sampling=replace(request.sampling, max_tokens=request.sampling.max_tokens - len(made)),
+        offset=request.offset + len(made),
+    )
+
+
+def begin(engine, work):
+    """Submits and decodes one block of steps, so that all are under way."""
+    engine.submit(work)
+    assert engine.poll(timeout_s=0.0) == []
+
+
+@BOTH
+@pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 9, "repetition_penalty": 1.3}])
+def test_tokens_behind_an_update_are_those_of_a_new_engine_going_on_with_the_new_weights(fields, fast):
+    model = build(gain=3.0)
+    work = requests(prompts(), Sampling(max_tokens=20, **fields), group=2)
+    engine = EmbeddedEngine(model, fast=fast)
+    begin(engine, work)
+    held = engine.peek([r.id for r in work])
+    change(model)
+    engine.update(3)
+    done = drain(engine)
+    for r in work:
+        got, before = done[r.id], held[r.id]
+        n = len(before.tokens)
+        assert 0 < n < len(got.tokens)
+        assert got.tokens[:n].tolist() == before.tokens.tolist()
+        np.testing.assert_array_equal(got.logprobs[:n], before.logprobs)
+        assert got.versions.tolist() == [0] * n + [3] * (len(got.tokens) - n)
+        fresh = run(EmbeddedEngine(model, fast=fast), [going_on(r, before.tokens)])[r.id]
+        assert got.tokens[n:].tolist() == fresh.tokens.tolist()
+        np.testing.assert_allclose(got.logprobs[n:], fresh.logprobs, atol=1e-5)
+
+
+@pytest.mark.parametrize("end", ["update", "sleep"])
+def test_a_sequence_taken_up_again_stays_within_the_bound_it_was_checked_against(model, end):
+    """Its row would be of 128 places with the tokens it has made, and the cache has 84."""
+    ask = requests(prompts((60,)), Sampling(max_tokens=20), group=3)
+    want = run(EmbeddedEngine(model), ask)
+    engine = EmbeddedEngine(model, kv_cache_tokens=84)
+    engine.submit(ask)
+    done = {}
+    for _ in range(100):
+        done |= {o.id: o for o in engine.poll(timeout_s=0.0)}
+        assert engine.stats().kv_tokens <= 84
+        if len(done) == 3:
+            break
+        engine.update(0) if end == "update" else (engine.sleep(), engine.wake())
+    for i, o in want.items():
+        assert done[i].tokens.tolist() == o.tokens.tolist()
+        np.testing.assert_allclose(done[i].logprobs, o.logprobs, atol=1e-5)
+
+
+def test_every_update_shows_in_the_versions():
+    model = build(gain=3.0)
+    engine = EmbeddedEngine(model)
+    engine.update(5)
+    work = requests(prompts((4, 9)), Sampling(max_tokens=30))
+    engine.submit(work)
+    marks = []
+    for version in (6, 7, 7, 9):
+        assert engine.poll(timeout_s=0.0) == []
+        marks.append({i: len(p.tokens) for i, p in engine.peek([0, 1]).items()})
+        engine.update(version)
+    for i, o in drain(engine).items():
+        a, b, c, d = (m[i] for m in marks)
+        assert 0 < a < b < c < d < 30
+        assert o.versions.tolist() == [5] * a + [6] * (b - a) + [7] * (d - b) + [9] * (30 - d)
+
+
+@BOTH
+@pytest.mark.parametrize("conversation", [None, 4], ids=["alone", "conversation"])
+def test_an_aborted_sequence_goes_on_from_its_own_tokens(model, conversation, fast):
+    sampling = Sampling(max_tokens=24, top_p=0.9)
+    work = [replace(r, conversation=conversation and r.id) for r in requests(prompts((5, 9, 40)), sampling, group=2)]
+    want = run(EmbeddedEngine(model, fast=fast), work)
+    engine, tokens, logprobs = EmbeddedEngine(model, fast=fast), {}, {}
+    todo = {r.id: r for r in work}
+    begin(engine, work)
+    for _ in range(3):  # broken off and taken up three times
+        for o in engine.abort(todo):
+            assert o.finish_reason == "abort" and 0 < len(o.tokens) < todo[o.id].sampling.max_tokens
+            tokens.setdefault(o.id, []).extend(o.tokens.tolist())
+            logprobs.setdefault(o.id, []).extend(o.logprobs.tolist())
+            todo[o.id] = going_on(todo[o.id], o.tokens)
+        before = engine.stats()
+        assert before.in_flight == 0
+        begin(engine, list(todo.values()))
+        if conversation is not None:  # what was held is not encoded again
+            assert engine.stats().since(before).prefilled == len(todo)
+    for i, o in drain(engine).items():
+        assert tokens[i] + o.tokens.tolist() == want[i].tokens.tolist()
+        np.testing.assert_allclose(logprobs[i] + o.logprobs.tolist(), want[i].logprobs, atol=1e-5)
+
+
+def test_what_could_never_fit_is_refused_also_with_much_held(model):
+    engine = EmbeddedEngine(model, kv_cache_tokens=100)
+    ask = replace(requests(prompts((20,)), Sampling(max_tokens=8))[0], conversation=0)
+    made = run(engine, [ask])[0].tokens
+    assert engine.stats().held == 1
+    turn = replace(ask, tokens=np.concatenate([ask.tokens, made, said(0, 5)]))
+    with pytest.raises(
+        EngineError, match=r"41 prompt tokens \(a row of 64\) \+ 37 new tokens = 101, the cache holds 100"
+    ):
+        engine.submit([replace(turn, sampling=Sampling(max_tokens=37))])
+    engine.submit([replace(turn, sampling=Sampling(max_tokens=36))])
+    assert len(drain(engine)[0].tokens) == 36
+
+
+def test_occupancy_is_the_share_of_the_batch_and_of_the_cache(model):
+    engine = EmbeddedEngine(model, max_batch=8, kv_cache_tokens=1000)
+    begin(engine, requests(prompts((5, 9, 12)), Sampling(max_tokens=20), group=2))
+    s = engine.stats()
+    assert (s.live, s.waiting, s.occupancy) == (6, 0, 0.75)
+    assert (s.steps, s.row_steps, s.mean_rows, s.generated) == (4, 24, 6.0, 30)
+    assert s.kv_occupancy == s.kv_tokens / 1000 and s.kv_bytes == engine.kv_bytes
+    drain(engine)
+    assert engine.stats().generated == 120 and engine.stats().live == 0
+
+
+def test_those_expected_to_be_longest_start_first_and_the_order_changes_no_token(model):
+    work = requests(prompts((5, 6, 7, 8)), Sampling(max_tokens=8))
+    guessed = [replace(r, expected=e) for r, e in zip(work, (3, 8, None, 5))]
+    want = run(EmbeddedEngine(model, max_batch=1), work)
+    engine, order = EmbeddedEngine(model, max_batch=1), []
+    engine.submit(guessed)
+    while outputs := engine.poll():
+        order += [o.id for o in outputs]
+        assert all(o.tokens.tolist() == want[o.id].tokens.tolist() for o in outputs)
+    assert order == [2, 1, 3, 0]  # 8 tokens (the longer prompt first), 8, 5, 3
+
+
+def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it(model):
+    engine = EmbeddedEngine(model, decode=letters)
+    ask = requests(prompts((5,)), Sampling(max_tokens=20))[0]
+    free = run(engine, [ask])[0].tokens
+    text = letters(free)
+    ask = replace(ask, sampling=Sampling(max_tokens=20, stop=(text[6:8],)))
+    pieces = list(stream(engine, [ask]))
+    assert letters(np.concatenate([p.tokens for p in pieces])) == text[: text.index(text[6:8]) + 2]
+    assert [p.finish_reason for p in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+
+
+def held(n):
+    return Held(tokens=np.arange(n, dtype=np.int32), layers={0: (torch.zeros(2, n, 4), torch.zeros(2, n, 6))})
+
+
+def test_a_shelf_drops_the_oldest_first_and_what_is_asked_for_last():
+    shelf = Shelf(3)
+    for c, n in enumerate((5, 6, 7, 8)):
+        shelf.put(c, held(n), None)
+    assert [c for c in range(4) if shelf.get(c)] == [1, 2, 3] and shelf.tokens == 21
+    assert shelf.bytes == 21 * 2 * (4 + 6) * 4
+    shelf.shrink(14, [1])
+    assert [c for c in range(4) if shelf.get(c)] == [1, 3]
+    shelf.put(3, held(2), 9)  # instead of the earlier one
+    assert shelf.tokens == 8
+    shelf.put(5, held(10), 9)  # never fits, and drops nobody
+    assert [c for c in range(6) if shelf.get(c)] == [1, 3]
+    shelf.shrink(0, [3, 1])
+    assert len(shelf) == 0 and shelf.get(None) is None
+
+
+def test_stats_of_a_new_engine_are_zero(model):
+    s = EmbeddedEngine(model, max_batch=3).stats()
+    assert s == EngineStats(max_batch=3)
+    assert (s.occupancy, s.kv_occupancy, s.mean_rows, s.kv_bytes_bound) == (0, 0, 0, None)
