@@ -62,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: str, words: list[str]) -> None:
+    words = ["trainer.profile=true" if w == "--profile" else w for w in words]
     config = None
     if verb == "grpo":
         from whet.config import check_complete, dump, load_run
@@ -94,15 +95,16 @@ def _verb_help(verb: str) -> str:
     if verb == "demo":
         return (
             f"usage: whet demo [key=value ...]\n\n{VERBS['demo']}\n\n"
-            "Takes the keys of `whet grpo`; seed=n is short for trainer.seed=n."
+            "Takes the keys of `whet grpo` and --profile; seed=n is short for trainer.seed=n."
         )
     from whet.config import SHORT, RunConfig, show
 
     keys = show(RunConfig, SHORT, hidden=("rollout_vllm_", "rollout_sglang_"))
     return (
-        f"usage: whet grpo [--config FILE ...] [--print_config] [key=value ...]\n\n{VERBS['grpo']}\n\n"
+        f"usage: whet grpo [--config FILE ...] [--print_config] [--profile] [key=value ...]\n\n{VERBS['grpo']}\n\n"
         "Files are read first, in order; then key=value, with or without leading dashes. --print_config prints the\n"
-        f"settled configuration as YAML and ends.\n\nKeys:\n{keys}\n\n"
+        "settled configuration as YAML and ends. --profile (trainer.profile=true) profiles the second step.\n\n"
+        f"Keys:\n{keys}\n\n"
         "Keys of vLLM and SGLang (rollout.rollout_vllm_*, rollout.rollout_sglang_jax_*) are accepted without effect."
     )
 

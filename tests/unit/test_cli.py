@@ -43,6 +43,11 @@ def test_the_demo_is_given_its_words(verbs):
     assert main(["demo", "seed=3"]) == 0 and verbs == [["seed=3"]]
 
 
+def test_profile_is_a_flag_of_both_verbs_that_train(verbs):
+    assert main(["grpo", "--profile", *WHOLE]) == 0 and main(["demo", "--profile", "seed=3"]) == 0
+    assert verbs == [RunConfig(**whole(), trainer={"profile": True}), ["trainer.profile=true", "seed=3"]]
+
+
 def test_print_config_prints_yaml_and_runs_nothing(verbs, capsys, tmp_path):
     assert main(["grpo", "--print_config", *WHOLE]) == 0
     text = capsys.readouterr().out

@@ -14,6 +14,7 @@ from whet.config.training import (
     ClusterConfig,
     MetricsLoggerOptions,
     PerfMetricsOptions,
+    ProfilerOptions,
     RLTrainingConfig,
     TrainingConfig,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "Mode",
     "OptimConfig",
     "PerfMetricsOptions",
+    "ProfilerOptions",
     "RLTrainingConfig",
     "Role",
     "RoleConfig",

@@ -25,6 +25,7 @@ __all__ = [
     "ClusterConfig",
     "MetricsLoggerOptions",
     "PerfMetricsOptions",
+    "ProfilerOptions",
     "RLTrainingConfig",
     "TrainingConfig",
 ]
@@ -89,6 +90,31 @@ class PerfMetricsOptions:
 
 
 @config
+class ProfilerOptions:
+    """Which steps are profiled, and where the profile goes; see docs/performance.md."""
+
+    log_dir: str | None = None
+    """Folder of profile-step-000002.json.gz (a timeline) and .txt (a table); None = the run folder."""
+    skip_first_n_steps: Int = 1
+    """Steps before the first one that is profiled, counted from where this process begins, a resumed run included."""
+    profiler_steps: Count = 1
+    """Steps that are profiled, one pair of files each."""
+    set_profile_options: Bool = True
+    """Tunix's switch of the three fields below. No effect."""
+    host_tracer_level: Int = 2
+    """Tunix's detail of host events. No effect: every operation of torch is traced."""
+    python_tracer_level: Int = 1
+    """Tunix's detail of Python events. No effect: Python shows as one line of each phase."""
+    max_num_hosts: Count | None = None
+    """Tunix's number of hosts traced. No effect: the first process alone is."""
+
+    def __post_init__(self) -> None:
+        """Checks the range."""
+        if self.skip_first_n_steps < 0:
+            raise ConfigError(f"skip_first_n_steps must not be negative, got {self.skip_first_n_steps}")
+
+
+@config
 class TrainingConfig:
     """A training loop of any kind.
 
@@ -108,8 +134,10 @@ class TrainingConfig:
     """When to save; None = the defaults."""
     metrics_logging_options: MetricsLoggerOptions | None = None
     """Where metrics go; None = the defaults."""
-    profiler_options: Any = None
-    """Must be None: wrap the run in torch.profiler, or read trace.json."""
+    profile: Bool = False
+    """Profile a step: a timeline and a table of what cost most, by phase. `--profile` is short for it."""
+    profiler_options: ProfilerOptions | None = None
+    """Which steps are profiled; None = the second alone where profile is true, else none."""
     perf_metrics_options: PerfMetricsOptions | None = None
     """Where the time went; None = the defaults without trace.json."""
     data_sharding_axis: tuple[str, ...] = ("fsdp",)
@@ -162,13 +190,13 @@ class TrainingConfig:
         """Checks the ranges and refuses what is not there."""
         if self.eval_every_n_steps < 0:
             raise ConfigError(f"eval_every_n_steps must not be negative, got {self.eval_every_n_steps}; 0 is never")
-        if self.profiler_options is not None:
-            raise ConfigError(
-                "profiler_options must be None: wrap the run in torch.profiler, or set "
-                "perf_metrics_options.enable_trace_writer and read trace.json"
-            )
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:
             raise ConfigError("resume='latest' needs to know where; set run_dir")
+
+    @property
+    def profiling(self) -> ProfilerOptions | None:
+        """What is profiled: profiler_options, the defaults where `profile` asks without them, or None: nothing."""
+        return self.profiler_options or (ProfilerOptions() if self.profile else None)
 
     @property
     def max_seq_token_per_tpu(self) -> int | None:

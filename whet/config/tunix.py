@@ -19,6 +19,7 @@ from whet.config.training import (
     ClusterConfig,
     MetricsLoggerOptions,
     PerfMetricsOptions,
+    ProfilerOptions,
     RLTrainingConfig,
     TrainingConfig,
 )
@@ -134,7 +135,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "checkpoint_root_directory": Field(None, "other", "None = checkpoints/ of the run folder, if there is one"),
         "checkpointing_options": Field(None),
         "metrics_logging_options": Field(None),
-        "profiler_options": Field(None, "refused", "wrap the run in torch.profiler, or read trace.json"),
+        "profiler_options": Field(None),
         "perf_metrics_options": Field(None),
         "data_sharding_axis": Field(("fsdp",), "no effect", "one process holds the whole batch"),
         "max_inflight_computations": Field(2, "no effect", "a step ends before the next begins"),
@@ -179,6 +180,15 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "flush_every_n_steps": Field(100),
         "backend_kwargs": Field({}, "other", "keys jsonl, tensorboard, trackio, wandb; own loggers go to loggers"),
         "enable_opentelemetry": Field(False, "refused", "there is no exporter; give loggers an object"),
+    },
+    ProfilerOptions: {
+        "log_dir": Field(REQUIRED, "other", "None = the run folder; torch.profiler's timeline and a table"),
+        "skip_first_n_steps": Field(REQUIRED, "other", "1 by default"),
+        "profiler_steps": Field(REQUIRED, "other", "1 by default; a pair of files for each"),
+        "set_profile_options": Field(True, "no effect", "every operation of torch is traced"),
+        "host_tracer_level": Field(2, "no effect", "every operation of torch is traced"),
+        "python_tracer_level": Field(1, "no effect", "Python shows as one line of each phase"),
+        "max_num_hosts": Field(None, "no effect", "the first process alone is profiled"),
     },
     PerfMetricsOptions: {
         "enable_perf_v1": Field(True, "no effect", "time/ metrics are always there"),

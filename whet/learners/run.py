@@ -33,6 +33,7 @@ from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Mean, Metric, flat, merge
 from whet.observe.environment import environment, noted_environment
 from whet.observe.loggers import Loggers
+from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, changed_settings, holds_steps
 from whet.rewards.manager import RewardManager
@@ -65,6 +66,7 @@ class Run:
         self.folder: RunFolder | None = None
         self.loggers: Loggers | None = None
         self.progress: Progress | None = None
+        self.profiler = StepProfiler(self.config.profiling, folder=self.config.run_dir, trace=self.cluster.trace)
         self.tokens = 0
         self._eval_prompts: list[Prompt] | None = None
         self._silent = 0
@@ -192,7 +194,8 @@ class Run:
             self.cluster.global_steps = self.step + 1
             self.step_started = time.monotonic()
             self.cluster.trace.times()
-            yield self.step + 1, prompts
+            with self.profiler.step(self.step + 1):
+                yield self.step + 1, prompts
             if self._stop.asked:
                 self.save()
                 where = (
@@ -411,6 +414,7 @@ class Run:
             self.folder.close()
 
     def _finish(self) -> None:
+        self.profiler.close()
         for trainer in self.cluster.trainers.values():
             trainer.hooks.on_train_end(trainer)
         if self.step == 0:

@@ -4,6 +4,7 @@ from whet.observe.buffer import MetricsBuffer
 from whet.observe.environment import environment
 from whet.observe.loggers import Logger, Loggers
 from whet.observe.plots import plot_curves
+from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress, setup_logging, sparkline
 from whet.observe.store import RunFolder
 from whet.observe.trace import Trace
@@ -14,6 +15,7 @@ __all__ = [
     "MetricsBuffer",
     "Progress",
     "RunFolder",
+    "StepProfiler",
     "Trace",
     "environment",
     "plot_curves",

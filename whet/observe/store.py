@@ -36,6 +36,7 @@ _FREE = (
     "trainer.loggers",
     "trainer.metrics_logging_options",
     "trainer.perf_metrics_options",
+    "trainer.profile",
     "trainer.checkpointing_options",
     "trainer.pbar_description",
 )

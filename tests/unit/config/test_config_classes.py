@@ -157,7 +157,7 @@ def test_functions_are_taken_where_names_are():
             "For RL training, `mini_batch_size` must be set when `train_micro_batch_size` is set.",
         ),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps should be None"),
-        ({"profiler_options": object()}, "profiler_options must be None"),
+        ({"profiler_options": {"profile_steps": 3}}, "profiler_options.profile_steps; did you mean profiler_steps"),
         ({"resume": "latest"}, "set run_dir"),
         ({"max_seq_token_per_tpu": 0}, "must be a positive integer. Got: 0"),
         ({"max_seq_token_per_tpu": 5, "max_tokens_per_microbatch": 5}, "give it once"),

@@ -1,0 +1,216 @@
+"""A profile of whole steps: every operation on a timeline, and a table of what cost most, by phase.
+
+    profile-step-000002.json.gz     the timeline, for Perfetto (ui.perfetto.dev) or chrome://tracing
+    profile-step-000002.txt         the table
+
+The spans of whet's Trace become ranges of the profiler, so that phases are seen in both. Self time is what an operation
+spent in itself, not in those that it called: summed, it is the step. Left out on purpose: memory, shapes and Python
+stacks, which make a profile many times larger and slower; take torch.profiler itself for those.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from whet.config import ProfilerOptions
+from whet.observe.files import write_atomic
+from whet.observe.trace import Trace
+
+__all__ = ["Cost", "StepProfiler", "costs", "table"]
+
+log = logging.getLogger("whet")
+
+_MARK = "whet: "
+_STEP = f"{_MARK}step"
+_PARTS = {"autograd::engine::evaluate_function": "backward", "Optimizer.step#": "optimizer"}
+"""Beginnings of the names of torch's own ranges, and the part of a phase that lies inside them."""
+_REST = "forward, loss, clipping"
+"""The part of a phase outside of those, where it has any."""
+
+
+class StepProfiler:
+    """Profiles the steps that the options choose; without options it does nothing.
+
+    Args: options: which steps, and where the files go; None = off. folder: the run folder, for options without log_dir;
+        None = the table is logged and nothing is written. trace: whose spans become ranges of the profile.
+    """
+
+    def __init__(self, options: ProfilerOptions | None, *, folder: str | Path | None, trace: Trace) -> None:
+        self.options = options if os.environ.get("RANK", "0") == "0" else None
+        place = folder if options is None or options.log_dir is None else options.log_dir
+        self.folder = None if place is None else Path(place)
+        self.trace = trace
+        self._seen = 0
+        self._profiled = 0
+
+    def step(self, number: int) -> AbstractContextManager[None]:
+        """What a step runs in.
+
+        Args: number: the step's own, for the names of its files; the options count from the first step of this process.
+        """
+        self._seen += 1
+        if self.options is None:
+            return nullcontext()
+        first = self.options.skip_first_n_steps
+        due = first < self._seen <= first + self.options.profiler_steps
+        return self._profile(number) if due else nullcontext()
+
+    @contextmanager
+    def _profile(self, number: int) -> Iterator[None]:
+        import torch
+        from torch.profiler import ProfilerActivity, profile, record_function
+
+        cuda = torch.cuda.is_available()
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+        self.trace.mark = lambda name: record_function(_MARK + name)
+        start = time.perf_counter()
+        try:
+            with profile(activities=activities) as seen:
+                with record_function(_STEP):
+                    yield
+                    if cuda:
+                        torch.cuda.synchronize()
+                seconds = time.perf_counter() - start
+        finally:
+            self.trace.mark = None
+        self._profiled += 1
+        self._write(number, seen, seconds, f"{torch.cuda.get_device_name()}" if cuda else "CPU")
+
+    def _write(self, number: int, seen: Any, seconds: float, device: str) -> None:
+        """Logs the table, and writes table and timeline; a step is not undone by a file that can't be written."""
+        found = costs(seen.events())
+        head = f"profile of step {number}: {seconds:.2f} s with the profiler's own cost, on {device}"
+        log.info("%s\n%s", head, table(found, rows=4))
+        if self.folder is None:
+            log.warning("the profile of step %d is not written: there is no run_dir, and no log_dir", number)
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"profile-step-{number:06d}"
+        write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{table(found)}\n".encode())
+        temporary = self.folder / f".{name}.json.gz"
+        try:
+            seen.export_chrome_trace(str(temporary))
+            temporary.replace(self.folder / f"{name}.json.gz")
+        except OSError as error:
+            log.warning("%s could not be written: %s", self.folder / f"{name}.json.gz", error)
+            temporary.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Says so where the run was over before the steps that were to be profiled."""
+        if self.options is not None and self._seen and not self._profiled:
+            log.warning(
+                "no step was profiled: the run made %d and the first %d are skipped; lower "
+                "trainer.profiler_options.skip_first_n_steps",
+                self._seen,
+                self.options.skip_first_n_steps,
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """What an operation cost in a phase."""
+
+    phase: str
+    """A span of whet's, "update: backward" and the like for its parts, or "other" where no span is."""
+    name: str
+    """The operation; "(Python, waiting)" is the phase outside of any."""
+    calls: int
+    cpu_s: float
+    """Seconds spent in itself."""
+    device_s: float
+    """Seconds of the kernels that it started itself; 0 on a CPU."""
+
+
+def costs(events: Iterable[Any]) -> list[Cost]:
+    """The operations of a profile, summed by phase and name, the dearest first within each phase; phases in order.
+
+    Args: events: `torch.profiler.profile.events()`, taken under ranges that a Trace marked.
+    """
+    ops = [e for e in events if e.device_type.name == "CPU" and not e.is_async]
+    spans = sorted((e.time_range.start, e.time_range.end, e.name) for e in ops if e.name.startswith(_MARK))
+    outer: list[tuple[float, float, str]] = []
+    for start, end, name in spans:
+        if name != _STEP and (not outer or start >= outer[-1][1]):
+            outer.append((start, end, name.removeprefix(_MARK)))
+    starts = [start for start, _, _ in outer]
+    known: dict[int, str] = {}
+    sums: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0, 0.0, 0.0]))
+    order = {name: i for i, name in reversed(list(enumerate(name for _, _, name in outer)))}
+    for e in ops:
+        i = bisect_right(starts, e.time_range.start) - 1
+        phase = outer[i][2] if i >= 0 and e.time_range.start < outer[i][1] else "other"
+        part = _part(e, known) if phase != "other" else ""
+        name = "(Python, waiting)" if e.name.startswith(_MARK) else e.name.removeprefix("aten::")
+        total = sums[f"{phase}: {part}" if part else phase][name]
+        total[0] += e.count
+        total[1] += e.self_cpu_time_total / 1e6
+        total[2] += e.self_device_time_total / 1e6
+    for phase in {name.partition(": ")[0] for name in sums if ": " in name} & sums.keys():
+        sums[f"{phase}: {_REST}"] = sums.pop(phase)
+    found = [
+        Cost(phase=phase, name=name, calls=int(calls), cpu_s=cpu_s, device_s=device_s)
+        for phase, named in sums.items()
+        for name, (calls, cpu_s, device_s) in named.items()
+    ]
+    parts_in_order = ["", _REST, *_PARTS.values()]
+    place = lambda phase, _, part: (order.get(phase, len(order)), parts_in_order.index(part))
+    return sorted(found, key=lambda c: (place(*c.phase.partition(": ")), -c.device_s, -c.cpu_s, c.name))
+
+
+def _part(event: Any, known: dict[int, str]) -> str:
+    """The part of a phase that an event lies in: the innermost of torch's own ranges around it; "" outside of them."""
+    chain = []
+    while event is not None and id(event) not in known:
+        chain.append(event)
+        found = next((part for start, part in _PARTS.items() if event.name.startswith(start)), None)
+        if found is not None:
+            known[id(event)] = found
+            break
+        event = event.cpu_parent
+    part = known[id(event)] if event is not None else ""
+    known.update((id(e), part) for e in chain)
+    return part
+
+
+def table(found: Iterable[Cost], rows: int = 10) -> str:
+    """A table of costs: phases in order, the dearest operations of each.
+
+    Args: found: as `costs` gives them. rows: operations shown of each phase; the others are one line.
+
+    >>> print(table([Cost(phase="rollout", name="mm", calls=3, cpu_s=0.75, device_s=0.0),
+    ...              Cost(phase="other", name="(Python, waiting)", calls=1, cpu_s=0.25, device_s=0.0)]))
+    phase, operation                                  calls    self ms    share
+    rollout                                               3      750.0   75.0 %
+      mm                                                  3      750.0   75.0 %
+    other                                                 1      250.0   25.0 %
+      (Python, waiting)                                   1      250.0   25.0 %
+    """
+    found = list(found)
+    device = any(c.device_s for c in found)
+    spent = lambda cs: (sum(c.calls for c in cs), sum(c.device_s for c in cs), sum(c.cpu_s for c in cs))
+    _, device_s, cpu_s = spent(found)
+    whole = (device_s if device else cpu_s) or 1.0
+
+    def line(name: str, cs: list[Cost]) -> str:
+        calls, on_device, on_cpu = spent(cs)
+        time_ = f"{on_device * 1e3:>11.1f}{on_cpu * 1e3:>11.1f}" if device else f"{on_cpu * 1e3:>11.1f}"
+        return f"{name:<46.46}{calls:>9}{time_}{100 * (on_device if device else on_cpu) / whole:>7.1f} %"
+
+    title = f"{'GPU ms':>11}{'CPU ms':>11}" if device else f"{'self ms':>11}"
+    lines = [f"{'phase, operation':<46}{'calls':>9}{title}{'share':>9}"]
+    for phase in dict.fromkeys(c.phase for c in found):
+        cs = [c for c in found if c.phase == phase]
+        lines.append(line(phase, cs))
+        lines += [line(f"  {c.name}", [c]) for c in cs[:rows]]
+        if cs[rows:]:
+            lines.append(line(f"  {len(cs) - rows} others", cs[rows:]))
+    return "\n".join(lines)
