@@ -1,6 +1,6 @@
 """What every engine promises: one suite, run over each of them by test_contract.py, by what its caps say it can do.
 
-To run it over another engine, import everything from here and define the fixtures `policy`, `engine` and `rounding` anew.
+To run it over another engine, import all of it and define the fixtures `policy`, `engine` and `rounding` anew.
 """
 
 from __future__ import annotations

@@ -296,6 +296,14 @@ class Replay(QueueEngine):
         self.closed = True
 
 
+def test_an_engine_without_a_method_is_refused_by_its_name():
+    class Half(Replay):
+        stats = property()
+
+    with pytest.raises(ConfigError, match=r"the engine Half has no stats; .*QueueEngine"):
+        cluster(engine=Half)
+
+
 def test_a_grpo_step_written_from_the_verbs_is_the_first_step_of_the_learner():
     data, group = [r["prompt"] for r in rows(4)], 4
     by_hand = cluster(reference=tiny_model(1), rollout={"temperature": 0.9})

@@ -22,7 +22,7 @@ from torch import Tensor
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode
 from whet.errors import ConfigError
-from whet.learners.report import rewarded_metrics
+from whet.learners.report import engine_metrics, rewarded_metrics
 from whet.learners.run import Run
 from whet.metrics import Metric, merge
 from whet.rewards.manager import Rewarded, resolve_reward_manager
@@ -99,8 +99,11 @@ class RLLearner:
 
     def sample(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
         """Completes the prompts of a step, num_generations times each."""
+        before = self.cluster.rollout.stats()
         with self.cluster.trace.span("rollout"):
-            return self.cluster.sample(prompts, num_generations=self.num_generations, step=step)
+            groups = self.cluster.sample(prompts, num_generations=self.num_generations, step=step)
+        self.metrics = merge(self.metrics, engine_metrics(self.cluster.rollout.stats().since(before)))
+        return groups
 
     def reward(self, groups: list[Group], mode: Mode = Mode.TRAIN) -> Rewarded:
         """Calls the reward functions.

@@ -12,12 +12,20 @@ import numpy as np
 from torch import Tensor
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
+from whet.rollout.base import EngineStats
 from whet.types import Group, TokenBatch
 
 if TYPE_CHECKING:
     from whet.rewards.manager import Rewarded
 
-__all__ = ["advantage_metrics", "completion_columns", "rewarded_metrics", "rollout_metrics", "spread"]
+__all__ = [
+    "advantage_metrics",
+    "completion_columns",
+    "engine_metrics",
+    "rewarded_metrics",
+    "rollout_metrics",
+    "spread",
+]
 
 
 def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, Metric]:
@@ -59,6 +67,21 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
         "prompts/count": Sum(float(len(groups))),
         "prompts/mean_length": Mean(float(sum(len(g.prompt.tokens) for g in groups)), len(groups)),
     }
+
+
+def engine_metrics(done: EngineStats) -> dict[str, Metric]:
+    """What the engine did for a step; without occupancy where it tells no steps.
+
+    >>> engine_metrics(EngineStats(steps=10, row_steps=70))["rollout/occupancy"].value
+    7.0
+    """
+    found: dict[str, Metric] = {
+        "rollout/prefilled_tokens": Sum(float(done.prefilled)),
+        "rollout/reused_tokens": Sum(float(done.reused)),
+    }
+    if done.steps:
+        found["rollout/occupancy"] = Mean(float(done.row_steps), done.steps)
+    return found
 
 
 def advantage_metrics(advantages: Tensor) -> dict[str, Metric]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from whet.config import RolloutConfig
-from whet.errors import EngineError
+from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel
 from whet.rollout.base import Output, Request, RolloutEngine, Sampling
 from whet.rollout.options import check_names, frozen_options
@@ -84,7 +84,13 @@ def make_engine(
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
         inner = made(rollout_actor=loaded.module, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
         return BaseRolloutAdapter(inner, decode=decode, rollout_config=config)
-    return made(loaded, **options)
+    engine = made(loaded, **options)
+    if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
+        raise ConfigError(
+            f"the engine {type(engine).__name__} has no {', '.join(missing)}; whet.rollout.simple.QueueEngine is a "
+            "base that leaves poll to write"
+        )
+    return engine
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:

@@ -413,3 +413,11 @@ def test_data_hooks_take_part_in_the_loop_of_verbs_only():
     c = cluster()
     c.actor_trainer.with_data_hooks(Mine())
     assert learner(c).train(rows(4)).step == 1
+
+
+def test_a_row_says_what_the_engine_ran_and_how_full_its_steps_were():
+    made = learner(cluster(rollout={"max_tokens_to_generate": 9, "eos_tokens": (255,)}))
+    for row in made.train([{"prompt": "abc" * n} for n in range(1, 9)]).rows:
+        assert row["rollout/prefilled_tokens"] == row["rollout/reused_tokens"]  # of two generations, the second reuses
+        assert row["rollout/prefilled_tokens"] == row["prompts/count"] * row["prompts/mean_length"]
+        assert row["rollout/occupancy"] == pytest.approx(8, abs=2)
