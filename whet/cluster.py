@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
 from whet.observe.buffer import MetricsBuffer
 from whet.observe.trace import Trace
+from whet.offload import OffloadedWorker
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
@@ -37,6 +39,8 @@ from whet.types import Group, Message, Prompt, RolloutOutput
 from whet.worker import Metrics, ModelWorker
 
 __all__ = ["InferenceWorker", "RLCluster"]
+
+log = logging.getLogger("whet")
 
 _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 """Draws of training, evaluation and direct calls never share an address."""
@@ -127,13 +131,23 @@ class RLCluster:
         if optimizer is not None and own != OptimConfig():
             raise ConfigError(f"{role.value}.optim and training_config.{role.value}_optimizer both give one; keep one")
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
-        self._workers[role] = ModelWorker(
+        self._workers[role] = self._worker_class(loaded.module.device)(
             loaded,
             optim=None if role is Role.REFERENCE else optimizer,
             dtype=dtype,
             max_tokens=self.training_config.token_budget(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
         )
+
+    def _worker_class(self, device: torch.device) -> type[ModelWorker]:
+        """What works a model on a device, after offload_to_cpu."""
+        if not self.cluster_config.offload_to_cpu:
+            return ModelWorker
+        if device.type != "cpu":
+            return OffloadedWorker
+        if not self._workers:
+            log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
+        return ModelWorker
 
     def device(self, role: Role) -> torch.device:
         """Where a role's model is loaded: its mesh's kind of device, or the GPU if there is one."""

@@ -124,7 +124,10 @@ def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
         reference=reference,
         tokenizer=config.tokenizer or config.actor.model,
         cluster_config=ClusterConfig(
-            rollout_engine=config.rollout_engine, rollout_config=config.rollout, training_config=config.trainer
+            rollout_engine=config.rollout_engine,
+            offload_to_cpu=config.offload_to_cpu,
+            rollout_config=config.rollout,
+            training_config=config.trainer,
         ),
     )
     taken = DataConfig()  # what the rows were read by: done

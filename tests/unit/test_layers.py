@@ -13,7 +13,7 @@ LAYERS = [
     {"data", "models", "parallel", "optim", "optimizers"},
     {"rollout"},
     {"rewards", "envs", "sampler"},
-    {"worker", "role_trainer", "checkpoints"},
+    {"worker", "offload", "role_trainer", "checkpoints"},
     {"cluster"},
     {"learners"},
     {"demo", "commands", "chat"},

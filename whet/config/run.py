@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import field
 
 from whet.config.algo import GRPOConfig
-from whet.config.base import Float, config
+from whet.config.base import Bool, Float, config
 from whet.config.data import DataConfig
 from whet.config.loader import load
 from whet.config.model import OptimConfig, RoleConfig
@@ -44,6 +44,9 @@ class RunConfig:
     """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight."""
     rollout_engine: str = "vanilla"
     """"vanilla" = the embedded engine, "hf" = transformers' own decoding, or "package.module:Class"."""
+    offload_to_cpu: Bool = False
+    """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
+    in pinned host memory otherwise. Nothing to do on a CPU."""
     tokenizer: str | None = None
     """Hub name or folder of the tokenizer; None = the actor's."""
 

@@ -339,7 +339,8 @@ class ClusterConfig:
     rollout_engine: str | Fn = "vanilla"
     """"vanilla" = the embedded engine, another known name, "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False
-    """Must be false: models stay where they are in this release."""
+    """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
+    in pinned host memory otherwise. Nothing to do on a CPU."""
     training_config: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
     rollout_config: InstanceOf[RolloutConfig] | dict[Mode, RolloutConfig] = field(default_factory=RolloutConfig)
@@ -353,8 +354,6 @@ class ClusterConfig:
         """Checks that training has a rollout configuration."""
         if isinstance(self.rollout_config, dict) and Mode.TRAIN not in self.rollout_config:
             raise ConfigError("rollout_config is a dict without Mode.TRAIN; give it an entry for training")
-        if self.offload_to_cpu:
-            raise ConfigError("offload_to_cpu must be false: models stay where they are in this release")
         if self.role_to_logical_axis_rule:
             raise ConfigError("role_to_logical_axis_rule must be None: parameters are sharded by mesh axis")
 

@@ -160,7 +160,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "rollout_engine": Field(
             "vanilla", "other", '"vanilla" = the embedded engine; also a class, partial, reference'
         ),
-        "offload_to_cpu": Field(False, "refused", "models stay where they are in this release"),
+        "offload_to_cpu": Field(False, "other", "reference, masters and moments; the actor's weights stay"),
         "training_config": Field(REQUIRED, "other", "RLTrainingConfig() by default"),
         "rollout_config": Field(REQUIRED, "other", "RolloutConfig() by default; a dict of modes needs Mode.TRAIN"),
         "gc_collect_after_weight_sync": Field(

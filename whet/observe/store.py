@@ -28,6 +28,7 @@ __all__ = ["RunFolder", "changed_settings", "holds_steps"]
 log = logging.getLogger("whet")
 
 _FREE = (
+    "offload_to_cpu",
     "trainer.max_steps",
     "trainer.num_epochs",
     "trainer.resume",

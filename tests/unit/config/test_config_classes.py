@@ -263,7 +263,6 @@ def test_reward_weights_are_given_once_and_for_each_function():
 def test_what_is_not_there_says_so():
     refused("exporter", MetricsLoggerOptions, enable_opentelemetry=True)
     refused("dropout must be false", RoleConfig, dropout=True)
-    refused("offload_to_cpu must be false", ClusterConfig, offload_to_cpu=True)
     refused("eval_fraction", DataConfig, eval_fraction=0.1, eval_path="x")
 
 
