@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whet.checkpoints import Checkpoints
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
+from whet.data.packing import MicroBatch
 from whet.data.padded import padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
@@ -33,9 +34,9 @@ from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling, support_of
-from whet.rollout.build import complete, describe_engine, make_engine, sampling_of
+from whet.rollout.build import complete, describe_engine, grammars_of, make_engine, sampling_of
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
-from whet.types import Group, Message, Prompt, RolloutOutput
+from whet.types import Group, Message, Prompt, RolloutOutput, TokenBatch
 from whet.worker import Metrics, ModelWorker
 
 __all__ = ["InferenceWorker", "RLCluster"]
@@ -89,14 +90,18 @@ class RLCluster:
         self._add(Role.REFERENCE, reference, None)
         self._add(Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer)
         self.eos_ids = stop_token_ids(self.tokenizer, self.actor.module.config, self.actor.module.generation_config)
+        self._grammars = grammars_of(self.actor.loaded, self.tokenizer)
+        for mode in (Mode.TRAIN, Mode.EVAL):
+            self._grammars.check(self.sampling(mode))
         for worker in self._workers.values():
-            worker.support = support_of(self.sampling(Mode.TRAIN))
+            worker.support, worker.allowed = support_of(self.sampling(Mode.TRAIN)), self._allowed
         self._engine = make_engine(
             cluster_config.rollout_engine,
             self.actor.loaded,
             config=self.get_rollout_config(Mode.TRAIN),
             decode=self.decode,
             tokenizer=self.tokenizer,
+            grammars=self._grammars,
             mesh=(cluster_config.role_to_mesh or {}).get(Role.ROLLOUT),
             generation_kwargs={name for mode in Mode for name in self.get_rollout_config(mode).generation_kwargs},
         )
@@ -216,6 +221,12 @@ class RLCluster:
         """The padding id of Tunix's verbs: the tokenizer's, or its end id."""
         pad = self.tokenizer.pad_token_id
         return int(self.eos_ids[0] if pad is None else pad)
+
+    def _allowed(self, batch: TokenBatch, micro: MicroBatch) -> Tensor:
+        """uint8 [s, W]: the tokens that the training constraint allowed where each target was drawn."""
+        at = micro.index.cpu()
+        tokens, sequence, versions = (x.cpu().numpy() for x in (micro.targets, micro.sequence, batch.versions[at]))
+        return self._grammars.replay(self.sampling(Mode.TRAIN), tokens, sequence, versions >= 0)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a whole completion, special tokens left out."""

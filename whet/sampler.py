@@ -40,6 +40,7 @@ log = logging.getLogger("whet")
 LONGEST = 256
 """Tokens of a completion where nobody says how many, and the model has room."""
 OPTIONS = (
+    "constraint",
     "generation_kwargs",
     "logprob_support",
     "min_p",

@@ -56,6 +56,8 @@ class ModelWorker:
     ) -> None:
         self.loaded = loaded
         self.support = support or Support()
+        self.allowed: Callable[[TokenBatch, MicroBatch], Tensor] | None = None
+        """Gives uint8 [s, W], the tokens that each target was drawn from, where the support is constrained."""
         self.max_tokens = max_tokens
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
@@ -125,12 +127,18 @@ class ModelWorker:
     ) -> TokenStats:
         out: dict[str, Tensor] = {}
         for micro in self.micro_batches(batch, max_sequences or self.max_read_sequences):
-            stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names)
+            allowed = self._allowed(batch, micro, support)
+            stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names, allowed=allowed)
             for name in names:
                 column = getattr(stats, name).cpu()
                 whole = out.setdefault(name, torch.zeros(batch.num_tokens, dtype=column.dtype))
                 whole.index_copy_(0, micro.index.cpu(), column)
         return TokenStats(**out)
+
+    def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
+        """What a constraint allows at each target, where it matters."""
+        matters = support.constrained and not support.full and self.loaded.head.kind != "value"
+        return self.allowed(batch, micro) if matters and self.allowed else None
 
     def micro_batches(self, batch: TokenBatch, max_sequences: int | None) -> list[MicroBatch]:
         """The batch, packed into forward passes by token budget; the same batch gives the same list."""
@@ -180,7 +188,8 @@ class ModelWorker:
         columns = {n: None if (c := getattr(batch, n)) is None else c.to(self.device) for n in _COLUMNS}
         all_weights = batch.weights.to(self.device)
         for micro in self.micro_batches(batch, self.max_sequences):
-            stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy)
+            allowed = self._allowed(batch, micro, self.support)
+            stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy, allowed=allowed)
             x = _loss_inputs(columns, micro, stats)
             per_token, values = loss(x)
             weights = all_weights.index_select(0, micro.index).to(per_token.dtype)

@@ -6,7 +6,7 @@ from whet.config.data import DataConfig
 from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
 from whet.config.model import OptimConfig, RoleConfig
-from whet.config.rollout import RolloutConfig
+from whet.config.rollout import ConstraintConfig, RolloutConfig
 from whet.config.run import SHORT, RunConfig, check_complete, load_run
 from whet.config.training import (
     BatchSizes,
@@ -25,6 +25,7 @@ __all__ = [
     "BatchSizes",
     "CheckpointingOptions",
     "ClusterConfig",
+    "ConstraintConfig",
     "DataConfig",
     "GRPOConfig",
     "GrpoConfig",

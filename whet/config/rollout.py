@@ -7,6 +7,7 @@ The names and defaults are Tunix's where Tunix has the field. The fields of exte
 from __future__ import annotations
 
 import dataclasses
+import json
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
@@ -14,7 +15,7 @@ from whet.config.base import Bool, Count, Float, Int, Strings, check, config
 from whet.config.enums import Mode
 from whet.errors import ConfigError, nearest
 
-__all__ = ["OWN_FIELDS", "RolloutConfig"]
+__all__ = ["OWN_FIELDS", "ConstraintConfig", "RolloutConfig"]
 
 OWN_FIELDS = {
     **{name: name for name in ("min_p", "repetition_penalty", "temperature", "top_k", "top_p")},
@@ -29,6 +30,43 @@ OWN_FIELDS = {
 """Options of transformers' generate -> the field that stands for it here."""
 
 _SHARED = "the rollout reads the trainer's own weights; choose their dtype with actor.dtype"
+
+
+@config
+class ConstraintConfig:
+    """The language that completions lie in: give one of the fields.
+
+    >>> ConstraintConfig(regex="[0-9]+").kind, ConstraintConfig(json_schema={"type": "integer"}).text
+    ('regex', '{"type": "integer"}')
+    >>> ConstraintConfig()
+    Traceback (most recent call last):
+    whet.errors.ConfigError: a constraint needs one of regex, json_schema, grammar; got none of them
+    """
+
+    regex: str | None = None
+    """Regular expression (Rust's syntax) that the whole completion matches."""
+    json_schema: dict[str, Any] | str | None = None
+    """JSON schema that the completion obeys; as a tree, or as JSON text."""
+    grammar: str | None = None
+    """Lark grammar that the completion follows; its first rule is `start`."""
+
+    def __post_init__(self) -> None:
+        """Asks for exactly one field."""
+        given = [f.name for f in dataclasses.fields(self) if vars(self)[f.name] is not None]
+        if len(given) != 1:
+            names = ", ".join(f.name for f in dataclasses.fields(self))
+            raise ConfigError(f"a constraint needs one of {names}; got {' and '.join(given) or 'none of them'}")
+
+    @property
+    def kind(self) -> str:
+        """The field that is given."""
+        return next(f.name for f in dataclasses.fields(self) if vars(self)[f.name] is not None)
+
+    @property
+    def text(self) -> str:
+        """What it holds; a schema as JSON, its keys in the order given."""
+        value = vars(self)[self.kind]
+        return value if isinstance(value, str) else json.dumps(value)
 
 
 @config
@@ -81,6 +119,8 @@ class RolloutConfig:
     """Strings that end a completion; the text up to and with the string stays."""
     forbidden_tokens: tuple[Int, ...] = ()
     """Ids that are never drawn."""
+    constraint: ConstraintConfig | None = None
+    """Language that completions lie in, e.g. {regex: "[0-9]+"}; None = any text. Needs whet[grammar]."""
     logprob_support: Literal["sampling", "full"] = "sampling"
     """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"

@@ -33,14 +33,20 @@ PLAIN = Support()
 
 
 def token_stats(
-    loaded: LoadedModel, micro: MicroBatch, *, support: Support = PLAIN, entropy: bool = False
+    loaded: LoadedModel,
+    micro: MicroBatch,
+    *,
+    support: Support = PLAIN,
+    entropy: bool = False,
+    allowed: Tensor | None = None,
 ) -> TokenStats:
     """What a model says of each target of a micro-batch.
 
     log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
     before aₜ. Greedy decoding (temperature 0) is scored at temperature 1.
     Args: loaded: the model. micro: what to run; with a layout where the model is packable, else padded.
-        support: the sampler's distribution. entropy: also the entropies.
+        support: the sampler's distribution. entropy: also the entropies. allowed: uint8 [s, W], the tokens that a
+        constraint allows, a bit each (see support_logits); needed with one only.
     Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), or a critic's values; in fp32 or float64.
     Raises: ConfigError: a packed micro-batch for a model that can't take a layout.
 
@@ -50,11 +56,17 @@ def token_stats(
         raise ConfigError(
             f"{loaded.name} can't take packed rows ({'; '.join(loaded.reasons)}); plan with packable=False"
         )
-    return model_stats(loaded.module, micro, head=loaded.head, support=support, entropy=entropy)
+    return model_stats(loaded.module, micro, head=loaded.head, support=support, entropy=entropy, allowed=allowed)
 
 
 def model_stats(
-    module: PreTrainedModel, micro: MicroBatch, *, head: Head, support: Support = PLAIN, entropy: bool = False
+    module: PreTrainedModel,
+    micro: MicroBatch,
+    *,
+    head: Head,
+    support: Support = PLAIN,
+    entropy: bool = False,
+    allowed: Tensor | None = None,
 ) -> TokenStats:
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
@@ -85,7 +97,7 @@ def model_stats(
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.rows)
         vocab, logits = rows.shape[1], lambda s: _wide(rows[s])
-    return _supported(logits, micro, vocab, support, entropy)
+    return _supported(logits, micro, vocab, support, entropy, allowed)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:
@@ -123,6 +135,7 @@ def _supported(
     vocab: int,
     support: Support,
     entropy: bool,
+    allowed: Tensor | None,
 ) -> TokenStats:
     """Statistics from whole logits, in chunks of rows; more than one chunk is made again in the backward pass."""
     first = _first_places(micro, vocab) if support.penalises else None
@@ -133,7 +146,8 @@ def _supported(
             before = micro.spans[:, 1].index_select(0, micro.sequence[s]) + micro.position[s]
             seen = first.index_select(0, micro.sequence[s]) < before[:, None]
         keep = micro.targets[s]
-        z = support_logits(logits(s), support, seen=seen, position=micro.position[s], keep=keep)
+        inside = None if allowed is None else allowed[s].to(keep.device)
+        z = support_logits(logits(s), support, seen=seen, position=micro.position[s], keep=keep, allowed=inside)
         return selective_log_softmax(z, keep), entropy_of(z) if entropy else None
 
     count, size = len(micro.rows), vocab * 4

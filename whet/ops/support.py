@@ -1,8 +1,8 @@
 """The distribution that tokens are drawn from, the same for the engine's sampler and for the trainer.
 
-Order of work as in transformers: repetition penalty, forbidden tokens and minimum length, temperature, top-k, top-p,
-min-p. Dim legend: n rows (tokens to draw or to score), V vocabulary.
-Left out on purpose: beam search, typical and eta sampling, grammar constraints.
+Order of work as in transformers: repetition penalty, forbidden tokens, constraint and minimum length, temperature,
+top-k, top-p, min-p. Dim legend: n rows (tokens to draw or to score), V vocabulary, W bytes of a packed mask.
+Left out on purpose: beam search, typical and eta sampling, and what a constraint allows: the caller says it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError
 
-__all__ = ["Support", "draw", "greedy", "support_logits"]
+__all__ = ["Support", "allowed_tokens", "draw", "greedy", "support_logits"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +45,8 @@ class Support:
     """Completion tokens before a stop token may be drawn."""
     stop_ids: tuple[int, ...] = ()
     """The stop tokens that min_tokens holds back."""
+    constrained: bool = False
+    """Each row has its own allowed tokens: support_logits needs `allowed`."""
     full: bool = False
     """True = temperature alone, whatever else is set (logprob_support="full")."""
 
@@ -68,8 +70,8 @@ class Support:
 
     @property
     def forbids(self) -> bool:
-        """True when tokens are forbidden, always or before min_tokens."""
-        return not self.full and bool(self.forbidden_ids or (self.min_tokens and self.stop_ids))
+        """True when tokens are forbidden: always, before min_tokens, or by a constraint."""
+        return not self.full and bool(self.forbidden_ids or (self.min_tokens and self.stop_ids) or self.constrained)
 
     @property
     def truncates(self) -> bool:
@@ -83,7 +85,13 @@ class Support:
 
 
 def support_logits(
-    logits: Tensor, support: Support, *, seen: Tensor | None = None, position: Tensor, keep: Tensor | None = None
+    logits: Tensor,
+    support: Support,
+    *,
+    seen: Tensor | None = None,
+    position: Tensor,
+    keep: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> Tensor:
     """Logits of the distribution drawn from.
 
@@ -92,8 +100,9 @@ def support_logits(
             completion; needed with a repetition penalty only. position: Long [n], completion tokens before this place.
         keep: Long [n], the sampled tokens: they stay inside whatever the truncation says, so that no logprob is -inf
             after an update.
+        allowed: uint8 [n, W], the tokens that a constraint allows, a bit each; needed with one only.
     Returns: [n, V], fp32 or wider. What is outside is decided on detached values; inside it is differentiable.
-    Raises: ConfigError: a repetition penalty without `seen`.
+    Raises: ConfigError: a repetition penalty without `seen`, or a constraint without `allowed`.
     Source: transformers' LogitsProcessors, in their order. Ties: top-k keeps all that equal the k-th, as transformers;
         top-p drops the lower id first (a stable sort).
 
@@ -110,7 +119,7 @@ def support_logits(
         logits = logits / support.temperature
     if not (support.forbids or support.truncates):
         return logits
-    outside = _outside(logits.detach(), support, position)
+    outside = _outside(logits.detach(), support, position, allowed)
     if keep is not None:
         outside = outside.scatter(1, keep.unsqueeze(1), False)
     return logits.masked_fill(outside, -torch.inf)
@@ -146,9 +155,27 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(1)
 
 
-def _outside(logits: Tensor, support: Support, position: Tensor) -> Tensor:
+def allowed_tokens(bits: Tensor, vocabulary: int) -> Tensor:
+    """A packed mask, unpacked: token i is bit i mod 8, counted from the lowest, of byte i div 8.
+
+    Args: bits: uint8 [n, W]. vocabulary: V.
+    Returns: Bool [n, V]; tokens past the end of the mask are not allowed, what the mask says past V is left out.
+
+    >>> allowed_tokens(torch.tensor([[5]], dtype=torch.uint8), 4)
+    tensor([[ True, False,  True, False]])
+    """
+    places = torch.arange(8, dtype=torch.uint8, device=bits.device)
+    flags = (bits.unsqueeze(2) >> places & 1).bool().flatten(1)[:, :vocabulary]
+    return torch.nn.functional.pad(flags, (0, vocabulary - flags.shape[1]))
+
+
+def _outside(logits: Tensor, support: Support, position: Tensor, allowed: Tensor | None) -> Tensor:
     """Bool [n, V]: the tokens that are not drawn, from detached logits already divided by the temperature."""
     outside = torch.zeros_like(logits, dtype=torch.bool)
+    if support.constrained:
+        if allowed is None:
+            raise ConfigError("a constrained distribution needs `allowed` [n, W], the tokens that may come")
+        outside = ~allowed_tokens(allowed, logits.shape[1])
     if support.forbidden_ids:
         outside[:, list(support.forbidden_ids)] = True
     if support.min_tokens and support.stop_ids:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from whet.errors import EngineError
 from whet.ops.support import Support
+from whet.rollout.constraint import Constraint
 from whet.types import FinishReason
 
 __all__ = [
@@ -35,8 +36,8 @@ __all__ = [
 class Sampling:
     """How to draw the tokens of one request; ids and numbers only.
 
-    The order is that of transformers: repetition penalty, forbidden ids and minimum length (stop ids forbidden until
-    then), temperature, top-k, top-p, min-p.
+    The order is that of transformers: repetition penalty, forbidden ids, constraint and minimum length (stop ids
+    forbidden until then), temperature, top-k, top-p, min-p.
     """
 
     max_tokens: int = 64
@@ -59,6 +60,8 @@ class Sampling:
     """Any of these in the decoded completion ends it; the text up to it, and the stop string, stay."""
     forbidden_ids: tuple[int, ...] = ()
     """Never drawn."""
+    constraint: Constraint | None = None
+    """The language that the completion's text lies in; stop ids are drawn only where it may end."""
     logprob_support: str = "sampling"
     """"sampling": of the exact distribution drawn from; "full": temperature alone."""
     generation_kwargs: tuple[tuple[str, Any], ...] = ()
@@ -82,6 +85,7 @@ def support_of(sampling: Sampling) -> Support:
         forbidden_ids=sampling.forbidden_ids,
         min_tokens=sampling.min_tokens,
         stop_ids=sampling.stop_ids,
+        constrained=sampling.constraint is not None,
         full=sampling.logprob_support == "full",
     )
 
@@ -180,6 +184,8 @@ class EngineCaps:
     """New weights are taken between two tokens of a completion; without it, between two completions."""
     conversations: bool = False
     """Holds what a conversation has said, so that its next turn is not encoded anew."""
+    constraints: bool = False
+    """Draws under Sampling.constraint."""
 
 
 @dataclass(frozen=True, kw_only=True)

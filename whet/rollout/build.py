@@ -14,10 +14,11 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel
 from whet.rollout.base import Output, Request, RolloutEngine, Sampling
+from whet.rollout.constraint import Constraint, Grammars
 from whet.rollout.options import check_names, frozen_options
 from whet.types import Completion, Group, Prompt
 
-__all__ = ["complete", "describe_engine", "make_engine", "sampling_of"]
+__all__ = ["complete", "describe_engine", "grammars_of", "make_engine", "sampling_of"]
 
 log = logging.getLogger("whet")
 
@@ -35,6 +36,7 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int]) -> Sampling:
         stop_ids=tuple(config.eos_tokens or eos_ids),
         stop=tuple(config.stop),
         forbidden_ids=tuple(config.forbidden_tokens),
+        constraint=None if (c := config.constraint) is None else Constraint(kind=c.kind, text=c.text),
         logprob_support=config.logprob_support,
         generation_kwargs=frozen_options(config.generation_kwargs),
     )
@@ -49,13 +51,15 @@ def make_engine(
     tokenizer: Any,
     mesh: Any = None,
     generation_kwargs: Iterable[str] = (),
+    grammars: Grammars | None = None,
 ) -> RolloutEngine:
     """The engine of a cluster.
 
     Args: spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
         called as cls(loaded, decode=...); one with Tunix's `generate` as cls(rollout_actor=..., tokenizer=...,
         mesh=..., rollout_config=...). loaded: the policy. config: the rollout's. decode: ids to text.
-        generation_kwargs: names of transformers' options that it will be asked for.
+        generation_kwargs: names of transformers' options that it will be asked for. grammars: those of the tokenizer,
+        where the caller has them already.
     Returns: the engine. "vanilla" becomes "hf" where the model can't take whet's attention layout or transformers'
         options are asked for, with the reason.
     """
@@ -74,8 +78,9 @@ def make_engine(
     options: dict[str, Any] = {"decode": decode}
     if spec == "vanilla":
         options |= {"max_batch": config.max_batch_size, "kv_cache_tokens": config.kv_cache_tokens}
+        options["grammars"] = grammars or grammars_of(loaded, tokenizer)
     elif spec == "hf":
-        options["batch_size"] = config.max_batch_size
+        options |= {"batch_size": config.max_batch_size, "grammars": grammars or grammars_of(loaded, tokenizer)}
     if spec != "vanilla" and config.kv_cache_tokens is not None:
         log.warning(
             "kv_cache_tokens=%d has no effect: only the embedded engine bounds its cache", config.kv_cache_tokens
@@ -91,6 +96,11 @@ def make_engine(
             "base that leaves poll to write"
         )
     return engine
+
+
+def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
+    """The grammars of a model's tokenizer; nothing is made before the first constraint."""
+    return Grammars(tokenizer, vocabulary=int(loaded.module.get_input_embeddings().weight.shape[0]))  # pyright: ignore
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
@@ -125,6 +135,11 @@ def complete(
     if sampling.generation_kwargs and not engine.caps.generation_kwargs:
         names = ", ".join(name for name, _ in sampling.generation_kwargs)
         raise EngineError(f"the engine {type(engine).__name__} knows no {names}; use rollout_engine 'hf'")
+    if sampling.constraint is not None and not engine.caps.constraints:
+        raise EngineError(
+            f"the engine {type(engine).__name__} knows no constraints; use rollout_engine 'vanilla' or 'hf', or leave "
+            f"rollout.constraint out ({sampling.constraint})"
+        )
     seed, step, start = address
     requests = [
         Request(

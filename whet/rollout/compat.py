@@ -25,7 +25,7 @@ from whet.rollout.simple import QueueEngine
 __all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput"]
 
 
-BEYOND = ("forbidden_ids", "min_p", "min_tokens", "repetition_penalty", "return_logits", "stop")
+BEYOND = ("constraint", "forbidden_ids", "min_p", "min_tokens", "repetition_penalty", "return_logits", "stop")
 """Fields of Sampling that Tunix's RolloutConfig has no name for."""
 
 

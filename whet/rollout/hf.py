@@ -24,6 +24,7 @@ from whet.ops.uniform import address_key
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.beams import beam_search
 from whet.rollout.borrow import evaluating, max_positions, own_attention
+from whet.rollout.constraint import Grammars, Matcher
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan, sample_rows, seen_tokens
 from whet.rollout.options import Processors, check_options, num_beams, place_of
 from whet.rollout.simple import QueueEngine
@@ -35,13 +36,22 @@ class HFEngine(QueueEngine):
     """transformers' forward in a loop.
 
     Args: model: a causal language model, or a LoadedModel. decode: ids -> text, needed for stop strings only.
-        batch_size: requests run together where their lengths and Sampling are equal.
+        batch_size: requests run together where their lengths and Sampling are equal. grammars: the tokenizer's, needed
+        for constraints only.
     Raises: ConfigError: batch_size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
     """
 
-    caps = EngineCaps(shared_weights=True, addressed=True, abort=True, sleep=True, logits=True, generation_kwargs=True)
+    caps = EngineCaps(
+        shared_weights=True,
+        addressed=True,
+        abort=True,
+        sleep=True,
+        logits=True,
+        generation_kwargs=True,
+        constraints=True,
+    )
 
     def __init__(
         self,
@@ -49,6 +59,7 @@ class HFEngine(QueueEngine):
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
         batch_size: int = 64,
+        grammars: Grammars | None = None,
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size {batch_size} must be at least 1")
@@ -56,13 +67,21 @@ class HFEngine(QueueEngine):
         self._module = model.module if isinstance(model, LoadedModel) else model
         self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._positions = max_positions(self._module)
-        self._decode, self._batch_size = decode, batch_size
+        self._decode, self._batch_size, self._grammars = decode, batch_size, grammars
 
     def _check(self, request: Request) -> None:
         """Raises EngineError or ConfigError for a request that could never be served."""
-        check_request(request, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None)
+        check_request(
+            request,
+            vocabulary=self._vocabulary,
+            positions=self._positions,
+            decodes=self._decode is not None,
+            constrains=self._grammars is not None,
+        )
         make_plan(request.sampling)
         check_options(request)
+        if self._grammars is not None:
+            self._grammars.start(request)
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """Runs one batch to its end and returns it; [] = nothing in flight. Raises EngineError: the engine sleeps.
@@ -93,6 +112,7 @@ class HFEngine(QueueEngine):
         place = torch.tensor([r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
         options = Processors(plan.sampling, place_of(batch[0], device)) if plan.sampling.generation_kwargs else None
+        matchers = [self._grammars.start(r) if self._grammars else None for r in batch]
         tokens, logprobs, raw = [], [], []
         ended: dict[int, tuple[int, str]] = {}
         cache, fresh = None, ids
@@ -100,7 +120,8 @@ class HFEngine(QueueEngine):
             logits, cache = self._forward(ids, fresh, cache)
             where: dict[str, Any] = {"keys": keys, "position": place + step, "seen": seen}
             if options is None:
-                token, logprob = sample_rows(logits, plan, **where)
+                allowed = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
+                token, logprob = sample_rows(logits, plan, **where, allowed=allowed)
             else:
                 token, logprob = options.draw(ids, logits, plan.support, plan.reported, **where)
             if seen is not None:
@@ -112,6 +133,7 @@ class HFEngine(QueueEngine):
             if plan.sampling.return_logits:
                 raw.append(logits.float().cpu().numpy())
             self._look(batch, np.stack(tokens), ended)
+            self._follow(matchers, tokens[-1], len(tokens), ended)
             if len(ended) == len(batch):
                 break
         table, chosen = np.stack(tokens), np.stack(logprobs)
@@ -137,6 +159,21 @@ class HFEngine(QueueEngine):
                 stop = completed_string(self._decode, whole, r.sampling.stop, fresh=1) is not None
             if stop:
                 ended[i] = len(tokens), "stop"
+
+    def _follow(
+        self, matchers: list[Matcher | None], drawn: np.ndarray, made: int, ended: dict[int, tuple[int, str]]
+    ) -> None:
+        """Takes constrained rows one token on in their languages, and ends those where no token may come."""
+        for row, matcher in enumerate(matchers):
+            if matcher is None or self._grammars is None:
+                continue
+            if row in ended:
+                matchers[row] = None
+                continue
+            matcher.advance(int(drawn[row]))
+            self._grammars.refresh([matcher])
+            if matcher.ended:
+                ended[row], matchers[row] = (made, matcher.ended), None
 
     def _output(
         self,

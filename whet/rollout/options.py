@@ -148,13 +148,18 @@ def check_names(names: Iterable[str]) -> None:
 def check_options(request: Request) -> None:
     """Refuses a request whose options can't be carried out; one without options passes.
 
-    Raises: ConfigError: a name as in `check_names`, a value that transformers refuses, a beam search that is asked to
-        draw; EngineError: a request that no beam answers.
+    Raises: ConfigError: a name as in `check_names`, a value that transformers refuses, a constraint, a beam search that
+        is asked to draw; EngineError: a request that no beam answers.
     """
     sampling, options = request.sampling, thawed_options(request.sampling)
     if not options:
         return
     check_names(options)
+    if sampling.constraint is not None:
+        raise ConfigError(
+            f"generation_kwargs ({', '.join(sorted(options))}) do not go together with a constraint "
+            f"({sampling.constraint}): they know nothing of what it allows; keep one"
+        )
     if num_beams(sampling) == 1:
         if lone := sorted(options.keys() & set(BEAMS) - {"num_beams"}):
             raise ConfigError(f"generation_kwargs: {lone[0]} says how beams are ranked; give num_beams above 1 too")

@@ -20,6 +20,7 @@ from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel, load_model
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.borrow import max_positions
+from whet.rollout.constraint import Grammars
 from whet.rollout.engine.runner import Block, Runner
 from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
@@ -42,7 +43,8 @@ class EmbeddedEngine:
     Args: model: a LoadedModel, or a module to load. decode: ids -> text, needed for stop strings only.
         max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
             None = as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run
-            in chunks. fast: False = always run the module itself, never the fused trunk.
+            in chunks. fast: False = always run the module itself, never the fused trunk. grammars: the tokenizer's,
+            needed for constraints only.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
@@ -57,6 +59,7 @@ class EmbeddedEngine:
         peek=True,
         updates_in_flight=True,
         conversations=True,
+        constraints=True,
     )
 
     def __init__(
@@ -68,6 +71,7 @@ class EmbeddedEngine:
         kv_cache_tokens: int | None = None,
         prefill_tokens: int = 8192,
         fast: bool = True,
+        grammars: Grammars | None = None,
     ) -> None:
         sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
         for name, value in sizes.items():
@@ -80,7 +84,7 @@ class EmbeddedEngine:
             raise ConfigError(f"{loaded.name} is a critic: it has no language head to generate with; give the actor")
         if not loaded.packable:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
-        self._decode = decode
+        self._decode, self._grammars = decode, grammars
         self._positions = max_positions(loaded.module)
         self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast)
         if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
@@ -114,12 +118,19 @@ class EmbeddedEngine:
                 raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
             ids.add(r.id)
             check_request(
-                r, vocabulary=self._runner.vocabulary, positions=self._positions, decodes=self._decode is not None
+                r,
+                vocabulary=self._runner.vocabulary,
+                positions=self._positions,
+                decodes=self._decode is not None,
+                constrains=self._grammars is not None,
             )
             self._scheduler.check(r)
+        matchers = [self._grammars.start(r) if self._grammars else None for r in requests]
         plans = [self._plan(r.sampling) for r in requests]
         self._ids |= ids
-        self._scheduler.add([Task(request=r, plan=p) for r, p in zip(requests, plans, strict=True)])
+        self._scheduler.add(
+            [Task(request=r, plan=p, matcher=m) for r, p, m in zip(requests, plans, matchers, strict=True)]
+        )
 
     def _plan(self, sampling: Sampling) -> int:
         """The index of a Sampling's plan; Samplings that differ in max_tokens alone draw together."""
@@ -169,7 +180,7 @@ class EmbeddedEngine:
             runner.shrink(live, max(longest, *(t.left for t, _ in admitted)), self._taken())
         self._prefill(admitted)
         runner.own.reserve(live + len(admitted), runner.own.length)
-        block = runner.enter(live, admitted, self._plans)
+        block = runner.enter(live, admitted, self._plans, self._allowed(admitted))
         for _, p in admitted:
             p.live += 1
         self._rows += admitted
@@ -199,15 +210,20 @@ class EmbeddedEngine:
                 self._shelf.drop(task.request.conversation)  # the prompt's own row has all of it
 
     def _advance(self) -> None:
-        """Decodes a few steps, no more than the row nearest to its limit may make."""
-        runner, book = self._runner, self._book
-        steps = min(STEPS, int((book[LEFT] - book[MADE]).min()))
+        """Decodes a few steps, no more than the row nearest to its limit may make; one, where a row is constrained."""
+        runner, book, allowed = self._runner, self._book, self._allowed(self._rows)
+        steps = min(STEPS if allowed is None else 1, int((book[LEFT] - book[MADE]).min()))
         runner.own.reserve(len(self._rows), int(book[MADE].max()) - 1 + steps, longest=int(book[LEFT].max()))
         if self._stale:
             runner.regroup(self._rows, self._plans)
             self._stale = False
         self._book_work(steps=steps, row_steps=steps * len(self._rows))
-        self._collect(runner.run(steps, book[MADE], int((book[PROMPT] + book[MADE]).max())), 0)
+        self._collect(runner.run(steps, book[MADE], int((book[PROMPT] + book[MADE]).max()), allowed), 0)
+
+    def _allowed(self, rows: Sequence[tuple[Task, Prefix]]) -> Tensor | None:
+        """What constraints allow next, uint8 [n, W]; None where no row has one."""
+        matchers = [t.matcher for t, _ in rows] if self._grammars else []
+        return self._grammars.rows(matchers) if self._grammars and any(matchers) else None
 
     def _book_work(self, **counts: int) -> None:
         """Adds to what was done since construction."""
@@ -253,7 +269,18 @@ class EmbeddedEngine:
             for row in mine + first if sampling.stop else ():
                 if self._cut(int(row), steps):
                     ended[int(row)] = "stop"
+        self._follow(block.tokens[-1], first, ended)
         return ended
+
+    def _follow(self, drawn: np.ndarray, first: int, ended: dict[int, FinishReason]) -> None:
+        """Takes constrained rows one token on in their languages, and ends those where no token may come."""
+        rows = enumerate(self._rows[first : first + len(drawn)], first)
+        matchers = {row: t.matcher for row, (t, _) in rows if t.matcher and ended.get(row) != "stop"}
+        for row, matcher in matchers.items():
+            matcher.advance(int(drawn[row - first]))
+        if self._grammars and matchers:
+            self._grammars.refresh(list(matchers.values()))
+        ended |= {row: m.ended for row, m in matchers.items() if m.ended}
 
     def _cut(self, row: int, steps: int) -> bool:
         """Cuts a row at the token that completes a stop string, if one of its last `steps` does."""

@@ -124,10 +124,17 @@ class Runner:
         mine = self.own.read(row, own)
         return {i: (torch.cat([k, mine[i][0]], 1), torch.cat([v, mine[i][1]], 1)) for i, (k, v) in prompt.items()}
 
-    def enter(self, first: int, admitted: Sequence[tuple[Task, Prefix]], plans: Sequence[Plan]) -> Block:
+    def enter(
+        self,
+        first: int,
+        admitted: Sequence[tuple[Task, Prefix]],
+        plans: Sequence[Plan],
+        allowed: Tensor | None = None,
+    ) -> Block:
         """Takes sequences in as rows first.., and draws their first tokens.
 
         Args: first: live rows before. admitted: tasks with prefilled prefixes. plans: of the tasks' indices.
+            allowed: uint8 [new rows, W], what constraints allow, where there are any.
         Returns: a block of one step over the new rows.
         """
         rows = slice(first, first + len(admitted))
@@ -144,7 +151,7 @@ class Runner:
         logits = self.forward.logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
         groups = self._grouped([t.plan for t, _ in admitted], plans)
         numbers = uniform(self.state[KEY, rows], self.state[PLACE, rows])
-        tokens, logprobs = self._sample(logits, groups, rows, numbers)
+        tokens, logprobs = self._sample(logits, groups, rows, numbers, allowed)
         self.state[TOKEN, rows] = tokens
         keep = any(plan.sampling.return_logits for plan, _ in groups)
         return self._read([tokens], [logprobs], [logits] if keep else None)
@@ -161,11 +168,12 @@ class Runner:
         self.layout.regroup(self.stores, buckets, slots, lengths, count)
         self.groups = self._grouped([t.plan for t, _ in rows], plans)
 
-    def run(self, steps: int, own: np.ndarray, furthest: int) -> Block:
+    def run(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> Block:
         """Decodes some steps.
 
         Args: steps: how many. own: int [n], tokens that each row has made (the last one is not in its KV yet).
-            furthest: the largest number of tokens, prompt included, of a row.
+            furthest: the largest number of tokens, prompt included, of a row. allowed: uint8 [n, W], what constraints
+            allow at this one step, where there are any.
         Returns: what was drawn.
         """
         n, rows = len(own), self.layout.rows
@@ -191,7 +199,7 @@ class Runner:
             features = self.forward.features(state[TOKEN].unsqueeze(1), self.layout)
             logits = self.forward.logits(features[:n])
             state[POSITION : PLACE + 1] += 1
-            drawn, logprob = self._sample(logits, self.groups, slice(0, n), numbers[step])
+            drawn, logprob = self._sample(logits, self.groups, slice(0, n), numbers[step], allowed)
             state[TOKEN, :n] = drawn
             tokens.append(drawn)
             logprobs.append(logprob)
@@ -228,20 +236,27 @@ class Runner:
         return [(plans[i], torch.from_numpy(np.flatnonzero(at == i)).to(self.device)) for i in distinct]
 
     def _sample(
-        self, logits: Tensor, groups: list[tuple[Plan, Tensor | None]], rows: slice, u: Tensor
+        self,
+        logits: Tensor,
+        groups: list[tuple[Plan, Tensor | None]],
+        rows: slice,
+        u: Tensor,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Draws for rows of the state whose logits are given, plan by plan, and marks the tokens as seen."""
         key, place = self.state[KEY, rows], self.state[PLACE, rows]
         seen = None if self.seen is None else self.seen[rows]
+        allowed = None if allowed is None else allowed.to(logits.device)
         if len(groups) == 1:
             plan = groups[0][0]
-            tokens, logprobs = sample_rows(logits, plan, keys=key, position=place, seen=seen, u=u)
+            tokens, logprobs = sample_rows(logits, plan, keys=key, position=place, seen=seen, u=u, allowed=allowed)
         else:
             tokens, logprobs = torch.empty_like(key), torch.empty(len(key), device=logits.device)
             for plan, index in groups:
                 assert index is not None
-                part = [None if x is None else x.index_select(0, index) for x in (logits, key, place, seen, u)]
-                t, lp = sample_rows(part[0], plan, keys=part[1], position=part[2], seen=part[3], u=part[4])  # pyright: ignore
+                columns = {"keys": key, "position": place, "seen": seen, "u": u, "allowed": allowed}
+                part = {name: None if x is None else x.index_select(0, index) for name, x in columns.items()}
+                t, lp = sample_rows(logits.index_select(0, index), plan, **part)  # pyright: ignore[reportArgumentType]
                 tokens.index_copy_(0, index, t)
                 logprobs.index_copy_(0, index, lp)
         if seen is not None:

@@ -56,13 +56,21 @@ def make_plan(sampling: Sampling) -> Plan:
 
 
 def sample_rows(
-    logits: Tensor, plan: Plan, *, keys: Tensor, position: Tensor, seen: Tensor | None, u: Tensor | None = None
+    logits: Tensor,
+    plan: Plan,
+    *,
+    keys: Tensor,
+    position: Tensor,
+    seen: Tensor | None,
+    u: Tensor | None = None,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws one token for each row.
 
     Args: logits [n, V]. plan: shared by the rows. keys: Long [n], address keys. position: Long [n], completion tokens
         before this place. seen: Bool [n, V], tokens that stand before it; needed with a repetition penalty only.
-        u: float64 [n], uniform(keys, position), where the caller has it already.
+        u: float64 [n], uniform(keys, position), where the caller has it already. allowed: uint8 [n, W], the tokens that
+        a constraint allows, a bit each; needed with one only.
     Returns: (Long [n] tokens, fp32 [n] logprobs under the reported support). At temperature 0 the token is the
         likeliest one and its logprob is taken at temperature 1.
 
@@ -71,7 +79,7 @@ def sample_rows(
     tensor([1])
     """
     logits = logits.float()
-    scores = support_logits(logits, plan.support, seen=seen, position=position)
+    scores = support_logits(logits, plan.support, seen=seen, position=position, allowed=allowed)
     if plan.support.temperature == 0:
         tokens = greedy(scores)
     else:
@@ -155,12 +163,15 @@ def completed_string(
     return len(tokens)
 
 
-def check_request(request: Request, *, vocabulary: int, positions: int | None, decodes: bool) -> None:
+def check_request(
+    request: Request, *, vocabulary: int, positions: int | None, decodes: bool, constrains: bool = False
+) -> None:
     """Refuses a request that could never be served.
 
     Args: request: to check. vocabulary: ids the model knows. positions: tokens its positions reach, None = no limit.
-        decodes: whether the engine can turn tokens into text.
-    Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function.
+        decodes: whether the engine can turn tokens into text. constrains: whether it knows the tokens' bytes.
+    Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function, a constraint without
+        grammars.
     """
     s, length = request.sampling, len(request.tokens)
     name = f"request {request.id}"
@@ -186,3 +197,8 @@ def check_request(request: Request, *, vocabulary: int, positions: int | None, d
         raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
     if s.stop and not decodes:
         raise ConfigError(f"{name} has stop strings {s.stop}, but the engine has no decode function; pass decode=")
+    if s.constraint is not None and not constrains:
+        raise ConfigError(
+            f"{name} has the constraint {s.constraint}, but the engine has no tokenizer to spell it with; pass "
+            "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('vanilla', 'hf')"
+        )

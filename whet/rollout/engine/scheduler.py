@@ -18,6 +18,7 @@ from torch import Tensor
 
 from whet.errors import EngineError
 from whet.rollout.base import Output, Piece, Request
+from whet.rollout.constraint import Matcher
 from whet.rollout.engine.kv_cache import bucket_length
 from whet.rollout.engine.shelf import Held, Shelf, common_length
 from whet.types import FinishReason
@@ -42,6 +43,8 @@ class Task:
     request: Request
     plan: int
     """Index of its Sampling among the engine's plans."""
+    matcher: Matcher | None = None
+    """Its place in the language that constrains it."""
     parts: list[Part] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
     """float32 [steps, V] blocks of this stay, where the request asked for them."""
