@@ -113,6 +113,12 @@ def test_bytes_of_one_letter_are_tokens_of_their_own():
     assert allowed == [{195}, {169}, {195, 256}, {169}, {256}]
 
 
+def test_a_dot_is_any_letter_but_a_newline():
+    g = Grammars(byte_tokenizer(), vocabulary=300)
+    allowed = ids_of(g.matcher(Sampling(constraint=Constraint(kind="regex", text="."))).allowed)
+    assert 10 not in allowed and {9, 32, 47, 92, 195} <= allowed <= set(range(256))
+
+
 def test_a_stop_id_that_is_text_too_is_allowed_where_the_language_may_end_and_nowhere_else(grammars):
     a, b = WORDS.index("a"), WORDS.index("b")
     s = sampling("a[ab]*", stops=(b,))

@@ -18,7 +18,7 @@ from whet.ops.masked import (
     segment_sum,
 )
 from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, grpo_objective, nll
-from whet.ops.support import Support, draw, greedy, support_logits
+from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
 from whet.ops.uniform import address_key, uniform
 from whet.ops.value_losses import VALUE_LOSSES, clipped_value
 from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights
@@ -34,6 +34,7 @@ __all__ = [
     "Support",
     "address_key",
     "aggregate",
+    "allowed_tokens",
     "clipped_surrogate",
     "clipped_value",
     "draw",
