@@ -9,13 +9,28 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 __all__ = ["main"]
 
 VERBS = {
     "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a few minutes",
     "grpo": "train a policy by GRPO: --config run.yaml, key=value",
+    "generate": "complete prompts: model=FOLDER prompt=TEXT",
+    "chat": "talk with a model: model=FOLDER",
     "version": "print the version",
+}
+
+_PROFILE = " --profile (trainer.profile=true) profiles the second step."
+_EXAMPLES = {
+    "generate": (
+        "\n\nExamples:\n  whet generate model=runs/a prompt='2*2+4*3='\n"
+        "  whet generate model=runs/a/final prompts=test.jsonl num_generations=4 out=completions.jsonl"
+    ),
+    "chat": (
+        "\n\nIn the chat: /reset, /system TEXT, /set temperature=0.7, /help, /quit; Ctrl-C stops an answer.\n\n"
+        "Example:\n  whet chat model=Qwen/Qwen3-0.6B max_tokens=1000"
+    ),
 }
 
 
@@ -62,26 +77,59 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: str, words: list[str]) -> None:
-    words = ["trainer.profile=true" if w == "--profile" else w for w in words]
-    config = None
-    if verb == "grpo":
-        from whet.config import check_complete, dump, load_run
+    if verb in ("demo", "grpo"):
+        words = ["trainer.profile=true" if w == "--profile" else w for w in words]
+    printing = [w for w in words if w in ("--print_config", "--print-config")]
+    config = _config(verb, [w for w in words if w not in printing])
+    if printing and config is not None:
+        from whet.config import dump
 
-        printing = [w for w in words if w in ("--print_config", "--print-config")]
-        config = load_run([w for w in words if w not in printing])
-        if printing:
-            _print(dump(config), end="")
-            return
-        check_complete(config)
+        _print(dump(config), end="")
+        return
+    _check(verb, config)
     from whet.observe.progress import setup_logging
 
     setup_logging()
-    from whet import commands
+    if verb == "generate":
+        from whet.generate import generate
 
-    if config is not None:
-        commands.grpo(config)
+        generate(config)
+    elif verb == "chat":
+        from whet.chat import chat
+
+        chat(config)
     else:
-        commands.demo(words)
+        from whet import commands
+
+        if config is not None:
+            commands.grpo(config)
+        else:
+            commands.demo(words)
+
+
+def _config(verb: str, words: list[str]) -> Any:
+    """The configuration of a verb; None where it takes words."""
+    if verb == "demo":
+        return None
+    if verb == "grpo":
+        from whet.config import load_run
+
+        return load_run(words)
+    from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
+
+    return load_sampled(GenerateConfig if verb == "generate" else ChatConfig, words)
+
+
+def _check(verb: str, config: Any) -> None:
+    """Raises ConfigError for what lacks, before anything heavy is imported."""
+    if verb == "grpo":
+        from whet.config import check_complete
+
+        check_complete(config)
+    elif config is not None:
+        from whet.config.generate import check_model
+
+        check_model(config)
 
 
 def _help() -> str:
@@ -99,13 +147,22 @@ def _verb_help(verb: str) -> str:
         )
     from whet.config import SHORT, RunConfig, show
 
-    keys = show(RunConfig, SHORT, hidden=("rollout_vllm_", "rollout_sglang_"))
+    if verb == "grpo":
+        keys = show(RunConfig, SHORT, hidden=("rollout_vllm_", "rollout_sglang_"))
+        end = (
+            "\n\nKeys of vLLM and SGLang (rollout.rollout_vllm_*, rollout.rollout_sglang_jax_*) are accepted without "
+            "effect."
+        )
+    else:
+        from whet.config.generate import ChatConfig, GenerateConfig
+
+        keys = show(GenerateConfig if verb == "generate" else ChatConfig)
+        end = _EXAMPLES[verb]
+    profile, note = (" [--profile]", _PROFILE) if verb == "grpo" else ("", "")
     return (
-        f"usage: whet grpo [--config FILE ...] [--print_config] [--profile] [key=value ...]\n\n{VERBS['grpo']}\n\n"
+        f"usage: whet {verb} [--config FILE ...] [--print_config]{profile} [key=value ...]\n\n{VERBS[verb]}\n\n"
         "Files are read first, in order; then key=value, with or without leading dashes. --print_config prints the\n"
-        "settled configuration as YAML and ends. --profile (trainer.profile=true) profiles the second step.\n\n"
-        f"Keys:\n{keys}\n\n"
-        "Keys of vLLM and SGLang (rollout.rollout_vllm_*, rollout.rollout_sglang_jax_*) are accepted without effect."
+        f"settled configuration as YAML and ends.{note}\n\nKeys:\n{keys}{end}"
     )
 
 

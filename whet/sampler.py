@@ -24,12 +24,12 @@ from whet.config import RolloutConfig
 from whet.config.base import Count, config
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
-from whet.errors import ConfigError, DataError, lookup_error
+from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.models.load import LoadedModel, load_model
 from whet.rollout.base import Piece, Request, RolloutEngine, Sampling, stream
 from whet.rollout.borrow import max_positions
 from whet.rollout.build import complete, make_engine, sampling_of
-from whet.rollout.options import num_beams
+from whet.rollout.options import check_names, num_beams
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt
 
@@ -160,6 +160,11 @@ class Sampler:
             )
         return self._engines[kind]
 
+    @property
+    def engines(self) -> tuple[RolloutEngine, ...]:
+        """The engines made so far."""
+        return tuple(self._engines.values())
+
     def decode(self, ids: Any) -> str:
         """The text of ids, special tokens left out."""
         return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
@@ -244,6 +249,7 @@ class Sampler:
             if "num_beams" in kwargs:
                 raise ConfigError("beam_size and generation_kwargs' num_beams are one option; keep one")
             kwargs["num_beams"] = beam_size
+        check_names(kwargs)
         for name in ("eos_tokens", "forbidden_tokens"):
             given[name] = None if given[name] is None else tuple(given[name])
         given["forbidden_tokens"] = given["forbidden_tokens"] or ()
@@ -271,14 +277,16 @@ class Sampler:
         """Texts or chats, or a single one, as Prompts: see the call. Raises DataError where one is too long."""
         if on_long_prompt not in ("error", "truncate_left"):
             raise lookup_error("on_long_prompt", on_long_prompt, ("error", "truncate_left"))
-        encoder = PromptEncoder(
-            self.tokenizer,
+        encoder = self.encoder(
             apply_chat_template=apply_chat_template,
-            chat_template_kwargs=self.chat_template_kwargs,
             max_prompt_length=max_prompt_length,
-            on_long_prompt=on_long_prompt,  # pyright: ignore[reportArgumentType]
+            on_long_prompt=on_long_prompt,
         )
         return encode_texts(encoder, one_or_many(inputs))
+
+    def encoder(self, **options: Any) -> PromptEncoder:
+        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's."""
+        return PromptEncoder(self.tokenizer, chat_template_kwargs=self.chat_template_kwargs, **options)
 
     def fitted(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> Sampling:
         """The sampling parameters with a length that the longest prompt leaves room for.
@@ -409,7 +417,12 @@ def _model_folder(source: str | Path) -> str:
     if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
         log.info("%s is a run's folder; taking %s", folder, folder / "final")
         return str(folder / "final")
-    return str(source)
+    named = str(source)
+    if not folder.exists() and (named.startswith(("/", ".", "~")) or named.count("/") > 1):
+        here = folder.parent
+        near = nearest(folder.name, [p.name for p in here.iterdir()]) if here.is_dir() else f"; there is no {here}"
+        raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
+    return named
 
 
 def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.device | None) -> LoadedModel:

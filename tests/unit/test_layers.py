@@ -16,7 +16,8 @@ LAYERS = [
     {"worker", "offload", "role_trainer", "checkpoints"},
     {"cluster"},
     {"learners"},
-    {"demo", "commands", "chat"},
+    {"demo", "commands", "generate"},
+    {"chat"},
     {"cli", "trl", "torchrl", "rl2"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

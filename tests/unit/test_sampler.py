@@ -226,7 +226,10 @@ def test_a_folder_is_loaded_without_gradients_and_a_module_is_left_as_it_is(mode
     with pytest.raises(ConfigError, match="a module brings no tokenizer"):
         Sampler(model)
     with pytest.raises(ConfigError, match=r"can.t|no tokenizer at"):
-        Sampler(tmp_path / "nothing")
+        Sampler("nothing")
+    (tmp_path / "final").mkdir()
+    with pytest.raises(ConfigError, match=r"there is no folder .*finel, and no hub name .*did you mean final"):
+        Sampler(tmp_path / "finel")
 
 
 def test_another_state_is_taken_whole_or_not_at_all(tokenizer):

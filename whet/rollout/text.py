@@ -5,7 +5,7 @@ Left out on purpose: drawing. `whet.rollout.build.complete` does that, on ids al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from whet.data.padded import left_padded
@@ -13,7 +13,10 @@ from whet.data.prompts import PromptEncoder
 from whet.errors import DataError
 from whet.types import Group, Message, Prompt, RolloutOutput
 
-__all__ = ["encode_texts", "one_or_many", "rollout_output"]
+__all__ = ["TextStream", "encode_texts", "one_or_many", "rollout_output"]
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What decoding puts for a character whose bytes are not all there."""
 
 
 def one_or_many(inputs: Any) -> Sequence[str] | Sequence[list[Message]]:
@@ -67,3 +70,32 @@ def rollout_output(
         left_padded_prompt_tokens=left_padded([g.prompt.tokens for g in groups for _ in g.completions], pad_id),
         logprobs=[c.logprobs for c in done] if logprobs else None,
     )
+
+
+class TextStream:
+    """Text of tokens that come in pieces; a character that is not whole yet waits for its rest.
+
+    Args: decode: ids to text.
+
+    >>> stream = TextStream(lambda ids: bytes(ids).decode(errors="replace"))
+    >>> stream.push([72, 195]), stream.push([169]), stream.push([195], last=True)
+    ('', 'Hé', '�')
+    """
+
+    def __init__(self, decode: Callable[[Any], str]) -> None:
+        self._decode = decode
+        self._ids: list[int] = []
+        self._from = self._shown = 0
+
+    def push(self, ids: Iterable[int], *, last: bool = False) -> str:
+        """The text that the next tokens add.
+
+        Args: ids: the next tokens. last: none follow, so that nothing waits.
+        """
+        self._ids += [int(i) for i in ids]
+        before = self._decode(self._ids[self._from : self._shown])
+        text = self._decode(self._ids[self._from :])
+        if text.endswith(INCOMPLETE) and not last:
+            return ""
+        self._from, self._shown = self._shown, len(self._ids)
+        return text[len(before) :]

@@ -1,0 +1,140 @@
+"""What `whet generate` and `whet chat` take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field
+from typing import Any, Literal, TypeVar
+
+from whet.config.base import Bool, Count, Float, Int, Strings, check, config
+from whet.config.loader import tree
+from whet.errors import ConfigError
+
+__all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_model", "load_sampled"]
+
+TEXTS = ("prompt", "system_prompt")
+"""Keys whose words are taken as they stand, colons and brackets included, and not as YAML."""
+
+
+@config
+class SampledConfig:
+    """A model, and how it is drawn from."""
+
+    model: str | None = None
+    """Folder of a model, of a finished run, or a hub name."""
+    tokenizer: str | None = None
+    """Folder or hub name of the tokenizer; None = the model's."""
+    max_tokens: Count | None = None
+    """Longest completion in tokens, stop token included; None = 256, or what the model leaves."""
+    temperature: Float = 0.7
+    """Divides the logits; 0 = greedy."""
+    top_p: Float | None = None
+    """Smallest set of tokens with this probability; None = off."""
+    top_k: Int | None = None
+    """So many most likely tokens; None = off."""
+    min_p: Float = 0.0
+    """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
+    repetition_penalty: Float = 1.0
+    """Divides positive and multiplies negative logits of tokens already there. 1.0 = off."""
+    min_tokens: Int = 0
+    """No stop token is drawn before this many tokens."""
+    stop: Strings = ()
+    """Strings that end a completion; the text up to and with the string stays."""
+    eos_tokens: tuple[Int, ...] | None = None
+    """Ids that end a completion; None = the model's and the tokenizer's."""
+    forbidden_tokens: tuple[Int, ...] = ()
+    """Ids that are never drawn."""
+    seed: Int | None = None
+    """Draws the same again; None = another each time."""
+    generation_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
+    system_prompt: str = ""
+    """Put before every conversation. "" = none."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the chat template, e.g. {enable_thinking: true}."""
+    rollout_engine: str = "vanilla"
+    """"vanilla" = the embedded engine, "hf" = transformers' own decoding, or "package.module:Class"."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
+    device: str | None = None
+    """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
+
+
+@config
+class GenerateConfig(SampledConfig):
+    """Everything that `whet generate` needs.
+
+    >>> load_sampled(GenerateConfig, ["model=m", "prompt=Add: 2+2="]).prompt
+    ('Add: 2+2=',)
+    """
+
+    prompt: Strings = ()
+    """A prompt, taken as it stands; may be given several times. "-" = what comes in on standard input."""
+    prompts: str | None = None
+    """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name."""
+    prompt_column: str | None = None
+    """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
+    split: str = "train"
+    """Split of the data set."""
+    limit: Count | None = None
+    """Use so many prompts; None = all."""
+    apply_chat_template: Bool = False
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
+    max_prompt_length: Count | None = None
+    """Longest prompt in tokens; None = what the model takes."""
+    on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
+    """A prompt over max_prompt_length: refuse it, keep its last tokens, or leave it out."""
+    num_generations: Count = 1
+    """Completions of each prompt."""
+    beam_size: Count | None = None
+    """Beams to search with instead of drawing (temperature=0); num_generations gives the best of them."""
+    out: str | None = None
+    """A .jsonl file to write instead of printing: prompt, completion, finish_reason, tokens, logprobs."""
+    overwrite: Bool = False
+    """Write over that file where it exists."""
+    batch_size: Count = 64
+    """Completions made at once. It changes no draw."""
+
+    def __post_init__(self) -> None:
+        """Checks what concerns several keys."""
+        if self.prompt and self.prompts is not None:
+            raise ConfigError("prompt and prompts both give prompts; keep one")
+
+
+@config
+class ChatConfig(SampledConfig):
+    """Everything that `whet chat` needs."""
+
+
+T = TypeVar("T", bound=SampledConfig)
+
+
+def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
+    """The configuration of `whet generate` or `whet chat` from its words.
+
+    Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; texts are taken as they stand.
+    Raises: ConfigError: every problem at once, a line each.
+    """
+    texts: dict[str, Any] = {}
+    rest = []
+    for word in argv:
+        key, equals, text = word.removeprefix("--").partition("=")
+        key = key.replace("-", "_")
+        if not equals or key not in TEXTS:
+            rest.append(word)
+        elif key == "prompt":
+            texts[key] = (*texts.get(key, ()), text)
+        else:
+            texts[key] = text
+    return check(cls, {**tree(rest), **texts})
+
+
+def check_model(config: SampledConfig) -> None:
+    """Raises ConfigError where no model is given.
+
+    >>> check_model(ChatConfig())
+    Traceback (most recent call last):
+    whet.errors.ConfigError: no model; write model=<folder, run folder or hub name>
+    """
+    if config.model is None:
+        raise ConfigError("no model; write model=<folder, run folder or hub name>")
