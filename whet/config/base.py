@@ -40,6 +40,7 @@ __all__ = [
     "explain",
     "field_docs",
     "leaves",
+    "section_at",
     "type_text",
 ]
 
@@ -192,7 +193,7 @@ def _path(cls: type, loc: tuple[Any, ...], given: Any) -> tuple[str, ...]:
     """The parts of pydantic's location that the user knows, without its names for the members of a union."""
     path: tuple[str, ...] = ()
     for part in loc:
-        section = _section(cls, path)
+        section = section_at(cls, path)
         if (isinstance(given, Mapping) and part in given) or (
             isinstance(given, list | tuple) and isinstance(part, int)
         ):
@@ -208,25 +209,32 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
     first = items[0]
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
         message = str(first["ctx"]["error"])
-        if not path:
-            return message
-        return f"{key} {message}" if message.startswith("must be") else f"{key}: {message}"
+        return "\n".join(_under(cls, path, key, line) for line in message.splitlines()) if path else message
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short)
     if first["type"] == "missing":
         return f"{key} is required"
     if first["type"].startswith("dataclass") and len(items) == 1:
-        some = next(f.name for f in dataclasses.fields(_section(cls, path)))
+        some = next(f.name for f in dataclasses.fields(section_at(cls, path)))
         return f"{key} is a section: give its keys, e.g. {key}.{some}, got {first['input']!r}"
-    owner = _section(cls, path[:-1])
+    owner = section_at(cls, path[:-1])
     if len(items) > 1 and owner and path[-1] in (f.name for f in dataclasses.fields(owner)):
         return f"{key}: expected {type_text(owner, path[-1])}, got {first['input']!r}"
     said = dict.fromkeys(f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
     return f"{key}: {'; '.join(said)}, got {first['input']!r}"
 
 
+def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
+    """A section's own message under its key; one that begins with a field's name goes on from the path to it."""
+    section = section_at(cls, path)
+    names = [f.name for f in dataclasses.fields(section)] if section else []
+    if (word := re.match(r"(\w+)(?=[ .:=])", message)) and word[0] in names:
+        return f"{key}.{message}"
+    return f"{key} {message}" if message.startswith("must be") else f"{key}: {message}"
+
+
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str]) -> str:
-    owner = _section(cls, path[:-1])
+    owner = section_at(cls, path[:-1])
     refused = {k: v for c in reversed(owner.__mro__) for k, v in vars(c).get("REFUSED", {}).items()} if owner else {}
     if path[-1] in refused:
         return f"{key}: {refused[path[-1]]}"
@@ -240,8 +248,13 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
     return f"unknown {noun} {key}{near}"
 
 
-def _section(cls: type, path: tuple[str, ...]) -> Any:
-    """The configuration class at a path; None where there is none."""
+def section_at(cls: type, path: tuple[str, ...]) -> Any:
+    """The configuration class at a path of keys; None where there is none.
+
+    >>> from whet.config import TrainingConfig
+    >>> section_at(TrainingConfig, ("checkpointing_options",)).__name__
+    'CheckpointingOptions'
+    """
     kind: Any = cls
     for part in path:
         if dataclasses.is_dataclass(kind):
@@ -306,7 +319,7 @@ def leaves(cls: type, optional: bool = False, prefix: str = "") -> Iterator[tupl
     Returns: (key, field, class that has the field), in order.
     """
     for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
-        section = _section(cls, (field.name,))
+        section = section_at(cls, (field.name,))
         if section and (optional or field.default_factory is section):
             yield from leaves(section, optional, f"{prefix}{field.name}.")
         else:

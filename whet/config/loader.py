@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from whet.config.base import check, field_docs, leaves, type_text
+from whet.config.base import check, field_docs, leaves, section_at, type_text
 from whet.errors import ConfigError
 
 __all__ = ["diff", "dump", "dump_tree", "load", "read_yaml", "show", "tree"]
@@ -229,19 +229,32 @@ def _one_line(value: Any) -> str:
 def show(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[str] = ()) -> str:
     """Help: every key with its default, its type and its docstring; then the shorthands.
 
+    The keys of a section that is None by default follow it, with the defaults that they have once it is given; of a
+    section whose class was listed before, the place of that list.
+
     Args: cls: a configuration class. short: shorthand -> full key. hidden: beginnings of names that are left out.
     """
-    lines = []
-    for key, field, owner in leaves(cls):
-        if field.name.startswith(tuple(hidden)):
-            continue
-        if field.default_factory is not dataclasses.MISSING:
-            default: Any = field.default_factory()
-        else:
-            default = field.default
-        text = "(required)" if default is dataclasses.MISSING else _one_line(default)
-        lines.append(f"  {key}={text}  ({type_text(owner, field.name)})")
-        lines += [f"      {line}" for line in field_docs(owner).get(field.name, "").splitlines()]
+    lines: list[str] = []
+    _show(cls, "", tuple(hidden), {}, lines)
     if short:
         lines += ["", "Shorthands:", *(f"  {key} = {target}" for key, target in short.items())]
     return "\n".join(lines)
+
+
+def _show(cls: type, prefix: str, hidden: tuple[str, ...], listed: dict[type, str], lines: list[str]) -> None:
+    """Adds the lines of a section's keys; `listed` has the prefix under which each class was listed first."""
+    for key, field, owner in leaves(cls, prefix=prefix):
+        listed.setdefault(owner, key.removesuffix(field.name))
+        if field.name.startswith(hidden):
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        text = "(required)" if default is dataclasses.MISSING else _one_line(default)
+        lines.append(f"  {key}={text}  ({type_text(owner, field.name)})")
+        lines += [f"      {line}" for line in field_docs(owner).get(field.name, "").splitlines()]
+        section = section_at(owner, (field.name,))
+        if section is None or type_text(owner, field.name) != f"{section.__name__} | None":
+            continue
+        if section in listed:
+            lines.append(f"      Keys: {key}.* as {listed[section]}* above.")
+        else:
+            _show(section, f"{key}.", hidden, listed, lines)

@@ -240,15 +240,13 @@ class RolloutConfig:
             known = {f.name for f in dataclasses.fields(self)} - {"eval"}
             for name in self.eval:
                 if name not in known:
-                    raise ConfigError(f"eval: unknown key {name}{nearest(name, known)}")
+                    raise ConfigError(f"eval.{name}: unknown key{nearest(name, known)}")
                 if name in ("max_batch_size", "kv_cache_tokens"):
-                    raise ConfigError(
-                        f"eval: {name} belongs to the engine, which evaluation shares; set rollout.{name}"
-                    )
+                    raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set rollout.{name}")
             try:
                 self.for_mode(Mode.EVAL)
             except ConfigError as error:
-                raise ConfigError(f"eval.{error}") from None
+                raise ConfigError("\n".join(f"eval.{line}" for line in str(error).splitlines())) from None
 
     def _check_ranges(self) -> None:
         if self.temperature < 0:

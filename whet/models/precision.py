@@ -7,6 +7,7 @@ a resumed run takes the note instead of the clock.
 
 from __future__ import annotations
 
+import functools
 import time
 
 import torch
@@ -23,8 +24,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
     """The compute dtype of a model.
 
-    Args: name: "float32", "bfloat16", or "auto": bf16 on a GPU that has it, on a CPU where the probe finds it 1.3
-        times faster at the model's hidden size, else fp32. loaded: the model, on its device.
+    Args: name: "float32", "bfloat16", or "auto": bf16 on a GPU that has it in hardware, on a CPU that has instructions
+        for it where the probe finds it 1.3 times faster at the model's hidden size, else fp32. loaded: the model, on
+        its device.
     Returns: the dtype.
     Raises: ConfigError: another name.
     """
@@ -34,15 +36,20 @@ def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
         return DTYPES[name]
     device = next(loaded.module.parameters()).device
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32
+        hardware = torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.bfloat16 if hardware else torch.float32
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     width = int(loaded.module.config.get_text_config().hidden_size)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     return torch.bfloat16 if probe_bf16(width) >= 1.3 else torch.float32
 
 
+@functools.cache
 def probe_bf16(width: int, rows: int = 512) -> float:
-    """How many times faster bf16 is than fp32 here, forward and backward through an MLP of a width."""
+    """How many times faster bf16 is than fp32 here, forward and backward through an MLP of a width.
+
+    Timed once in a process: an actor and its reference of the same width compute alike, whatever the clock says.
+    """
     return min(_mlp_seconds(width, rows, torch.float32, 5)) / min(_mlp_seconds(width, rows, torch.bfloat16, 5))
 
 

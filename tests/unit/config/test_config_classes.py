@@ -222,7 +222,7 @@ def test_the_token_budget_has_two_names_and_a_default():
         ({"stop": [""]}, "empty string"),
         ({"data_type": "bfloat16"}, "actor.dtype"),
         ({"rollout_mapping_config": {}}, "Hugging Face"),
-        ({"eval": {"temp": 1.0}}, "eval: unknown key temp"),
+        ({"eval": {"temp": 1.0}}, "eval.temp: unknown key"),
         ({"eval": {"top_p": 0.0}}, "eval.top_p must lie"),
         ({"rollout_vllm_swap_space_size_gb": 4.0}, "leave it out"),
     ],

@@ -22,6 +22,7 @@ from whet.config import (
     show,
     tree,
 )
+from whet.config.base import field_docs, leaves
 from whet.errors import ConfigError
 
 
@@ -94,6 +95,19 @@ def test_a_section_is_no_shorthand():
         ("modell=x", "unknown key modell; did you mean model?"),
         ("lr=3", "did you mean actor.optim.lr"),
         ("trainer.checkpointing_options.max_keep=3", "did you mean max_to_keep?"),
+        ("trainer.profiler_options.skip=3", "unknown key trainer.profiler_options.skip"),
+        (
+            "trainer.profiler_options.profile_steps=3",
+            "trainer.profiler_options.profile_steps; did you mean profiler_steps",
+        ),
+        (
+            "trainer.profiler_options.skip_first_n_steps=-1",
+            "trainer.profiler_options.skip_first_n_steps must not be neg",
+        ),
+        ("trainer.metrics_logging_options.run=x", "did you mean trainer.metrics_logging_options.run_name"),
+        ("actor.optim.betas=[0.9, 2]", "actor.optim.betas must lie in [0, 1), got (0.9, 2.0)"),
+        ("critic.optim.eps=-1", "critic.optim.eps must be positive, got -1.0"),
+        ("rollout.eval.temprature=0", "rollout.eval.temprature: unknown key; did you mean temperature"),
         ("critic.optim.lrr=3", "unknown key critic.optim.lrr; did you mean lr"),
         ("actor.lr=abc", "actor.optim.lr: expected a number, got 'abc'"),
         ("actor.lr=.nan", "actor.optim.lr: expected a finite number, got nan"),
@@ -101,10 +115,10 @@ def test_a_section_is_no_shorthand():
         ("trainer.max_steps=2.5", "trainer.max_steps must be a positive integer. Got: 2.5"),
         ("trainer=3", "trainer is a section: give its keys"),
         ("actor=my/model", "actor is a section: give its keys, e.g. actor.model, got 'my/model'"),
-        ("rollout.eval.temperature=hot", "rollout: eval.temperature: expected a number, got 'hot'"),
+        ("rollout.eval.temperature=hot", "rollout.eval.temperature: expected a number, got 'hot'"),
         ("trainer.actor_optimizer.lr=1", "set actor.optim"),
         ("reward={a: b}", "reward.a: expected a number, got 'b'"),
-        ("algo.num_generations=1", "algo: num_generations must be greater than 1"),
+        ("algo.num_generations=1", "algo.num_generations must be greater than 1"),
         ("algo.use_rollout_logps=yes", "expected true or false, got 'yes'"),
         ("rollout.return_routed_experts=true", "rollout.return_routed_experts: routed experts are not replayed"),
         ("trainer.run_dir={", "trainer.run_dir: not YAML"),
@@ -165,6 +179,17 @@ def test_help_shows_every_key_with_default_type_and_docstring():
     assert "  trainer.max_steps=null  (positive int | None)\n" in text
     assert "  actor.lr = actor.optim.lr" in text
     assert "InstanceOf" not in text and "Annotated" not in text
+
+
+def test_help_lists_the_keys_of_every_nested_section_or_says_where_they_are():
+    text = show(RunConfig, SHORT)
+    again = ("critic.", "reference.", "trainer.actor_optimizer.", "trainer.critic_optimizer.")
+    nested = [(k, f, c) for k, f, c in leaves(RunConfig, True) if not k.startswith(again)]
+    assert [k for k, *_ in nested if f"\n  {k}=" not in f"\n{text}"] == []
+    assert [k for k, f, c in nested if field_docs(c)[f.name].splitlines()[0] not in text] == []
+    assert "  trainer.checkpointing_options.max_to_keep=3  (positive int | None)\n      Older ones are removed" in text
+    assert "  Keys: critic.* as actor.* above." in text and "  Keys: reference.* as actor.* above." in text
+    assert "critic_optimizer.*" not in text  # refused in a run's configuration
 
 
 def test_the_config_imports_neither_torch_nor_transformers():
