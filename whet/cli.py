@@ -149,10 +149,7 @@ def _verb_help(verb: str) -> str:
 
     if verb == "grpo":
         keys = show(RunConfig, SHORT, hidden=("rollout_vllm_", "rollout_sglang_"))
-        end = (
-            "\n\nKeys of vLLM and SGLang (rollout.rollout_vllm_*, rollout.rollout_sglang_jax_*) are accepted without "
-            "effect."
-        )
+        end = "\n\nKeys of vLLM and SGLang (rollout.rollout_vllm_*, rollout.rollout_sglang_jax_*): docs/from-tunix.md."
     else:
         from whet.config.generate import ChatConfig, GenerateConfig
 

@@ -35,12 +35,6 @@ def test_every_name_resolves_to_an_engine_class(name):
     assert resolve_engine(MockEngine) is MockEngine
 
 
-@pytest.mark.parametrize("name", ["vllm", "sglang", "sglang_jax"])
-def test_engines_without_an_adapter_are_refused_with_the_alternatives(name):
-    with pytest.raises(ConfigError, match=f"{name}.*not part of this release.*hf, mock, vanilla"):
-        resolve_engine(name)
-
-
 def test_unknown_names_are_refused_with_the_nearest():
     with pytest.raises(ConfigError, match="did you mean vanilla"):
         resolve_engine("vanila")

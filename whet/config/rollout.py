@@ -1,7 +1,7 @@
 """Sampling: the section rollout.
 
-The names and defaults are Tunix's where Tunix has the field. The fields of external engines
-(rollout_vllm_..., rollout_sglang_jax_...) are accepted; this release has no such engine, so they have no effect.
+The names and defaults are Tunix's where Tunix has the field. Fields rollout_vllm_... speak to rollout_engine "vllm",
+rollout_sglang_jax_... to "sglang", and have no effect on another; what the engine can't carry out it refuses.
 """
 
 from __future__ import annotations
@@ -101,11 +101,11 @@ class RolloutConfig:
     rollout_mapping_config: Any = None
     """Must be None: both sides use Hugging Face's parameter names, there is nothing to map."""
     tensor_parallel_size: Int = -1
-    """Devices that share one copy of the model, in an external engine. No effect in this release: it has none."""
+    """Devices that share one copy of the model in vLLM or SGLang: -1 or 1, more is refused. No effect elsewhere."""
     data_parallel_size: Int = -1
-    """Copies of the model, in an external engine. No effect in this release."""
+    """Copies of the model in vLLM or SGLang: -1 or 1, more is refused. No effect elsewhere."""
     expert_parallel_size: Int = 1
-    """Devices that share the experts, in an external engine. No effect in this release."""
+    """Devices that share the experts in vLLM or SGLang: 1, more is refused. No effect elsewhere."""
     return_logprobs: Bool = False
     """Fill RolloutOutput.logprobs. The engine records them and training uses them either way."""
 
@@ -141,84 +141,84 @@ class RolloutConfig:
     """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
 
     rollout_vllm_server_mode: Bool = False
-    """vLLM: run as a server that takes requests while it decodes."""
+    """vLLM. No effect: requests are taken while it decodes in any case."""
     rollout_vllm_server_mode_submission_threshold: Int = 0
-    """vLLM server: requests to gather before decoding starts. 0 = off."""
+    """vLLM server: requests to gather before decoding starts. No effect: a step's requests come together."""
     rollout_vllm_server_mode_submission_timeout_s: Float = 0.0
-    """vLLM server: longest wait for that many, in seconds. 0.0 = off."""
+    """vLLM server: longest wait for that many, in seconds. No effect."""
     rollout_vllm_model_version: str = ""
-    """vLLM: model to start from; "" = the actor's."""
+    """vLLM: folder or name to start from instead of the actor's config; its weights are replaced or must be equal."""
     rollout_vllm_lora_config: dict[str, Any] | None = None
-    """vLLM: LoRA options."""
+    """vLLM: must be None, whole weights are sent."""
     rollout_vllm_hbm_utilization: Float = 0.2
-    """vLLM: share of the device's memory it may take."""
+    """vLLM: share of the GPU's memory it may take; on a CPU, share of the host's that its KV may take."""
     rollout_vllm_init_with_random_weights: Bool = True
-    """vLLM: start without reading a checkpoint; the first sync brings the weights."""
+    """vLLM: True = start without weights and take the actor's; False = read them from a folder, and check them."""
     rollout_vllm_tpu_backend_type: str | None = None
     """vLLM on TPU: must be None, there is no TPU back end."""
     rollout_vllm_async_scheduling: Bool = False
     """vLLM: schedule the next step while one runs."""
     rollout_vllm_logprobs_mode: str = "processed_logprobs"
-    """vLLM: which logprobs it reports."""
+    """vLLM: "processed_logprobs", or "raw_logprobs" (before temperature and truncation, for logprob_support "full")."""
     rollout_vllm_hf_config_path: str | None = None
     """vLLM: folder of another Hugging Face configuration."""
     rollout_vllm_additional_config: dict[str, Any] | None = None
     """vLLM: its additional_config."""
     rollout_vllm_enable_dp_attention: Bool = False
-    """vLLM: data-parallel attention."""
+    """vLLM: must be False, it runs on one device."""
     rollout_vllm_delete_dst_buffers: Bool = True
-    """vLLM: free its old weights during a sync."""
+    """vLLM. No effect: weights are written in place."""
     rollout_vllm_max_num_batched_tokens: Count | None = None
     """vLLM: tokens of one step."""
     rollout_vllm_max_num_seqs: Count | None = None
-    """vLLM: completions decoded together."""
+    """vLLM: completions decoded together; None = max_batch_size."""
     rollout_vllm_reshard_chunk_size: Count | None = None
-    """vLLM: parameters sent at a time; None = by bytes."""
+    """vLLM. No effect: parameters are handed over one at a time, by reference."""
     rollout_vllm_kwargs: dict[str, Any] = field(default_factory=dict)
-    """vLLM: further arguments of the engine."""
+    """vLLM: further arguments of its LLM, over those that whet gives."""
     rollout_vllm_sampling_kwargs: dict[str, Any] = field(default_factory=dict)
-    """vLLM: further sampling parameters."""
+    """vLLM: further SamplingParams; those that change the distribution are refused."""
 
     rollout_sglang_jax_model_version: str = ""
-    """SGLang: model to start from; "" = the actor's."""
+    """SGLang: folder or name to start from instead of the actor's config; its weights are replaced or must be equal."""
     rollout_sglang_jax_context_length: Count | None = None
     """SGLang: longest prompt and completion together."""
     rollout_sglang_jax_mem_fraction_static: Float = 0.2
     """SGLang: share of the device's memory it may take."""
     rollout_sglang_jax_init_with_random_weights: Bool = True
-    """SGLang: start without reading a checkpoint; the first sync brings the weights."""
+    """SGLang: True = start without weights and take the actor's; False = read them from a folder, and check them."""
     rollout_sglang_jax_disable_radix_cache: Bool = True
     """SGLang: keep no prefixes from one call to the next."""
     rollout_sglang_jax_enable_deterministic_sampling: Bool = False
-    """SGLang: the same seed draws the same tokens."""
+    """SGLang: draw by the request's seed, so that a run can be repeated."""
     rollout_sglang_jax_use_sort_for_toppk_minp: Bool = True
-    """SGLang: sort in top-k, top-p and min-p."""
+    """SGLang on JAX: sort in top-k, top-p and min-p. No effect."""
     rollout_sglang_jax_enable_static_lora: Bool = False
-    """SGLang: LoRA."""
+    """SGLang: must be False, whole weights are sent."""
     rollout_sglang_jax_enable_single_process: Bool = True
-    """SGLang: one controlling process."""
+    """SGLang on JAX: one controlling process. No effect."""
     rollout_sglang_jax_lora_target_modules: list[str] | None = None
-    """SGLang: modules with LoRA."""
+    """SGLang: modules with LoRA. No effect."""
     rollout_sglang_jax_max_lora_rank: Count | None = None
-    """SGLang: LoRA rank."""
+    """SGLang: LoRA rank. No effect."""
     rollout_sglang_jax_lora_scaling: Float | None = None
-    """SGLang: LoRA scaling."""
+    """SGLang: LoRA scaling. No effect."""
     rollout_sglang_jax_precompile_bs_paddings: list[Int] | None = None
-    """SGLang: batch sizes to compile for."""
+    """SGLang on JAX: batch sizes to compile for. No effect."""
     rollout_sglang_jax_precompile_token_paddings: list[Int] | None = None
-    """SGLang: prefill lengths to compile for."""
+    """SGLang on JAX: prefill lengths to compile for. No effect."""
     rollout_sglang_jax_chunked_prefill_size: Int | None = -1
     """SGLang: tokens prefilled at a time; -1 = all."""
     rollout_sglang_jax_page_size: Count = 128
     """SGLang: tokens of a KV page."""
     rollout_sglang_jax_load_format: str = "auto"
-    """SGLang: format of the weights."""
+    """SGLang: format of the weights, where they are read from a folder."""
     rollout_sglang_jax_max_running_requests: Count | None = None
-    """SGLang: completions decoded together."""
+    """SGLang: completions decoded together; None = max_batch_size."""
     rollout_sglang_jax_log_level: str | None = "info"
     """SGLang: level of its log."""
     rollout_sglang_jax_kwargs: dict[str, Any] = field(default_factory=dict)
-    """SGLang: further arguments of the engine."""
+    """SGLang: further arguments of its Engine, over those that whet gives."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "return_routed_experts": "routed experts are not replayed in training",

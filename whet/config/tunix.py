@@ -80,7 +80,48 @@ _SGLANG: dict[str, Any] = {
     "log_level": "info",
     "kwargs": {},
 }
-_NO_ENGINE = "of an external engine; this release has none"
+_ONE = "in vLLM and SGLang -1 or 1; more is refused when the engine is built"
+_DONE = {
+    "vllm_server_mode": "requests are taken while it decodes in any case",
+    "vllm_server_mode_submission_threshold": "a step's requests come together",
+    "vllm_server_mode_submission_timeout_s": "a step's requests come together",
+    "vllm_delete_dst_buffers": "weights are written in place",
+    "vllm_reshard_chunk_size": "parameters are handed over one at a time, by reference",
+    "sglang_jax_use_sort_for_toppk_minp": "SGLang's PyTorch engine has no such choice",
+    "sglang_jax_enable_single_process": "SGLang's PyTorch engine has no such choice",
+    "sglang_jax_lora_target_modules": "whole weights are sent",
+    "sglang_jax_max_lora_rank": "whole weights are sent",
+    "sglang_jax_lora_scaling": "whole weights are sent",
+    "sglang_jax_precompile_bs_paddings": "SGLang's PyTorch engine chooses its graphs by itself",
+    "sglang_jax_precompile_token_paddings": "SGLang's PyTorch engine chooses its graphs by itself",
+}
+"""Fields of the external engines that are accepted without effect."""
+_NARROWER = {
+    "vllm_model_version": "folder or name to start from; the actor's weights replace its own, or must equal them",
+    "vllm_lora_config": "refused when the engine is built unless None: whole weights are sent",
+    "vllm_hbm_utilization": "on a CPU, the share of the host's memory that the KV may take",
+    "vllm_init_with_random_weights": "the actor's weights come first either way; False = from a folder, checked",
+    "vllm_logprobs_mode": "processed_logprobs or raw_logprobs",
+    "vllm_enable_dp_attention": "refused when the engine is built unless False: one device",
+    "vllm_sampling_kwargs": "those that change the distribution are refused",
+    "sglang_jax_model_version": "folder or name to start from; the actor's weights replace its own, or must equal them",
+    "sglang_jax_init_with_random_weights": "the actor's weights come before the first rollout",
+    "sglang_jax_enable_deterministic_sampling": "draws follow the request's seed only with it",
+    "sglang_jax_enable_static_lora": "refused when the engine is built unless False: whole weights are sent",
+}
+"""Fields of the external engines whose meaning is narrower here."""
+
+
+def _external(engine: str, defaults: dict[str, Any]) -> dict[str, Field]:
+    """The fields of an external engine under their full names."""
+    found = {}
+    for name, default in defaults.items():
+        key = f"{engine}_{name}"
+        state = "no effect" if key in _DONE else "other" if key in _NARROWER else "same"
+        found[f"rollout_{key}"] = Field(default, state, _DONE.get(key) or _NARROWER.get(key, ""))
+    return found
+
+
 _OWN_REFUSED = RolloutConfig.REFUSED  # pyright: ignore[reportAttributeAccessIssue]
 
 TUNIX_FIELDS: dict[type, dict[str, Field]] = {
@@ -119,13 +160,13 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "data_type": Field(None, "refused", "the rollout reads the trainer's weights; set actor.dtype"),
         "eos_tokens": Field(None),
         "rollout_mapping_config": Field(None, "refused", "both sides use Hugging Face's parameter names"),
-        "tensor_parallel_size": Field(-1, "no effect", _NO_ENGINE),
-        "data_parallel_size": Field(-1, "no effect", _NO_ENGINE),
-        "expert_parallel_size": Field(1, "no effect", _NO_ENGINE),
+        "tensor_parallel_size": Field(-1, "other", _ONE),
+        "data_parallel_size": Field(-1, "other", _ONE),
+        "expert_parallel_size": Field(1, "other", _ONE),
         "return_logprobs": Field(False, "other", "decides about RolloutOutput.logprobs; training has them either way"),
-        **{f"rollout_vllm_{name}": Field(default, "no effect", _NO_ENGINE) for name, default in _VLLM.items()},
+        **_external("vllm", _VLLM),
         "rollout_vllm_tpu_backend_type": Field(None, "refused", "there is no TPU back end"),
-        **{f"rollout_sglang_jax_{name}": Field(default, "no effect", _NO_ENGINE) for name, default in _SGLANG.items()},
+        **_external("sglang_jax", _SGLANG),
         **{name: Field(None, "refused", reason) for name, reason in _OWN_REFUSED.items()},
     },
     TrainingConfig: {
@@ -158,7 +199,9 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "role_to_mesh": Field(REQUIRED, "other", "None or {} = this process's device"),
         "role_to_logical_axis_rule": Field(None, "refused", "parameters are sharded by mesh axis"),
         "rollout_engine": Field(
-            "vanilla", "other", '"vanilla" = the embedded engine; also a class, partial, reference'
+            "vanilla",
+            "other",
+            '"vanilla" = the embedded engine; "sglang_jax" = "sglang"; also a class, partial, reference',
         ),
         "offload_to_cpu": Field(False, "other", "reference, masters and moments; the actor's weights stay"),
         "training_config": Field(REQUIRED, "other", "RLTrainingConfig() by default"),

@@ -1,7 +1,7 @@
 """Rollout: engines that turn requests (token ids) into completions (token ids).
 
-`ENGINES` names them; a class, or "package.module:Class", serves as well. Left out on purpose: engines that live in
-other packages (vLLM, SGLang): asking for one is a ConfigError that names what there is.
+`ENGINES` names them; a class, or "package.module:Class", serves as well. vLLM and SGLang are adapters of other
+packages' engines, imported when one is built; where the package is missing, the error names it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ __all__ = ["ENGINES", "resolve_engine"]
 ENGINES = {
     "hf": "whet.rollout.hf:HFEngine",
     "mock": "whet.rollout.mock:MockEngine",
+    "sglang": "whet.rollout.sglang:SGLangEngine",
+    "sglang_jax": "whet.rollout.sglang:SGLangEngine",
     "vanilla": "whet.rollout.engine.engine:EmbeddedEngine",
+    "vllm": "whet.rollout.vllm:VLLMEngine",
 }
 """Engine names and where their classes lie; imported when asked for."""
-
-LATER = ("sglang", "sglang_jax", "vllm")
-"""Names that peers know and that have no adapter yet."""
 
 
 def resolve_engine(name: str | type) -> type:
@@ -28,21 +28,17 @@ def resolve_engine(name: str | type) -> type:
 
     Args: name: a name from ENGINES, a class (returned as it is), or "package.module:Class".
     Returns: the class; nothing is built.
-    Raises: ConfigError: an unknown name, an engine without an adapter, a path that can't be imported.
+    Raises: ConfigError: an unknown name, a path that can't be imported.
 
     >>> resolve_engine("mock").__name__
     'MockEngine'
     """
     if not isinstance(name, str):
         return name
-    if name in LATER:
-        raise ConfigError(
-            f"rollout engine {name!r}: its adapter is not part of this release yet; use {', '.join(sorted(ENGINES))}"
-        )
     path = ENGINES.get(name, name)
     module, colon, attribute = path.partition(":")
     if not colon:
-        raise lookup_error("rollout engine", name, [*ENGINES, *LATER])
+        raise lookup_error("rollout engine", name, ENGINES)
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

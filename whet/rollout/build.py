@@ -22,6 +22,9 @@ __all__ = ["complete", "describe_engine", "grammars_of", "make_engine", "samplin
 
 log = logging.getLogger("whet")
 
+OWN_WEIGHTS = ("sglang", "sglang_jax", "vllm")
+"""Adapters of other packages' engines; they read their options from the rollout configuration."""
+
 
 def sampling_of(config: RolloutConfig, eos_ids: Sequence[int]) -> Sampling:
     """The sampling parameters of a rollout configuration; `eos_tokens` comes before the tokenizer's own end ids."""
@@ -56,10 +59,10 @@ def make_engine(
     """The engine of a cluster.
 
     Args: spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
-        called as cls(loaded, decode=...); one with Tunix's `generate` as cls(rollout_actor=..., tokenizer=...,
-        mesh=..., rollout_config=...). loaded: the policy. config: the rollout's. decode: ids to text.
-        generation_kwargs: names of transformers' options that it will be asked for. grammars: those of the tokenizer,
-        where the caller has them already.
+        called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
+        cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...). loaded: the policy. config: the rollout's.
+        decode: ids to text. generation_kwargs: names of transformers' options that it will be asked for. grammars:
+        those of the tokenizer, where the caller has them already.
     Returns: the engine. "vanilla" becomes "hf" where the model can't take whet's attention layout or transformers'
         options are asked for, with the reason.
     """
@@ -81,10 +84,10 @@ def make_engine(
         options["grammars"] = grammars or grammars_of(loaded, tokenizer)
     elif spec == "hf":
         options |= {"batch_size": config.max_batch_size, "grammars": grammars or grammars_of(loaded, tokenizer)}
-    if spec != "vanilla" and config.kv_cache_tokens is not None:
-        log.warning(
-            "kv_cache_tokens=%d has no effect: only the embedded engine bounds its cache", config.kv_cache_tokens
-        )
+    elif spec in OWN_WEIGHTS:
+        options["config"] = config
+    if spec not in ("vanilla", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
+        log.warning("kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens)
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
         inner = made(rollout_actor=loaded.module, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
@@ -104,10 +107,13 @@ def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
-    """What runs the rollout, for a run's notes: the class, and the embedded engine's choice of paths."""
+    """What runs the rollout, for a run's notes: the class, and what it says of its paths and versions."""
     from whet.rollout.engine import EmbeddedEngine
+    from whet.rollout.sglang import SGLangEngine
+    from whet.rollout.vllm import VLLMEngine
 
-    return {"engine": type(engine).__name__, **(engine.paths if isinstance(engine, EmbeddedEngine) else {})}
+    told = engine.paths if isinstance(engine, EmbeddedEngine | SGLangEngine | VLLMEngine) else {}
+    return {"engine": type(engine).__name__, **told}
 
 
 def complete(

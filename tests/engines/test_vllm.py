@@ -1,0 +1,342 @@
+"""vLLM behind the contract, against transformers: run in an environment that has it, `pytest -m vllm tests/engines`."""
+
+import importlib.util
+import random
+
+import numpy as np
+import pytest
+import torch
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("needs vLLM, in an environment of its own (docs/engines.md)", allow_module_level=True)
+
+pytest.register_assert_rewrite("contract")
+
+from contract import *  # noqa: E402, F403
+from contract import announce, assert_same  # noqa: E402
+from helpers import cluster, tiny_model  # noqa: E402
+from tiny import VOCABULARY, build, drain, letters, prompts, requests, run  # noqa: E402
+
+from whet import GRPOConfig, GRPOLearner  # noqa: E402
+from whet.config import RolloutConfig  # noqa: E402
+from whet.errors import ConfigError, EngineError  # noqa: E402
+from whet.ops.logprobs import selective_log_softmax  # noqa: E402
+from whet.ops.support import support_logits  # noqa: E402
+from whet.rollout.base import Request, Sampling, support_of  # noqa: E402
+from whet.rollout.engine.sampler import seen_tokens  # noqa: E402
+from whet.rollout.hf import HFEngine  # noqa: E402
+from whet.rollout.vllm import VLLMEngine  # noqa: E402
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
+SMALL = {"rollout_vllm_hbm_utilization": 0.01, "max_batch_size": 64}
+CLOSE = 1e-4
+GREEDY = Sampling(max_tokens=16, temperature=0.0)
+
+
+def sharp(seed=0, gain=3.0, **fields):
+    """A model that vLLM's CPU attention takes (heads of 32)."""
+    return build(seed=seed, gain=gain, **{"head_dim": 32, "max_position_embeddings": 512, **fields})
+
+
+def build_engine(model, **fields):
+    return VLLMEngine(model, decode=letters, config=RolloutConfig(**SMALL, **fields))
+
+
+@pytest.fixture
+def policy():
+    return sharp(tie_word_embeddings=True)
+
+
+@pytest.fixture
+def rounding():
+    return 1e-5
+
+
+@pytest.fixture(scope="module")
+def held():
+    engines = []
+    yield engines
+    for made in engines:
+        made.close()
+
+
+@pytest.fixture
+def engine(held, policy):
+    """One vLLM for all of them, with the weights and the state of a new one."""
+    if not held or held[-1]._llm is None:
+        held.append(build_engine(policy))
+    made = held[-1]
+    announce(made, policy, 0)
+    yield made
+    made.abort(list(made._flights))
+    made.wake()
+
+
+@pytest.fixture
+def make(held):
+    """Builds another one; a process has room for one vLLM."""
+    made = []
+
+    def build_one(model, **fields):
+        for other in (*held, *made):
+            other.close()
+        made.append(build_engine(model, **fields))
+        return made[-1]
+
+    yield build_one
+    for one in made:
+        one.close()
+
+
+def weights(model):
+    return model.named_parameters(remove_duplicate=False)
+
+
+def agree(engine, model, work):
+    """Tokens as transformers has them, logprobs close; the largest difference of logprobs."""
+    got, want = run(engine, work), run(HFEngine(model, decode=letters), work)
+    assert all(got[i].tokens.tolist() == want[i].tokens.tolist() for i in want)
+    assert all(got[i].finish_reason == want[i].finish_reason for i in want)
+    apart = max(float(abs(got[i].logprobs - want[i].logprobs).max()) for i in want)
+    assert apart < CLOSE
+    return apart
+
+
+def scored(model, request, tokens, sampling):
+    """What the trainer computes for a completion: the logprobs of its tokens under the Sampling's support."""
+    ids = torch.tensor([[*request.tokens.tolist(), *tokens.tolist()]])
+    with torch.no_grad():
+        logits = model(ids).logits[0, len(request.tokens) - 1 : -1]
+    contexts = [ids[0, : len(request.tokens) + i] for i in range(len(tokens))]
+    seen = seen_tokens(contexts, VOCABULARY)
+    place, made = torch.arange(len(tokens)), torch.from_numpy(tokens.astype(np.int64))
+    return selective_log_softmax(support_logits(logits, support_of(sampling), seen=seen, position=place), made).numpy()
+
+
+def test_greedy_is_that_of_transformers(engine, policy):
+    agree(engine, policy, requests(prompts(), GREEDY, group=2))
+    agree(
+        engine,
+        policy,
+        requests(prompts(), Sampling(max_tokens=24, temperature=0.0, stop_ids=tuple(range(0, 64, 4)))),
+    )
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.7},
+        {"temperature": 1.5, "top_k": 5},
+        {"top_p": 0.8},
+        {"top_k": 7, "top_p": 0.8},
+        {"min_p": 0.1, "top_k": 9},
+        {"repetition_penalty": 1.3, "temperature": 0.8},
+        {"repetition_penalty": 0.8, "temperature": 0.0},
+        {"forbidden_ids": tuple(range(1, 60, 2)), "temperature": 1.2},
+        {"min_tokens": 6, "stop_ids": tuple(range(0, 64, 3))},
+        {"temperature": 0.6, "logprob_support": "full"},
+    ],
+    ids=str,
+)
+def test_reported_logprobs_are_those_that_the_trainer_computes(engine, policy, fields):
+    sampling = Sampling(**{"max_tokens": 12, **fields})
+    work = requests(prompts(), sampling, group=3)
+    done = run(engine, work)
+    for r in work:
+        o = done[r.id]
+        assert abs(scored(policy, r, o.tokens, sampling) - o.logprobs).max() < CLOSE
+        assert not set(o.tokens.tolist()) & set(sampling.forbidden_ids)
+        assert not set(o.tokens[: sampling.min_tokens - 1].tolist()) & (
+            set(sampling.stop_ids) if sampling.min_tokens else set()
+        )
+
+
+def test_draws_are_the_same_again_alone_and_in_a_crowd(engine, rounding):
+    work = requests(prompts(), Sampling(max_tokens=12, top_p=0.9), group=5)
+    first = run(engine, work)
+    assert_same(run(engine, work), first, rounding)
+    assert_same({i: run(engine, [work[i]])[i] for i in (0, 7, 24)}, {i: first[i] for i in (0, 7, 24)}, rounding)
+    engine.submit(work)
+    engine.poll(timeout_s=0.0)
+    engine.sleep()
+    with pytest.raises(EngineError, match="wake"):
+        engine.poll()
+    engine.wake()
+    assert_same(drain(engine), first, rounding)
+
+
+def test_draws_follow_the_probabilities(engine, policy):
+    prompt = prompts((9,))[0]
+    done = run(engine, requests([prompt], Sampling(max_tokens=1), group=2000))
+    with torch.no_grad():
+        p = policy(torch.from_numpy(prompt.astype(np.int64))[None]).logits[0, -1].softmax(-1).double().numpy()
+    counts = np.bincount([int(o.tokens[0]) for o in done.values()], minlength=VOCABULARY)
+    assert abs(counts / 2000 - p).max() < 5 * np.sqrt(0.25 / 2000)
+
+
+def test_a_request_that_goes_on_does_not_draw_the_same_noise_again(engine):
+    same = [
+        Request(
+            id=i, tokens=prompts((9,))[0], sampling=Sampling(max_tokens=12), group=0, address=(0, 0, 0, 0), offset=i
+        )
+        for i in range(2)
+    ]
+    done = run(engine, same)
+    assert done[0].tokens.tolist() != done[1].tokens.tolist()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_new_weights_replace_all_of_the_old(make, tied):
+    a, b = sharp(0, tie_word_embeddings=tied), sharp(1, tie_word_embeddings=tied)
+    engine = make(a)
+    work = requests(prompts(), GREEDY)
+    agree(engine, a, work)
+    for version, model in enumerate((b, a, b)):
+        engine.update(version, model.named_parameters() if version else weights(model))
+        agree(engine, model, work)
+    got, old = run(engine, work), run(HFEngine(a), work)
+    assert any(got[i].tokens.tolist() != old[i].tokens.tolist() for i in old)
+
+
+def test_a_long_shared_prompt_leaves_no_old_keys_behind(engine, policy):
+    prompt = np.random.RandomState(5).randint(1, VOCABULARY, 300).astype(np.int32)
+    work = requests([prompt], GREEDY, group=3)
+    agree(engine, policy, work)
+    before = engine.stats()
+    agree(engine, policy, work)
+    assert engine.stats().since(before).reused >= 3 * 256  # so it would show
+    b = sharp(1, tie_word_embeddings=True)
+    announce(engine, b, 1)
+    agree(engine, b, work)
+
+
+def test_weights_in_the_middle_of_completions_make_the_rest(engine, policy):
+    b = sharp(1, tie_word_embeddings=True)
+    work = requests(prompts((3, 300)), Sampling(max_tokens=24), group=2)
+    engine.submit(work)
+    for _ in range(9):
+        assert engine.poll(timeout_s=0.0) == []
+    announce(engine, b, 1)
+    done = drain(engine)
+    for r in work:
+        o = done[r.id]
+        old = int((o.versions == 0).sum())
+        assert 6 < old < 24 and len(o.tokens) == 24 and o.versions.tolist() == [0] * old + [1] * (24 - old)
+        first, second = scored(policy, r, o.tokens, r.sampling), scored(b, r, o.tokens, r.sampling)
+        assert abs(first[:old] - o.logprobs[:old]).max() < CLOSE
+        assert abs(second[old:] - o.logprobs[old:]).max() < CLOSE
+        assert abs(first[old:] - o.logprobs[old:]).max() > 0.1
+
+
+def test_weights_that_are_not_whole_are_refused(engine, policy):
+    with pytest.raises(EngineError, match="holds its own copy"):
+        engine.update(1)
+    with pytest.raises(EngineError, match="leave out"):
+        engine.update(1, iter([(n, p) for n, p in weights(policy) if "norm" not in n]))
+
+
+def test_stop_strings_end_a_completion_where_the_other_engines_end_it(engine, policy):
+    whole = run(engine, requests(prompts(), GREEDY))
+    pairs = tuple(letters(o.tokens)[4:6] for o in whole.values())
+    agree(engine, policy, requests(prompts(), Sampling(max_tokens=16, temperature=0.0, stop=pairs)))
+    assert engine.stats().in_flight == 0
+
+
+def test_aborted_requests_give_back_what_they_had_made(engine):
+    work = requests(prompts(), Sampling(max_tokens=40, temperature=0.0))
+    whole = run(engine, work)
+    engine.submit(work)
+    for _ in range(6):
+        engine.poll(timeout_s=0.0)
+    out = engine.abort([1, 3])
+    assert all(
+        0 < len(o.tokens) < 40 and o.tokens.tolist() == whole[o.id].tokens[: len(o.tokens)].tolist() for o in out
+    )
+    assert sorted(drain(engine)) == [0, 2, 4]
+
+
+def test_building_vllm_leaves_the_process_as_it_was(make, policy):
+    def state():
+        numpy = np.random.get_state()
+        return random.getstate(), numpy[1].tolist(), torch.get_rng_state().tolist(), torch.set_num_threads
+
+    before = state()
+    make(policy)
+    assert state() == before
+
+
+def test_a_second_vllm_in_the_process_is_refused(engine, policy):
+    with pytest.raises(EngineError, match=r"another vLLM engine lives in this process.*close\(\) it first"):
+        build_engine(policy)
+    agree(engine, policy, requests(prompts(), GREEDY))
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"tensor_parallel_size": 2}, "on one device"),
+        ({"rollout_vllm_lora_config": {"rank": 4}}, "whole weights"),
+        ({"rollout_vllm_logprobs_mode": "raw_logits"}, "training takes logprobs"),
+        ({"rollout_vllm_sampling_kwargs": {"frequency_penalty": 1.0}}, "another distribution"),
+        ({"rollout_vllm_sampling_kwargs": {"seed": 1}}, "from the rollout's own fields"),
+        ({"rollout_vllm_kwargs": {"model": "x"}}, "whet sets it"),
+        ({"top_p": 0.9, "min_p": 0.1}, "before top_p"),
+        ({"temperature": 2.5}, "0.01..2, not 2.5"),
+        ({"top_k": 5, "logprob_support": "full"}, "set it to 'sampling'"),
+        ({"temperature": 0.7, "rollout_vllm_logprobs_mode": "raw_logprobs"}, "raw logits"),
+        ({"eval": {"temperature": 0.001}}, "0.01..2"),
+    ],
+)
+def test_what_vllm_can_not_do_is_refused_before_it_is_built(policy, fields, word):
+    with pytest.raises(ConfigError, match=word):
+        build_engine(policy, **fields)
+
+
+def test_a_folder_of_other_weights_is_refused(make, policy, tmp_path):
+    start = {"rollout_vllm_init_with_random_weights": False, "rollout_vllm_model_version": str(tmp_path)}
+    policy.save_pretrained(tmp_path)
+    agree(make(policy, **start), policy, requests(prompts(), GREEDY))
+    sharp(3, tie_word_embeddings=True).save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="vllm does not compute this model as transformers does"):
+        make(policy, **start)
+
+
+def test_full_logprobs_of_truncated_draws_come_in_raw_mode(make, policy):
+    made = make(policy, temperature=1.0, rollout_vllm_logprobs_mode="raw_logprobs")
+    sampling = Sampling(max_tokens=8, top_k=5, logprob_support="full")
+    work = requests(prompts(), sampling)
+    done = run(made, work)
+    for r in work:
+        assert abs(scored(policy, r, done[r.id].tokens, sampling) - done[r.id].logprobs).max() < CLOSE
+
+
+def test_half_precision_is_that_of_the_module(make):
+    model = sharp(gain=1.0).to(torch.bfloat16)
+    made = make(model)
+    work = requests(prompts(), Sampling(max_tokens=12), group=2)
+    done = run(made, work)
+    apart = [abs(scored(model, r, done[r.id].tokens, r.sampling) - done[r.id].logprobs).mean() for r in work]
+    assert np.mean(apart) < 0.05
+
+
+def even(completion_ids, **_):
+    """Prefers even tokens."""
+    return [float(np.mean(np.asarray(ids) % 2 == 0)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_grpo_learns_through_vllm_and_the_samplers_logprobs_stay_the_trainers(held, tied):
+    for other in held:
+        other.close()
+    actor = tiny_model(gain=1.0, head_dim=32, tie_word_embeddings=tied)
+    made = cluster(actor, engine="vllm", rollout={**SMALL, "max_tokens_to_generate": 8}, lr=1e-2)
+    learner = GRPOLearner(made, GRPOConfig(num_generations=16, beta=0.0, sampler_is="token"), even)
+    batch = {"prompts": [f"{i}+1=" for i in range(4)]}
+    run = learner.train([batch] * 10)
+    rewards = [row["rewards/score/mean"] for row in run.rows]
+    assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.15
+    for row in run.rows:
+        assert row["sampler_trainer/logp_diff_max"] < 1e-4  # so k3 stays below its half square, 5e-9
+    assert made.describe()["rollout"]["vllm"].startswith("0.")
+    made.close()

@@ -1,0 +1,396 @@
+"""SGLang as an engine: its offline `Engine`, which decodes in processes of its own, with its own copy of the weights.
+
+Each request is a coroutine of the engine, so finished ones return as they finish. New weights and sleep end what is
+under way, keep what it has made, and submit the rest again: its KV is made anew under the new weights. Stop strings are
+looked for when a completion has come, and cut there.
+Written from the source of SGLang 0.5.23, which needs a GPU; it has not been run, its logic is tested against a
+stand-in. Left out on purpose: servers, several devices, LoRA, the tokens of a request under way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.config import RolloutConfig
+from whet.errors import ConfigError, EngineError
+from whet.models.load import LoadedModel
+from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
+from whet.rollout.borrow import max_positions
+from whet.rollout.build import sampling_of
+from whet.rollout.engine.sampler import check_request, make_plan
+from whet.rollout.external import (
+    Flight,
+    Names,
+    check_agreement,
+    check_known,
+    check_options,
+    check_reported,
+    probe_tokens,
+    save_weights,
+    seed_of,
+    write_config,
+)
+
+__all__ = ["SGLangEngine", "engine_arguments", "sampling_arguments"]
+
+log = logging.getLogger("whet")
+
+TESTED = "0.5.23"
+BUCKET = 512 * 2**20
+"""Bytes of weights sent at once."""
+WAIT = 0.01
+"""Shortest time that a poll gives SGLang's processes, in seconds."""
+KV = ["kv_cache"]
+"""What sleep frees; weights that were freed would have to be sent again."""
+
+
+class SGLangEngine:
+    """SGLang behind whet's protocol.
+
+    Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
+            strings only. config: the rollout's; its fields rollout_sglang_jax_* say how the engine is built.
+    Raises: EngineError: SGLang is not installed, or it does not compute this model as transformers does. ConfigError: a
+        field that it can't carry out.
+
+    Example: `RLCluster(..., cluster_config=ClusterConfig(rollout_engine="sglang", ...))`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel | nn.Module,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        config: RolloutConfig | None = None,
+    ) -> None:
+        module = model.module if isinstance(model, LoadedModel) else model
+        config = config or RolloutConfig()
+        package = _imported()
+        self._decode = decode
+        self._seeded = config.rollout_sglang_jax_enable_deterministic_sampling
+        self.caps = EngineCaps(addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True)
+        _check_config(config)
+        for mode in ("train", "eval"):
+            self._check_sampling(sampling_of(config.for_mode(mode), ()))
+        self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        limits = [n for n in (max_positions(module), config.rollout_sglang_jax_context_length) if n is not None]
+        self._positions = min(limits, default=None)
+        self._names = Names(module)
+        self._flights: dict[int, Flight] = {}
+        self._tasks: dict[asyncio.Task[Any], int] = {}
+        self._rids: dict[int, str] = {}
+        self._serial = 0
+        self._done: list[Output] = []
+        self._asleep = False
+        arguments = engine_arguments(config, dtype=next(module.parameters()).dtype)
+        self._stats = EngineStats(max_batch=int(arguments["max_running_requests"]))
+        self.version = 0
+        """The policy version stamped on what is drawn now."""
+        random = config.rollout_sglang_jax_init_with_random_weights
+        with tempfile.TemporaryDirectory(prefix="whet-sglang-") as folder:
+            start = config.rollout_sglang_jax_model_version
+            if random:
+                write_config(module, Path(folder))
+            elif not start:
+                save_weights(model, Path(folder))
+            self._engine: Any = package.Engine(model_path=start or folder, **arguments)
+        if random:
+            self._send((n, p.detach()) for n, p in module.named_parameters())
+        self.paths = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
+        """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests.
+
+        Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then. ConfigError: its
+            Sampling asks for what SGLang can't do.
+        """
+        ids: set[int] = set()
+        for r in requests:
+            if r.id in self._flights or r.id in ids:
+                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+            ids.add(r.id)
+            check_request(r, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None)
+            self._check_sampling(r.sampling)
+        for r in requests:
+            self._flights[r.id] = Flight(request=r)
+            if not self._asleep:
+                self._add(self._flights[r.id])
+
+    def _add(self, flight: Flight) -> None:
+        """Gives SGLang what is left of a request."""
+        rest, self._serial = flight.rest(), self._serial + 1
+        rid = f"whet-{rest.id}-{self._serial}"
+        call = self._engine.async_generate(
+            input_ids=rest.tokens.tolist(),
+            sampling_params=sampling_arguments(rest),
+            return_logprob=True,
+            logprob_start_len=-1,
+            rid=rid,
+        )
+        self._rids[rest.id] = rid
+        self._tasks[self._engine.loop.create_task(call)] = rest.id
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        """Refuses what SGLang draws differently, or what it would report other logprobs for."""
+        make_plan(sampling)
+        check_known(sampling, engine="sglang")
+        if sampling.repetition_penalty != 1.0:
+            raise ConfigError(
+                f"repetition_penalty {sampling.repetition_penalty}: sglang counts tokens of the completion alone, "
+                "whet those of the prompt too; leave it out, or use rollout_engine 'vanilla' or 'vllm'"
+            )
+        if sampling.temperature > 0 and sampling.top_p < 1 and (sampling.top_k or sampling.min_p):
+            raise ConfigError(
+                f"sglang takes top_p={sampling.top_p} of the whole distribution, whet of what top_k left "
+                "and before min_p; give top_p alone, or leave it out"
+            )
+        if self._seeded and sampling.temperature > 0 and sampling.min_p:
+            raise ConfigError("sglang has no min_p with seeds; leave it out, or deterministic sampling")
+        check_reported(sampling, engine="sglang", reports="untruncated")
+
+    def poll(self, timeout_s: float | None = None) -> list[Output]:
+        """Waits until something finishes, or the time is up, and returns what has finished.
+
+        Args: timeout_s: None = no limit. SGLang's processes go on between polls.
+        Returns: finished requests; [] = nothing in flight (or the time is up).
+        Raises: EngineError: the engine sleeps, or SGLang failed.
+        """
+        if self._asleep:
+            raise EngineError("the engine sleeps; call wake() first")
+        if self._tasks and not self._done:
+            limit = None if timeout_s is None else max(timeout_s, WAIT)
+            self._collect(self._wait(asyncio.FIRST_COMPLETED, limit), halted=False)
+        done, self._done = self._done, []
+        return done
+
+    def _wait(self, until: str, limit: float | None = None) -> set[asyncio.Task[Any]]:
+        """The tasks that are done, once all or one of them are."""
+        waiting = asyncio.wait(list(self._tasks), timeout=limit, return_when=until)
+        return self._engine.loop.run_until_complete(waiting)[0]
+
+    def _collect(self, tasks: Iterable[asyncio.Task[Any]], *, halted: bool) -> None:
+        """Books what came of tasks; `halted`: those that were ended on purpose stay in flight."""
+        for task in sorted(tasks, key=lambda t: self._tasks[t]):
+            flight = self._flights[self._tasks.pop(task)]
+            del self._rids[flight.request.id]
+            if (error := task.exception()) is not None:
+                raise EngineError(f"sglang failed on request {flight.request.id}: {error!r}") from error
+            meta = task.result()["meta_info"]
+            made = meta.get("output_token_logprobs") or []  # a request aborted before it began has none
+            if made and not flight.tokens:
+                cached = meta.get("cached_tokens", 0)
+                self._count(prefilled=len(flight.request.tokens) - cached, reused=cached)
+            tokens, logprobs = [int(m[1]) for m in made], [float(m[0]) for m in made]
+            self._count(generated=len(tokens))
+            reason = flight.add(tokens, logprobs, version=self.version, decode=self._decode)
+            kind = meta["finish_reason"]["type"]
+            if reason is None and kind == "abort" and halted:
+                continue
+            del self._flights[flight.request.id]
+            self._done.append(flight.output(reason or ("abort" if kind == "abort" else "error")))
+
+    def _count(self, **done: int) -> None:
+        """Adds to what was done since construction."""
+        before = vars(self._stats)
+        self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
+
+    def _halt(self, ids: Iterable[int]) -> None:
+        """Ends requests in SGLang and books what they had made; they stay in flight here, unless they were finished."""
+        mine = {t: i for t, i in self._tasks.items() if i in set(ids)}
+        if not mine:
+            return
+        self._engine.loop.run_until_complete(asyncio.sleep(0))  # a coroutine that has not begun can't be aborted
+        for i in mine.values():
+            self._engine.tokenizer_manager.abort_request(self._rids[i])
+        self._engine.loop.run_until_complete(asyncio.wait(list(mine)))
+        self._collect(mine, halted=True)
+
+    def abort(self, ids: Iterable[int]) -> list[Output]:
+        """Ends requests now; ids that are not in flight, or have just finished, are passed over.
+
+        Returns: what they had made, finish_reason "abort"; submit again with an offset to go on.
+        """
+        wanted = [i for i in dict.fromkeys(ids) if i in self._flights]
+        self._halt(wanted)
+        return [self._flights.pop(i).output("abort") for i in wanted if i in self._flights]
+
+    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+        """Nothing: tokens come when their request ends."""
+        return {}
+
+    def stats(self) -> EngineStats:
+        """Where it stands; SGLang keeps to itself which requests are in its batch."""
+        return replace(self._stats, waiting=len(self._flights))
+
+    # ---- weights and memory --------------------------------------------------------------------------------------
+
+    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Takes a new policy version. Requests under way go on under it, with their KV made anew.
+
+        Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
+        Raises: EngineError: no weights, some left out, or SGLang refused them; it holds a mixture then.
+        """
+        if weights is None:
+            raise EngineError(
+                "SGLang holds its own copy of the weights; call update(version, worker.named_weights()); without them "
+                "only the number would be new"
+            )
+        self._halt(self._flights)
+        self._send(weights)
+        self.version = version
+        if not self._asleep:
+            for flight in self._flights.values():
+                self._add(flight)
+
+    def _send(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Sends weights in buckets; the last one drops the KV of the old ones."""
+        bucket: list[tuple[str, Tensor]] = []
+        size = 0
+        for name, tensor in self._names.whole(weights):
+            if bucket and size + tensor.nbytes > BUCKET:
+                self._load(bucket, last=False)
+                bucket, size = [], 0
+            bucket.append((name, tensor))
+            size += tensor.nbytes
+        self._load(bucket, last=True)
+
+    def _load(self, bucket: list[tuple[str, Tensor]], *, last: bool) -> None:
+        """Gives SGLang some weights."""
+        good, message = self._engine.update_weights_from_tensor(bucket, load_format=None, flush_cache=last)
+        if not good:
+            raise EngineError(f"SGLang refused the weights {bucket[0][0]} .. {bucket[-1][0]}: {message}")
+
+    def sleep(self) -> None:
+        """Frees the KV; requests under way are kept as tokens and go on after wake. The weights stay."""
+        if not self._asleep:
+            self._halt(self._flights)
+            self._engine.release_memory_occupation(tags=KV)
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undoes sleep."""
+        if self._asleep:
+            self._engine.resume_memory_occupation(tags=KV)
+            self._asleep = False
+            for flight in self._flights.values():
+                self._add(flight)
+
+    def close(self) -> None:
+        """Frees everything; what was in flight is lost. SGLang ends every child of this process, its own or not."""
+        if self._engine is not None:
+            self.abort(list(self._flights))
+            self._flights, self._done = {}, []
+            self._engine.shutdown()
+            self._engine = None
+
+    def _probe(self, module: nn.Module) -> float:
+        """How far SGLang's logprobs of a prompt are from the module's own, in the mean. Raises EngineError: too far."""
+        tokens = probe_tokens(self._vocabulary, self._positions)
+        out = self._engine.generate(
+            input_ids=tokens,
+            sampling_params={"temperature": 0.0, "max_new_tokens": 1},
+            return_logprob=True,
+            logprob_start_len=0,
+        )
+        found = [float(m[0]) for m in out["meta_info"]["input_token_logprobs"][1:]]
+        return check_agreement(module, tokens, found, engine="sglang")
+
+
+def sampling_arguments(request: Request) -> dict[str, Any]:
+    """The sampling parameters of a request.
+
+    Args: request: its Sampling, address and offset.
+    Returns: as Engine.generate takes them. A forbidden id gets a bias of -inf. SGLang draws by seed and place in the
+        sequence, so the seed is that of the address also where a request goes on; it looks at seeds only where the
+        engine was built for deterministic sampling.
+
+    >>> import numpy as np
+    >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(stop_ids=(2,), min_tokens=4, forbidden_ids=(7,)),
+    ...     group=0, address=(0, 0, 0, 0), offset=1)
+    >>> found = sampling_arguments(r)
+    >>> found["stop_token_ids"], found["min_new_tokens"], found["logit_bias"], found["top_k"]
+    ([2], 3, {'7': -inf}, -1)
+    """
+    s = request.sampling
+    found: dict[str, Any] = {
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k or -1,
+        "min_p": s.min_p,
+        "max_new_tokens": s.max_tokens,
+        "min_new_tokens": min(max(0, s.min_tokens - request.offset), s.max_tokens),
+        "stop_token_ids": list(s.stop_ids),
+        "ignore_eos": True,
+        "no_stop_trim": True,
+        "sampling_seed": seed_of(replace(request, offset=0)),
+    }
+    return {**found, "logit_bias": {str(i): -float("inf") for i in s.forbidden_ids}} if s.forbidden_ids else found
+
+
+def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of Engine for a rollout configuration.
+
+    Args: config: the rollout's. dtype: what the policy computes in.
+    Returns: keyword arguments, without the model; rollout_sglang_jax_kwargs go over them.
+
+    >>> found = engine_arguments(RolloutConfig(rollout_sglang_jax_page_size=16), dtype=torch.bfloat16)
+    >>> found["dtype"], found["mem_fraction_static"], found["page_size"], found["load_format"]
+    ('bfloat16', 0.2, 16, 'dummy')
+    """
+    random = config.rollout_sglang_jax_init_with_random_weights
+    found: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "load_format": "dummy" if random else config.rollout_sglang_jax_load_format,
+        "context_length": config.rollout_sglang_jax_context_length,
+        "mem_fraction_static": config.rollout_sglang_jax_mem_fraction_static,
+        "disable_radix_cache": config.rollout_sglang_jax_disable_radix_cache,
+        "enable_deterministic_inference": config.rollout_sglang_jax_enable_deterministic_sampling,
+        "chunked_prefill_size": config.rollout_sglang_jax_chunked_prefill_size,
+        "page_size": config.rollout_sglang_jax_page_size,
+        "max_running_requests": config.rollout_sglang_jax_max_running_requests or config.max_batch_size,
+        "max_total_tokens": config.kv_cache_tokens,
+        "log_level": config.rollout_sglang_jax_log_level,
+        "skip_tokenizer_init": True,
+        "enable_memory_saver": True,
+        "random_seed": 0,
+    }
+    return {**{n: v for n, v in found.items() if v is not None}, **config.rollout_sglang_jax_kwargs}
+
+
+def _check_config(config: RolloutConfig) -> None:
+    """Refuses fields that this adapter can't carry out."""
+    devices = {n: vars(config)[n] for n in ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")}
+    refused: dict[str, tuple[object, str]] = {
+        n: (v, "the adapter runs one copy on one device") for n, v in devices.items() if v > 1
+    }
+    if config.rollout_sglang_jax_enable_static_lora:
+        refused["rollout_sglang_jax_enable_static_lora"] = (True, "whole weights are sent, not adapters")
+    for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.rollout_sglang_jax_kwargs):
+        refused["rollout_sglang_jax_kwargs"] = (name, "whet sets it; see the fields rollout_sglang_jax_*")
+    check_options("sglang", refused)
+
+
+def _imported() -> Any:
+    """The package sglang. Raises EngineError where it can't be imported."""
+    try:
+        package = importlib.import_module("sglang")
+    except ImportError as error:
+        raise EngineError(
+            f"rollout_engine 'sglang' needs SGLang, which can't be imported ({error}); on a machine with a GPU: pip "
+            "install sglang==0.5.23, then pip install --no-deps whet (it asks for a newer torch than whet's own)"
+        ) from error
+    if package.__version__ != TESTED:
+        log.warning("SGLang %s: this adapter was written for %s", package.__version__, TESTED)
+    return package

