@@ -232,6 +232,27 @@ def test_tokens_behind_an_update_are_those_of_a_new_engine_going_on_with_the_new
         np.testing.assert_allclose(got.logprobs[n:], fresh.logprobs, atol=1e-5)
 
 
+@BOTH
+@pytest.mark.parametrize("how", ["update", "abort"])
+def test_sequences_of_a_group_that_are_taken_up_again_encode_their_prompt_once(model, how, fast):
+    work = requests(prompts((40, 9)), Sampling(max_tokens=20), group=4)
+    want = run(EmbeddedEngine(model, fast=fast), work)
+    engine = EmbeddedEngine(model, fast=fast, prefill_tokens=16)
+    begin(engine, work)
+    made, before = engine.peek(range(8)), engine.stats()
+    if how == "update":
+        engine.update(0)
+    else:
+        engine.submit([going_on(work[o.id], o.tokens) for o in engine.abort(range(8))])
+    got = drain(engine)
+    assert engine.stats().since(before).prefilled <= 49 + sum(len(p.tokens) for p in made.values())
+    for i, o in want.items():
+        n = len(o.tokens) - len(got[i].tokens)
+        assert n == (0 if how == "update" else len(made[i].tokens))
+        assert got[i].tokens.tolist() == o.tokens[n:].tolist()
+        np.testing.assert_allclose(got[i].logprobs, o.logprobs[n:], atol=1e-5)
+
+
 @pytest.mark.parametrize("end", ["update", "sleep"])
 def test_a_sequence_taken_up_again_stays_within_the_bound_it_was_checked_against(model, end):
     """Its row would be of 128 places with the tokens it has made, and the cache has 84."""

@@ -23,6 +23,7 @@ from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
 from whet.rollout.engine.sampler import Plan, sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
+from whet.rollout.engine.shelf import Held
 
 __all__ = ["Block", "Runner"]
 
@@ -70,17 +71,26 @@ class Runner:
         Args: prefixes: new ones. taken: by bucket, the rows in use; the new prompts take the next ones.
         """
         order = sorted(prefixes, key=lambda p: len(p.tokens))
-        for p in order:
+        behind = [p for p in order if isinstance(p.source, Prefix) and p.source.hidden is None]
+        ahead = [p for p in order if p not in behind]
+        for p in (*ahead, *behind):  # neighbours of one length lie side by side
             p.slot = taken.get(p.bucket, 0)
             taken[p.bucket] = p.slot + 1
         for bucket, rows in taken.items():
             self.stores.setdefault(bucket, KVStore()).reserve(rows, bucket, longest=bucket)
-        for p in order:
-            if p.source is not None:
-                self.stores[p.bucket].write(p.slot, p.filled, p.source.layers)
+        self._prefill_wave(ahead)
+        self._prefill_wave(behind)
+
+    def _prefill_wave(self, prefixes: Sequence[Prefix]) -> None:
+        """Runs prompts whose sources are there, shortest first, a chunk at a time."""
+        for p in prefixes:
+            if (source := p.source) is not None:
+                held = isinstance(source, Held)
+                layers = source.layers if held else self.stores[source.bucket].read(source.slot, p.filled)
+                self.stores[p.bucket].write(p.slot, p.filled, layers)
                 p.source = None
         chunk, room = [], self.prefill_tokens
-        for p in order:
+        for p in prefixes:
             if chunk and len(p.tokens) - p.filled > room:
                 self._prefill_chunk(chunk)
                 chunk, room = [], self.prefill_tokens
@@ -100,7 +110,8 @@ class Runner:
         runs: list[Run] = []
         for p, start, end in chunk:
             store, last = self.stores[p.bucket], runs[-1] if runs else None
-            if last and last.store is store and last.start == start == 0 and last.length == end:
+            beside = last is not None and last.store is store and last.slot + last.count == p.slot
+            if last and beside and last.start == start == 0 and last.length == end:
                 runs[-1] = Run(count=last.count + 1, start=0, length=end, store=store, slot=last.slot)
             else:
                 runs.append(Run(count=1, start=start, length=end - start, store=store, slot=p.slot))

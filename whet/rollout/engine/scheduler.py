@@ -95,7 +95,9 @@ class Prefix:
     tokens: np.ndarray
     bucket: int
     """Places of a row of its store."""
-    source: Held | None = None
+    stem: int
+    """Tokens of it that are the prompt of a group; the others were made by one of its sequences."""
+    source: Held | Prefix | None = None
     """Where its first `filled` tokens are copied from, until they are."""
     filled: int = 0
     """Tokens from the first whose KV is there, or comes from the source; the others are to be run."""
@@ -168,17 +170,22 @@ class Scheduler:
             return []
         places = sum(p.bucket for p in prefixes.values())
         known, out = dict(prefixes), []
+        stems: dict[bytes, Prefix] = {}
+        for p in known.values():
+            stems.setdefault(p.tokens[: p.stem].tobytes(), p)
         while self.queue and len(out) < free:
             task = self.queue[0]
             context = task.context
-            prefix = known.get(context.tobytes()) or Prefix(tokens=context, bucket=self._row(task))
+            stem = len(task.request.tokens) - task.request.offset
+            prefix = known.get(context.tobytes()) or Prefix(tokens=context, bucket=self._row(task), stem=stem)
             needed = max(longest, task.left)
             asked = places + (0 if prefix.key in known else prefix.bucket)
             if not self._fits(asked + (live + len(out) + 1) * needed, task, out, shelf) and (live or out):
                 break  # a lone sequence always goes on: it was checked when it came
             if prefix.key not in known:
                 known[prefix.key] = prefix
-                prefix.source = shelf.get(task.request.conversation)
+                first = stems.setdefault(context[:stem].tobytes(), prefix)
+                prefix.source = shelf.get(task.request.conversation) or (None if first is prefix else first)
                 if prefix.source is not None:  # the last token is run in any case: its hidden state is wanted
                     prefix.filled = min(common_length(prefix.source.tokens, context), len(context) - 1)
             places, longest = asked, needed
@@ -196,7 +203,7 @@ class Scheduler:
         """Whether a task fits beside the others with so many places in use, once earlier turns have left for it."""
         if self.kv_cache_tokens is None:
             return True
-        used = {t.request.conversation for t, p in out if p.source is not None}  # about to be copied
+        used = {t.request.conversation for t, p in out if isinstance(p.source, Held)}  # about to be copied
         room = self.kv_cache_tokens - places
         if room < sum(len(h.tokens) for h in map(shelf.get, used) if h is not None):
             return False
