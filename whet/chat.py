@@ -35,6 +35,7 @@ __all__ = ["Chat", "chat"]
 log = logging.getLogger("whet")
 
 LIVE = (
+    "constraint",
     "eos_tokens",
     "forbidden_tokens",
     "generation_kwargs",
@@ -73,7 +74,11 @@ class Chat:
 
     def __init__(self, sampler: Sampler, config: ChatConfig) -> None:
         self.sampler, self.config = sampler, config
-        self.templated = sampler.tokenizer.chat_template is not None
+        there = sampler.tokenizer.chat_template is not None
+        if config.apply_chat_template and not there:
+            raise ConfigError("apply_chat_template=true, but this model's tokenizer has no chat template; leave it out")
+        self.templated = there if config.apply_chat_template is None else config.apply_chat_template
+        """Whether turns go through the chat template."""
         self.finish_reason: str | None = None
         """Why the last answer ended; None = it was stopped."""
         self.messages: list[Message] = []
@@ -214,7 +219,7 @@ class Chat:
         if not text:
             return self.config.system_prompt or "there is no system prompt"
         if not self.templated:
-            raise ConfigError("this model has no chat template, so it has no system prompt either")
+            raise ConfigError("plain text has no system prompt; it is part of the chat template")
         self.config = dataclasses.replace(self.config, system_prompt=text)
         self.reset()
         return "the system prompt is set, the conversation begins anew"
@@ -248,9 +253,10 @@ def chat(config: ChatConfig) -> None:
         talk = Chat(sampler, config)
         live = sys.stdin.isatty()
         if not talk.templated:
-            log.warning("%s has no chat template: it goes on with what you write, as plain text", config.model)
+            why = "has no chat template" if config.apply_chat_template is None else "is not given its chat template"
+            log.warning("%s %s: it goes on with what you write, as plain text", config.model, why)
             if config.system_prompt:
-                raise ConfigError("system_prompt needs a chat template, which this model's tokenizer has not")
+                raise ConfigError("system_prompt needs the chat template; leave it out")
         if live:
             _tell(f"{config.model}: /help for commands, Ctrl-D to leave")
         for line in _lines(live):

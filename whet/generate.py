@@ -90,6 +90,7 @@ def sampling_keys(config: SampledConfig) -> dict[str, Any]:
         "eos_tokens": config.eos_tokens,
         "forbidden_tokens": config.forbidden_tokens,
         "generation_kwargs": config.generation_kwargs,
+        "constraint": config.constraint,
     }
 
 

@@ -102,7 +102,7 @@ def test_without_a_template_the_text_goes_on(sampler, asked):
     held = c._held.tolist()
     say(c, ", so")
     assert asked[0][0] == list(b"2+2=") and asked[1][0] == [*held, *b", so"]
-    with pytest.raises(ConfigError, match="no chat template"):
+    with pytest.raises(ConfigError, match="plain text has no system prompt"):
         c.command("/system be kind")
 
 
@@ -224,3 +224,23 @@ def test_ctrl_c_stops_the_answer_and_not_the_chat(model_folder, monkeypatch, cap
 def test_chat_without_a_model_says_so(capsys):
     assert main(["chat"]) == 2
     assert capsys.readouterr().err == "whet chat: no model; write model=<folder, run folder or hub name>\n"
+
+
+def test_the_template_can_be_left_out_and_can_not_be_made_up(sampler, asked):
+    say(talk(sampler, apply_chat_template=False), "2+2=")
+    assert asked[0][0] == list(b"2+2=")
+    own = byte_tokenizer()
+    own.chat_template = None
+    with pytest.raises(ConfigError, match="apply_chat_template=true, but"):
+        talk(Sampler(sampler.loaded, own), apply_chat_template=True)
+
+
+def test_a_next_turn_encodes_only_what_is_new(tokenizer):
+    s = Sampler(tiny_model(max_position_embeddings=256), tokenizer)
+    c = talk(s, forbidden_tokens=(257, 258))
+    engine = s.engine(c._sampling())
+    say(c, "x" * 40)
+    first = engine.stats()
+    say(c, "y")
+    second = engine.stats().since(first)
+    assert second.reused > 60 and second.prefilled < 40

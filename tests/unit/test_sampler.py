@@ -252,3 +252,12 @@ def test_streamed_pieces_are_the_completion(sampler):
     pieces = list(sampler.stream(prompt, sampling, seed=4))
     assert [t for p in pieces for t in p.tokens.tolist()] == ids(sampler("what?", 8, temperature=1.0, seed=4))[0]
     assert pieces[-1].finish_reason in ("stop", "length")
+
+
+@pytest.mark.parametrize("options", [{"beam_size": 2}, {"generation_kwargs": {"top_h": 0.4}, "temperature": 1.0}])
+def test_a_constraint_is_kept_alone_and_refused_beside_options(sampler, options):
+    digits = {"constraint": {"regex": "[0-9]{4}"}}
+    out = sampler(["a", "b"], 8, temperature=1.0, num_generations=4, **digits)
+    assert all(t.isdigit() and len(t) == 4 for t in out.text)
+    with pytest.raises(ConfigError, match="do not go together with a constraint"):
+        sampler("a", 8, **digits, **options)

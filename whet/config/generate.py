@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from whet.config.base import Bool, Count, Float, Int, Strings, check, config
 from whet.config.loader import tree
+from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 
 __all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_model", "load_sampled"]
@@ -48,6 +49,8 @@ class SampledConfig:
     """Draws the same again; None = another each time."""
     generation_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
+    constraint: ConstraintConfig | None = None
+    """The language that completions lie in, e.g. constraint.regex='[0-9]+'; None = any text."""
     system_prompt: str = ""
     """Put before every conversation. "" = none."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -104,6 +107,9 @@ class GenerateConfig(SampledConfig):
 @config
 class ChatConfig(SampledConfig):
     """Everything that `whet chat` needs."""
+
+    apply_chat_template: Bool | None = None
+    """Whether turns go through the chat template; None = where there is one. false = plain text goes on."""
 
 
 T = TypeVar("T", bound=SampledConfig)
