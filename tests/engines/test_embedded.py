@@ -10,7 +10,7 @@ from tiny import FAMILIES, VOCABULARY, build, drain, letters, prompts, requests,
 from whet.errors import ConfigError, EngineError
 from whet.ops.uniform import address_key
 from whet.rollout.base import Request, Sampling
-from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.engine import EmbeddedEngine, runner
 from whet.rollout.engine.sampler import completed_string
 from whet.rollout.hf import HFEngine
 
@@ -225,6 +225,17 @@ def test_finished_sequences_leave_and_waiting_ones_come_in(model):
     assert [len(done[i].tokens) for i in range(6)] == [24, 4, 4, 4, 8, 8]
     assert max(sizes) == 4 and sizes[-1] == 1
     assert sum(sizes) < 4 * 24
+
+
+def test_rows_that_differ_in_their_limit_alone_are_drawn_in_one_call(model, monkeypatch):
+    calls, draw = [], runner.sample_rows
+    monkeypatch.setattr(runner, "sample_rows", lambda x, *args, **kw: calls.append(len(x)) or draw(x, *args, **kw))
+    work = [
+        Request(id=i, tokens=prompts((5,))[0], sampling=Sampling(max_tokens=n), group=0, address=(0, 0, 0, i))
+        for i, n in enumerate((2, 4, 3))
+    ]
+    run(EmbeddedEngine(model), work)
+    assert calls == [3, 3, 2, 1]
 
 
 def test_poll_streams_short_requests_before_long_ones(model):
