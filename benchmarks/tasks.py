@@ -18,10 +18,13 @@ END, PAD = "<end>", "<pad>"
 SHAPES: dict[str, dict[str, int]] = {
     "tiny": {"layers": 2, "width": 32, "heads": 2, "kv_heads": 1, "head": 16, "mlp": 64},
     "small": {"layers": 2, "width": 64, "heads": 4, "kv_heads": 2, "head": 16, "mlp": 192},
+    "1m": {"layers": 4, "width": 128, "heads": 4, "kv_heads": 2, "head": 32, "mlp": 512},
     "25m": {"layers": 8, "width": 512, "heads": 4, "kv_heads": 2, "head": 128, "mlp": 1536},
     "0.6b": {"layers": 28, "width": 1024, "heads": 16, "kv_heads": 8, "head": 128, "mlp": 3072},
 }
-"""Qwen3 by size: "25m" has 25.3 million parameters, "0.6b" those of Qwen3-0.6B without its vocabulary."""
+SHAPES["qwen3-0.6b"] = {**SHAPES["0.6b"], "vocabulary": 151936, "tied": 1}
+"""Qwen3 by size: "1m" has 1.0 million parameters, "25m" 25.3 million, "0.6b" those of Qwen3-0.6B without its
+vocabulary, "qwen3-0.6b" all its 596 million. Where no vocabulary is named it is the tokenizer's."""
 
 
 def char_tokenizer() -> Any:
@@ -45,12 +48,13 @@ def make_model(
     spread: float = 0.02,
     flat: bool = True,
     vocabulary: int | None = None,
+    dtype: str = "float32",
 ) -> int:
     """Writes a random Qwen3 with its tokenizer.
 
     Args: folder: where. shape: a name of SHAPES. spread: standard deviation of the weights. flat: quarter the
         output matrix, so that all tokens are about equally likely. vocabulary: size of the output; None = the
-            tokenizer's.
+            shape's, or the tokenizer's. dtype: of the weights in the file.
     Returns: its number of parameters.
     """
     import torch
@@ -62,7 +66,7 @@ def make_model(
     torch.manual_seed(seed)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=vocabulary or len(tokenizer),
+            vocab_size=vocabulary or s.get("vocabulary", len(tokenizer)),
             hidden_size=s["width"],
             intermediate_size=s["mlp"],
             num_hidden_layers=s["layers"],
@@ -71,7 +75,7 @@ def make_model(
             head_dim=s["head"],
             max_position_embeddings=4096,
             initializer_range=spread,
-            tie_word_embeddings=False,
+            tie_word_embeddings=bool(s.get("tied", 0)),
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -80,7 +84,7 @@ def make_model(
     if flat:
         with torch.no_grad():
             model.lm_head.weight.mul_(0.25)
-    model.save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return sum(p.numel() for p in model.parameters())
 

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("common", "tasks", "sides", "machine", "grpo_step", "learning_curve", "train_sides", "train_step")
+NAMES = (
+    "common", "tasks", "sides", "machine", "grpo_step", "learning_curve", "train_sides", "train_step",
+    "floor", "rollout_sides", "rollout",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -47,6 +50,10 @@ def test_defaults_are_the_recorded_setting(scripts):
         ("train_step", ["--sides", "verl"], "--sides verl: known are whet, naive, trl"),
         ("learning_curve", ["--steps", "5", "--last", "6"], "1..--steps (5)"),
         ("learning_curve", ["--seeds", "1"], "no spread"),
+        ("rollout", ["--models", "1m,9b"], "--models 9b: known are tiny, 1m, 25m, 0.6b"),
+        ("rollout", ["--engines", "sglang"], "known are whet, generate, continuous, vllm"),
+        ("rollout", ["--workloads", "25m-fp64-*"], "no workload"),
+        ("rollout", ["--rounds", "0"], "at least 1"),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused(scripts, capsys, name, argv, said):
@@ -216,3 +223,168 @@ def test_ratios_are_over_whet_and_utilisation_over_the_machines_own_rate(scripts
     assert found["cost"]["whet"] == {"seconds": 2.0, "tokens_per_s": 50.0, "utilisation": 0.5, "memory": 5.0}
     assert found["ratios"] == {"naive": {"time": 1.5, "memory": 4.0}}
     assert found["spread"]["naive"]["time"] == [1.0, 3.0]
+
+
+# ---- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_rollouts_are_every_model_dtype_prompt_and_kind_of_length(scripts):
+    rollout = scripts["rollout"]
+    names = [w.name for w in rollout.arguments([]).chosen]
+    assert len(names) == len(set(names)) == 17
+    assert {"1m-fp32-p32-equal", "25m-bf16-p512-mixed", "0.6b-bf16-p32-equal"} <= set(names)
+    assert [w.name for w in rollout.arguments(["--workloads", "25m-fp32-p32-*,0.6b-*"]).chosen] == [
+        "25m-fp32-p32-equal",
+        "25m-fp32-p32-mixed",
+        "0.6b-bf16-p32-equal",
+    ]
+    on_gpu = rollout.arguments(["--device", "cuda", "--models", "0.6b"]).chosen
+    assert [(w.name, len(w.lengths()), sum(w.lengths())) for w in on_gpu][1:] == [("0.6b-bf16-p128-equal", 256, 131072)]
+    assert rollout.arguments(["--engines", "generate"]).engines == ["whet", "generate"]
+
+
+def test_mixed_lengths_are_the_same_each_time_and_equal_ones_equal(scripts):
+    equal, mixed = scripts["rollout"].arguments(["--workloads", "1m-fp32-p32-*"]).chosen
+    assert equal.lengths() == [128] * 64
+    assert mixed.lengths() == mixed.lengths() and len(set(mixed.lengths())) > 32
+    assert len(mixed.lengths()) == 64 and max(mixed.lengths()) <= 512
+
+
+def test_every_engine_gets_the_same_prompts_and_every_round_others(scripts):
+    rollout = scripts["rollout"]
+    w = rollout.arguments(["--workloads", "1m-fp32-p32-equal"]).chosen[0]
+    a, b = rollout.make_work(w, 0), rollout.make_work(w, 1)
+    assert a == rollout.make_work(w, 0) and a.prompts != b.prompts and a.lengths == b.lengths
+    assert {len(p) for p in a.prompts} == {32} and len(a.repeated()) == 64
+    assert a.repeated()[7] == a.prompts[0] != a.repeated()[8]
+
+
+def test_the_shapes_have_the_parameters_that_their_names_say(scripts):
+    floor, shapes = scripts["floor"], scripts["tasks"].SHAPES
+    counted = {name: sum(floor.weights_of(name, shapes[name].get("vocabulary", 105))) for name in shapes}
+    assert counted["1m"] == pytest.approx(1e6, rel=0.02) and counted["25m"] == pytest.approx(25.2e6, rel=0.01)
+    assert counted["qwen3-0.6b"] == pytest.approx(596e6, rel=0.01)
+
+
+def floor_of(floor, **fields):
+    given = {"vocabulary": 105, "prompt": 4, "lengths": [3, 3], "generations": 2, "rates": {1: 10.0}, "copy": 1e9}
+    return floor.floor_seconds("tiny", "float32", **{**given, **fields})
+
+
+def test_the_floor_counts_the_flops_of_each_live_row_and_step(scripts):
+    floor = scripts["floor"]
+    layers, head = 2 * (32 * 16 * 6 + 3 * 32 * 64), 105 * 32  # queries and output 2 heads each, keys and values 1
+    assert floor.weights_of("tiny", 105) == (layers, head)
+    pair = 4 * 2 * 2 * 16
+    prefill = 2 * 4 * layers + 2 * head + pair * 10  # 1 + 2 + 3 + 4 pairs of tokens, once for both completions
+    second, third = (2 * (layers + head) + pair * n for n in (5, 6))
+    assert floor_of(floor) == pytest.approx((prefill + 2 * second + 2 * third) / 10e9)
+    assert floor_of(floor, lengths=[1, 3]) == pytest.approx((prefill + second + third) / 10e9)
+
+
+def test_the_floor_is_the_memory_where_that_takes_longer(scripts):
+    floor = scripts["floor"]
+    weights, token = 4 * sum(floor.weights_of("tiny", 105)), floor.kv_bytes("tiny", "float32")
+    read = 3 * weights + token * (4 + (4 + 2 * 1) + (4 + 2 * 2))  # the prompt once in each step, for both rows
+    assert floor_of(floor, rates={1: 1e9}, copy=2.0) == pytest.approx(read / 2e9)
+
+
+def gave(seconds, logprob=-4.6):
+    return {"seconds": seconds, "tokens": 1000, "logprob": logprob, "kv_bytes": int(seconds * 10)}
+
+
+def sides_of(**seconds):
+    return {side: {"rounds": [gave(s) for s in v], "setting": "x", "tried": {}} for side, v in seconds.items()}
+
+
+def test_a_ratio_of_rates_is_the_median_over_the_rounds_that_both_sides_ran(scripts):
+    found = scripts["rollout"].compare(sides_of(whet=[1.0, 2.0, 4.0], generate=[3.0, 4.0, 20.0], continuous=[8.0]), 0.5)
+    assert found["ratios"] == {"generate": 3.0, "continuous": 8.0, "vllm": None, "floor": 0.25}
+    assert found["spread"]["generate"] == [2.0, 5.0] and found["rounds"] == {"whet": 3, "generate": 3, "continuous": 1}
+    assert found["tokens_per_s"]["whet"] == 500.0 and found["kv_bytes"]["generate"] == 200
+
+
+def test_sides_that_draw_from_different_distributions_are_not_compared(scripts):
+    sides = sides_of(whet=[1.0], generate=[1.0])
+    sides["generate"]["rounds"] = [gave(1.0, logprob=-3.9)]
+    with pytest.raises(RuntimeError, match="mean logprobs"):
+        scripts["rollout"].compare(sides, 0.5)
+
+
+@pytest.fixture
+def tiny_rollout(scripts, tmp_path):
+    """Arguments, workload with mixed lengths, and the spec of a tiny model."""
+    rollout, tasks = scripts["rollout"], scripts["tasks"]
+    args = rollout.arguments(["--models", "tiny", "--workloads", "*-mixed", "--dtypes", "fp32", "--threads", "1"])
+    tasks.make_model(tmp_path, "tiny", tasks.char_tokenizer())
+    return args.chosen[0], rollout.spec_of(args, args.chosen, tmp_path)
+
+
+@pytest.mark.parametrize("side", ["whet", "generate", "continuous"])
+def test_every_setting_of_an_engine_makes_the_forced_lengths_and_the_same_greedy_tokens(scripts, tiny_rollout, side):
+    import dataclasses
+
+    w, spec = tiny_rollout
+    sides, make_work = scripts["rollout_sides"], scripts["rollout"].make_work
+    oracle = sides.Whet(spec).run(make_work(w, 0, greedy=True), "defaults")
+    engine = sides.SIDES[side](spec)
+    for setting in engine.settings:
+        work = dataclasses.replace(make_work(w, 0, greedy=True), setting=setting)
+        said = sides.timed(engine, work, "cpu")
+        assert said["tokens"] == sum(w.lengths()) and said["kv_bytes"] > 0 and said["seconds"] > 0
+        assert said["ids"] == [[int(t) for t in row] for row in oracle.tokens]
+    drawn = sides.timed(engine, make_work(w, 0), "cpu")
+    assert "ids" not in drawn and drawn["logprob"] == pytest.approx(-4.65, abs=0.3)
+
+
+def test_logprobs_noted_while_generating_are_those_of_the_scores(scripts):
+    import torch
+
+    processor = scripts["rollout_sides"]._Logprobs()
+    ids, scores = torch.tensor([[7], [7]]), torch.randn(3, 2, 11)
+    for step in range(3):
+        assert torch.equal(processor(ids, scores[step]), scores[step])
+        ids = torch.cat([ids, torch.tensor([[step], [10 - step]])], 1)
+    expected = scores.log_softmax(-1).transpose(0, 1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
+    torch.testing.assert_close(processor.all(ids), expected)
+
+
+def test_a_completion_of_another_length_than_forced_is_an_error(scripts, tiny_rollout):
+    w, _ = tiny_rollout
+    sides = scripts["rollout_sides"]
+
+    class Short:
+        settings = ("defaults",)
+
+        def run(self, work, setting):
+            return sides.Made(tokens=[[1]] * 4, logprobs=[[0.0]] * 4, kv_bytes=0)
+
+    with pytest.raises(RuntimeError, match="place, made, asked for"):
+        sides.timed(Short(), scripts["rollout"].make_work(w, 0), "cpu")
+
+
+def test_a_rollout_in_processes_prints_its_ratios_as_the_last_line(scripts, capsys, monkeypatch, tmp_path):
+    import torch
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    rates = {"rates": {1: 1.0}, "kernels": {}, "copy": 1.0}
+    monkeypatch.setattr(scripts["floor"], "measure", lambda *args, **kw: rates)
+    argv = "--models tiny --dtypes fp32 --workloads *-equal --rounds 1 --threads 1 --engines vllm".split()
+    scripts["rollout"].main([*argv, "--vllm-python", str(tmp_path / "python")])
+    out = capsys.readouterr().out
+    result = json.loads(out.splitlines()[-1])
+    ratios = result["ratios"]["tiny-fp32-p6-equal"]
+    assert set(ratios) == {"generate", "continuous", "vllm", "floor"} and ratios["floor"] > 0
+    assert ratios["vllm"] is None and "there is no" in result["models"]["tiny-fp32"]["vllm_why_not"]
+    assert result["workloads"]["tiny-fp32-p6-equal"]["tokens"] == 32
+
+
+def test_bf16_is_null_with_the_reason_where_the_machine_has_none(scripts, capsys, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    monkeypatch.setattr(scripts["machine"], "has_bf16", lambda device: "no such arithmetic")
+    scripts["rollout"].main("--models tiny --dtypes bf16 --threads 1".split())
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["ratios"] == {"tiny-bf16-p6-equal": None, "tiny-bf16-p6-mixed": None}
+    assert result["bfloat16_why_not"] == "no such arithmetic"
