@@ -403,7 +403,7 @@ def test_turns_of_a_conversation_say_what_they_would_say_alone(engine, rounding)
     needs(engine, "addressed")
     contexts, tokens = dict(enumerate(prompts())), Sampling(max_tokens=8)
     for turn in range(3):
-        work = [Request(id=i, tokens=p, sampling=tokens, group=i, address=(0, turn, i, 0)) for i, p in contexts.items()]
+        work = [Request(id=i, tokens=p, sampling=tokens, group=i, address=(1, turn, i, 0)) for i, p in contexts.items()]
         alone = run(engine, work)
         before = engine.stats()
         done = run(engine, [replace(r, conversation=r.id) for r in work])

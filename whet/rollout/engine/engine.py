@@ -86,7 +86,9 @@ class EmbeddedEngine:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
         self._decode, self._grammars = decode, grammars
         self._positions = max_positions(loaded.module)
-        self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast)
+        self._runner = Runner(
+            loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast, join=kv_cache_tokens is None
+        )
         if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
@@ -213,12 +215,14 @@ class EmbeddedEngine:
         """Decodes a few steps, no more than the row nearest to its limit may make; one, where a row is constrained."""
         runner, book, allowed = self._runner, self._book, self._allowed(self._rows)
         steps = min(STEPS if allowed is None else 1, int((book[LEFT] - book[MADE]).min()))
-        runner.own.reserve(len(self._rows), int(book[MADE].max()) - 1 + steps, longest=int(book[LEFT].max()))
+        joined = runner.joined[: len(self._rows)]
+        own = book[MADE] + joined
+        runner.own.reserve(len(self._rows), int(own.max()) - 1 + steps, longest=int((book[LEFT] + joined).max()))
         if self._stale:
             runner.regroup(self._rows, self._plans)
             self._stale = False
         self._book_work(steps=steps, row_steps=steps * len(self._rows))
-        self._collect(runner.run(steps, book[MADE], int((book[PROMPT] + book[MADE]).max()), allowed), 0)
+        self._collect(runner.run(steps, own, int((book[PROMPT] + book[MADE]).max()), allowed), 0)
 
     def _allowed(self, rows: Sequence[tuple[Task, Prefix]]) -> Tensor | None:
         """What constraints allow next, uint8 [n, W]; None where no row has one."""

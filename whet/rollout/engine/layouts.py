@@ -28,6 +28,9 @@ FAR = -1e30
 HELD = 1 << 24
 """Scores held at once; beyond it torch's fused operator works on them piece by piece."""
 
+JOINED = 0
+"""The bucket of a row whose own places begin with a copy of its prompt, so that it has no other part to look at."""
+
 
 def attention_part(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None
@@ -53,22 +56,34 @@ def attention_part(
     ):
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return flash(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    shape = q.shape[:3]
-    q, k, v = (x.flatten(0, 1) for x in (q, k, v))
-    s = _scores(q, k).to(_wide(q.dtype)).mul_(scale)  # [B * K, T, S]
+    s, p = _shares(q, k, bias, scale=scale, softcap=softcap)
+    v = v.flatten(0, 1)
+    return torch.bmm(p.to(v.dtype), v).view(*q.shape[:3], -1), _lse(s, p).view(q.shape[:3])
+
+
+def _shares(q: Tensor, k: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """Scores and their softmax [B * K, T, S], in fp32 or wider, of q [B, K, T, D] and k [B, K, S, D]."""
+    s = _scores(q.flatten(0, 1), k.flatten(0, 1)).to(_wide(q.dtype))
+    if scale != 1.0:
+        s.mul_(scale)
     if softcap is not None:
-        s = s.div_(softcap).tanh_().mul_(softcap)
+        s.div_(softcap).tanh_().mul_(softcap)
     if bias is not None:
-        s = (s.unflatten(0, shape[:2]) + bias).flatten(0, 1)
-    p = s.softmax(-1)
-    # The largest score and its share give the log-sum-exp: two maxima are cheaper than another sum of exponentials.
-    lse = s.amax(-1) - p.amax(-1).log()
-    return torch.bmm(p.to(v.dtype), v).unflatten(0, shape[:2]), lse.view(shape)
+        s.view(*q.shape[:3], -1).add_(bias)
+    return s, s.softmax(-1)
+
+
+def _lse(s: Tensor, p: Tensor) -> Tensor:
+    """The log-sum-exp of scores whose softmax is p.
+
+    The largest score and its share give it: two maxima are cheaper than another sum of exponentials.
+    """
+    return s.amax(-1) - p.amax(-1).log()
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """Products [B T S] of q [B T D] and k [B S D]; for few queries in fp32, MKL is fastest the other way round."""
-    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[1] < 8:
+    """Products [B T S] of q [B T D] and k [B S D]; few queries of long heads go faster the other way round."""
+    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[1] < 8 and q.shape[2] >= 64:
         return torch.bmm(k, q.mT).mT
     return torch.bmm(q, k.mT)
 
@@ -213,6 +228,8 @@ class DecodeLayout(Layout):
         self._place = np.zeros((0, 3), np.int64)
         self._head_tables: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self._range = torch.arange(0, device=device)
+        self._alone: Tensor | None = None
+        """Bool [n, 1]: joined rows, where others have prompts to look at."""
         self.fixed: FixedTensors | None = None
         """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
 
@@ -226,7 +243,8 @@ class DecodeLayout(Layout):
     ) -> None:
         """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
 
-        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
+        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket (or JOINED), its row
+                there, tokens.
             rows: those of a step, with padding; a padding row looks at the first row's prompt. None = n.
         """
         self.rows = len(buckets) if rows is None else rows
@@ -234,7 +252,8 @@ class DecodeLayout(Layout):
         self._head_tables.clear()
         self._buckets = []
         self._place = np.zeros((self.rows, 3), np.int64)  # bucket number, prompt slot, rank among its rows
-        for number, bucket in enumerate(np.unique(buckets)):
+        joined = buckets == JOINED
+        for number, bucket in enumerate(np.unique(buckets[~joined])):
             mine = np.flatnonzero(buckets == bucket)
             mine = mine[np.argsort(slots[mine], kind="stable")]
             at = slots[mine]
@@ -247,6 +266,7 @@ class DecodeLayout(Layout):
             self._place[mine] = np.stack([np.full(len(mine), number), at, rank], 1)
             self._buckets.append(self._bucket(number, int(bucket), stores[int(bucket)], asking, plens))
         self._place[len(buckets) :] = self._place[0]
+        self._alone = torch.from_numpy(joined).to(self.device)[:, None] if joined.any() and self._buckets else None
         if self.fixed is not None:  # a captured step can't make tables
             for heads, kv in known:
                 self._heads(heads, kv)
@@ -286,6 +306,7 @@ class DecodeLayout(Layout):
         self._own_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
         self._write_at: dict[int, Tensor] = {}
+        self._bags: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         if len(self._range) < self.own.length:
             self._range = torch.arange(2 * self.own.length, device=self.device)
 
@@ -310,29 +331,82 @@ class DecodeLayout(Layout):
         # oneDNN's half-precision products are slow on rows with gaps between them: read what is not used yet as well
         s = self.own.length if q.dtype.itemsize == 2 and q.device.type == "cpu" else self._longest
         q = q.reshape(n * heads, size)
-        bias = self._own_mask(window, q.dtype, s)
-        own, own_lse = attention_part(
-            q.view(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], bias, scale=scale, softcap=softcap
+        bias, merged = self._own_mask(window, q.dtype, s), bool(self._buckets) or sinks is not None
+        own, own_lse = self._own_part(
+            q.view(n, kv, heads // kv, size), keys, values, s, bias, merged, scale=scale, softcap=softcap
         )
+        if not merged:
+            return own.view(n, heads, 1, -1)
+        out, lse = own.view(n * heads, -1), own_lse.reshape(-1)
+        if self._buckets:
+            prompt, prompt_lse = self._prompt_part(layer, q, k, v, window, scale=scale, softcap=softcap)
+            weight = torch.sigmoid(prompt_lse - lse).unsqueeze(1)
+            out = torch.lerp(out.to(weight.dtype), prompt.to(weight.dtype), weight)
+            lse = torch.logaddexp(prompt_lse, lse) if sinks is not None else lse
+        if sinks is not None:
+            out = out * torch.sigmoid(lse.view(n, heads) - sinks.float()).view(-1, 1)
+        return out.to(q.dtype).view(n, heads, 1, -1)
+
+    def _own_part(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        s: int,
+        bias: Tensor | None,
+        merged: bool,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The rows' own tokens. Args: q [n, K, g, D]. keys, values: whole buffers. s: places read. merged: with lse."""
+        n, kv, g, _ = q.shape
+        k = keys[:n, :, :s]
+        bags = self.device.type == "cpu" and self.fixed is None and values.dtype in (torch.float32, torch.bfloat16)
+        if not bags or n * kv * g * s > HELD:
+            return attention_part(q, k, values[:n, :, :s], bias, scale=scale, softcap=softcap)
+        scores, p = _shares(q, k, bias, scale=scale, softcap=softcap)
+        # A weighted sum of rows is what a bag of embeddings is: 2 to 4 times faster than a product of so few queries.
+        index, offsets = self._bag(kv, g, s)
+        weights = p.to(values.dtype).view(-1)
+        own = F.embedding_bag(index, values.view(-1, values.shape[-1]), offsets, mode="sum", per_sample_weights=weights)
+        return own, _lse(scores, p) if merged else own
+
+    def _bag(self, kv: int, g: int, s: int) -> tuple[Tensor, Tensor]:
+        """Long: for each query head of each row, its first s places in the flat buffer of values; where each begins."""
+        if (kv, g, s) not in self._bags:
+            row = torch.arange(self.rows * kv, device=self.device) * self.own.length
+            index = row.repeat_interleave(g).unsqueeze(1) + self._range[:s]
+            self._bags[kv, g, s] = index.view(-1), torch.arange(0, index.numel(), s, device=self.device)
+        return self._bags[kv, g, s]
+
+    def _prompt_part(
+        self,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        *,
+        scale: float,
+        softcap: float | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The rows' prompts: [n * H, D] of q [n * H, D], and the lse [n * H]; k, v: a layer's, for their shapes."""
+        (heads, kv), outs, lses = (len(q) // self.rows, k.shape[1]), [], []
         tables, back = self._heads(heads, kv)
-        outs, lses = [], []
         for number, (bucket, table) in enumerate(zip(self._buckets, tables, strict=True)):
             pk, pv = bucket.store.layer(layer, k, v)
             m, p = bucket.prompts, bucket.places
-            asked = q.index_select(0, table).view(m, kv, -1, size)
+            asked = q.index_select(0, table).view(m, kv, -1, q.shape[1])
             bias = self._prompt_mask(number, window, heads // kv, q.dtype)
             o, lse = attention_part(asked, pk[:m, :, :p], pv[:m, :, :p], bias, scale=scale, softcap=softcap)
             outs.append(o.reshape(-1, o.shape[-1]))
             lses.append(lse.reshape(-1))
-        prompt = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, back)
-        prompt_lse = (lses[0] if len(lses) == 1 else torch.cat(lses)).index_select(0, back)
-        own, own_lse = own.reshape(n * heads, -1), own_lse.reshape(-1)
-        wide, weight = prompt_lse.dtype, torch.sigmoid(prompt_lse - own_lse).unsqueeze(1)
-        out = torch.lerp(own.to(wide), prompt.to(wide), weight)
-        if sinks is not None:
-            lse = torch.logaddexp(prompt_lse, own_lse).view(n, heads)
-            out = out * torch.sigmoid(lse - sinks.float()).view(-1, 1)
-        return out.to(q.dtype).view(n, heads, 1, -1)
+        out = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, back)
+        lse = (lses[0] if len(lses) == 1 else torch.cat(lses)).index_select(0, back)
+        if self._alone is not None:
+            lse.view(self.rows, heads).masked_fill_(self._alone, FAR)
+        return out, lse
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Puts the new keys and values behind each row's own tokens; the layer's whole buffers."""

@@ -20,13 +20,15 @@ from whet.ops.uniform import address_key, uniform
 from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.layouts import JOINED, DecodeLayout, PrefillLayout, Run
 from whet.rollout.engine.sampler import Plan, sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
 from whet.rollout.engine.shelf import Held
 
 __all__ = ["Block", "Runner"]
 
+JOIN = 64
+"""Longest prompt that is copied into its rows: beyond it, reading it once for a group is worth more."""
 TOKEN, POSITION, OWN, PLACE, KEY = range(5)
 """Rows of the state: last token, its position, own tokens before it, completion tokens up to it, address key."""
 
@@ -46,7 +48,9 @@ class Block:
 class Runner:
     """The device's half of the engine."""
 
-    def __init__(self, loaded: LoadedModel, *, max_batch: int, prefill_tokens: int, fast: bool) -> None:
+    def __init__(
+        self, loaded: LoadedModel, *, max_batch: int, prefill_tokens: int, fast: bool, join: bool = True
+    ) -> None:
         module = loaded.module
         self.loaded = loaded
         self.device = next(module.parameters()).device
@@ -60,10 +64,14 @@ class Runner:
         self.seen: Tensor | None = None
         self.groups: list[tuple[Plan, Tensor | None]] = []
         self.graphs: StepGraphs | None = None
+        self.join = JOIN if join and self.device.type == "cpu" else 0
+        """Longest prompt that is copied into its rows' own places."""
+        self.joined = np.zeros(max_batch, np.int64)
+        """Own places of each row that hold its prompt."""
 
     def fix_shapes(self) -> None:
         """From now on plain decode steps have fixed shapes, and are captured where the device can."""
-        self.graphs, self.layout.fixed = StepGraphs(self.device), FixedTensors()
+        self.graphs, self.layout.fixed, self.join = StepGraphs(self.device), FixedTensors(), 0
 
     def prefill(self, prefixes: Sequence[Prefix], taken: dict[int, int]) -> None:
         """Runs new prompts, packed, each once; their KV goes to the stores, their last hidden state to the prefix.
@@ -129,6 +137,8 @@ class Runner:
 
         Args: row: a live one. prefix: its prompt. own: how many of its own tokens.
         """
+        if joined := int(self.joined[row]):
+            return {i: (k.clone(), v.clone()) for i, (k, v) in self.own.read(row, joined + own).items()}
         prompt = self.stores[prefix.bucket].read(prefix.slot, len(prefix.tokens))
         if not own:
             return {i: (k.clone(), v.clone()) for i, (k, v) in prompt.items()}
@@ -151,6 +161,7 @@ class Runner:
         rows = slice(first, first + len(admitted))
         state = np.zeros((5, len(admitted)), np.int64)
         state[POSITION] = [len(p.tokens) for _, p in admitted]
+        state[OWN] = self._join(first, [p for _, p in admitted])
         state[PLACE] = [t.request.offset + t.made for t, _ in admitted]
         state[KEY] = [address_key(*t.request.address) for t, _ in admitted]
         self.state[:, rows] = torch.from_numpy(state).to(self.device)
@@ -167,9 +178,27 @@ class Runner:
         keep = any(plan.sampling.return_logits for plan, _ in groups)
         return self._read([tokens], [logprobs], [logits] if keep else None)
 
+    def _join(self, first: int, prefixes: Sequence[Prefix]) -> np.ndarray:
+        """Copies short prompts to the beginning of rows first..: for a few tokens one part of attention beats two.
+
+        Returns: int [m], tokens copied; 0 where a prompt is too long.
+        """
+        lengths = np.array([len(p.tokens) for p in prefixes], np.int64)
+        lengths[lengths > self.join] = 0
+        buckets = np.array([p.bucket for p in prefixes])
+        for bucket in np.unique(buckets[lengths > 0]):
+            mine = np.flatnonzero((buckets == bucket) & (lengths > 0))
+            rows = torch.from_numpy(first + mine).to(self.device)
+            slots = torch.tensor([prefixes[i].slot for i in mine.tolist()], device=self.device)
+            self.own.reserve(self.own.rows, int(bucket))
+            self.own.copy_from(self.stores[int(bucket)], slots, rows, int(bucket))
+        self.joined[first : first + len(lengths)] = lengths
+        return lengths
+
     def regroup(self, rows: Sequence[tuple[Task, Prefix]], plans: Sequence[Plan]) -> None:
         """Takes note of which rows live and where their prompts lie. Args: rows: in order. plans: of the tasks."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
+        buckets[self.joined[: len(rows)] > 0] = JOINED
         slots = np.array([p.slot for _, p in rows], np.int64)
         count = None
         if self.graphs is not None:
@@ -182,7 +211,8 @@ class Runner:
     def run(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> Block:
         """Decodes some steps.
 
-        Args: steps: how many. own: int [n], tokens that each row has made (the last one is not in its KV yet).
+        Args: steps: how many. own: int [n], tokens of each row's own part: its prompt if joined, and those it has made
+                (the last one is not in its KV yet).
             furthest: the largest number of tokens, prompt included, of a row. allowed: uint8 [n, W], what constraints
             allow at this one step, where there are any.
         Returns: what was drawn.
@@ -283,9 +313,10 @@ class Runner:
         )
 
     def move_rows(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
-        """Moves live rows into holes. Args: source, target: int [m]. length: longest own KV."""
+        """Moves live rows into holes. Args: source, target: int [m]. length: most tokens that one of them has made."""
         src, dst = (torch.from_numpy(x).to(self.device) for x in (source, target))
-        self.own.move(src, dst, length)
+        self.own.move(src, dst, length + int(self.joined[source].max()))
+        self.joined[target] = self.joined[source]
         self.state.index_copy_(1, dst, self.state.index_select(1, src))
         if self.seen is not None:
             self.seen.index_copy_(0, dst, self.seen.index_select(0, src))
