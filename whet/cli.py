@@ -81,7 +81,7 @@ def _run(verb: str, words: list[str]) -> None:
         words = ["trainer.profile=true" if w == "--profile" else w for w in words]
     printing = [w for w in words if w in ("--print_config", "--print-config")]
     config = _config(verb, [w for w in words if w not in printing])
-    if printing and config is not None:
+    if printing and verb != "demo":
         from whet.config import dump
 
         _print(dump(config), end="")
@@ -101,7 +101,7 @@ def _run(verb: str, words: list[str]) -> None:
     else:
         from whet import commands
 
-        if config is not None:
+        if verb == "grpo":
             commands.grpo(config)
         else:
             commands.demo(words)
@@ -126,7 +126,7 @@ def _check(verb: str, config: Any) -> None:
         from whet.config import check_complete
 
         check_complete(config)
-    elif config is not None:
+    elif verb != "demo":
         from whet.config.generate import check_model
 
         check_model(config)
