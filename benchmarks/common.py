@@ -56,6 +56,12 @@ class Job:
     """TRL: completions of one forward and backward pass."""
     continuous: bool = False
     """TRL: transformers' continuous batching instead of generate."""
+    pages: int | None = None
+    """TRL: pages of 64 tokens that continuous batching sets aside; None = a share of the free memory."""
+    cache: str | None = None
+    """TRL: the cache of generate, "static" or None = transformers' default, which grows."""
+    compile: bool = False
+    """TRL: torch.compile of the model."""
     autocast: bool = True
     """TRL in bf16: autocast over fp32 weights; off, the weights themselves are bf16 and there are no fp32 ones."""
     without: str = ""

@@ -25,6 +25,8 @@ from common import SIDES, Job
 COSTS = ("step", "rollout", "update", "memory")
 MICRO = {"A": 16, "B": 16, "C": 16}
 """TRL's completions of one forward and backward pass; `--tune` finds the fastest on a machine."""
+COMPILE_STEPS = 3
+"""Further steps for warm-up where `--tune` compiles TRL's model."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -158,11 +160,23 @@ def settings(job: Job) -> list[tuple[str, str, dict[str, Any]]]:
     precisions = {"float32": {" fp32": True}, "bfloat16": {" fp32 weights": True, " bf16 weights": False}}[job.dtype]
     trl = [
         ("trl", f"{micro}x{size // micro} generate{label}", {"micro": micro, "autocast": autocast})
-        for micro, (label, autocast) in itertools.product((size, size // 4, size // 8), precisions.items())
+        for micro, (label, autocast) in itertools.product((size, size // 2, size // 4, size // 8), precisions.items())
     ]
+    micro = size // 4
+    static = {"micro": micro, "cache": "static"}
+    # A compiled model meets new shapes for some steps; those are left out of its figures.
+    compiled = {"micro": micro, "compile": True, "steps": job.steps + COMPILE_STEPS, "rows": job.rows * 4}
     # With bf16 weights since TRL turns them into bf16 for good where continuous batching meets its autocast.
-    continuous = {"micro": size // 4, "continuous": True, "autocast": False}
-    return [*whet, *trl, ("trl", f"{size // 4}x4 continuous batching", continuous)]
+    continuous = {"micro": micro, "continuous": True, "autocast": False}
+    pages = size * -(-(job.max_prompt + job.max_tokens) // 64) + size
+    return [
+        *whet,
+        *trl,
+        ("trl", f"{micro}x4 generate, static cache", static),
+        ("trl", f"{micro}x4 generate, compiled", compiled),
+        ("trl", f"{micro}x4 continuous batching, a share of memory", continuous),
+        ("trl", f"{micro}x4 continuous batching, pages as needed", {**continuous, "pages": pages}),
+    ]
 
 
 def tune(args: argparse.Namespace, name: str, model: Path, tokenizer: Any) -> dict[str, Any]:
@@ -175,6 +189,7 @@ def tune(args: argparse.Namespace, name: str, model: Path, tokenizer: Any) -> di
         except RuntimeError as error:
             print(f"{name} {side} {label}: failed, {str(error).splitlines()[-1]}", flush=True)
             continue
+        said["steps"] = said["steps"][-job.steps :]
         found[f"{side} {label}"] = costs(said)
         print(f"{name} {label}: {_line(side, costs(said))}", flush=True)
     return found

@@ -182,10 +182,15 @@ def trl_config(job: Job, folder: str, mixed: bool) -> Any:
 
     completions = job.prompts * job.generations
     micro = min(job.micro, completions)
+    batching: dict[str, Any] = {"max_memory_percent": 0.1 if job.device == "cpu" else 0.3}
+    if job.pages is not None:
+        batching = {"num_blocks": job.pages, "page_size": 64, "max_batch_tokens": 2048}
     return GRPOConfig(
         output_dir=folder,
         use_transformers_continuous_batching=job.continuous,
-        transformers_continuous_batching_config={"max_memory_percent": 0.1 if job.device == "cpu" else 0.3},
+        transformers_continuous_batching_config=batching,
+        cache_implementation=job.cache,
+        torch_compile=job.compile,
         generation_kwargs={"min_new_tokens": job.min_tokens} if job.min_tokens else None,
         max_steps=job.steps,
         per_device_train_batch_size=micro,

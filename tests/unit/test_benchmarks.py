@@ -147,6 +147,18 @@ def test_the_learning_curves_are_compared_over_their_last_steps(scripts):
     assert not found["within"] and found["not_worse"]
 
 
+def test_tuning_tries_the_peers_own_ways_to_be_fast_and_warms_a_compiled_model_up_longer(scripts, tmp_path):
+    grpo_step, tasks = scripts["grpo_step"], scripts["tasks"]
+    tokenizer = tasks.char_tokenizer()
+    job = grpo_step.make_job(grpo_step.arguments([]), "A", tmp_path, tokenizer, seed=0)
+    peer = {label: fields for side, label, fields in grpo_step.settings(job) if side == "trl"}
+    micros = {fields["micro"] for label, fields in peer.items() if "generate fp32" in label}
+    assert micros == {64, 32, 16, 8} and peer["16x4 generate, static cache"]["cache"] == "static"
+    compiled = peer["16x4 generate, compiled"]
+    assert compiled["compile"] and len(compiled["rows"]) >= compiled["steps"] * job.prompts > job.steps * job.prompts
+    assert peer["16x4 continuous batching, pages as needed"]["pages"] * 64 >= 64 * (32 + 256)
+
+
 def test_a_tiny_step_runs_in_whet_and_says_what_the_comparison_reads(scripts, tmp_path):
     grpo_step, tasks = scripts["grpo_step"], scripts["tasks"]
     tasks.make_model(tmp_path, "tiny", tokenizer := tasks.char_tokenizer())
