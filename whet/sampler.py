@@ -303,7 +303,7 @@ class Sampler:
             raise DataError(
                 f"prompt {longest.row} has {length} tokens, and {wanted} to come make {length + wanted}, but there is "
                 f"room for {self.longest}; shorten the prompt (max_prompt_length={max(1, self.longest - wanted)} with "
-                "on_long_prompt='truncate_left'), or lower max_generation_steps"
+                "on_long_prompt='truncate_left'), or ask for fewer new tokens"
             )
         return replace(sampling, max_tokens=min(sampling.max_tokens, self.longest - length))
 
