@@ -82,7 +82,7 @@ class RoleConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer; nothing for a model that is only read."""
     gradient_checkpointing: Recompute = "none"
-    """Recompute activations in the backward pass: "full" = whole layers (least memory, about a third more time),
+    """Recompute activations in the backward pass: "full" = whole layers (least memory, a fifth to a third more time),
     "selective" = all but matrix products and attention, "none". true is "full", false is "none"."""
     dropout: Bool = False
     """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""

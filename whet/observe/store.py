@@ -28,6 +28,9 @@ __all__ = ["RunFolder", "changed_settings", "holds_steps"]
 log = logging.getLogger("whet")
 
 _FREE = (
+    "actor.gradient_checkpointing",
+    "critic.gradient_checkpointing",
+    "reference.gradient_checkpointing",
     "offload_to_cpu",
     "trainer.max_steps",
     "trainer.num_epochs",

@@ -202,6 +202,18 @@ def test_changes_of_length_and_loggers_are_no_changes():
     assert changed_settings(old, new) == ["algo.beta: 0.04 -> 0.0"]
 
 
+def test_what_saves_memory_or_looks_on_may_change_on_resume():
+    new = RunConfig(
+        actor={"gradient_checkpointing": "full"},
+        offload_to_cpu=True,
+        trainer={"profile": True, "profiler_options": {"profiler_steps": 2}},
+    )
+    assert changed_settings(RunConfig(), new) == []
+    assert changed_settings(RunConfig(), RunConfig(actor={"dtype": "bfloat16"})) == [
+        "actor.dtype: 'auto' -> 'bfloat16'"
+    ]
+
+
 # ---- the lock --------------------------------------------------------------------------------------------------------
 
 
