@@ -6,6 +6,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from tiny import build
 
 from whet.config import RolloutConfig
@@ -117,15 +118,14 @@ def test_vllm_is_built_from_the_rollout_configuration():
         rollout_vllm_hbm_utilization=0.5,
         rollout_vllm_max_num_batched_tokens=64,
         rollout_vllm_async_scheduling=True,
-        rollout_vllm_init_with_random_weights=False,
         rollout_vllm_kwargs={"block_size": 32},
         rollout_vllm_additional_config={"x": 1},
         rollout_vllm_hf_config_path="there",
     )
-    found = llm_arguments(config, device="cuda", dtype=torch.bfloat16)
+    found = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=9)
     expected = {
         "dtype": "bfloat16",
-        "load_format": "auto",
+        "load_format": "dummy",
         "max_num_seqs": 7,
         "max_num_batched_tokens": 64,
         "async_scheduling": True,
@@ -137,9 +137,12 @@ def test_vllm_is_built_from_the_rollout_configuration():
         "logprobs_mode": "processed_logprobs",
     }
     assert {n: found[n] for n in expected} == expected
-    cpu = llm_arguments(RolloutConfig(rollout_vllm_max_num_seqs=3), device="cpu", dtype=torch.float32)
-    assert cpu["max_num_seqs"] == 3 and cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] > 0
-    assert "gpu_memory_utilization" not in cpu and "enable_sleep_mode" not in cpu
+    cpu = llm_arguments(RolloutConfig(rollout_vllm_max_num_seqs=3), device="cpu", dtype=torch.float32, kv_bytes=1000)
+    assert cpu["max_num_seqs"] == 3 and cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] == 3 * 128 * 1000
+    little = RolloutConfig(rollout_vllm_hbm_utilization=1e-6)
+    bound = llm_arguments(little, device="cpu", dtype=torch.float32, kv_bytes=10**9)["kv_cache_memory_bytes"]
+    assert 0 < bound < 1e-3 * 10**9 * 256 * 128
+    assert "gpu_memory_utilization" not in cpu
 
 
 def test_sglang_is_built_from_the_rollout_configuration():
@@ -260,6 +263,16 @@ def test_a_tied_head_is_sent_under_its_own_name(duplicates):
     assert len(sent) == len(dict(model.named_parameters())) + 1
     untied = build(tie_word_embeddings=False)
     assert dict(Names(untied).whole(untied.named_parameters())).keys() == dict(untied.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss", "gemma3"])
+def test_weights_are_sent_under_the_names_and_in_the_shapes_of_a_checkpoint(family, tmp_path):
+    model = build(family)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    sent = dict(Names(model).whole(model.named_parameters()))
+    assert stored.keys() | {"lm_head.weight"} == sent.keys()
+    assert all(torch.equal(sent[n], x) for n, x in stored.items())
 
 
 def test_weights_that_leave_a_parameter_out_are_refused():

@@ -45,8 +45,7 @@ class Engine:
         torch.manual_seed(99)
         config = AutoConfig.from_pretrained(arguments["model_path"])
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        if arguments["load_format"] == "auto":
-            self.model = AutoModelForCausalLM.from_pretrained(arguments["model_path"]).eval()
+        assert arguments["load_format"] == "dummy"
 
     @torch.no_grad()
     def logits(self, ids):
@@ -156,17 +155,10 @@ def test_it_starts_without_weights_and_takes_the_actors(policy):
     made.close()
 
 
-def test_it_reads_the_weights_from_a_folder_where_asked(policy, tmp_path):
-    made = make(policy, rollout_sglang_jax_init_with_random_weights=False)
-    assert made._engine.calls == []
-    made.close()
-    build(seed=5).save_pretrained(tmp_path)
-    with pytest.raises(EngineError, match="does not compute this model"):
-        make(
-            policy,
-            rollout_sglang_jax_init_with_random_weights=False,
-            rollout_sglang_jax_model_version=str(tmp_path),
-        )
+def test_a_config_that_is_not_the_actors_is_refused(policy, tmp_path):
+    build(rope_parameters={"rope_type": "default", "rope_theta": 50.0}).config.save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match="sglang does not compute this model"):
+        make(policy, rollout_sglang_jax_model_version=str(tmp_path))
 
 
 @pytest.mark.parametrize("tied", [True, False])

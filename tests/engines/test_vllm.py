@@ -28,7 +28,7 @@ from whet.rollout.hf import HFEngine  # noqa: E402
 from whet.rollout.vllm import VLLMEngine  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
-SMALL = {"rollout_vllm_hbm_utilization": 0.01, "max_batch_size": 64}
+SMALL = {"max_batch_size": 64}
 CLOSE = 1e-4
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
 
@@ -39,7 +39,7 @@ def sharp(seed=0, gain=3.0, **fields):
 
 
 def build_engine(model, **fields):
-    return VLLMEngine(model, decode=letters, config=RolloutConfig(**SMALL, **fields))
+    return VLLMEngine(model, decode=letters, config=RolloutConfig(**{**SMALL, **fields}))
 
 
 @pytest.fixture
@@ -293,13 +293,20 @@ def test_what_vllm_can_not_do_is_refused_before_it_is_built(policy, fields, word
         build_engine(policy, **fields)
 
 
-def test_a_folder_of_other_weights_is_refused(make, policy, tmp_path):
-    start = {"rollout_vllm_init_with_random_weights": False, "rollout_vllm_model_version": str(tmp_path)}
+def test_a_config_that_is_not_the_actors_is_refused(make, policy, tmp_path):
+    config = {"rollout_vllm_model_version": str(tmp_path)}
     policy.save_pretrained(tmp_path)
-    agree(make(policy, **start), policy, requests(prompts(), GREEDY))
-    sharp(3, tie_word_embeddings=True).save_pretrained(tmp_path)
+    agree(make(policy, **config), policy, requests(prompts(), GREEDY))
+    sharp(rope_parameters={"rope_type": "default", "rope_theta": 50.0}, tie_word_embeddings=True).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(EngineError, match="vllm does not compute this model as transformers does"):
-        make(policy, **start)
+        make(policy, **config)
+
+
+def test_experts_whose_weights_vllm_does_not_renew_on_a_cpu_are_refused(make):
+    with pytest.raises(EngineError, match="vllm does not compute this model as transformers does"):
+        make(build("qwen3_moe", gain=3.0, head_dim=32))
 
 
 def test_full_logprobs_of_truncated_draws_come_in_raw_mode(make, policy):

@@ -147,13 +147,13 @@ class RolloutConfig:
     rollout_vllm_server_mode_submission_timeout_s: Float = 0.0
     """vLLM server: longest wait for that many, in seconds. No effect."""
     rollout_vllm_model_version: str = ""
-    """vLLM: folder or name to start from instead of the actor's config; its weights are replaced or must be equal."""
+    """vLLM: folder or name whose config it takes; "" = the actor's. The weights are the actor's either way."""
     rollout_vllm_lora_config: dict[str, Any] | None = None
     """vLLM: must be None, whole weights are sent."""
     rollout_vllm_hbm_utilization: Float = 0.2
     """vLLM: share of the GPU's memory it may take; on a CPU, share of the host's that its KV may take."""
     rollout_vllm_init_with_random_weights: Bool = True
-    """vLLM: True = start without weights and take the actor's; False = read them from a folder, and check them."""
+    """vLLM. No effect: it starts without weights and takes the actor's at once."""
     rollout_vllm_tpu_backend_type: str | None = None
     """vLLM on TPU: must be None, there is no TPU back end."""
     rollout_vllm_async_scheduling: Bool = False
@@ -180,13 +180,13 @@ class RolloutConfig:
     """vLLM: further SamplingParams; those that change the distribution are refused."""
 
     rollout_sglang_jax_model_version: str = ""
-    """SGLang: folder or name to start from instead of the actor's config; its weights are replaced or must be equal."""
+    """SGLang: folder or name whose config it takes; "" = the actor's. The weights are the actor's either way."""
     rollout_sglang_jax_context_length: Count | None = None
     """SGLang: longest prompt and completion together."""
     rollout_sglang_jax_mem_fraction_static: Float = 0.2
     """SGLang: share of the device's memory it may take."""
     rollout_sglang_jax_init_with_random_weights: Bool = True
-    """SGLang: True = start without weights and take the actor's; False = read them from a folder, and check them."""
+    """SGLang. No effect: it starts without weights and takes the actor's at once."""
     rollout_sglang_jax_disable_radix_cache: Bool = True
     """SGLang: keep no prefixes from one call to the next."""
     rollout_sglang_jax_enable_deterministic_sampling: Bool = False
@@ -212,7 +212,7 @@ class RolloutConfig:
     rollout_sglang_jax_page_size: Count = 128
     """SGLang: tokens of a KV page."""
     rollout_sglang_jax_load_format: str = "auto"
-    """SGLang: format of the weights, where they are read from a folder."""
+    """SGLang: format of the weights. No effect: none are read."""
     rollout_sglang_jax_max_running_requests: Count | None = None
     """SGLang: completions decoded together; None = max_batch_size."""
     rollout_sglang_jax_log_level: str | None = "info"

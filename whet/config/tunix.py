@@ -85,8 +85,11 @@ _DONE = {
     "vllm_server_mode": "requests are taken while it decodes in any case",
     "vllm_server_mode_submission_threshold": "a step's requests come together",
     "vllm_server_mode_submission_timeout_s": "a step's requests come together",
+    "vllm_init_with_random_weights": "it starts without weights and takes the actor's at once",
     "vllm_delete_dst_buffers": "weights are written in place",
     "vllm_reshard_chunk_size": "parameters are handed over one at a time, by reference",
+    "sglang_jax_init_with_random_weights": "it starts without weights and takes the actor's at once",
+    "sglang_jax_load_format": "no weights are read",
     "sglang_jax_use_sort_for_toppk_minp": "SGLang's PyTorch engine has no such choice",
     "sglang_jax_enable_single_process": "SGLang's PyTorch engine has no such choice",
     "sglang_jax_lora_target_modules": "whole weights are sent",
@@ -97,15 +100,13 @@ _DONE = {
 }
 """Fields of the external engines that are accepted without effect."""
 _NARROWER = {
-    "vllm_model_version": "folder or name to start from; the actor's weights replace its own, or must equal them",
+    "vllm_model_version": "folder or name whose config it takes; the weights are the actor's",
     "vllm_lora_config": "refused when the engine is built unless None: whole weights are sent",
     "vllm_hbm_utilization": "on a CPU, the share of the host's memory that the KV may take",
-    "vllm_init_with_random_weights": "the actor's weights come first either way; False = from a folder, checked",
     "vllm_logprobs_mode": "processed_logprobs or raw_logprobs",
     "vllm_enable_dp_attention": "refused when the engine is built unless False: one device",
     "vllm_sampling_kwargs": "those that change the distribution are refused",
-    "sglang_jax_model_version": "folder or name to start from; the actor's weights replace its own, or must equal them",
-    "sglang_jax_init_with_random_weights": "the actor's weights come before the first rollout",
+    "sglang_jax_model_version": "folder or name whose config it takes; the weights are the actor's",
     "sglang_jax_enable_deterministic_sampling": "draws follow the request's seed only with it",
     "sglang_jax_enable_static_lora": "refused when the engine is built unless False: whole weights are sent",
 }

@@ -19,9 +19,9 @@ from typing import Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel, save_model
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.uniform import address_key
 from whet.rollout.base import Output, Piece, Request, Sampling, support_of
@@ -37,7 +37,6 @@ __all__ = [
     "check_options",
     "check_reported",
     "probe_tokens",
-    "save_weights",
     "seed_of",
     "write_config",
 ]
@@ -241,12 +240,17 @@ class Names:
         self.expected = frozenset(every)
         self.tied = {n: first[id(p)] for n, p in every.items() if first[id(p)] != n}
         """A further name of a shared tensor -> the name it is known by: a tied head -> the embedding."""
+        shapes = {n: torch.empty_like(p, device="meta") for n, p in module.named_parameters()}
+        stored = revert_weight_conversion(module, shapes)  # pyright: ignore
+        alike = shapes.keys() == stored.keys() and all(stored[n].shape == x.shape for n, x in shapes.items())
+        self._fused = None if alike else module
 
     def whole(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The same weights, each shared tensor under each of its names.
+        """The same weights as a checkpoint has them, each shared tensor under each of its names.
 
         A tied head is sent explicitly: vLLM keeps a packed copy of it on a CPU, which it renews for no other name.
-        Args: weights: (name, tensor), each once.
+        What transformers fuses when it loads (the experts of a layer) is taken apart again, one parameter at a time.
+        Args: weights: (name, tensor) of the module, each once.
         Raises: EngineError: a parameter was left out, at the end of the stream; the engine would keep the old one.
         """
         came: set[str] = set()
@@ -255,16 +259,22 @@ class Names:
             came.add(name)
             if name in self.tied.values():
                 shared[name] = tensor
-            yield name, tensor
+            yield from self._stored(name, tensor)
         for name, source in self.tied.items():
             if name not in came and source in shared:
                 came.add(name)
-                yield name, shared[source]
+                yield from self._stored(name, shared[source])
         if missing := sorted(self.expected - came):
             raise EngineError(
                 f"the weights leave out {len(missing)} of {len(self.expected)} parameters ({', '.join(missing[:3])}); "
                 "the engine would keep its old ones: send all, as ModelWorker.named_weights does"
             )
+
+    def _stored(self, name: str, tensor: Tensor) -> Iterable[tuple[str, Tensor]]:
+        """A parameter under the names of a checkpoint."""
+        if self._fused is None:
+            return [(name, tensor)]
+        return revert_weight_conversion(self._fused, {name: tensor.detach()}).items()  # pyright: ignore
 
 
 def write_config(module: nn.Module, folder: Path) -> None:
@@ -275,17 +285,6 @@ def write_config(module: nn.Module, folder: Path) -> None:
     config = copy.deepcopy(module.config)
     config.architectures = [type(module).__name__]  # pyright: ignore
     config.save_pretrained(folder)  # pyright: ignore
-
-
-def save_weights(model: LoadedModel | nn.Module, folder: Path) -> None:
-    """Writes a model in Hugging Face's format, as an engine reads it.
-
-    Args: model: a LoadedModel, or a model of transformers. folder: exists.
-    """
-    if isinstance(model, LoadedModel):
-        save_model(model, None, folder)
-    else:
-        model.save_pretrained(folder)  # pyright: ignore
 
 
 def probe_tokens(vocabulary: int, positions: int | None) -> list[int]:

@@ -36,7 +36,6 @@ from whet.rollout.external import (
     check_options,
     check_reported,
     probe_tokens,
-    save_weights,
     seed_of,
     write_config,
 )
@@ -95,16 +94,11 @@ class SGLangEngine:
         self._stats = EngineStats(max_batch=int(arguments["max_running_requests"]))
         self.version = 0
         """The policy version stamped on what is drawn now."""
-        random = config.rollout_sglang_jax_init_with_random_weights
         with tempfile.TemporaryDirectory(prefix="whet-sglang-") as folder:
-            start = config.rollout_sglang_jax_model_version
-            if random:
-                write_config(module, Path(folder))
-            elif not start:
-                save_weights(model, Path(folder))
-            self._engine: Any = package.Engine(model_path=start or folder, **arguments)
-        if random:
-            self._send((n, p.detach()) for n, p in module.named_parameters())
+            write_config(module, Path(folder))
+            start = config.rollout_sglang_jax_model_version or folder
+            self._engine: Any = package.Engine(model_path=start, **arguments)
+        self._send((n, p.detach()) for n, p in module.named_parameters())
         self.paths = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
         """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
 
@@ -349,10 +343,9 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
     >>> found["dtype"], found["mem_fraction_static"], found["page_size"], found["load_format"]
     ('bfloat16', 0.2, 16, 'dummy')
     """
-    random = config.rollout_sglang_jax_init_with_random_weights
     found: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
-        "load_format": "dummy" if random else config.rollout_sglang_jax_load_format,
+        "load_format": "dummy",
         "context_length": config.rollout_sglang_jax_context_length,
         "mem_fraction_static": config.rollout_sglang_jax_mem_fraction_static,
         "disable_radix_cache": config.rollout_sglang_jax_disable_radix_cache,

@@ -40,7 +40,6 @@ from whet.rollout.external import (
     check_options,
     check_reported,
     probe_tokens,
-    save_weights,
     seed_of,
     write_config,
 )
@@ -85,7 +84,6 @@ class VLLMEngine:
         self._reports: Literal["drawn", "raw"] = MODES[config.rollout_vllm_logprobs_mode]
         for mode in ("train", "eval"):
             self._check_sampling(sampling_of(config.for_mode(mode), ()))
-        device = next(module.parameters()).device.type
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._names = Names(module)
         self._flights: dict[int, Flight] = {}
@@ -93,34 +91,31 @@ class VLLMEngine:
         self._asleep = False
         self.version = 0
         """The policy version stamped on what is drawn now."""
-        arguments = llm_arguments(config, device=device, dtype=next(module.parameters()).dtype)
+        first = next(module.parameters())
+        arguments = llm_arguments(config, device=first.device.type, dtype=first.dtype, kv_bytes=_kv_bytes(module))
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
         self.caps = EngineCaps(abort=True, sleep=self._sleeps, peek=True, updates_in_flight=True)
         self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]))
-        self._llm: Any = self._built(model, config, arguments)
+        self._llm: Any = self._built(module, config, arguments)
         try:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
-            if config.rollout_vllm_init_with_random_weights:
-                self.update(0, ((n, p.detach()) for n, p in module.named_parameters()))
+            # Even where a folder holds the same weights: what can't be renewed shows now, not after the first step.
+            self.update(0, ((n, p.detach()) for n, p in module.named_parameters()))
             self.paths = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:
             self.close()
             raise
 
-    def _built(self, model: LoadedModel | nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
-        """A new LLM: without weights, or from a folder. Raises EngineError: this process has one already."""
+    def _built(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
+        """A new LLM, without weights. Raises EngineError: this process has one already."""
         if importlib.import_module("vllm.distributed.parallel_state").model_parallel_is_initialized():
             raise EngineError(
                 "another vLLM engine lives in this process, and vLLM keeps one state for all of them; close() it first"
             )
         with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _contained():
-            start = config.rollout_vllm_model_version
-            if config.rollout_vllm_init_with_random_weights:
-                write_config(model.module if isinstance(model, LoadedModel) else model, Path(folder))
-            elif not start:
-                save_weights(model, Path(folder))
-            return self._vllm.LLM(model=start or folder, **arguments)
+            write_config(module, Path(folder))
+            return self._vllm.LLM(model=config.rollout_vllm_model_version or folder, **arguments)
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -264,7 +259,7 @@ class VLLMEngine:
             raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build the engine anew")
 
     def sleep(self) -> None:
-        """Frees the KV on a GPU and moves vLLM's weights to the host; on a CPU it only refuses to poll until wake."""
+        """Refuses polls until wake; built with enable_sleep_mode, frees the KV and moves vLLM's weights to the host."""
         if self._sleeps and not self._asleep:
             self._forget()
             self._llm.sleep(level=1, mode="keep")
@@ -328,21 +323,29 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
     }
 
 
-def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype) -> dict[str, Any]:
+def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_bytes: int) -> dict[str, Any]:
     """The arguments of LLM for a rollout configuration.
 
-    Args: config: the rollout's. device: "cpu" or "cuda". dtype: what the policy computes in.
-    Returns: keyword arguments, without the model; rollout_vllm_kwargs go over them.
+    Args: config: the rollout's. device: "cpu" or "cuda". dtype: what the policy computes in. kv_bytes: keys and
+        values of one token.
+    Returns: keyword arguments, without the model; rollout_vllm_kwargs go over them. On a CPU the KV takes what a full
+        batch of the longest needs, and no more than the share: vLLM touches all of it at once.
 
-    >>> found = llm_arguments(RolloutConfig(rollout_vllm_kwargs={"seed": 3}), device="cuda", dtype=torch.bfloat16)
+    >>> config = RolloutConfig(rollout_vllm_kwargs={"seed": 3})
+    >>> found = llm_arguments(config, device="cuda", dtype=torch.bfloat16, kv_bytes=1)
     >>> found["dtype"], found["gpu_memory_utilization"], found["seed"], found["load_format"]
     ('bfloat16', 0.2, 3, 'dummy')
+    >>> found = llm_arguments(config, device="cpu", dtype=torch.float32, kv_bytes=100)
+    >>> found["kv_cache_memory_bytes"] == 256 * 128 * 100
+    True
     """
+    rows = config.rollout_vllm_max_num_seqs or config.max_batch_size
+    block = BLOCK.get(device, 16)
     found: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
-        "load_format": "dummy" if config.rollout_vllm_init_with_random_weights else "auto",
+        "load_format": "dummy",
         "logprobs_mode": config.rollout_vllm_logprobs_mode,
-        "max_num_seqs": config.rollout_vllm_max_num_seqs or config.max_batch_size,
+        "max_num_seqs": rows,
         "max_num_batched_tokens": config.rollout_vllm_max_num_batched_tokens,
         "async_scheduling": config.rollout_vllm_async_scheduling,
         "hf_config_path": config.rollout_vllm_hf_config_path,
@@ -356,12 +359,13 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype) -> 
         found["additional_config"] = dict(config.rollout_vllm_additional_config)
     if device == "cpu":
         found["enforce_eager"] = True
-        found["kv_cache_memory_bytes"] = int(config.rollout_vllm_hbm_utilization * _host_memory())
+        blocks = rows * -(-(config.max_prompt_length + config.max_tokens_to_generate) // block)
+        share = int(config.rollout_vllm_hbm_utilization * _host_memory())
+        found["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
     else:
         found["gpu_memory_utilization"] = config.rollout_vllm_hbm_utilization
-        found["enable_sleep_mode"] = True
     if config.kv_cache_tokens is not None:
-        found["num_gpu_blocks_override"] = -(-config.kv_cache_tokens // BLOCK.get(device, 16))
+        found["num_gpu_blocks_override"] = -(-config.kv_cache_tokens // block)
     return {**{n: v for n, v in found.items() if v is not None}, **config.rollout_vllm_kwargs}
 
 
@@ -386,6 +390,15 @@ def _check_config(config: RolloutConfig) -> None:
     for name in {"model", "logprobs_mode", "skip_tokenizer_init"} & set(config.rollout_vllm_kwargs):
         refused["rollout_vllm_kwargs"] = (name, "whet sets it; see the fields rollout_vllm_*")
     check_options("vllm", refused)
+
+
+def _kv_bytes(module: nn.Module) -> int:
+    """Bytes of one token's keys and values, over all layers."""
+    config: Any = module.config
+    heads = config.num_attention_heads
+    own = vars(config).get("num_key_value_heads") or heads
+    size = vars(config).get("head_dim") or config.hidden_size // heads
+    return 2 * config.num_hidden_layers * own * size * next(module.parameters()).dtype.itemsize
 
 
 def _host_memory() -> int:
