@@ -1,7 +1,7 @@
 """Where the time of a step went: named spans, summed per step and drawn on a timeline.
 
 The file that `write` makes opens in Perfetto (ui.perfetto.dev) or chrome://tracing. Left out on purpose: the kernels
-inside a span; torch.profiler shows those.
+inside a span, which observe/profile.py shows.
 """
 
 from __future__ import annotations
