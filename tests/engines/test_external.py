@@ -130,7 +130,7 @@ def test_vllm_is_built_from_the_rollout_configuration():
         "max_num_batched_tokens": 64,
         "async_scheduling": True,
         "gpu_memory_utilization": 0.5,
-        "num_gpu_blocks_override": 19,
+        "num_gpu_blocks_override": 20,
         "block_size": 32,
         "additional_config": {"x": 1},
         "hf_config_path": "there",
@@ -138,7 +138,7 @@ def test_vllm_is_built_from_the_rollout_configuration():
     }
     assert {n: found[n] for n in expected} == expected
     cpu = llm_arguments(RolloutConfig(rollout_vllm_max_num_seqs=3), device="cpu", dtype=torch.float32, kv_bytes=1000)
-    assert cpu["max_num_seqs"] == 3 and cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] == 3 * 128 * 1000
+    assert cpu["max_num_seqs"] == 3 and cpu["enforce_eager"] and cpu["kv_cache_memory_bytes"] == 4 * 128 * 1000
     little = RolloutConfig(rollout_vllm_hbm_utilization=1e-6)
     bound = llm_arguments(little, device="cpu", dtype=torch.float32, kv_bytes=10**9)["kv_cache_memory_bytes"]
     assert 0 < bound < 1e-3 * 10**9 * 256 * 128

@@ -309,6 +309,18 @@ def test_experts_whose_weights_vllm_does_not_renew_on_a_cpu_are_refused(make):
         make(build("qwen3_moe", gain=3.0, head_dim=32))
 
 
+@pytest.mark.parametrize("fields", [{"max_batch_size": 1}, {"max_batch_size": 2, "kv_cache_tokens": 300}], ids=str)
+def test_a_small_cache_serves_one_after_the_other(make, policy, fields):
+    agree(make(policy, **fields), policy, requests(prompts((40, 90)), GREEDY, group=2))
+
+
+def test_a_configuration_that_vllm_fails_on_leaves_room_for_the_next(make, policy):
+    for wrong in ({"no_such_argument": 1}, {"kv_cache_memory_bytes": 1}):
+        with pytest.raises(EngineError, match="vLLM can't be built for this model and configuration"):
+            make(policy, rollout_vllm_kwargs=wrong)
+    agree(make(policy), policy, requests(prompts((3,)), GREEDY))
+
+
 def test_full_logprobs_of_truncated_draws_come_in_raw_mode(make, policy):
     made = make(policy, temperature=1.0, rollout_vllm_logprobs_mode="raw_logprobs")
     sampling = Sampling(max_tokens=8, top_k=5, logprob_support="full")

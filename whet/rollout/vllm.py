@@ -52,6 +52,8 @@ log = logging.getLogger("whet")
 TESTED = "0.32"
 BLOCK = {"cpu": 128, "cuda": 16}
 """Tokens of a KV block, vLLM's own choice."""
+NULL = 1
+"""Blocks that vLLM keeps for itself."""
 MODES: dict[str, Literal["drawn", "raw"]] = {"processed_logprobs": "drawn", "raw_logprobs": "raw"}
 DISTORTING = ("allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "presence_penalty")
 """Sampling parameters that change the distribution in a way that the trainer does not know."""
@@ -108,14 +110,19 @@ class VLLMEngine:
             raise
 
     def _built(self, module: nn.Module, config: RolloutConfig, arguments: dict[str, Any]) -> Any:
-        """A new LLM, without weights. Raises EngineError: this process has one already."""
-        if importlib.import_module("vllm.distributed.parallel_state").model_parallel_is_initialized():
+        """A new LLM, without weights. Raises EngineError: this process has one already, or vLLM fails."""
+        parallel = importlib.import_module("vllm.distributed.parallel_state")
+        if parallel.model_parallel_is_initialized():
             raise EngineError(
                 "another vLLM engine lives in this process, and vLLM keeps one state for all of them; close() it first"
             )
         with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _contained():
             write_config(module, Path(folder))
-            return self._vllm.LLM(model=config.rollout_vllm_model_version or folder, **arguments)
+            try:
+                return self._vllm.LLM(model=config.rollout_vllm_model_version or folder, **arguments)
+            except Exception as error:  # whatever it was, the next try must find no half of this one
+                parallel.destroy_model_parallel()
+                raise EngineError(f"vLLM can't be built for this model and configuration: {error}") from error
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -336,7 +343,7 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
     >>> found["dtype"], found["gpu_memory_utilization"], found["seed"], found["load_format"]
     ('bfloat16', 0.2, 3, 'dummy')
     >>> found = llm_arguments(config, device="cpu", dtype=torch.float32, kv_bytes=100)
-    >>> found["kv_cache_memory_bytes"] == 256 * 128 * 100
+    >>> found["kv_cache_memory_bytes"] == (1 + 256) * 128 * 100
     True
     """
     rows = config.rollout_vllm_max_num_seqs or config.max_batch_size
@@ -359,13 +366,13 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
         found["additional_config"] = dict(config.rollout_vllm_additional_config)
     if device == "cpu":
         found["enforce_eager"] = True
-        blocks = rows * -(-(config.max_prompt_length + config.max_tokens_to_generate) // block)
+        blocks = NULL + rows * -(-(config.max_prompt_length + config.max_tokens_to_generate) // block)
         share = int(config.rollout_vllm_hbm_utilization * _host_memory())
         found["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
     else:
         found["gpu_memory_utilization"] = config.rollout_vllm_hbm_utilization
     if config.kv_cache_tokens is not None:
-        found["num_gpu_blocks_override"] = -(-config.kv_cache_tokens // block)
+        found["num_gpu_blocks_override"] = NULL + -(-config.kv_cache_tokens // block)
     return {**{n: v for n, v in found.items() if v is not None}, **config.rollout_vllm_kwargs}
 
 
