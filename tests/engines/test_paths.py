@@ -36,6 +36,27 @@ def test_a_packed_product_equals_the_layers_one_by_one(rows, bias):
     assert plain.bytes == 0 and packed.bytes == 48 * 48 * 4
 
 
+@packs
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(dtype):
+    torch.manual_seed(0)
+    layer, norm = nn.Linear(48, 40, dtype=dtype), nn.RMSNorm(48, dtype=dtype)
+    nn.init.normal_(norm.weight)
+    product, x = Product([layer], pack=True, norm=norm), torch.randn(3, 48, dtype=dtype)
+    with torch.no_grad():
+        want = layer(x * norm.weight)
+        assert (product.gain is None) == (dtype == torch.bfloat16)
+        torch.testing.assert_close(
+            product(x if product.gain is not None else x * norm.weight), want, atol=2e-5, rtol=1e-2
+        )
+        norm.weight.mul_(2.0)
+        product.refresh()
+        if product.gain is not None:
+            torch.testing.assert_close(product(x), layer(x * norm.weight), atol=2e-5, rtol=1e-4)
+    product.drop()
+    assert product.gain is None and torch.equal(product(x), layer(x))
+
+
 def test_dtypes_that_are_not_packed_say_so():
     assert "float64" in pack_refusal(torch.float64, torch.device("cpu"))
     assert "meta" in pack_refusal(torch.float32, torch.device("meta"))

@@ -55,43 +55,62 @@ class _Block:
     """One layer."""
 
     number: int
-    before: nn.Module
-    after: nn.Module
+    before: _Norm
+    after: _Norm
     qkv: Product
     out: Product
     gate_up: Product
     down: Product
     act: Callable[[Tensor], Tensor]
-    qk_norms: tuple[nn.Module, nn.Module] | None
+    qk_norms: tuple[_Norm, _Norm] | None
     qk_weight: Tensor | None
-    """[H + K, D]: the weights of both norms, head by head."""
+    """[H + K, D]: the weights of both norms, head by head; those of queries times `q_scale`."""
+    q_scale: float
     kv: int
     options: dict[str, Any]
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout, shape: tuple[int, int]) -> Tensor:
         """[N, d] -> [N, d]."""
-        size = cos.shape[-1]
-        qkv = self.qkv(_rms(h, self.before)).view(h.shape[0], -1, size)
-        qk, v = qkv[:, : -self.kv], qkv[:, -self.kv :]
+        size, heads = cos.shape[-1], -self.kv
+        qkv = self.qkv(self.before(h, self.qkv.gain)).view(h.shape[0], -1, size)
+        qk = qkv[:, :heads]
         if self.qk_norms is not None:
-            qk = _rms(qk, self.qk_norms[0], self.qk_weight)
+            qk = self.qk_norms[0](qk, None, self.qk_weight)
         qk = torch.addcmul(qk * cos, qk.roll(size // 2, -1), sin)
-        q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in (qk[:, : -self.kv], qk[:, -self.kv :], v))
+        parts = (qk[:, :heads], qk[:, heads:], qkv[:, heads:])
+        if shape[1] == 1:
+            q, k, v = (x.unsqueeze(2) for x in parts)
+        else:
+            q, k, v = (x.unflatten(0, shape).transpose(1, 2) for x in parts)
         seen = layout.attend(self.number, q, k, v, **self.options)  # [B, H, T, D]
         h = self.out(seen.transpose(1, 2).reshape(h.shape[0], -1)).add_(h)
-        gate, up = self.gate_up(_rms(h, self.after)).chunk(2, -1)
+        gate, up = self.gate_up(self.after(h, self.gate_up.gain)).chunk(2, -1)
         return self.down(self.act(gate).mul_(up)).add_(h)
 
 
-def _rms(x: Tensor, norm: nn.Module, weight: Tensor | None = None) -> Tensor:
-    """An RMSNorm module's result over the last dim, or the same with another weight."""
-    weight = norm.weight if weight is None else weight  # pyright: ignore
-    epsilon: float = norm.variance_epsilon  # pyright: ignore
-    if x.dtype != torch.float32:
-        return F.rms_norm(x, x.shape[-1:], None, epsilon).mul_(weight)
-    length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    factor = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
-    return (x * factor).mul_(weight)
+class _Norm:
+    """An RMSNorm module, read at each call. Args: module: the norm, a plain one."""
+
+    def __init__(self, module: nn.Module) -> None:
+        if {n for n, _ in module.named_parameters()} != {"weight"} or "variance_epsilon" not in vars(module):
+            raise _UnfitError(f"its norm {type(module).__name__} is not a plain RMSNorm")
+        self.module = module
+        self._epsilon: float = vars(module)["variance_epsilon"]
+        self._least = self.weight.detach().new_full((), self._epsilon)
+
+    @property
+    def weight(self) -> Tensor:
+        """The module's own."""
+        return self.module._parameters["weight"]  # pyright: ignore
+
+    def __call__(self, x: Tensor, folded: Tensor | None = None, weight: Tensor | None = None) -> Tensor:
+        """The norm over the last dim. Args: folded: what the next product multiplies by already. weight: another."""
+        weight = self.weight if weight is None else weight
+        if x.dtype != torch.float32:
+            return F.rms_norm(x, x.shape[-1:], None, self._epsilon).mul_(weight)
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        out = x * torch.addcmul(self._least, length, length, value=1 / x.shape[-1]).rsqrt_()
+        return out if folded is not None else out.mul_(weight)
 
 
 class FusedTrunk:
@@ -103,7 +122,7 @@ class FusedTrunk:
         if wrong or type(trunk.embed_tokens) is not nn.Embedding:
             raise _UnfitError(f"its trunk differs in {', '.join(sorted(wrong)) or 'its embedding'}")
         self._trunk = trunk
-        self._norm = _checked_norm(trunk.norm)
+        self._norm = _Norm(trunk.norm)
         self.epoch = 0
         """Rises when the rotary tables move."""
         self._cos = self._sin = torch.empty(0)
@@ -154,7 +173,7 @@ class FusedTrunk:
         shape = (ids.shape[0], ids.shape[1])
         for block in self._blocks:
             h = block(h, cos, sin, layout, shape)
-        return _rms(h, self._norm)
+        return self._norm(h)
 
     def reach(self, positions: int) -> None:
         """Makes the rotary tables long enough for this many positions."""
@@ -182,15 +201,8 @@ class FusedTrunk:
         for b in self._blocks:
             if b.qk_weight is not None and b.qk_norms is not None:
                 with torch.no_grad():
-                    b.qk_weight[: -b.kv] = b.qk_norms[0].weight
+                    b.qk_weight[: -b.kv] = b.qk_norms[0].weight * b.q_scale
                     b.qk_weight[-b.kv :] = b.qk_norms[1].weight
-
-
-def _checked_norm(norm: nn.Module) -> nn.Module:
-    """The norm, if it is an RMSNorm with a weight and nothing else."""
-    if {n for n, _ in norm.named_parameters()} != {"weight"} or "variance_epsilon" not in vars(norm):
-        raise _UnfitError(f"its norm {type(norm).__name__} is not a plain RMSNorm")
-    return norm
 
 
 def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
@@ -209,23 +221,27 @@ def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int,
     parts = _parts(layer, BLOCK)
     attention = _parts(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)
     mlp = _parts(parts["mlp"], MLP_PARTS)
-    norms, weight = None, None
+    norms, weight, scale = None, None, 1.0
+    before, after = _Norm(parts["input_layernorm"]), _Norm(parts["post_attention_layernorm"])
     if ATTENTION_NORMS & set(attention):
-        norms = (_checked_norm(attention["q_norm"]), _checked_norm(attention["k_norm"]))
+        norms = (_Norm(attention["q_norm"]), _Norm(attention["k_norm"]))
         heads = (attention["q_proj"].out_features + attention["k_proj"].out_features) // size
-        weight = attention["q_norm"].weight.new_zeros(heads, size)
-    product = lambda *layers: Product(layers, pack=pack)
+        weight = norms[0].weight.new_zeros(heads, size)
+        if weight.dtype == torch.float32:  # half precision keeps the module's roundings
+            scale, options = options["scale"], {**options, "scale": 1.0}
+    product = lambda *layers, norm=None: Product(layers, pack=pack, norm=norm and norm.module)
     return _Block(
         number=number,
-        before=_checked_norm(parts["input_layernorm"]),
-        after=_checked_norm(parts["post_attention_layernorm"]),
-        qkv=product(attention["q_proj"], attention["k_proj"], attention["v_proj"]),
+        before=before,
+        after=after,
+        qkv=product(attention["q_proj"], attention["k_proj"], attention["v_proj"], norm=before),
         out=product(attention["o_proj"]),
-        gate_up=product(mlp["gate_proj"], mlp["up_proj"]),
+        gate_up=product(mlp["gate_proj"], mlp["up_proj"], norm=after),
         down=product(mlp["down_proj"]),
         act=mlp["act_fn"],
         qk_norms=norms,
         qk_weight=weight,
+        q_scale=scale,
         kv=attention["k_proj"].out_features // size,
         options=options,
     )

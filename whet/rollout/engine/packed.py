@@ -20,15 +20,19 @@ __all__ = ["Product", "pack_refusal"]
 class Product:
     """One or more linear layers of the same input: y = x [W₁; W₂; ...]ᵀ + [b₁; b₂; ...].
 
-    Args: layers: their own parameters are read, and never changed. pack: whether to keep a packed copy.
+    Args: layers: their own parameters are read, and never changed. pack: whether to keep a packed copy. norm: an
+        RMSNorm before them; a packed copy in fp32 takes its weight in, and `gain` says so.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
     >>> Product(layers, pack=False)(torch.ones(1, 4)).shape
     torch.Size([1, 5])
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], *, pack: bool) -> None:
+    def __init__(self, layers: Sequence[nn.Linear], *, pack: bool, norm: nn.Module | None = None) -> None:
         self.layers = tuple(layers)
+        self.gain: Tensor | None = None
+        """[in]: what the packed weight's columns were multiplied by, so that x need not be."""
+        self._norm = norm if pack and layers[0].weight.dtype == torch.float32 else None
         self._pack = pack
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
@@ -37,11 +41,12 @@ class Product:
     def refresh(self) -> None:
         """Packs the weights as they are now."""
         if self._pack:
-            self._weight, self._bias = _packed(self.layers)
+            self.gain = None if self._norm is None else self._norm._parameters["weight"]
+            self._weight, self._bias = _packed(self.layers, self.gain)
 
     def drop(self) -> None:
         """Frees the copy; `refresh` makes it anew."""
-        self._weight = self._bias = None
+        self._weight = self._bias = self.gain = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] -> [n, sum of out]."""
@@ -91,10 +96,11 @@ def pack_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def _packed(layers: Sequence[nn.Linear]) -> tuple[Tensor, Tensor | None]:
-    """The packed weight and the bias of layers put together."""
+def _packed(layers: Sequence[nn.Linear], gain: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The packed weight, its columns times the gain, and the bias of layers put together."""
     weights = [layer.weight.detach() for layer in layers]
     weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
+    weight = weight if gain is None else weight * gain.detach()
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
     if all(layer.bias is None for layer in layers):
         return packed, None

@@ -99,28 +99,33 @@ def _drawn(scores: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
     Returns: (Long [n], fp32 [n]).
     """
     (n, size), wide = scores.shape, torch.float64
-    top = scores.amax(1, keepdim=True)
     if size <= 16 * BLOCK:
-        cdf = (scores - top).exp_().cumsum(1, dtype=wide)
+        p = scores.softmax(1)
+        cdf = p.cumsum(1, dtype=wide)
         total = cdf[:, -1:]
         place = torch.searchsorted(cdf, u.unsqueeze(1) * total, right=True).clamp_(max=size - 1)
-    else:
-        p = scores.new_zeros(n, -(-size // BLOCK) * BLOCK)
-        torch.sub(scores, top, out=p[:, :size]).exp_()
-        p = p.unflatten(1, (-1, BLOCK))
-        sums = p.sum(2, dtype=wide)
-        cdf = sums.cumsum(1)
-        total = cdf[:, -1:]
-        wanted = u.unsqueeze(1) * total
-        block = torch.searchsorted(cdf, wanted, right=True).clamp_(max=p.shape[1] - 1)
-        inner = p.gather(1, block.unsqueeze(2).expand(n, 1, BLOCK)).squeeze(1).cumsum(1, dtype=wide)
-        inner += cdf.gather(1, block) - sums.gather(1, block)
-        place = torch.searchsorted(inner, wanted, right=True).clamp_(max=BLOCK - 1) + block * BLOCK
-        place.clamp_(max=size - 1)
+        share = p.gather(1, place)
+        # Rounding at the end of a sum can lead to a token of probability 0; the likeliest is taken then, as in draw.
+        if scores.is_cuda or not bool(share.all()):  # asking a GPU would wait for it
+            place = torch.where(share == 0, scores.argmax(1, keepdim=True), place)
+            share = p.gather(1, place)
+        return place.squeeze(1), (share / total).log_().float().squeeze(1)
+    top = scores.amax(1, keepdim=True)
+    p = scores.new_zeros(n, -(-size // BLOCK) * BLOCK)
+    torch.sub(scores, top, out=p[:, :size]).exp_()
+    p = p.unflatten(1, (-1, BLOCK))
+    sums = p.sum(2, dtype=wide)
+    cdf = sums.cumsum(1)
+    total = cdf[:, -1:]
+    wanted = u.unsqueeze(1) * total
+    block = torch.searchsorted(cdf, wanted, right=True).clamp_(max=p.shape[1] - 1)
+    inner = p.gather(1, block.unsqueeze(2).expand(n, 1, BLOCK)).squeeze(1).cumsum(1, dtype=wide)
+    inner += cdf.gather(1, block) - sums.gather(1, block)
+    place = torch.searchsorted(inner, wanted, right=True).clamp_(max=BLOCK - 1) + block * BLOCK
+    place.clamp_(max=size - 1)
     chosen = scores.gather(1, place)
-    # Rounding at the end of a sum can lead to a token of probability 0; the likeliest one is taken then, as in draw.
     impossible = (chosen - top).exp() == 0
-    if scores.is_cuda or bool(impossible.any()):  # asking a GPU would wait for it
+    if scores.is_cuda or bool(impossible.any()):
         place = torch.where(impossible, scores.argmax(1, keepdim=True), place)
         chosen = scores.gather(1, place)
     return place.squeeze(1), (chosen - top - total.log()).float().squeeze(1)
