@@ -229,6 +229,27 @@ def test_each_distinct_prompt_of_a_group_is_prefilled_once(model):
     assert rows == [(1, 16), (8, 1), (8, 1)]  # 5 + 11 tokens once, then 8 rows for the second and third token
 
 
+@BOTH
+def test_live_rows_decode_between_the_chunks_of_a_long_prompt(model, fast):
+    sizes, stops = (5, 30, 9, 200, 70, 70), tuple(range(0, VOCABULARY, 9))
+    work = requests(prompts(sizes), Sampling(max_tokens=40, stop_ids=stops), group=2)
+    want = run(EmbeddedEngine(model, fast=fast), work)
+    engine = EmbeddedEngine(model, prefill_tokens=16, fast=fast)
+    engine.submit(work[:6])
+    done = {o.id: o for o in engine.poll()}
+    live, shapes = 6 - len(done), watched(engine)
+    engine.submit(work[6:])
+    done |= {o.id: o for o in engine.poll()}
+    chunks = [i for i, (_, length) in enumerate(shapes) if length > 1]
+    between = [shape for shape in shapes[chunks[0] : chunks[-1]] if shape[1] == 1]
+    assert len(chunks) > 13 and len(between) >= 8
+    assert between[0] == (live, 1) and between[-1][0] < live  # rows that leave meanwhile move prompts
+    done |= drain(engine)
+    for i, o in want.items():
+        assert done[i].tokens.tolist() == o.tokens.tolist()
+        np.testing.assert_allclose(done[i].logprobs, o.logprobs, atol=2e-5)
+
+
 def test_finished_sequences_leave_and_waiting_ones_come_in(model):
     engine = EmbeddedEngine(model, max_batch=4)
     shapes = watched(engine)

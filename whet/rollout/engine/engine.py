@@ -180,11 +180,12 @@ class EmbeddedEngine:
             return
         if scheduler.kv_cache_tokens is not None:
             runner.shrink(live, max(longest, *(t.left for t, _ in admitted)), self._taken())
-        self._prefill(admitted)
-        runner.own.reserve(live + len(admitted), runner.own.length)
-        block = runner.enter(live, admitted, self._plans, self._allowed(admitted))
         for _, p in admitted:
             p.live += 1
+        self._prefill(admitted)
+        live = len(self._rows)
+        runner.own.reserve(live + len(admitted), runner.own.length)
+        block = runner.enter(live, admitted, self._plans, self._allowed(admitted))
         self._rows += admitted
         columns = [(0, t.left, len(p.tokens), t.plan) for t, p in admitted]
         self._book = np.concatenate([self._book, np.array(columns, np.int64).T], 1)
@@ -204,12 +205,18 @@ class EmbeddedEngine:
         fresh = sum(len(p.tokens) - p.filled for p in new.values())
         self._book_work(prefilled=fresh, reused=sum(len(p.tokens) for _, p in admitted) - fresh)
         if new:
-            self._runner.prefill(list(new.values()), self._taken())
-            self._prefixes |= new
+            taken = self._taken()
+            self._prefixes |= new  # now, since rows that leave between two chunks move prompts
+            self._runner.prefill(list(new.values()), taken, self._meanwhile)
         for task, prefix in admitted:
             held = self._shelf.get(task.request.conversation)
             if held is not None and common_length(held.tokens, prefix.tokens) == len(held.tokens):
                 self._shelf.drop(task.request.conversation)  # the prompt's own row has all of it
+
+    def _meanwhile(self) -> None:
+        """Live rows decode between two chunks of new prompts; with a bound on the cache, all memory is spoken for."""
+        if self._rows and self._scheduler.kv_cache_tokens is None:
+            self._advance()
 
     def _advance(self) -> None:
         """Decodes a few steps, no more than the row nearest to its limit may make; one, where a row is constrained."""

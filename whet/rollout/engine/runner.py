@@ -8,7 +8,7 @@ Left out on purpose: speculation, and products of half-precision weights accumul
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,10 +73,13 @@ class Runner:
         """From now on plain decode steps have fixed shapes, and are captured where the device can."""
         self.graphs, self.layout.fixed, self.join = StepGraphs(self.device), FixedTensors(), 0
 
-    def prefill(self, prefixes: Sequence[Prefix], taken: dict[int, int]) -> None:
+    def prefill(
+        self, prefixes: Sequence[Prefix], taken: dict[int, int], between: Callable[[], None] = lambda: None
+    ) -> None:
         """Runs new prompts, packed, each once; their KV goes to the stores, their last hidden state to the prefix.
 
-        Args: prefixes: new ones. taken: by bucket, the rows in use; the new prompts take the next ones.
+        Args: prefixes: new ones. taken: by bucket, the rows in use; the new prompts take the next ones. between: called
+            between two chunks; it may move prompts within their stores, if it tells the prefixes.
         """
         order = sorted(prefixes, key=lambda p: len(p.tokens))
         behind = [p for p in order if isinstance(p.source, Prefix) and p.source.hidden is None]
@@ -86,32 +89,41 @@ class Runner:
             taken[p.bucket] = p.slot + 1
         for bucket, rows in taken.items():
             self.stores.setdefault(bucket, KVStore()).reserve(rows, bucket, longest=bucket)
-        self._prefill_wave(ahead)
-        self._prefill_wave(behind)
+        begun = False
+        for wave in (ahead, behind):
+            self._take_over(wave)
+            for chunk in self._chunks(wave):
+                if begun:
+                    between()
+                self._prefill_chunk(chunk)
+                begun = True
 
-    def _prefill_wave(self, prefixes: Sequence[Prefix]) -> None:
-        """Runs prompts whose sources are there, shortest first, a chunk at a time."""
+    def _take_over(self, prefixes: Sequence[Prefix]) -> None:
+        """Copies what is there already of prompts from their sources."""
         for p in prefixes:
             if (source := p.source) is not None:
                 held = isinstance(source, Held)
                 layers = source.layers if held else self.stores[source.bucket].read(source.slot, p.filled)
                 self.stores[p.bucket].write(p.slot, p.filled, layers)
                 p.source = None
+
+    def _chunks(self, prefixes: Sequence[Prefix]) -> Iterator[list[tuple[Prefix, int, int]]]:
+        """What to run at once, in order: prompts with the first and the end of their tokens."""
         chunk, room = [], self.prefill_tokens
         for p in prefixes:
             if chunk and len(p.tokens) - p.filled > room:
-                self._prefill_chunk(chunk)
+                yield chunk
                 chunk, room = [], self.prefill_tokens
             first = p.filled
             for start in range(first, len(p.tokens), self.prefill_tokens):
                 end = min(len(p.tokens), start + self.prefill_tokens)
                 if start > first:
-                    self._prefill_chunk(chunk)
+                    yield chunk
                     chunk, room = [], self.prefill_tokens
                 chunk.append((p, start, end))
                 room -= end - start
         if chunk:
-            self._prefill_chunk(chunk)
+            yield chunk
 
     def _prefill_chunk(self, chunk: list[tuple[Prefix, int, int]]) -> None:
         """One forward over packed prompts, or over one chunk of a long one."""
