@@ -130,12 +130,21 @@ def _plain_head(worker: Any) -> None:
     forward.linear_logprob = plain
 
 
+def _plain_layers(worker: Any) -> None:
+    """The module's own layers and torch's default products."""
+    from whet.models import fast_layers
+
+    worker.fast_layers = None
+    fast_layers.LEAST = float("inf")
+
+
 MECHANISMS: dict[str, Callable[[Any], None]] = {
     "": lambda worker: None,
     "shared prefixes": _plan_with(shared_prefix=False),
     "packing": _plan_with(packable=False),
     "fused head": _plain_head,
     "skipping": lambda worker: None,
+    "fast layers": _plain_layers,
 }
 """What can be switched off in whet's worker; "skipping" (groups without signal) is where the batch is made."""
 

@@ -34,11 +34,11 @@ WORKLOADS = {
 }
 """Those of grpo_step.py, and V: two prompts of A for a model with a large vocabulary."""
 WITHOUT = {
-    "A": ("shared prefixes", "packing"),
+    "A": ("shared prefixes", "packing", "fast layers"),
     "B": ("shared prefixes",),
     "C": ("skipping",),
     "V": ("fused head",),
-    "tiny": ("shared prefixes", "packing", "fused head", "skipping"),
+    "tiny": ("shared prefixes", "packing", "fused head", "skipping", "fast layers"),
 }
 """The mechanisms that are switched off, each where it shows."""
 

@@ -10,6 +10,7 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from whet.config import OptimConfig
 from whet.data.packing import MicroBatch, plan_micro_batches
 from whet.errors import DataError
 from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
+from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import LoadedModel, save_model
 from whet.ops import Support, aggregate
@@ -68,6 +70,8 @@ class ModelWorker:
         if dtype is not None:
             for p in loaded.module.parameters():
                 p.data = p.data.to(dtype)
+        self.fast_layers: FastLayers | None = FastLayers(loaded.module)
+        """Other forwards for layers that have one; None = the module's own alone."""
 
     @property
     def module(self) -> nn.Module:
@@ -128,7 +132,8 @@ class ModelWorker:
         out: dict[str, Tensor] = {}
         for micro in self.micro_batches(batch, max_sequences or self.max_read_sequences):
             allowed = self._allowed(batch, micro, support)
-            stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names, allowed=allowed)
+            with self._layers():
+                stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names, allowed=allowed)
             for name in names:
                 column = getattr(stats, name).cpu()
                 whole = out.setdefault(name, torch.zeros(batch.num_tokens, dtype=column.dtype))
@@ -139,6 +144,10 @@ class ModelWorker:
         """What a constraint allows at each target, where it matters."""
         matters = support.constrained and not support.full and self.loaded.head.kind != "value"
         return self.allowed(batch, micro) if matters and self.allowed else None
+
+    def _layers(self) -> AbstractContextManager[None]:
+        """Around forward and backward passes."""
+        return nullcontext() if self.fast_layers is None else self.fast_layers.on()
 
     def micro_batches(self, batch: TokenBatch, max_sequences: int | None) -> list[MicroBatch]:
         """The batch, packed into forward passes by token budget; the same batch gives the same list."""
@@ -189,13 +198,15 @@ class ModelWorker:
         all_weights = batch.weights.to(self.device)
         for micro in self.micro_batches(batch, self.max_sequences):
             allowed = self._allowed(batch, micro, self.support)
-            stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy, allowed=allowed)
+            with self._layers():
+                stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy, allowed=allowed)
             x = _loss_inputs(columns, micro, stats)
             per_token, values = loss(x)
             weights = all_weights.index_select(0, micro.index).to(per_token.dtype)
             total = aggregate(per_token, weights)
             if backward:
-                total.backward()
+                with self._layers():  # checkpointed layers run again
+                    total.backward()
             found = _reduced(values, x.mask, weights, reductions)
             metrics = merge(metrics, {"loss": Sum(float(total.detach())), **found})
         return metrics

@@ -149,7 +149,7 @@ class TrainingConfig:
     pbar_description: str | None = "Training"
     """Words before the progress bar; None = no bar."""
     max_tokens_per_microbatch: Count | None = None
-    """Tokens of one forward and backward pass, prompts and completions; None = 4096 on a CPU, 16384 on a GPU."""
+    """Tokens of one forward and backward pass, prompts and completions; None = 2048 on a CPU, 16384 on a GPU."""
     max_segments_per_packed_row: Count | None = None
     """Sequences of one micro-batch; None = as many as the tokens allow."""
 
@@ -214,9 +214,9 @@ class TrainingConfig:
         """Tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or what keeps the device busy.
 
         >>> TrainingConfig().token_budget("cpu"), TrainingConfig(max_tokens_per_microbatch=99).token_budget("cuda")
-        (4096, 99)
+        (2048, 99)
         """
-        return self.max_tokens_per_microbatch or (4096 if device == "cpu" else 16384)
+        return self.max_tokens_per_microbatch or (2048 if device == "cpu" else 16384)
 
 
 @dataclass(frozen=True, kw_only=True)

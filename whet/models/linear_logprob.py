@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from whet.models.fast_layers import linear
 
 __all__ = ["CHUNK_BYTES", "HELD_BYTES", "chunks", "linear_logprob"]
 
@@ -135,7 +136,7 @@ class _LinearLogprob(torch.autograd.Function):
                 d_bias += d.sum(0)
             d = d.to(hidden.dtype)
             if d_hidden is not None:
-                torch.mm(d, weight, out=d_hidden[s])
+                d_hidden[s] = linear(d, weight.t())
             if d_weight is not None and d.dtype == d_weight.dtype:
                 d_weight.addmm_(d.t(), hidden[s])
             elif d_weight is not None:
@@ -146,7 +147,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
     """[rows V], in fp32 or float64: the head's transform done, divided by the temperature."""
-    z = F.linear(hidden, weight, bias)
+    z = linear(hidden, weight, bias)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if plan.softcap is not None:
         return z.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)

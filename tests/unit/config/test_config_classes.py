@@ -207,7 +207,7 @@ def test_sizes_that_do_not_divide_the_step_are_refused(given):
 def test_the_token_budget_has_two_names_and_a_default():
     assert RLTrainingConfig(max_seq_token_per_tpu=5) == RLTrainingConfig(max_tokens_per_microbatch=5)
     assert RLTrainingConfig(max_tokens_per_microbatch=5).max_seq_token_per_tpu == 5
-    assert [RLTrainingConfig().token_budget(d) for d in ("cpu", "cuda")] == [4096, 16384]
+    assert [RLTrainingConfig().token_budget(d) for d in ("cpu", "cuda")] == [2048, 16384]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,141 @@
+"""Layers with other forwards: the same numbers and gradients as the module's own, or its own."""
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from whet.models import fast_layers
+from whet.models.fast_layers import FastLayers, linear, onednn_refusal
+
+SIZES = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+}
+
+
+@pytest.fixture(autouse=True)
+def small_products_count(monkeypatch):
+    """Products of any size go the fast way."""
+    monkeypatch.setattr(fast_layers, "LEAST", 0)
+
+
+def qwen(dtype=torch.float32, **changes):
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**{**SIZES, **changes})).to(dtype)
+    for name, p in model.named_parameters():
+        if "norm" in name:  # ones at first
+            nn.init.uniform_(p, 0.5, 1.5)
+    return model
+
+
+def run(model, fast=None):
+    ids = torch.arange(30).view(2, 15)
+    with fast.on() if fast else torch.enable_grad():
+        logits = model(ids).logits
+        logits.square().sum().backward()
+    found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return {"logits": logits.detach(), **found}
+
+
+def same(got, want, limit):
+    assert got.keys() == want.keys()
+    for name in want:
+        assert (got[name] - want[name]).abs().max() <= limit * want[name].abs().max(), name
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_logits_and_every_gradient_are_the_modules_own(dtype, limit, bias):
+    model = qwen(dtype, attention_bias=bias)
+    fast = FastLayers(model)
+    kinds = [run.__name__ for _, run in fast._layers]
+    assert kinds.count("_run_gated") == 2 and kinds.count("_run_norm") == (9 if dtype == torch.float32 else 0)
+    assert kinds.count("_run_linear") == (15 if dtype == torch.float32 and onednn_refusal() is None else 0)
+    same(run(model, fast), run(model), limit)
+
+
+def test_a_layer_run_again_under_checkpointing_has_the_same_gradients():
+    model = qwen().train()
+    want = run(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    same(run(model, FastLayers(model)), want, 1e-5)
+
+
+def test_the_gradient_of_a_norm_is_that_of_its_formula():
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    norm = lambda x, w: fast_layers._Norm.apply(x, w, 1e-3)
+    want = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * w
+    assert (norm(x, w) - want).abs().max() < 1e-14
+    assert torch.autograd.gradcheck(norm, (x.requires_grad_(), w.requires_grad_()))
+
+
+def test_frozen_weights_get_no_gradient_and_pass_one_on():
+    model = qwen()
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.0.mlp.gate_proj" in name or "embed" in name)
+    found = run(model, FastLayers(model))
+    assert len(found) == 3
+    same(found, run(model), 1e-5)
+
+
+def test_the_module_is_as_it_was_afterwards_also_after_an_error():
+    model = qwen()
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
+    with pytest.raises(ZeroDivisionError), FastLayers(model).on():
+        assert any("forward" in vars(m) for m in model.modules())
+        raise ZeroDivisionError
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
+
+
+def test_layers_of_another_formula_keep_their_own_forward():
+    torch.manual_seed(0)
+    gemma = Gemma2ForCausalLM(Gemma2Config(**SIZES))  # norms of 1 + w, an MLP of gelu
+    assert not [run for _, run in FastLayers(gemma)._layers if run.__name__ != "_run_linear"]
+    same(run(gemma, FastLayers(gemma)), run(gemma), 1e-5)
+
+
+def test_a_hook_on_a_layer_is_called():
+    model = qwen()
+    fast, seen = FastLayers(model), []
+    mlp = model.model.layers[0].mlp
+    for layer in (mlp, mlp.down_proj, model.model.layers[1].mlp.down_proj, model.model.norm):
+        layer.register_forward_hook(lambda m, args, out: seen.append(m))
+    want = run(model)
+    assert len(seen) == 4
+    same(run(model, fast), want, 1e-5)
+    assert len(seen) == 8
+
+
+def test_a_module_in_bf16_or_without_known_layers_is_left_alone():
+    assert len(FastLayers(qwen(torch.bfloat16))) == 0
+    assert len(FastLayers(nn.Embedding(3, 2))) == 0
+
+
+@pytest.mark.skipif(onednn_refusal() is not None, reason="this processor's default products are as fast")
+def test_a_product_by_onednn_is_the_default_one_for_any_layout():
+    torch.manual_seed(0)
+    x, w, b = torch.randn(37, 24), torch.randn(40, 24), torch.randn(40)
+    for weight in (w, w.t().contiguous().t()):
+        for bias in (None, b):
+            want = nn.functional.linear(x, weight, bias)
+            assert (linear(x, weight, bias) - want).abs().max() < 1e-5 * want.abs().max()
+
+
+def test_an_mlp_keeps_two_halves_for_the_backward_pass_and_a_norm_only_its_input():
+    model = qwen()
+    kept = {}
+    for name, fast in (("own", None), ("fast", FastLayers(model))):
+        sizes = {}
+        held = lambda x, sizes=sizes: sizes.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, held=held: (held(x), x)[1], lambda x: x):
+            run(model, fast)
+        kept[name] = sum(sizes.values()) - sum(p.nbytes for p in model.parameters())
+    assert kept["fast"] < 0.75 * kept["own"]

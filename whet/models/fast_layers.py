@@ -1,0 +1,228 @@
+"""Linear layers, gated MLPs and RMSNorms that train in less time and memory, in place of a Hugging Face module's own.
+
+`FastLayers(module).on()` gives the layers other forwards while it lasts, around forward and backward; the module and
+its parameters stay as they are. Each layer has been compared with its own forward before. On a CPU alone: in fp32
+products run in oneDNN where torch's default library takes a slow path, a gated MLP keeps its two halves for the
+backward pass and not their product, a norm keeps its input and not the normalised one.
+Dim legend: n rows, I in, O out, M width of the MLP. Left out on purpose: a choice of products by a timing, which would
+make a run depend on the clock, and rotary embeddings, which are no module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from whet.observe.environment import environment
+
+__all__ = ["FastLayers", "linear", "onednn_refusal"]
+
+LEAST = 100_000_000
+"""Multiplications of a product from which on oneDNN's own preparation for a new shape pays."""
+MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class FastLayers:
+    """The layers of a module that can have another forward: the same numbers to rounding, gradients as well.
+
+    A layer of a kind that isn't known, or whose numbers differ on a trial, keeps its own forward; so does one that has
+    hooks by the time it runs.
+    Args: module: the root; its parameters are read where they lie, so an optimizer may change them in between.
+
+    Example: `fast = FastLayers(model)`, then `with fast.on(): loss(model(ids)).backward()`.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._layers: list[tuple[nn.Module, Callable[[Any, Tensor], Tensor]]] = []
+        first = next(module.parameters())
+        if first.device.type != "cpu" or first.dtype not in (torch.float32, torch.float64):
+            return
+        for layer in module.modules():
+            if type(layer) is nn.Linear and first.dtype == torch.float32 and onednn_refusal() is None:
+                self._layers.append((layer, _run_linear))
+            elif _is_gated(layer) and _agrees(layer, _run_gated):
+                self._layers.append((layer, _run_gated))
+            elif first.dtype == torch.float32 and _is_norm(layer) and _agrees(layer, _run_norm):
+                self._layers.append((layer, _run_norm))
+
+    def __len__(self) -> int:
+        """How many layers there are."""
+        return len(self._layers)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """The other forwards, around forward and backward passes."""
+        changed = []
+        for layer, run in self._layers:
+            if _untouched(layer):
+                layer.__dict__["forward"] = functools.partial(run, layer)
+                changed.append(layer)
+        try:
+            yield
+        finally:
+            for layer in changed:
+                del layer.__dict__["forward"]
+
+
+@functools.cache
+def onednn_refusal() -> str | None:
+    """Why fp32 products stay with torch's default library; None = oneDNN multiplies.
+
+    oneDNN is 1.12 to 1.2 times faster where the default is MKL, the processor has AVX-512 and is not Intel's: MKL has
+    no kernels of that width for it. The rule looks at the processor and not at the clock, so a repeated run takes the
+    same products; oneDNN's operator is private to torch, so it is tried first.
+
+    >>> onednn_refusal() is None or isinstance(onednn_refusal(), str)
+    True
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return "torch has no oneDNN, or no MKL to replace"
+    model = str(environment()["cpu"]["model"])
+    if "AMD" not in model or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return f"on {model} torch's default products are as fast"
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*shape, generator=generator) for shape in ((33, 48), (40, 48), (40,)))
+    try:
+        for weight, bias in ((w, b), (w, None), (w.t().contiguous().t(), None)):
+            got, want = _onednn(x, weight, bias), F.linear(x, weight, bias)
+            if got.shape != want.shape or not (got - want).abs().max() <= 1e-5 * want.abs().max():
+                return "oneDNN's products differ from the default's"
+    except (RuntimeError, AttributeError) as error:  # the operator is private: it may be missing or refuse
+        return f"oneDNN's product failed: {str(error).splitlines()[0]}"
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear by the faster library, without a gradient: [n I], [O I], [O] -> [n O]."""
+    large = x.dtype == torch.float32 and x.device.type == "cpu" and x.shape[0] * weight.numel() >= LEAST
+    return _onednn(x, weight, bias) if large and onednn_refusal() is None else F.linear(x, weight, bias)
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+# ---- the functions ---------------------------------------------------------------------------------------------------
+
+
+class _Linear(torch.autograd.Function):
+    """y = x Wᵀ + b. The gradient of the weight stays with the default library, which is faster at it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
+        return linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        return (
+            linear(rows, weight.t()).view(*grad.shape[:-1], -1) if needs_x else None,
+            rows.t() @ x.flatten(0, -2) if needs_weight else None,
+            rows.sum(0) if needs_bias else None,
+        )
+
+
+class _Gated(torch.autograd.Function):
+    """y = (silu(g) · u) Wᵀ + b; silu(g) · u is made again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(gate, up, weight)
+        return linear(F.silu(gate).mul_(up).flatten(0, -2), weight, bias).view(*gate.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up, weight = ctx.saved_tensors
+        _, _, needs_weight, needs_bias = ctx.needs_input_grad
+        rows = grad.flatten(0, -2)
+        d = linear(rows, weight.t()).view_as(gate)  # of the product
+        act = F.silu(gate)
+        d_weight = rows.t() @ (act * up).flatten(0, -2) if needs_weight else None
+        d_gate = torch.ops.aten.silu_backward(d * up, gate)
+        return d_gate, act.mul_(d), d_weight, rows.sum(0) if needs_bias else None
+
+
+class _Norm(torch.autograd.Function):
+    """y = (x r) w, r = (mean(x²) + ε)^-½. ∂/∂x = r (g w) − x r³ mean(g w x)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        r = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight, r)
+        return (x * r).mul_(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, r = ctx.saved_tensors
+        needs_x, needs_weight, _ = ctx.needs_input_grad
+        part = grad * x
+        d_x = None
+        if needs_x:
+            slope = (part @ weight).unsqueeze(-1).mul_(r**3).div_(-x.shape[-1])
+            d_x = (grad * weight).mul_(r).addcmul_(x, slope)
+        d_weight = part.mul_(r).flatten(0, -2).sum(0) if needs_weight else None
+        return d_x, d_weight, None
+
+
+# ---- which layers ----------------------------------------------------------------------------------------------------
+
+
+def _untouched(layer: nn.Module) -> bool:
+    """Whether nothing but its class says what a layer does, and its parameters are plain ones."""
+    hooked = any(vars(layer)[name] for name in HOOKS)
+    return not hooked and "forward" not in vars(layer) and all(type(p) is nn.Parameter for p in layer.parameters(False))
+
+
+def _agrees(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> bool:
+    """Whether `run` gives what the layer's own forward gives, on a trial."""
+    weight = next(layer.parameters())
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(3, weight.shape[-1], generator=generator, dtype=torch.float64).to(weight)
+    with torch.no_grad():
+        got, want = run(layer, x), layer(x)
+    return bool((got - want).abs().max() <= 1e-5 * want.abs().max())
+
+
+def _run_linear(layer: Any, x: Tensor) -> Tensor:
+    if x.dtype != torch.float32 or x.numel() * layer.out_features < LEAST:
+        return F.linear(x, layer.weight, layer.bias)
+    return _Linear.apply(x, layer.weight, layer.bias)  # pyright: ignore[reportReturnType]
+
+
+def _is_gated(layer: nn.Module) -> bool:
+    """Whether a layer has the parts of down(act(gate(x)) * up(x))."""
+    parts = dict(layer.named_children())
+    return set(parts) == MLP_PARTS and type(parts["down_proj"]) is nn.Linear
+
+
+def _run_gated(layer: Any, x: Tensor) -> Tensor:
+    gate, up, down = layer.gate_proj(x), layer.up_proj(x), layer.down_proj
+    if not _untouched(down) and not isinstance(vars(down).get("forward"), functools.partial):
+        return down(layer.act_fn(gate) * up)
+    return _Gated.apply(gate, up, down.weight, down.bias)  # pyright: ignore[reportReturnType]
+
+
+def _is_norm(layer: nn.Module) -> bool:
+    """Whether a layer has the parts of an RMSNorm times its weight."""
+    # in float64 too the modules norm in fp32: there they keep their own
+    named = [name for name, _ in layer.named_parameters()]
+    return named == ["weight"] and isinstance(vars(layer).get("variance_epsilon"), float)
+
+
+def _run_norm(layer: Any, x: Tensor) -> Tensor:
+    return _Norm.apply(x, layer.weight, layer.variance_epsilon)  # pyright: ignore[reportReturnType]
