@@ -19,6 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError, lookup_error
+from whet.models.fast_layers import onednn_refusal
 
 __all__ = ["MODES", "checkpoint_activations"]
 
@@ -55,7 +56,7 @@ def checkpoint_activations(module: PreTrainedModel, mode: str = "full") -> None:
     # no generator is kept: every dropout is 0, so nothing is drawn in a layer
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if mode == "selective":
-        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, list(_DEAR))
+        options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _dear())
     try:
         if hasattr(module, "activation_checkpointing_enable"):  # the older name warns where this one is there
             module.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
@@ -63,3 +64,8 @@ def checkpoint_activations(module: PreTrainedModel, mode: str = "full") -> None:
             module.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     except ValueError as error:
         raise ConfigError(f"{error} Set gradient_checkpointing=none for {type(module).__name__}") from error
+
+
+def _dear() -> list[Any]:
+    """The operators whose results are held, products by oneDNN among them where it multiplies."""
+    return [*_DEAR, *([torch.ops.mkldnn._linear_pointwise.default] if onednn_refusal() is None else [])]

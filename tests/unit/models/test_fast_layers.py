@@ -7,6 +7,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForC
 
 from whet.models import fast_layers
 from whet.models.fast_layers import FastLayers, linear, onednn_refusal
+from whet.models.recompute import checkpoint_activations
 
 SIZES = {
     "vocab_size": 50,
@@ -61,11 +62,13 @@ def test_logits_and_every_gradient_are_the_modules_own(dtype, limit, bias):
     same(run(model, fast), run(model), limit)
 
 
-def test_a_layer_run_again_under_checkpointing_has_the_same_gradients():
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_layer_run_again_under_checkpointing_has_the_same_gradients_to_the_bit(mode):
     model = qwen().train()
-    want = run(model)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    same(run(model, FastLayers(model)), want, 1e-5)
+    plain, want = run(model), run(model, FastLayers(model))
+    checkpoint_activations(model, mode)
+    same(run(model, FastLayers(model)), want, 0.0)
+    same(want, plain, 1e-5)
 
 
 def test_the_gradient_of_a_norm_is_that_of_its_formula():
