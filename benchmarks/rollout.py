@@ -364,7 +364,9 @@ def run_model(args: argparse.Namespace, chosen: list[Workload], folder: Path) ->
     running, versions, why_not = start(args, spec, hello, folder)
     try:
         agree = same_model(running, first)
-        rows = [n for n in floor.GRID if n <= max(64, spec.completions)] + [256] * (spec.completions <= 64)
+        rows = floor.GRID  # equal lengths need their own number of rows, and the prefill's
+        if all(w.kind == "equal" for w in chosen):
+            rows = [n for n in floor.GRID if n >= min(spec.completions, floor.GRID[-1])][:2]
         rates = floor.measure(shape, dtype, device=args.device, rows=rows)
         results = {}
         for w in chosen:
