@@ -408,6 +408,11 @@ class RLCluster:
             metrics = {**metrics, **{f"eval/{n}": m for n, m in trainer.evaluate(eval_ds).items()}}
         return metrics
 
+    def rest_engine(self) -> None:
+        """Frees what an engine on the CPU holds, until `sync_weights`: what it cached is of weights that now change."""
+        if self._engine.caps.sleep and self._engine.caps.shared_weights and self.actor.device.type == "cpu":
+            self._engine.sleep()
+
     def sync_weights(self) -> None:
         """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
         self.actor.version += 1
@@ -416,6 +421,8 @@ class RLCluster:
 
     def _update_engine(self) -> None:
         shared = self._engine.caps.shared_weights
+        if self._engine.caps.sleep and shared:
+            self._engine.wake()
         self._engine.update(self.actor.version, None if shared else self.actor.named_weights())
 
     # ---- metrics -------------------------------------------------------------------------------------------------

@@ -523,3 +523,14 @@ def test_draws_under_options_agree_with_the_trainer_under_full_support():
 def test_a_learner_refuses_options_that_the_trainer_can_not_follow(options, words):
     with pytest.raises(ConfigError, match=words):
         GRPOLearner(cluster(rollout={"generation_kwargs": options}), GRPOConfig(beta=0.0), [length_reward])
+
+
+def test_a_resting_engine_holds_no_memory_and_samples_again_after_the_sync():
+    c = cluster()
+    draw = lambda: [x.tokens.tolist() for x in c.sample([prompt("abc")], num_generations=2, step=1)[0].completions]
+    want = draw()
+    assert c.rollout.stats().kv_bytes > 0
+    c.rest_engine()
+    assert c.rollout.stats().kv_bytes == 0
+    c.sync_weights()
+    assert draw() == want

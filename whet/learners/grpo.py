@@ -230,6 +230,7 @@ class GRPOLearner(RLLearner):
             mini = mini.select(with_signal(mini))
         skipped = {"sequences": whole.num_sequences - mini.num_sequences, "tokens": whole.num_tokens - mini.num_tokens}
         self.metrics = merge(self.metrics, {f"skipped/{n}": Sum(float(v)) for n, v in skipped.items()})
+        self.cluster.rest_engine()
         with self.cluster.trace.span("update"):
             found = self.cluster.actor_trainer.update(mini)
         self.unmoved = False

@@ -173,8 +173,10 @@ class _Norm(torch.autograd.Function):
         part = grad * x
         d_x = None
         if needs_x:
-            slope = (part @ weight).unsqueeze(-1).mul_(r**3).div_(-x.shape[-1])
-            d_x = (grad * weight).mul_(r).addcmul_(x, slope)
+            inner = grad * weight
+            # no product of a matrix and a vector: a row's rounding must not depend on how many rows there are
+            slope = (inner * x).sum(-1, keepdim=True).mul_(r**3).div_(-x.shape[-1])
+            d_x = inner.mul_(r).addcmul_(x, slope)
         d_weight = part.mul_(r).flatten(0, -2).sum(0) if needs_weight else None
         return d_x, d_weight, None
 
