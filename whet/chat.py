@@ -139,7 +139,7 @@ class Chat:
         """The ids of the conversation so far, the oldest turns left out where it has outgrown the model."""
         dropped, longest = 0, self.sampler.longest
         given = self.config.max_tokens is not None
-        room = sampling.max_tokens if given else min(ROOM, (longest or ROOM) // 4)
+        room = sampling.max_tokens if given else max(sampling.min_tokens, min(ROOM, (longest or ROOM) // 4))
         while True:
             prompt = self._encoded()
             if longest is None or len(prompt.tokens) + room <= longest or not self._drop_oldest():

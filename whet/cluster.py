@@ -22,7 +22,7 @@ from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role
 from whet.data.packing import MicroBatch
 from whet.data.padded import padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
-from whet.data.tokenizer import load_tokenizer, stop_token_ids
+from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
@@ -219,8 +219,7 @@ class RLCluster:
     @property
     def pad_id(self) -> int:
         """The padding id of Tunix's verbs: the tokenizer's, or its end id."""
-        pad = self.tokenizer.pad_token_id
-        return int(self.eos_ids[0] if pad is None else pad)
+        return pad_token_id(self.tokenizer, self.eos_ids)
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch) -> Tensor:
         """uint8 [s, W]: the tokens that the training constraint allowed where each target was drawn."""

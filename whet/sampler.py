@@ -413,7 +413,7 @@ class Sampler:
 
 def _model_folder(source: str | Path) -> str:
     """A folder of a model; that of a finished run stands for the model in its final/."""
-    folder = Path(source)
+    folder = Path(source).expanduser()
     if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
         log.info("%s is a run's folder; taking %s", folder, folder / "final")
         return str(folder / "final")
@@ -422,7 +422,7 @@ def _model_folder(source: str | Path) -> str:
         here = folder.parent
         near = nearest(folder.name, [p.name for p in here.iterdir()]) if here.is_dir() else f"; there is no {here}"
         raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
-    return named
+    return str(folder) if folder.exists() else named
 
 
 def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.device | None) -> LoadedModel:
@@ -431,7 +431,8 @@ def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.dev
         return load_model(module, device=next(module.parameters()).device)
     there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto":
-        dtype = "bfloat16" if there.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
+        hardware = there.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if hardware else "float32"
     return load_model(folder, dtype=dtype, device=there, role="reference")
 
 

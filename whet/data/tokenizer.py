@@ -46,7 +46,9 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
     if source == "byte":
         return byte_tokenizer()
     try:
-        return AutoTokenizer.from_pretrained(str(source), **{"trust_remote_code": False, **kwargs})
+        folder = Path(source).expanduser()
+        place = str(folder if folder.exists() else source)
+        return AutoTokenizer.from_pretrained(place, **{"trust_remote_code": False, **kwargs})
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"no tokenizer at {str(source)!r} ({type(error).__name__}: {error}); give a folder that holds "

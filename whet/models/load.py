@@ -144,6 +144,7 @@ def _read(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Te
     if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
         raise ConfigError(f"no model folder {path!r}{nearest(folder.name, beside) or '; check the path'}")
+    path = str(folder) if folder.exists() else path
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:

@@ -16,12 +16,13 @@ import time
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from whet.config import ProfilerOptions
+from whet.errors import CheckpointError
 from whet.observe.files import write_atomic
 from whet.observe.trace import Trace
 
@@ -93,16 +94,17 @@ class StepProfiler:
         if self.folder is None:
             log.warning("the profile of step %d is not written: there is no run_dir, and no log_dir", number)
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
         name = f"profile-step-{number:06d}"
-        write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{table(found)}\n".encode())
         temporary = self.folder / f".{name}.json.gz"
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{table(found)}\n".encode())
             seen.export_chrome_trace(str(temporary))
             temporary.replace(self.folder / f"{name}.json.gz")
-        except OSError as error:
-            log.warning("%s could not be written: %s", self.folder / f"{name}.json.gz", error)
-            temporary.unlink(missing_ok=True)
+        except (OSError, CheckpointError) as error:
+            log.warning("the profile of step %d could not be written to %s: %s", number, self.folder, error)
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Says so where the run was over before the steps that were to be profiled."""

@@ -27,6 +27,7 @@ __all__ = [
     "RolloutEngine",
     "Sampling",
     "aborted",
+    "check_caps",
     "stream",
     "support_of",
 ]
@@ -301,13 +302,34 @@ class RolloutEngine(Protocol):
         ...
 
 
+def check_caps(engine: RolloutEngine, sampling: Sampling) -> None:
+    """Refuses a Sampling that asks for what an engine does not know.
+
+    Raises: EngineError: with the field and the engine that does.
+    """
+    name, caps = f"the engine {type(engine).__name__}", engine.caps
+    if sampling.stop and not caps.stop_strings:
+        raise EngineError(f"{name} knows no stop strings; use stop ids (rollout.eos_tokens)")
+    if sampling.return_logits and not caps.logits:
+        raise EngineError(f"{name} gives no logits; use rollout_engine 'vanilla'")
+    if sampling.generation_kwargs and not caps.generation_kwargs:
+        names = ", ".join(option for option, _ in sampling.generation_kwargs)
+        raise EngineError(f"{name} knows no {names}; use rollout_engine 'hf'")
+    if sampling.constraint is not None and not caps.constraints:
+        raise EngineError(
+            f"{name} knows no constraints; use rollout_engine 'vanilla' or 'hf', or leave rollout.constraint out "
+            f"({sampling.constraint})"
+        )
+
+
 def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece]:
     """Runs requests and gives their tokens as they are made; an engine without caps.peek gives them at their end.
 
     Leaving the loop early aborts what is under way.
     Args: engine: at rest. requests: to submit.
     Returns: pieces with the new tokens of a request; its last one has the finish_reason, and may be empty.
-    Raises: EngineError: the engine has other requests in flight, whose outputs would be lost.
+    Raises: EngineError: the engine has other requests in flight, whose outputs would be lost; it can't do what a
+        Sampling asks for; the model's logits are not finite.
 
     >>> from whet.rollout.mock import MockEngine
     >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=4), group=0, address=(0, 0, 0, 0))
@@ -316,6 +338,8 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece
     """
     if others := engine.stats().in_flight:
         raise EngineError(f"{others} requests are in flight; poll until there are none, then stream")
+    for sampling in {id(r.sampling): r.sampling for r in requests}.values():
+        check_caps(engine, sampling)
     engine.submit(requests)
     shown = {r.id: 0 for r in requests}
     try:
@@ -324,12 +348,19 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece
                 whole = Piece(
                     id=o.id, tokens=o.tokens, logprobs=o.logprobs, versions=o.versions, finish_reason=o.finish_reason
                 )
-                yield whole.after(shown.pop(o.id))
+                yield _finite(whole.after(shown.pop(o.id)))
             for i, piece in engine.peek(shown).items():
                 if len(piece.tokens) > shown[i]:
                     count, shown[i] = shown[i], len(piece.tokens)
-                    yield piece.after(count)
+                    yield _finite(piece.after(count))
             if shown and not engine.stats().in_flight:
                 raise EngineError(f"the engine is at rest, but {len(shown)} requests never came back")
     finally:
         engine.abort(shown)
+
+
+def _finite(piece: Piece) -> Piece:
+    """The piece. Raises EngineError where its logprobs are not finite."""
+    if not np.isfinite(piece.logprobs).all():
+        raise EngineError("the model's logits are not finite; its weights are broken, or its dtype is too narrow")
+    return piece

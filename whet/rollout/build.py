@@ -13,7 +13,7 @@ import numpy as np
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel
-from whet.rollout.base import Output, Request, RolloutEngine, Sampling
+from whet.rollout.base import Output, Request, RolloutEngine, Sampling, check_caps
 from whet.rollout.constraint import Constraint, Grammars
 from whet.rollout.options import check_names, frozen_options
 from whet.types import Completion, Group, Prompt
@@ -33,7 +33,7 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int]) -> Sampling:
         min_tokens=config.min_tokens,
         temperature=config.temperature,
         top_p=1.0 if config.top_p is None else config.top_p,
-        top_k=config.top_k or 0,
+        top_k=max(config.top_k or 0, 0),
         min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
         stop_ids=tuple(config.eos_tokens or eos_ids),
@@ -132,20 +132,7 @@ def complete(
     Raises: EngineError: the engine can't do what the sampling asks for, lost a request, or drew from logits that
         are not finite.
     """
-    if sampling.stop and not engine.caps.stop_strings:
-        raise EngineError(
-            f"the engine {type(engine).__name__} knows no stop strings; use stop ids (rollout.eos_tokens)"
-        )
-    if sampling.return_logits and not engine.caps.logits:
-        raise EngineError(f"the engine {type(engine).__name__} gives no logits; use rollout_engine 'vanilla'")
-    if sampling.generation_kwargs and not engine.caps.generation_kwargs:
-        names = ", ".join(name for name, _ in sampling.generation_kwargs)
-        raise EngineError(f"the engine {type(engine).__name__} knows no {names}; use rollout_engine 'hf'")
-    if sampling.constraint is not None and not engine.caps.constraints:
-        raise EngineError(
-            f"the engine {type(engine).__name__} knows no constraints; use rollout_engine 'vanilla' or 'hf', or leave "
-            f"rollout.constraint out ({sampling.constraint})"
-        )
+    check_caps(engine, sampling)
     seed, step, start = address
     requests = [
         Request(

@@ -25,8 +25,16 @@ from whet.rollout.simple import QueueEngine
 __all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput"]
 
 
-BEYOND = ("constraint", "forbidden_ids", "min_p", "min_tokens", "repetition_penalty", "return_logits", "stop")
-"""Fields of Sampling that Tunix's RolloutConfig has no name for."""
+BEYOND = {
+    "constraint": None,
+    "forbidden_ids": "forbidden_tokens",
+    "min_p": "min_p",
+    "min_tokens": "min_tokens",
+    "repetition_penalty": "repetition_penalty",
+    "return_logits": None,
+    "stop": "stop",
+}
+"""Fields of Sampling that Tunix's RolloutConfig has no name for -> whet's name in a rollout configuration, if any."""
 
 
 class RolloutOutput(Protocol):
@@ -95,7 +103,8 @@ class BaseRolloutAdapter(QueueEngine):
             raise EngineError(
                 f"request {request.id}: offset {request.offset}; a BaseRollout can't go on with a completion"
             )
-        for name in BEYOND if self._config is None else ("return_logits",):
+        known = set() if self._config is None else {f.name for f in dataclasses.fields(self._config)}
+        for name in (n for n, theirs in BEYOND.items() if theirs not in known):
             value = vars(request.sampling)[name]
             if value != vars(Sampling())[name]:
                 raise EngineError(
@@ -164,5 +173,7 @@ def tunix_config(sampling: Sampling, config: Any = None) -> Any:
         "eos_tokens": tuple(sampling.stop_ids) or None,
     }
     if config is not None:
-        return dataclasses.replace(config, **values)
+        known = {f.name for f in dataclasses.fields(config)}
+        beyond = {theirs: vars(sampling)[n] for n, theirs in BEYOND.items() if theirs in known}
+        return dataclasses.replace(config, **values, **beyond)
     return SimpleNamespace(**values, seed=None, return_logprobs=False)

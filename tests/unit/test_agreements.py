@@ -1,0 +1,115 @@
+"""What several parts must agree on: names that reach the engine, checks on every way to it, folders, dtypes."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers import cluster, tiny_model
+
+from whet import Sampler
+from whet.chat import Chat
+from whet.config import ProfilerOptions, RolloutConfig
+from whet.config.generate import ChatConfig
+from whet.errors import EngineError
+from whet.models.load import load_model
+from whet.observe.profile import StepProfiler
+from whet.observe.trace import Trace
+from whet.rollout.base import Output, Request, Sampling, stream
+from whet.rollout.build import sampling_of
+from whet.rollout.compat import BaseRolloutAdapter
+from whet.rollout.constraint import Constraint
+from whet.rollout.simple import QueueEngine
+
+
+def test_top_k_of_minus_one_is_off():
+    assert sampling_of(RolloutConfig(top_k=-1), (1,)).top_k == 0
+
+
+def test_a_sampler_takes_fp32_on_a_gpu_that_only_emulates_bf16(monkeypatch):
+    from whet import sampler
+
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(sampler, "load_model", lambda *_, dtype, **__: seen.append(dtype))
+    sampler._loaded("folder", None, "auto", "cuda")
+    assert seen == ["float32"]
+
+
+def test_a_model_under_the_home_folder_is_found(tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_model().save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    assert load_model("~/model").packable
+    assert Sampler("~/model")("hi", 2).text
+
+
+class Plain(QueueEngine):
+    def __init__(self, *_, **__):
+        super().__init__("plain")
+
+    def poll(self, timeout_s=None):
+        gone, self._queue = list(self._queue), type(self._queue)()
+        n = np.zeros(1, np.int32)
+        return [
+            Output(id=r.id, tokens=n + 97, logprobs=n + np.float32("nan"), versions=n, finish_reason="length")
+            for r in gone
+        ]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stop": ("a",)},
+        {"constraint": Constraint(kind="regex", text="[0-9]")},
+        {"generation_kwargs": (("top_h", 0.5),)},
+    ],
+)
+def test_what_an_engine_can_t_do_is_refused_also_token_by_token(fields):
+    engine = Plain()
+    engine.caps = type(engine.caps)(stop_strings=False)
+    r = Request(id=0, tokens=np.array([5]), sampling=Sampling(**fields), group=0, address=(0, 0, 0, 0))
+    with pytest.raises(EngineError, match="knows no"):
+        list(stream(engine, [r]))
+
+
+def test_logits_that_are_not_finite_end_a_stream():
+    r = Request(id=0, tokens=np.array([5]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
+    with pytest.raises(EngineError, match="not finite"):
+        list(stream(Plain(), [r]))
+
+
+def test_a_chat_leaves_room_for_the_tokens_that_must_come(tokenizer):
+    sampler = Sampler(tiny_model(max_position_embeddings=256), tokenizer)
+    c = Chat(sampler, ChatConfig(min_tokens=100, seed=1, temperature=1.0))
+    assert all("".join(c.say("x" * 20)) for _ in range(6))
+
+
+def test_a_tunix_rollout_is_told_what_the_sampling_says():
+    told = []
+
+    def generate(prompts, rollout_config):
+        told.append((rollout_config.min_p, rollout_config.forbidden_tokens))
+        return SimpleNamespace(text=["a"], tokens=[np.array([98])], logprobs=None, left_padded_prompt_tokens=None)
+
+    engine = BaseRolloutAdapter(SimpleNamespace(generate=generate), decode=str, rollout_config=RolloutConfig())
+    r = Request(
+        id=0, tokens=np.array([5]), sampling=Sampling(min_p=0.2, forbidden_ids=(97,)), group=0, address=(0, 0, 0, 0)
+    )
+    engine.submit([r])
+    engine.poll()
+    assert told == [(0.2, (97,))]
+
+
+def test_padding_of_a_tokenizer_without_pad_and_end(tokenizer):
+    c = cluster(tiny_model())
+    c.tokenizer = SimpleNamespace(pad_token_id=None, eos_token_id=None)
+    c.eos_ids = ()
+    assert c.pad_id == 0
+
+
+def test_a_profile_that_can_t_be_written_undoes_no_step(tmp_path):
+    (tmp_path / "file").write_text("")
+    options = ProfilerOptions(log_dir=str(tmp_path / "file" / "x"), skip_first_n_steps=0, profiler_steps=1)
+    with StepProfiler(options, folder=None, trace=Trace()).step(1):
+        torch.ones(2).sum()
