@@ -308,6 +308,13 @@ def test_an_aborted_completion_goes_on_where_it_was(model, grammars):
     assert [*o.tokens.tolist(), *run(engine, [rest])[0].tokens.tolist()] == want
 
 
+def test_all_constrained_rows_of_a_step_are_looked_up_at_once(engine, grammars, monkeypatch):
+    looks, refresh = [], grammars.refresh
+    monkeypatch.setattr(grammars, "refresh", lambda matchers: (looks.append(len(matchers)), refresh(matchers)))
+    run(engine, requests([PROMPT[0]] * 3, sampling("[ab0]{50}", max_tokens=3)))
+    assert looks == [3, 3, 3]
+
+
 def test_unconstrained_batches_still_take_several_steps_at_once(model, grammars, monkeypatch):
     engine = EmbeddedEngine(model, grammars=grammars)
     steps, plain = [], engine._runner.run

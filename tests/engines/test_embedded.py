@@ -11,8 +11,8 @@ from whet.errors import ConfigError, EngineError
 from whet.ops.uniform import address_key
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import EmbeddedEngine, runner
-from whet.rollout.engine.sampler import completed_string
 from whet.rollout.hf import HFEngine
+from whet.rollout.requests import completed_string
 
 FUSED = {"qwen3", "qwen2", "llama", "mistral_window"}
 BOTH = pytest.mark.parametrize("fast", [True, False], ids=["fast", "module"])

@@ -19,8 +19,8 @@ from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaLis
 
 from whet.errors import ConfigError
 from whet.rollout.base import Output, Request, Sampling
-from whet.rollout.engine.sampler import completed_string
 from whet.rollout.options import thawed_options
+from whet.rollout.requests import completed_string
 from whet.types import FinishReason
 
 __all__ = ["beam_search"]

@@ -26,7 +26,7 @@ from whet.ops.logprobs import selective_log_softmax
 from whet.ops.uniform import address_key
 from whet.rollout.base import Output, Piece, Request, Sampling, support_of
 from whet.rollout.borrow import evaluating, own_attention
-from whet.rollout.engine.sampler import completed_string
+from whet.rollout.requests import completed_string
 from whet.types import FinishReason
 
 __all__ = [
@@ -102,7 +102,8 @@ class Flight:
         if s.stop and decode is not None and tokens:
             offset = self.request.offset
             earlier = self.request.tokens[len(self.request.tokens) - offset :].tolist() if offset else []
-            place = completed_string(decode, [*earlier, *self.tokens], s.stop, fresh=len(tokens))
+            whole = [*earlier, *self.tokens] if offset else self.tokens
+            place = completed_string(decode, whole, s.stop, fresh=len(tokens))
             ends += [] if place is None else [place - offset]
         if ends:
             self._cut(min(ends))

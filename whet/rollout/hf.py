@@ -25,8 +25,9 @@ from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.beams import beam_search
 from whet.rollout.borrow import evaluating, max_positions, own_attention
 from whet.rollout.constraint import Grammars, Matcher
-from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan, sample_rows, seen_tokens
+from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.options import Processors, check_options, num_beams, place_of
+from whet.rollout.requests import Plan, check_request, completed_string, make_plan
 from whet.rollout.simple import QueueEngine
 
 __all__ = ["HFEngine"]
@@ -113,7 +114,8 @@ class HFEngine(QueueEngine):
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
         options = Processors(plan.sampling, place_of(batch[0], device)) if plan.sampling.generation_kwargs else None
         matchers = [self._grammars.start(r) if self._grammars else None for r in batch]
-        tokens, logprobs, raw = [], [], []
+        size = (plan.sampling.max_tokens, len(batch))
+        tokens, logprobs, raw = np.zeros(size, np.int64), np.zeros(size, np.float32), []
         ended: dict[int, tuple[int, str]] = {}
         cache, fresh = None, ids
         for step in range(plan.sampling.max_tokens):
@@ -128,17 +130,15 @@ class HFEngine(QueueEngine):
                 seen.scatter_(1, token.unsqueeze(1), True)
             fresh = token.unsqueeze(1)
             ids = torch.cat([ids, fresh], 1)
-            tokens.append(token.cpu().numpy())
-            logprobs.append(logprob.cpu().numpy())
+            tokens[step], logprobs[step] = token.cpu().numpy(), logprob.cpu().numpy()
             if plan.sampling.return_logits:
                 raw.append(logits.float().cpu().numpy())
-            self._look(batch, np.stack(tokens), ended)
-            self._follow(matchers, tokens[-1], len(tokens), ended)
+            self._look(batch, tokens[: step + 1], ended)
+            self._follow(matchers, tokens[step], step + 1, ended)
             if len(ended) == len(batch):
                 break
-        table, chosen = np.stack(tokens), np.stack(logprobs)
-        whole = (len(table), "length")
-        return [self._output(r, i, ended.get(i, whole), table, chosen, raw) for i, r in enumerate(batch)]
+        whole = (len(tokens), "length")
+        return [self._output(r, i, ended.get(i, whole), tokens, logprobs, raw) for i, r in enumerate(batch)]
 
     def _forward(self, ids: Tensor, fresh: Tensor, cache: object) -> tuple[Tensor, object]:
         """Logits [n V] behind the last token: with the model's cache, or over everything where it keeps none."""
@@ -155,7 +155,7 @@ class HFEngine(QueueEngine):
                 continue
             stop = int(tokens[-1, i]) in r.sampling.stop_ids
             if r.sampling.stop and not stop and self._decode is not None:
-                whole = [int(t) for t in (*r.tokens[len(r.tokens) - r.offset :], *tokens[:, i])]
+                whole = np.concatenate([r.tokens[len(r.tokens) - r.offset :], tokens[:, i]])
                 stop = completed_string(self._decode, whole, r.sampling.stop, fresh=1) is not None
             if stop:
                 ended[i] = len(tokens), "stop"
@@ -164,14 +164,13 @@ class HFEngine(QueueEngine):
         self, matchers: list[Matcher | None], drawn: np.ndarray, made: int, ended: dict[int, tuple[int, str]]
     ) -> None:
         """Takes constrained rows one token on in their languages, and ends those where no token may come."""
-        for row, matcher in enumerate(matchers):
-            if matcher is None or self._grammars is None:
-                continue
-            if row in ended:
-                matchers[row] = None
-                continue
+        matchers[:] = [None if row in ended else m for row, m in enumerate(matchers)]
+        live = {row: m for row, m in enumerate(matchers) if m is not None}
+        for row, matcher in live.items():
             matcher.advance(int(drawn[row]))
-            self._grammars.refresh([matcher])
+        if self._grammars is not None and live:
+            self._grammars.refresh(list(live.values()))
+        for row, matcher in live.items():
             if matcher.ended:
                 ended[row], matchers[row] = (made, matcher.ended), None
 

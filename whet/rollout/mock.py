@@ -17,7 +17,7 @@ from torch import Tensor
 from whet.errors import ConfigError, EngineError, lookup_error
 from whet.ops.uniform import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
-from whet.rollout.engine.sampler import check_request
+from whet.rollout.requests import check_request
 from whet.rollout.simple import QueueEngine
 
 __all__ = ["MockEngine"]

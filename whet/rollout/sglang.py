@@ -27,7 +27,6 @@ from whet.models.load import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.borrow import max_positions
 from whet.rollout.build import sampling_of
-from whet.rollout.engine.sampler import check_request, make_plan
 from whet.rollout.external import (
     Flight,
     Names,
@@ -39,6 +38,7 @@ from whet.rollout.external import (
     seed_of,
     write_config,
 )
+from whet.rollout.requests import check_request, make_plan
 
 __all__ = ["SGLangEngine", "engine_arguments", "sampling_arguments"]
 

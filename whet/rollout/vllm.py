@@ -31,7 +31,6 @@ from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.build import sampling_of
-from whet.rollout.engine.sampler import check_request, make_plan
 from whet.rollout.external import (
     Flight,
     Names,
@@ -43,6 +42,7 @@ from whet.rollout.external import (
     seed_of,
     write_config,
 )
+from whet.rollout.requests import check_request, make_plan
 from whet.types import FinishReason
 
 __all__ = ["VLLMEngine", "llm_arguments", "sampling_arguments"]

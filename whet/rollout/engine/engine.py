@@ -22,9 +22,9 @@ from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, S
 from whet.rollout.borrow import max_positions
 from whet.rollout.constraint import Grammars
 from whet.rollout.engine.runner import Block, Runner
-from whet.rollout.engine.sampler import Plan, check_request, completed_string, make_plan
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
 from whet.rollout.engine.shelf import Held, Shelf, common_length
+from whet.rollout.requests import Plan, check_request, completed_string, make_plan
 from whet.types import FinishReason
 
 __all__ = ["EmbeddedEngine"]
@@ -297,13 +297,13 @@ class EmbeddedEngine:
         """Cuts a row at the token that completes a stop string, if one of its last `steps` does."""
         task, made = self._rows[row][0], int(self._book[MADE, row])
         r = task.request
-        before = [*r.tokens[len(r.tokens) - r.offset :], *(t for p in task.parts for t in p.tokens)]
+        before = [r.tokens[len(r.tokens) - r.offset :], *(p.tokens for p in task.parts)]
+        whole = np.concatenate([*before, self._tokens[row, :made]])
         assert self._decode is not None
-        whole = [int(t) for t in (*before, *self._tokens[row, :made])]
         place = completed_string(self._decode, whole, r.sampling.stop, fresh=min(steps, made))
         if place is None:
             return False
-        self._book[MADE, row] = place - len(before)
+        self._book[MADE, row] = place - (len(whole) - made)
         return True
 
     def _leave(self, ended: dict[int, FinishReason]) -> None:

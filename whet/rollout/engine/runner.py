@@ -21,9 +21,10 @@ from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import JOINED, DecodeLayout, PrefillLayout, Run
-from whet.rollout.engine.sampler import Plan, sample_rows, seen_tokens
+from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
 from whet.rollout.engine.shelf import Held
+from whet.rollout.requests import Plan
 
 __all__ = ["Block", "Runner"]
 

@@ -1,0 +1,141 @@
+"""What every engine does with a request: the check, the distribution it asks for, and its end by a stop string.
+
+Left out on purpose: draws (whet.rollout.engine.sampler), and what one engine alone refuses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from whet.errors import ConfigError, EngineError, lookup_error
+from whet.ops.support import Support
+from whet.rollout.base import Request, Sampling, support_of
+from whet.rollout.text import INCOMPLETE
+
+__all__ = ["Plan", "check_request", "completed_string", "make_plan"]
+
+SLACK = 8
+"""Characters at the start of a decoded tail, and at its joint with new tokens, that may differ from the whole text's:
+a space that is taken off, a character begun before, an apostrophe that pulls a space out."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """A Sampling, worked out once: what to do with the logits of its rows."""
+
+    sampling: Sampling
+    support: Support
+    """Drawn from."""
+    reported: Support
+    """Whose logprobs are reported."""
+
+
+def make_plan(sampling: Sampling) -> Plan:
+    """Works a Sampling out.
+
+    Args: sampling: of a request.
+    Returns: its plan.
+    Raises: ConfigError: an unknown logprob_support, or a field out of its range.
+
+    >>> make_plan(Sampling(top_k=3, logprob_support="full")).reported.plain
+    True
+    """
+    if sampling.logprob_support not in ("sampling", "full"):
+        raise lookup_error("logprob_support", sampling.logprob_support, ["sampling", "full"])
+    support = replace(support_of(sampling), full=False)
+    full = sampling.logprob_support == "full" and not support.plain
+    return Plan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
+
+
+def completed_string(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int] | np.ndarray, stop: Sequence[str], *, fresh: int
+) -> int | None:
+    """Where a completion is to be cut because a stop string is complete.
+
+    Only a tail is decoded, so that a look costs the same at any length. It begins at a character's first byte, and far
+    enough back that the text in which a new string can lie is that of the whole. (A tokenizer that spells unknown
+    characters in bytes may show none of a long row of them because one is broken; a tail may begin behind that one.)
+    Args: decode: ids -> text. tokens: the completion so far. stop: the strings. fresh: tokens that have come since the
+            last look; those before hold no stop string.
+    Returns: the tokens to keep, the last of which completes a string; None = none is complete.
+
+    >>> completed_string(lambda ids: "".join(map(chr, ids)), [97, 98, 99, 100], ["bc", "d"], fresh=3)
+    3
+    """
+    count = len(tokens)
+    first, start = _tail(decode, tokens, count - fresh, max(len(s) for s in stop))
+    ids = [int(t) for t in tokens[first:]]
+
+    def complete(kept: int) -> bool:
+        text = decode(ids[: kept - first])
+        return any(text.find(s, start) >= 0 for s in stop)
+
+    if not complete(count):
+        return None
+    return next((kept for kept in range(count - fresh + 1, count) if complete(kept)), count)
+
+
+def _tail(
+    decode: Callable[[Sequence[int]], str], tokens: Sequence[int] | np.ndarray, end: int, longest: int
+) -> tuple[int, int]:
+    """Where to decode from, for strings that the tokens from `end` on complete.
+
+    Args: longest: characters of the longest string.
+    Returns: the first token of the tail, and the first character of its text that such a string may stand at.
+    """
+    known = longest + SLACK
+    first = end - known - SLACK
+    while first > 0:
+        text = decode([int(t) for t in tokens[first:end]])
+        whole = len(text.rstrip(INCOMPLETE))
+        if whole < known + SLACK:
+            first -= end - first
+        elif text.startswith(INCOMPLETE):  # within a character
+            first -= 1
+        else:
+            return first, whole - known
+    return 0, 0
+
+
+def check_request(
+    request: Request, *, vocabulary: int, positions: int | None, decodes: bool, constrains: bool = False
+) -> None:
+    """Refuses a request that could never be served.
+
+    Args: request: to check. vocabulary: ids the model knows. positions: tokens its positions reach, None = no limit.
+        decodes: whether the engine can turn tokens into text. constrains: whether it knows the tokens' bytes.
+    Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function, a constraint without
+        grammars.
+    """
+    s, length = request.sampling, len(request.tokens)
+    name = f"request {request.id}"
+    if length == 0:
+        raise EngineError(f"{name} has an empty prompt; give at least one token")
+    if s.max_tokens < 1:
+        raise EngineError(f"{name}: max_tokens {s.max_tokens} must be at least 1")
+    if not 0 <= request.offset < length:
+        raise EngineError(
+            f"{name}: offset {request.offset} must be in 0..{length - 1}: its {length} tokens include them"
+        )
+    if positions is not None and length + s.max_tokens > positions:
+        raise EngineError(
+            f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "
+            f"has {positions} positions; shorten the prompt or max_tokens"
+        )
+    low, high = int(request.tokens.min()), int(request.tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise EngineError(f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
+    if wrong := [i for i in (*s.stop_ids, *s.forbidden_ids) if not 0 <= i < vocabulary]:
+        raise EngineError(f"{name}: stop or forbidden id {wrong[0]} is outside the vocabulary of {vocabulary}")
+    if "" in s.stop:
+        raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
+    if s.stop and not decodes:
+        raise ConfigError(f"{name} has stop strings {s.stop}, but the engine has no decode function; pass decode=")
+    if s.constraint is not None and not constrains:
+        raise ConfigError(
+            f"{name} has the constraint {s.constraint}, but the engine has no tokenizer to spell it with; pass "
+            "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('vanilla', 'hf')"
+        )
