@@ -58,6 +58,9 @@ HELP = """/reset             forget the conversation
 Ctrl-C stops an answer; a \\ at the end of a line continues it on the next."""
 ROOM = 64
 """Tokens that an answer is left where nobody says how long it may be, if the model has so many."""
+KEPT = 0.75
+"""Share of the tokens that are kept of a conversation that has outgrown the model: what is left is encoded anew, so a
+few turns at least go by until the next time."""
 
 
 class Chat:
@@ -137,17 +140,18 @@ class Chat:
 
     def _prompt(self, sampling: Sampling) -> tuple[Prompt, Sampling]:
         """The ids of the conversation so far, the oldest turns left out where it has outgrown the model."""
-        dropped, longest = 0, self.sampler.longest
+        longest, prompt = self.sampler.longest, self._encoded()
         given = self.config.max_tokens is not None
         room = sampling.max_tokens if given else max(sampling.min_tokens, min(ROOM, (longest or ROOM) // 4))
-        while True:
-            prompt = self._encoded()
-            if longest is None or len(prompt.tokens) + room <= longest or not self._drop_oldest():
-                break
-            dropped += 1
-        if dropped:
-            log.warning("the conversation has outgrown the model's %s tokens: the oldest turns are left out", longest)
-        return prompt, self.sampler.fitted(sampling, [prompt], given=given)
+        if longest is not None and len(prompt.tokens) > longest - room:
+            dropped = False
+            while len(prompt.tokens) > KEPT * (longest - room) and self._drop_oldest():
+                dropped, prompt = True, self._encoded()
+            if dropped:
+                log.warning(
+                    "the conversation has outgrown the model's %d tokens: its oldest turns are left out", longest
+                )
+        return prompt, self.sampler.fitted(sampling, [prompt], given=given)[0]
 
     def _drop_oldest(self) -> bool:
         """Leaves out the oldest question and its answer; False where there is only the last question."""
@@ -326,6 +330,8 @@ def _lines(live: bool) -> Iterator[str]:
             _tell("\n(Ctrl-D or /quit leaves)")
             continue
         if line is None or (line == "" and not live):
+            if parts and not live:
+                yield "\n".join(parts)  # the last line of the pipe ended in a backslash
             return
         line = line.rstrip("\n")
         if line.endswith("\\"):

@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,15 +41,15 @@ def generate(config: GenerateConfig) -> int:
         stack.callback(sampler.close)
         prompts = _encoded(config, sampler, inputs)
         sampling = sampler.sampling(beam_size=config.beam_size, **sampling_keys(config))
-        sampling = sampler.fitted(sampling, prompts, given=config.max_tokens is not None)
+        each = sampler.fitted(sampling, prompts, given=config.max_tokens is not None)
         seed = secrets.randbits(31) if config.seed is None else config.seed
         start = time.monotonic()
         if out is None and sys.stdout.isatty() and len(prompts) == config.num_generations == 1:
-            count, tokens = 1, _show_live(sampler, prompts[0], sampling, seed)
+            count, tokens = 1, _show_live(sampler, prompts[0], each[0], seed)
         else:
-            file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
+            file = None if out is None else stack.enter_context(_opened(out))
             count = tokens = 0
-            for group in _groups(config, sampler, prompts, sampling, seed):
+            for group in _groups(config, sampler, prompts, each, seed):
                 show_group(group, sampler, alone=len(prompts) == config.num_generations == 1, file=file)
                 count += len(group.completions)
                 tokens += sum(len(c.tokens) for c in group.completions)
@@ -128,6 +128,22 @@ def _out_path(config: GenerateConfig) -> Path | None:
     return path
 
 
+@contextmanager
+def _opened(path: Path) -> Iterator[TextIO]:
+    """A file to write; one that is there already is replaced at the end, and stays where the end is not reached."""
+    if not path.exists():
+        with path.open("w", encoding="utf-8") as file:
+            yield file
+        return
+    beside = path.with_name(f".{path.name}.tmp")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            yield file
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
 def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) -> list[Prompt]:
     """The prompts as ids; those over the limit refused, cut or left out."""
     encoder = sampler.encoder(
@@ -145,13 +161,14 @@ def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) ->
 
 
 def _groups(
-    config: GenerateConfig, sampler: Sampler, prompts: Sequence[Prompt], sampling: Sampling, seed: int
+    config: GenerateConfig, sampler: Sampler, prompts: Sequence[Prompt], each: Sequence[Sampling], seed: int
 ) -> Iterator[Group]:
     """The groups of all prompts, a batch at a time, so that the first are seen before the last are made."""
     size = max(1, config.batch_size // config.num_generations)
     for first in range(0, len(prompts), size):
+        part = slice(first, first + size)
         yield from sampler.sample(
-            prompts[first : first + size], sampling, num_generations=config.num_generations, seed=seed, first=first
+            prompts[part], each[part], num_generations=config.num_generations, seed=seed, first=first
         )
 
 

@@ -221,8 +221,8 @@ class Sampler:
             on_long_prompt=on_long_prompt,
         )
         seed = secrets.randbits(31) if seed is None else seed
-        sampling = self.fitted(sampling, prompts, given=max_generation_steps is not None)
-        groups = self.sample(prompts, sampling, num_generations=num_generations, seed=seed)
+        each = self.fitted(sampling, prompts, given=max_generation_steps is not None)
+        groups = self.sample(prompts, each, num_generations=num_generations, seed=seed)
         return self._output(groups, seed, echo=echo, pad=pad_output, logprobs=return_logprobs, logits=return_logits)
 
     # ---- its parts -----------------------------------------------------------------------------------------------
@@ -288,14 +288,14 @@ class Sampler:
         """What turns rows with a prompt into Prompts; `options` are PromptEncoder's."""
         return PromptEncoder(self.tokenizer, chat_template_kwargs=self.chat_template_kwargs, **options)
 
-    def fitted(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> Sampling:
-        """The sampling parameters with a length that the longest prompt leaves room for.
+    def fitted(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> list[Sampling]:
+        """The sampling parameters of each prompt, with a length that it leaves room for.
 
         Args: given: whether the length was asked for, so that it may not be cut.
         Raises: DataError: prompt and completion are longer than the model or the cache allows, with the numbers.
         """
         if self.longest is None:
-            return sampling
+            return [sampling] * len(prompts)
         longest = max(prompts, key=lambda p: len(p.tokens))
         length = len(longest.tokens)
         wanted = sampling.max_tokens if given else max(1, sampling.min_tokens)
@@ -305,18 +305,27 @@ class Sampler:
                 f"room for {self.longest}; shorten the prompt (max_prompt_length={max(1, self.longest - wanted)} with "
                 "on_long_prompt='truncate_left'), or ask for fewer new tokens"
             )
-        return replace(sampling, max_tokens=min(sampling.max_tokens, self.longest - length))
+        rooms = [self.longest - len(p.tokens) for p in prompts]
+        return [sampling if sampling.max_tokens <= r else replace(sampling, max_tokens=r) for r in rooms]
 
     def sample(
-        self, prompts: Sequence[Prompt], sampling: Sampling, *, num_generations: int = 1, seed: int, first: int = 0
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        num_generations: int = 1,
+        seed: int,
+        first: int = 0,
     ) -> list[Group]:
         """Completes prompts, ids in and ids out.
 
-        Args: prompts: encoded. seed: with a prompt's place and the generation, the address of its draws. first: place
+        Args: prompts: encoded. sampling: of all prompts, or of each, as `fitted` gives them: they may differ in
+            max_tokens. seed: with a prompt's place and the generation, the address of its draws. first: place
             of the first prompt, so that a list that is done in parts draws as it does at once.
         Returns: a group for each prompt.
         """
-        if num_generations > 1 and sampling.temperature == 0 and num_beams(sampling) == 1:
+        any_of = sampling if isinstance(sampling, Sampling) else sampling[0]
+        if num_generations > 1 and any_of.temperature == 0 and num_beams(any_of) == 1:
             raise ConfigError(
                 f"temperature=0.0 takes the likeliest token, so {num_generations} generations would be one and the "
                 "same; set a temperature above 0"
@@ -324,7 +333,7 @@ class Sampler:
         start = self._next_id
         self._next_id += len(prompts) * num_generations
         return complete(
-            self.engine(sampling),
+            self.engine(any_of),
             prompts,
             sampling,
             num_generations=num_generations,

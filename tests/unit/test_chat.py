@@ -1,6 +1,7 @@
 """`whet chat`: the conversation, its commands, and the loop around it."""
 
 import io
+import itertools
 import logging
 import os
 import signal
@@ -11,7 +12,7 @@ import pytest
 from helpers import tiny_model
 
 from whet import Sampler
-from whet.chat import Chat, chat
+from whet.chat import Chat, _lines, chat
 from whet.cli import main
 from whet.config.generate import ChatConfig
 from whet.data.tokenizer import byte_tokenizer
@@ -128,13 +129,22 @@ def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns(sampler
     for i in range(8):
         say(c, f"{i}" * 20)
     assert all(len(tokens) + 8 <= 256 for tokens, _ in asked)
-    assert "the oldest turns are left out" in caplog.text
+    assert "its oldest turns are left out" in caplog.text
     assert c.messages[0] == {"role": "system", "content": "be"} and c.messages[1]["content"] != "0" * 20
     before = list(c.messages)
     with pytest.raises(DataError, match="there is room for 256"):
         say(c, "x" * 300)
     assert c.messages == before or c.messages[-1]["role"] == "assistant"
     assert say(c, "still here") is not None
+
+
+def test_a_full_conversation_is_encoded_anew_only_once_in_a_while(sampler, asked, caplog):
+    c = talk(sampler, max_tokens=8, forbidden_tokens=(257, 258))
+    for i in range(16):
+        say(c, f"{i % 10}" * 8)
+    begun_anew = [not np.array_equal(b[: len(a)], a) for (a, _), (b, _) in itertools.pairwise(asked)]
+    assert 1 < sum(begun_anew) < 6
+    assert caplog.text.count("left out") == sum(begun_anew)
 
 
 def test_commands(sampler):
@@ -184,6 +194,11 @@ def test_lines_of_a_pipe_are_answered_on_standard_output_alone(model_folder, mon
     expected.append(say(c, "hi"))
     assert out == "".join(f"{text}\n" for text in expected)
     assert "unknown command '/nothing'" in err and "begins anew" in err
+
+
+def test_a_last_line_that_ends_in_a_backslash_is_answered(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nand\\\nmore\\"))
+    assert list(_lines(False)) == ["hi", "and\nmore"]
 
 
 def test_the_end_of_a_pipe_ends_the_chat(model_folder, monkeypatch, capsys):

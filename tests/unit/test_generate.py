@@ -111,6 +111,22 @@ def test_an_output_file_is_not_overwritten_unless_asked(model_folder, tmp_path):
         generate(config(model_folder, "prompt=a", "out=out.txt"))
 
 
+def test_an_overwritten_file_stays_as_it_was_until_the_new_one_is_whole(model_folder, tmp_path, monkeypatch):
+    out, sample = tmp_path / "out.jsonl", Sampler.sample
+    out.write_text("mine")
+
+    def once(self, *args, **options):
+        if options["first"]:
+            raise KeyboardInterrupt
+        return sample(self, *args, **options)
+
+    monkeypatch.setattr(Sampler, "sample", once)
+    asked = config(model_folder, "prompt=a", "prompt=b", "batch_size=1", "max_tokens=2", f"out={out}", "overwrite=true")
+    with pytest.raises(KeyboardInterrupt):
+        generate(asked)
+    assert out.read_text() == "mine" and list(tmp_path.iterdir()) == [out]
+
+
 def test_long_prompts_are_refused_cut_or_left_out(model_folder, tmp_path, caplog, capsys):
     given = [model_folder, "prompt=abcdef", "prompt=ab", "max_prompt_length=4", "temperature=0"]
     assert generate(config(*given, "on_long_prompt=truncate_left")) == 2

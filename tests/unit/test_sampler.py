@@ -173,6 +173,14 @@ def test_without_a_length_a_completion_takes_what_the_model_leaves(tokenizer):
         Sampler(model, tokenizer)("x" * 30)
 
 
+def test_each_prompt_of_a_call_has_its_own_room(tokenizer):
+    model = tiny_model(max_position_embeddings=20)
+    for engine in ("vanilla", "hf"):
+        sampler = Sampler(model, tokenizer, rollout_engine=engine)
+        out = sampler(["abcdef", "ab"], eos_tokens=[1], temperature=1.0, num_generations=2, seed=1)
+        assert [len(t) for t in out.tokens] == [14, 14, 18, 18]
+
+
 def test_a_cache_size_bounds_prompt_and_completion_together(tokenizer):
     small = Sampler(tiny_model(), tokenizer, CacheConfig(cache_size=12))
     assert len(small("abcdef", eos_tokens=[1]).tokens[0]) == 6

@@ -119,7 +119,7 @@ def describe_engine(engine: RolloutEngine) -> dict[str, str]:
 def complete(
     engine: RolloutEngine,
     prompts: Sequence[Prompt],
-    sampling: Sampling,
+    sampling: Sampling | Sequence[Sampling],
     *,
     num_generations: int,
     address: tuple[int, int, int],
@@ -127,22 +127,25 @@ def complete(
 ) -> list[Group]:
     """Runs prompts through an engine to the end.
 
-    Args: address: (seed, step, place of the first prompt). first_id: requests are numbered from it.
+    Args: sampling: of all prompts, or of each. address: (seed, step, place of the first prompt). first_id: requests are
+        numbered from it.
     Returns: a group per prompt, in order; completions in the order of generation.
     Raises: EngineError: the engine can't do what the sampling asks for, lost a request, or drew from logits that
         are not finite.
     """
-    check_caps(engine, sampling)
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    for distinct in {id(s): s for s in each}.values():
+        check_caps(engine, distinct)
     seed, step, start = address
     requests = [
         Request(
             id=first_id + i * num_generations + g,
             tokens=p.tokens,
-            sampling=sampling,
+            sampling=s,
             group=first_id + i * num_generations,
             address=(seed, step, start + i, g),
         )
-        for i, p in enumerate(prompts)
+        for i, (p, s) in enumerate(zip(prompts, each, strict=True))
         for g in range(num_generations)
     ]
     done = _run(engine, requests)
