@@ -57,7 +57,8 @@ def run_whet(job: Job) -> dict[str, Any]:
 
     loaded = load_model(job.model, device=job.device)
     memory = Resident(job.device)
-    budget = job.budget or RLTrainingConfig(max_steps=1).token_budget(job.device)
+    training = RLTrainingConfig(max_steps=1, max_tokens_per_microbatch=job.budget)
+    budget = training.token_budget(job.device, job.max_prompt + job.max_tokens)
     worker = ModelWorker(loaded, optim=OptimConfig(lr=job.lr), dtype=getattr(torch, job.dtype), max_tokens=budget)
     MECHANISMS[job.without](worker)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
@@ -109,7 +110,8 @@ def _plan_with(**options: Any) -> Callable[[Any], None]:
     def patch(worker: Any) -> None:
         from whet.data.packing import plan_micro_batches
 
-        keep = {"max_tokens": worker.max_tokens, "packable": worker.loaded.packable, "device": worker.device}
+        keep = {"max_tokens": worker.max_tokens, "packable": worker.loaded.packable}
+        keep |= {"cost": worker.cost, "device": worker.device}
         if not options.get("packable", True):
             worker.module.set_attn_implementation("sdpa")
         worker.micro_batches = lambda batch, most: plan_micro_batches(batch, max_sequences=most, **{**keep, **options})

@@ -136,11 +136,14 @@ class RLCluster:
         if optimizer is not None and own != OptimConfig():
             raise ConfigError(f"{role.value}.optim and training_config.{role.value}_optimizer both give one; keep one")
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
+        usual, budget = (c.token_budget(loaded.module.device.type) for c in (self.training_config, self.cluster_config))
+        if budget > usual and not self._workers:
+            log.info("max_tokens_per_microbatch is %d instead of %d: the rollout's longest sequence", budget, usual)
         self._workers[role] = self._worker_class(loaded.module.device)(
             loaded,
             optim=None if role is Role.REFERENCE else optimizer,
             dtype=dtype,
-            max_tokens=self.training_config.token_budget(loaded.module.device.type),
+            max_tokens=budget,
             max_sequences=self.training_config.max_segments_per_packed_row,
         )
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import OptimConfig
+from whet.data.balance import model_cost
 from whet.data.packing import MicroBatch, plan_micro_batches
 from whet.errors import DataError
 from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
@@ -64,6 +65,8 @@ class ModelWorker:
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
         self.version = 0
+        self.cost = model_cost(loaded.module)
+        """By which the micro-batches of a batch are made alike."""
         if optim is None:
             loaded.module.requires_grad_(False)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype)
@@ -150,12 +153,16 @@ class ModelWorker:
         return nullcontext() if self.fast_layers is None else self.fast_layers.on()
 
     def micro_batches(self, batch: TokenBatch, max_sequences: int | None) -> list[MicroBatch]:
-        """The batch, packed into forward passes by token budget; the same batch gives the same list."""
+        """The batch, packed into few forward passes of like cost within the token budget; always the same list.
+
+        Raises: DataError: a sequence over the token budget.
+        """
         return plan_micro_batches(
             batch,
             max_tokens=self.max_tokens,
             max_sequences=max_sequences,
             packable=self.loaded.packable,
+            cost=self.cost,
             device=self.device,
         )
 

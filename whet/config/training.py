@@ -149,7 +149,8 @@ class TrainingConfig:
     pbar_description: str | None = "Training"
     """Words before the progress bar; None = no bar."""
     max_tokens_per_microbatch: Count | None = None
-    """Tokens of one forward and backward pass, prompts and completions; None = 2048 on a CPU, 16384 on a GPU."""
+    """Tokens of one forward and backward pass, prompts and completions; None = 2048 on a CPU, 16384 on a GPU, or more
+    where the longest sequence of the rollout has more."""
     max_segments_per_packed_row: Count | None = None
     """Sequences of one micro-batch; None = as many as the tokens allow."""
 
@@ -210,13 +211,29 @@ class TrainingConfig:
             return self.checkpoint_root_directory
         return None if self.run_dir is None else f"{self.run_dir}/checkpoints"
 
-    def token_budget(self, device: str) -> int:
+    def token_budget(self, device: str, longest: int = 0) -> int:
         """Tokens of one micro-batch on a kind of device: max_tokens_per_microbatch, or what keeps the device busy.
+
+        Args: device: "cpu" or another. longest: tokens of the longest sequence to come, prompt and completion; a
+            default below it grows to it, rounded up to a multiple of 128.
+        Returns: the budget, at least `longest`.
+        Raises: ConfigError: max_tokens_per_microbatch is set and below `longest`.
 
         >>> TrainingConfig().token_budget("cpu"), TrainingConfig(max_tokens_per_microbatch=99).token_budget("cuda")
         (2048, 99)
+        >>> TrainingConfig().token_budget("cpu", longest=3000)
+        3072
         """
-        return self.max_tokens_per_microbatch or (2048 if device == "cpu" else 16384)
+        given = self.max_tokens_per_microbatch
+        if given is None:
+            usual = 2048 if device == "cpu" else 16384
+            return usual if longest <= usual else -(-longest // 128) * 128
+        if given < longest:
+            raise ConfigError(
+                f"max_tokens_per_microbatch {given} holds no sequence of {longest} tokens, the longest of the rollout "
+                f"(max_prompt_length + max_tokens_to_generate); set it to {longest} or more, or leave it out"
+            )
+        return given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,11 +368,24 @@ class ClusterConfig:
     }
 
     def __post_init__(self) -> None:
-        """Checks that training has a rollout configuration."""
+        """Checks that training has a rollout configuration, and that the token budget holds its sequences."""
         if isinstance(self.rollout_config, dict) and Mode.TRAIN not in self.rollout_config:
             raise ConfigError("rollout_config is a dict without Mode.TRAIN; give it an entry for training")
         if self.role_to_logical_axis_rule:
             raise ConfigError("role_to_logical_axis_rule must be None: parameters are sharded by mesh axis")
+        self.token_budget("cpu")  # refused here, before a model is loaded
+
+    def token_budget(self, device: str) -> int:
+        """Tokens of one micro-batch on a kind of device, enough for the longest sequence of training's rollout.
+
+        Raises: ConfigError: max_tokens_per_microbatch is set and below that.
+
+        >>> long = RolloutConfig(max_prompt_length=2000, max_tokens_to_generate=100)
+        >>> ClusterConfig(rollout_config=long).token_budget("cpu")
+        2176
+        """
+        rollout = self.rollout_for(Mode.TRAIN)
+        return self.training_config.token_budget(device, rollout.max_prompt_length + rollout.max_tokens_to_generate)
 
     def rollout_for(self, mode: Mode | str) -> RolloutConfig:
         """The sampling of a mode.

@@ -3,25 +3,29 @@
 Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n its sequences.
 A sequence stays whole. A group's sequences share one copy of their prefix; where a group is over the token budget it is
 split, and each part repeats the prefix. A completion's last token predicts nothing, so it is not run.
-The plan depends on lengths alone, never on the clock.
+Micro-batches are few, then of like cost (see balance.py). The plan depends on lengths alone, never on the clock.
 Left out on purpose: columns such as advantages; `MicroBatch.index` says where a token's columns are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from whet.data.balance import PassCost, Unit, first_fit, pack, pad
 from whet.errors import ConfigError, DataError
 from whet.models.attention import SegmentLayout
 from whet.types import TokenBatch
 
 __all__ = ["MicroBatch", "plan_micro_batches"]
+
+TOKENS = PassCost()
+"""Every token costs the same."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,14 +63,6 @@ class MicroBatch:
         return self.input_ids.numel()
 
 
-@dataclass(frozen=True)
-class _Unit:
-    """Sequences that share one copy of a prefix."""
-
-    sequences: tuple[int, ...]
-    tokens: int
-
-
 def plan_micro_batches(
     batch: TokenBatch,
     *,
@@ -74,16 +70,18 @@ def plan_micro_batches(
     max_sequences: int | None = None,
     packable: bool = True,
     shared_prefix: bool = True,
+    cost: PassCost = TOKENS,
     device: torch.device | str = "cpu",
 ) -> list[MicroBatch]:
     """Cuts a batch into micro-batches within a token budget; every completion token is a target of exactly one.
 
-    Args: batch: what to run. max_tokens: places of input_ids in a micro-batch; a sequence over it goes alone.
-        max_sequences: most sequences of a micro-batch; None = no limit. packable: the model takes layouts; False =
-        right-padded rows of like length. shared_prefix: a group holds its prefix once; False = once per sequence.
-        device: of the tensors.
-    Returns: the micro-batches, largest first.
-    Raises: ConfigError: a budget below 1. DataError: an empty prefix, which leaves a first token that nothing predicts.
+    Args: batch: what to run. max_tokens: places of input_ids in a micro-batch. max_sequences: most sequences of a
+        micro-batch; None = no limit. packable: the model takes layouts; False = right-padded rows of like length.
+        shared_prefix: a group holds its prefix once; False = once per sequence. cost: by which micro-batches are made
+        alike. device: of the tensors.
+    Returns: the micro-batches, dearest first.
+    Raises: ConfigError: a budget below 1. DataError: a sequence over max_tokens, or an empty prefix, which leaves a
+        first token that nothing predicts.
 
     >>> from whet.types import TrainExample
     >>> two = torch.ones(2, 2, dtype=torch.bool)
@@ -104,18 +102,54 @@ def plan_micro_batches(
             f"sequence {int(np.argmin(prefix_lengths))} has an empty prefix; a prompt needs at least one token"
         )
     lengths = batch.lengths.numpy() - 1  # without the last token
+    _check_lengths(prefix_lengths, lengths, max_tokens)
     most = max_sequences or len(lengths)
     if not packable:
-        bins = _padded_bins(prefix_lengths + lengths, max_tokens, most)
-        return [_on(_padded(batch, ids), device) for ids in bins]
+        whole = (prefix_lengths + lengths).tolist()
+        rows = [Unit((i,), n, cost.of(n, targets=c + 1)) for i, (n, c) in enumerate(zip(whole, lengths.tolist()))]
+        return [_on(_padded(batch, [u.sequences[0] for u in b]), device) for b in pad(rows, max_tokens, most)]
+    groups = _groups(batch.prefix_of.numpy(), shared_prefix)
+    parts = lambda split: [
+        unit
+        for ids in groups
+        for unit in _parts(ids, int(prefix_lengths[ids[0]]), lengths[ids].tolist(), max_tokens, most, cost, split)
+    ]
+    ways = [parts(first_fit), parts(pack)]  # full parts leave a small one, which fills a gap; like parts leave none
+    plans = [pack(units, max_tokens, most) for units in ways[: 1 if ways[0] == ways[1] else 2]]
+    best = min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
+    return [_on(_packed(batch, units), device) for units in best]
+
+
+def _parts(
+    ids: Sequence[int],
+    prefix: int,
+    lengths: Sequence[int],
+    max_tokens: int,
+    max_sequences: int,
+    cost: PassCost,
+    split: Callable[[Sequence[Unit], int, int], list[list[Unit]]],
+) -> list[Unit]:
+    """The sequences of one prefix as one unit, or as several that each repeat the prefix."""
+    own = [Unit((i,), c, cost.of(c, above=prefix, targets=c + 1)) for i, c in zip(ids, lengths)]
     units = []
-    for ids in _groups(batch.prefix_of.numpy(), shared_prefix):
-        prefix = int(prefix_lengths[ids[0]])
-        parts = _first_fit([_Unit((i,), int(lengths[i])) for i in ids], max_tokens - prefix, most)
-        for part in parts:
-            members = tuple(sorted(i for u in part for i in u.sequences))
-            units.append(_Unit(members, prefix + sum(u.tokens for u in part)))
-    return [_on(_packed(batch, units), device) for units in _first_fit(units, max_tokens, most)]
+    for part in split(own, max_tokens - prefix, max_sequences):
+        members = tuple(sorted(u.sequences[0] for u in part))
+        units.append(Unit(members, prefix + sum(u.tokens for u in part), cost.of(prefix) + sum(u.cost for u in part)))
+    return units
+
+
+def _check_lengths(prefix_lengths: np.ndarray, lengths: np.ndarray, max_tokens: int) -> None:
+    """Raises DataError, naming the longest sequence, where one is over the budget."""
+    whole = prefix_lengths + lengths
+    if not len(whole) or whole.max() <= max_tokens:
+        return
+    i = int(whole.argmax())
+    prefix, completion = int(prefix_lengths[i]), int(lengths[i]) + 1
+    raise DataError(
+        f"sequence {i} has {prefix} + {completion} = {prefix + completion} tokens of prompt and completion, over the "
+        f"token budget max_tokens_per_microbatch={max_tokens}; set trainer.max_tokens_per_microbatch="
+        f"{prefix + completion} or more"
+    )
 
 
 def _groups(prefix_of: np.ndarray, shared: bool) -> list[list[int]]:
@@ -128,35 +162,7 @@ def _groups(prefix_of: np.ndarray, shared: bool) -> list[list[int]]:
     return list(groups.values())
 
 
-def _first_fit(units: Sequence[_Unit], max_tokens: int, max_sequences: int) -> list[list[_Unit]]:
-    """First fit decreasing: each unit, largest first, into the first bin with room; one over the budget has its own."""
-    bins: list[list[_Unit]] = []
-    room: list[tuple[int, int]] = []
-    for unit in sorted(units, key=lambda u: (-u.tokens, u.sequences)):
-        count = len(unit.sequences)
-        for b, (tokens, sequences) in enumerate(room):
-            if unit.tokens <= tokens and count <= sequences:
-                bins[b].append(unit)
-                room[b] = tokens - unit.tokens, sequences - count
-                break
-        else:
-            bins.append([unit])
-            room.append((max_tokens - unit.tokens, max_sequences - count))
-    return bins
-
-
-def _padded_bins(lengths: np.ndarray, max_tokens: int, max_sequences: int) -> list[list[int]]:
-    """Rows sorted by length, longest first, while rows times the longest fit the budget."""
-    bins: list[list[int]] = []
-    for i in np.argsort(-lengths, kind="stable").tolist():
-        if bins and len(bins[-1]) < max_sequences and (len(bins[-1]) + 1) * lengths[bins[-1][0]] <= max_tokens:
-            bins[-1].append(i)
-        else:
-            bins.append([i])
-    return bins
-
-
-def _packed(batch: TokenBatch, units: Sequence[_Unit]) -> MicroBatch:
+def _packed(batch: TokenBatch, units: Sequence[Unit]) -> MicroBatch:
     """One row: each unit a prefix followed by its completions; a lone sequence is a single segment."""
     ids, lengths, parents, spans, sequences = [], [], [], [], []
     tokens, ends = batch.tokens.numpy(), batch.ends.tolist()

@@ -211,6 +211,26 @@ def test_the_token_budget_has_two_names_and_a_default():
 
 
 @pytest.mark.parametrize(
+    ("prompt", "new", "cpu", "cuda"),
+    [(64, 64, 2048, 16384), (1024, 1024, 2048, 16384), (1024, 1025, 2176, 16384), (16000, 500, 16512, 16512)],
+)
+def test_the_default_token_budget_grows_to_the_longest_sequence(prompt, new, cpu, cuda):
+    rollout = RolloutConfig(
+        max_prompt_length=prompt, max_tokens_to_generate=new, eval={"max_tokens_to_generate": 10**6}
+    )
+    made = ClusterConfig(rollout_config=rollout)  # evaluation has rewards alone: no model is run over it
+    assert [made.token_budget(d) for d in ("cpu", "cuda")] == [cpu, cuda]
+
+
+def test_a_token_budget_below_the_longest_sequence_is_refused_with_both_numbers():
+    rollout = RolloutConfig(max_prompt_length=30, max_tokens_to_generate=20)
+    made = ClusterConfig(rollout_config=rollout, training_config=RLTrainingConfig(max_tokens_per_microbatch=50))
+    assert made.token_budget("cpu") == made.token_budget("cuda") == 50
+    with pytest.raises(ConfigError, match=r"max_tokens_per_microbatch 49 .* of 50 tokens.* set it to 50 or more"):
+        ClusterConfig(rollout_config=rollout, training_config=RLTrainingConfig(max_tokens_per_microbatch=49))
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"temperature": -1.0}, "temperature"),

@@ -4,9 +4,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from whet.data.balance import PassCost
 from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError, DataError
 from whet.types import Completion, Group, Prompt, TokenBatch
+
+DEAR = PassCost(token=20, pair=3, target=7)
 
 
 def batch(*shapes):
@@ -70,15 +73,16 @@ shapes = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(1, 60), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
-def test_every_token_is_a_target_once_within_budget(groups, max_tokens, max_sequences, packable, shared):
+@given(shapes, st.integers(0, 40), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
+def test_every_token_is_a_target_once_within_budget(groups, room, max_sequences, packable, shared):
     b = batch(*groups)
+    longest = max(p + max(lengths) for p, lengths in groups) - 1
     micros = plan_micro_batches(
-        b, max_tokens=max_tokens, max_sequences=max_sequences, packable=packable, shared_prefix=shared
+        b, max_tokens=longest + room, max_sequences=max_sequences, packable=packable, shared_prefix=shared, cost=DEAR
     )
     check(b, micros)
     for m in micros:
-        assert m.num_tokens <= max_tokens or len(m.sequences) == 1
+        assert m.num_tokens <= longest + room
         assert max_sequences is None or len(m.sequences) <= max_sequences
 
 
@@ -97,12 +101,16 @@ def test_a_group_over_the_budget_splits_and_each_part_repeats_the_prefix():
     assert [m.num_tokens for m in micros] == [18, 18]
 
 
-def test_a_sequence_over_the_budget_goes_alone():
-    b = batch((10, [50, 3, 3]))
-    for packable in (True, False):
-        micros = plan_micro_batches(b, max_tokens=16, packable=packable)
-        check(b, micros)
-        assert micros[0].num_tokens == 59 and micros[0].sequences.tolist() == [0]
+@pytest.mark.parametrize("packable", [True, False])
+def test_a_sequence_over_the_budget_is_an_error_that_says_what_to_set(packable):
+    b = batch((4, [9]), (10, [50, 3, 51]))
+    fits = plan_micro_batches(b, max_tokens=60, packable=packable)  # the last of 61 tokens is no input
+    check(b, fits)
+    with pytest.raises(DataError) as error:
+        plan_micro_batches(b, max_tokens=59, packable=packable)
+    said = str(error.value)
+    assert "sequence 3 has 10 + 51 = 61 tokens" in said and "max_tokens_per_microbatch=59" in said  # the longest
+    assert "set trainer.max_tokens_per_microbatch=61 or more" in said
 
 
 def test_small_groups_fill_a_micro_batch():
@@ -121,7 +129,7 @@ def test_padded_rows_are_of_like_length():
 def test_padded_rows_may_fill_the_budget_to_the_last_place():
     b = batch((3, [4, 4]), (5, [2, 2]))  # four rows of 6 places: the last token is no input
     rows = lambda budget: [len(m.input_ids) for m in plan_micro_batches(b, max_tokens=budget, packable=False)]
-    assert rows(24) == [4] and rows(23) == [3, 1] and rows(12) == [2, 2] and rows(11) == [1] * 4
+    assert rows(24) == [4] and rows(23) == [2, 2] and rows(12) == [2, 2] and rows(11) == [1] * 4
 
 
 def test_the_plan_is_the_same_every_time():

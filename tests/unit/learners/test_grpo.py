@@ -318,7 +318,10 @@ def test_a_step_is_the_same_however_its_passes_are_cut(monkeypatch):
     )
     found, rewards, passes = [], [], []
     for training in settings:
-        made = learner(cluster(reference=tiny_model(1), lr=1e-3, max_steps=2, **training), beta=0.05)
+        made = learner(
+            cluster(reference=tiny_model(1), rollout={"max_prompt_length": 12}, lr=1e-3, max_steps=2, **training),
+            beta=0.05,
+        )
         calls = watch(monkeypatch, made.cluster.actor, "micro_batches")
         run = made.train(rows(8))
         passes.append(len(made.cluster.actor.micro_batches(*calls[0][0])))
@@ -374,7 +377,8 @@ def test_every_metric_that_users_of_grpo_expect_is_in_the_rows():
 
 
 def test_means_over_tokens_do_not_depend_on_the_split():
-    whole, cut = (learner(cluster(lr=0.0, max_tokens_per_microbatch=n)) for n in (None, 20))
+    short = {"max_prompt_length": 12}
+    whole, cut = (learner(cluster(rollout=short, lr=0.0, max_tokens_per_microbatch=n)) for n in (None, 20))
     a, b = (made.train(rows(4)).rows[0] for made in (whole, cut))
     clock = ("time/", "perf/")
     assert {n for n in a if not n.startswith(clock)} == {n for n in b if not n.startswith(clock)}

@@ -1,0 +1,163 @@
+"""What a pass costs, and how units of work are put into few passes of like cost.
+
+Both ways of packing cut twice: into as few micro-batches as the token budget allows, then again under the smallest cap
+on cost that needs no more of them (MULTIFIT: Coffman, Garey, Johnson 1978). A cap that is too low changes nothing, so
+the result never has more micro-batches than first fit, and of as many never a dearer one.
+All numbers are integers made of lengths: the same batch gives the same cut on any machine.
+Left out on purpose: sliding windows, which see fewer pairs; any look at the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from torch import nn
+from transformers import PreTrainedModel
+
+__all__ = ["PassCost", "Unit", "first_fit", "level", "model_cost", "pack", "pad"]
+
+ROUNDS = 12
+"""Halvings of the range in which the smallest cap lies."""
+NO_CAP = np.iinfo(np.int64).max
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PassCost:
+    """Multiply-adds of a forward pass: token · tokens + pair · query-key pairs + target · targets.
+
+    >>> PassCost(token=10, pair=1, target=0).of(4, above=3)         # 40, and 3·4 + (1 + 2 + 3 + 4) pairs
+    62
+    """
+
+    token: int = 1
+    """Of all layers' linear maps, for one token."""
+    pair: int = 0
+    """Of all layers' attention, for one query and one key."""
+    target: int = 0
+    """Of the head, for one target."""
+
+    def of(self, tokens: int, *, above: int = 0, targets: int = 0) -> int:
+        """Cost of a causal segment.
+
+        Args: tokens: its own. above: tokens before it that it sees, counted elsewhere. targets: its targets.
+        """
+        pairs = tokens * above + tokens * (tokens + 1) // 2
+        return self.token * tokens + self.pair * pairs + self.target * targets
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Sequences that stay together, with what they take."""
+
+    sequences: tuple[int, ...]
+    tokens: int
+    cost: int
+
+
+def model_cost(module: PreTrainedModel) -> PassCost:
+    """What a pass of a model costs: its matrices' entries per token, 2 · layers · heads · head size per pair.
+
+    Args: module: a causal language model or critic. Of experts, those that a token meets count.
+    Returns: the PassCost; pair is 0 where the config names no attention heads.
+
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=16)
+    >>> model_cost(LlamaForCausalLM(LlamaConfig(vocab_size=10, num_hidden_layers=1, **sizes)))
+    PassCost(token=576, pair=16, target=80)
+    """
+    config, head = module.config, module.get_output_embeddings()
+    met = vars(config).get("num_experts_per_tok")
+    token = 0
+    for part in module.modules():
+        if part is head or isinstance(part, nn.Embedding):
+            continue
+        for p in part.parameters(recurse=False):
+            if p.dim() == 3 and met:
+                token += p.numel() * met // p.shape[0]
+            elif p.dim() > 1:
+                token += p.numel()
+    pair = 0
+    if hasattr(config, "num_attention_heads"):
+        heads = config.num_attention_heads
+        size = vars(config).get("head_dim") or config.hidden_size // heads
+        pair = 2 * config.num_hidden_layers * heads * size
+    target = 0 if head is None else sum(p.numel() for p in head.parameters() if p.dim() > 1)
+    return PassCost(token=token, pair=pair, target=target)
+
+
+def first_fit(units: Sequence[Unit], max_tokens: int, max_sequences: int, cap: int = NO_CAP) -> list[list[Unit]]:
+    """First fit decreasing: each unit, largest first, into the first bin with room.
+
+    Args: units: each within the limits. max_tokens, max_sequences: of a bin. cap: most cost of a bin; with one the
+        dearest unit comes first, and a unit over it has a bin of its own.
+    Returns: the bins in the order in which they were begun.
+    """
+    size = (lambda u: (-u.tokens, u.sequences)) if cap == NO_CAP else (lambda u: (-u.cost, u.sequences))
+    bins: list[list[Unit]] = []
+    room = np.empty((3, len(units)), dtype=np.int64)  # tokens, sequences, cost
+    for unit in sorted(units, key=size):
+        needs = np.array([unit.tokens, len(unit.sequences), unit.cost])
+        fits = (room[:, : len(bins)] >= needs[:, None]).all(0)
+        b = int(fits.argmax()) if fits.any() else len(bins)
+        if b == len(bins):
+            bins.append([])
+            room[:, b] = max_tokens, max_sequences, cap
+        bins[b].append(unit)
+        room[:, b] -= needs
+    return bins
+
+
+def pack(units: Sequence[Unit], max_tokens: int, max_sequences: int) -> list[list[Unit]]:
+    """Bins of units, as few as first fit makes, of like cost; dearest bin first.
+
+    >>> bins = pack([Unit((i,), n, n) for i, n in enumerate((5, 4, 3, 2, 2))], 10, 9)     # first fit: 5+4, 3+2+2
+    >>> [[u.tokens for u in b] for b in bins]
+    [[5, 3], [4, 2, 2]]
+    """
+    if not units:
+        return []
+    cost = lambda b: sum(u.cost for u in b)
+    return level(lambda cap: first_fit(units, max_tokens, max_sequences, cap), cost)
+
+
+def pad(rows: Sequence[Unit], max_tokens: int, max_sequences: int) -> list[list[Unit]]:
+    """Bins of rows of like length, as few as rows times the longest allow, of like cost; dearest bin first.
+
+    Args: rows: of one sequence each; `cost` is that of a row of this length, without its neighbours' padding.
+    """
+    ordered = sorted(rows, key=lambda u: (-u.tokens, u.sequences))
+
+    def fit(cap: int) -> list[list[Unit]]:
+        bins: list[list[Unit]] = []
+        for u in ordered:
+            n, first = (len(bins[-1]) + 1, bins[-1][0]) if bins else (1, u)
+            if bins and n <= max_sequences and n * first.tokens <= max_tokens and n * first.cost <= cap:
+                bins[-1].append(u)
+            else:
+                bins.append([u])
+        return bins
+
+    return level(fit, lambda b: len(b) * b[0].cost) if rows else []
+
+
+def level(fit: Callable[[int], list[list[T]]], cost: Callable[[list[T]], int]) -> list[list[T]]:
+    """The cut under the smallest cap that needs no more bins than no cap does; dearest bin first.
+
+    Args: fit: cap -> bins, at least one. cost: of a bin.
+    """
+    best = fit(NO_CAP)
+    low, high = 0, max(cost(b) for b in best)
+    for _ in range(ROUNDS if len(best) > 1 else 0):
+        middle = (low + high) // 2
+        found = fit(middle)
+        dearest = max(cost(b) for b in found)
+        if len(found) <= len(best) and dearest < high:
+            best, high = found, dearest
+        else:
+            low = middle + 1
+    return sorted(best, key=cost, reverse=True)
