@@ -126,7 +126,7 @@ class RLCluster:
         if isinstance(given, RoleConfig):
             if given.model is None:
                 raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
-            loaded = load_model(given.model, device=self.device(role), role=role.value)
+            loaded = load_model(given.model, device=self.device(role), role=role.value, attention=given.attention)
             noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
             dtype = compute_dtype(noted or given.dtype, loaded)
             checkpoint_activations(loaded.module, given.gradient_checkpointing)

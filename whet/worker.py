@@ -164,6 +164,7 @@ class ModelWorker:
             packable=self.loaded.packable,
             cost=self.cost,
             device=self.device,
+            attention=self.loaded.attention,
         )
 
     # ---- training ------------------------------------------------------------------------------------------------

@@ -84,6 +84,9 @@ class RoleConfig:
     gradient_checkpointing: Recompute = "none"
     """Recompute activations in the backward pass: "full" = whole layers (least memory, a fifth to a third more time),
     "selective" = all but matrix products and attention, "none". true is "full", false is "none"."""
+    attention: Literal["auto", "flex", "plain"] = "auto"
+    """What computes attention over packed rows: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto" =
+    flex on a GPU for rows with shared prefixes, windows, caps or sinks, if a probe finds that it agrees with plain."""
     dropout: Bool = False
     """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
 

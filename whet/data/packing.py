@@ -72,13 +72,14 @@ def plan_micro_batches(
     shared_prefix: bool = True,
     cost: PassCost = TOKENS,
     device: torch.device | str = "cpu",
+    attention: str = "auto",
 ) -> list[MicroBatch]:
     """Cuts a batch into micro-batches within a token budget; every completion token is a target of exactly one.
 
     Args: batch: what to run. max_tokens: places of input_ids in a micro-batch. max_sequences: most sequences of a
         micro-batch; None = no limit. packable: the model takes layouts; False = right-padded rows of like length.
         shared_prefix: a group holds its prefix once; False = once per sequence. cost: by which micro-batches are made
-        alike. device: of the tensors.
+        alike. device: of the tensors. attention: what serves the layouts there, one of models.attention.KERNELS.
     Returns: the micro-batches, dearest first.
     Raises: ConfigError: a budget below 1. DataError: a sequence over max_tokens, or an empty prefix, which leaves a
         first token that nothing predicts.
@@ -107,7 +108,8 @@ def plan_micro_batches(
     if not packable:
         whole = (prefix_lengths + lengths).tolist()
         rows = [Unit((i,), n, cost.of(n, targets=c + 1)) for i, (n, c) in enumerate(zip(whole, lengths.tolist()))]
-        return [_on(_padded(batch, [u.sequences[0] for u in b]), device) for b in pad(rows, max_tokens, most)]
+        bins = pad(rows, max_tokens, most)
+        return [_on(_padded(batch, [u.sequences[0] for u in b]), device, attention) for b in bins]
     groups = _groups(batch.prefix_of.numpy(), shared_prefix)
     parts = lambda split: [
         unit
@@ -117,7 +119,7 @@ def plan_micro_batches(
     ways = [parts(first_fit), parts(pack)]  # full parts leave a small one, which fills a gap; like parts leave none
     plans = [pack(units, max_tokens, most) for units in ways[: 1 if ways[0] == ways[1] else 2]]
     best = min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
-    return [_on(_packed(batch, units), device) for units in best]
+    return [_on(_packed(batch, units), device, attention) for units in best]
 
 
 def _parts(
@@ -235,11 +237,11 @@ def _micro(
     )
 
 
-def _on(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
+def _on(micro: MicroBatch, device: torch.device | str, attention: str) -> MicroBatch:
     """The same on a device."""
     if torch.device(device).type == "cpu":
         return micro
     columns = {f.name: vars(micro)[f.name] for f in dataclasses.fields(micro)}
     moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
-    layout = micro.layout and SegmentLayout(micro.layout.lengths, micro.layout.parents, device)
+    layout = micro.layout and SegmentLayout(micro.layout.lengths, micro.layout.parents, device, attention=attention)
     return dataclasses.replace(micro, layout=layout, **moved)

@@ -1,11 +1,12 @@
 """Attention over packed rows that share prefixes, under the name "whet" in transformers' registries.
 
 A layout says who sees whom; it goes down the model as the keyword `whet_layout=` and arrives, once per layer, at
-`whet_attn`. Importing this module registers the name. Dim letters: B rows, T tokens, H query heads, D head size,
-N segments, m segments of a bucket, n their own tokens, A their ancestors' tokens, K = A + n keys.
+`whet_attn`. Importing this module registers the name. Where a GPU would need masks and FlexAttention passes its probe,
+that kernel serves (flex.py); else, and on a CPU, the plain path below does. Dim letters: B rows, T tokens, H query
+heads, D head size, N segments, m segments of a bucket, n their own tokens, A their ancestors' tokens, K = A + n keys.
 
-Left out on purpose: any way to merge two attention parts by their log-sum-exp, since torch's attention operators give
-it no gradient. A child's keys are its ancestors' and its own, concatenated.
+Left out on purpose: any way to merge two attention parts by their log-sum-exp, since the operators of the plain path
+give it no gradient. A child's keys are its ancestors' and its own, concatenated.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError, DataError, lookup_error
+from whet.models.flex import FlexCase, FlexRow, flex_refusal
 
-__all__ = ["ATTENTION", "Layout", "SegmentLayout", "whet_attn"]
+__all__ = ["ATTENTION", "KERNELS", "Layout", "SegmentLayout", "whet_attn"]
 
 ATTENTION = "whet"
 """The name under which transformers finds `whet_attn`."""
+KERNELS = ("auto", "flex", "plain")
+"""What serves a layout: flex where it pays and agrees, always flex, or torch's operator segment by segment."""
 HARMLESS = frozenset({"cache_position", "output_attentions", "output_router_logits", "position_ids", "use_cache"})
 """Keywords that models pass along and that say nothing about who sees whom."""
 SLACK = 4096
@@ -75,14 +79,25 @@ class SegmentLayout(Layout):
     root and go on after the parent in a child, so a child's tokens see what they would see alone.
 
     Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
-        device: where the index tensors live.
+        device: where the index tensors live. attention: one of KERNELS; "auto" takes flex on a GPU where masks would be
+        needed and the probe agrees.
     Raises: DataError: an empty segment, or a parent that is not an earlier segment.
 
     >>> SegmentLayout([2, 1, 2], [-1, 0, 0]).position_ids      # a prompt of 2 and two completions
     tensor([[0, 1, 2, 2, 3]])
     """
 
-    def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        parents: Sequence[int],
+        device: torch.device | str = "cpu",
+        *,
+        attention: str = "auto",
+    ) -> None:
+        if attention not in KERNELS:
+            raise lookup_error("attention", attention, KERNELS)
+        self.attention = attention
         self.lengths = tuple(int(n) for n in lengths)
         self.parents = tuple(int(p) for p in parents)
         if len(self.lengths) != len(self.parents) or not self.lengths:
@@ -108,6 +123,7 @@ class SegmentLayout(Layout):
         tokens = len(position_ids)
         self._queries, self._keys = _index(queries, tokens, device), _index(keys, tokens, device)
         self._back = _index(back, len(queries), device)  # padding at the very end is left behind too
+        self._row: FlexRow | None = None
 
     def attend(
         self,
@@ -123,12 +139,17 @@ class SegmentLayout(Layout):
     ) -> Tensor:
         """Attention of one layer; see Layout.attend.
 
-        Raises: DataError: more than one row, or not as many tokens as the layout has.
+        Raises: DataError: more than one row, or not as many tokens as the layout has. ConfigError: flex is asked for
+            and can't serve.
         """
         if q.shape[0] != 1 or q.shape[2] != self.position_ids.shape[1]:
             raise DataError(
                 f"a layout of 1 row of {self.position_ids.shape[1]} tokens was given {q.shape[0]} of {q.shape[2]}"
             )
+        if self._by_flex(q, k, v, window, softcap, sinks):
+            if self._row is None:
+                self._row = FlexRow(self.lengths, self.parents, self.position_ids)
+            return self._row.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
         q, k, v = _take(q, self._queries), _take(k, self._keys), _take(v, self._keys)  # [tokens heads D]
         queries = q.split([b.count * b.own for b in self._buckets])
         keys, values = (x.split([b.count * (b.above + b.own) for b in self._buckets]) for x in (k, v))
@@ -143,6 +164,23 @@ class SegmentLayout(Layout):
         rows = out[0] if len(out) == 1 else torch.cat(out)
         rows = rows if self._back is None else rows.index_select(0, self._back)
         return rows.transpose(0, 1)[None]
+
+    def _by_flex(
+        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+    ) -> bool:
+        """Whether flex serves this call. Rows without masks are faster in torch's operator."""
+        if self.attention == "plain" or (self.attention == "auto" and not q.is_cuda):
+            return False
+        plain = softcap is None and sinks is None and all(b.plain(window) for b in self._buckets)
+        if self.attention == "auto" and plain:
+            return False
+        case = FlexCase(
+            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], v.shape[3], softcap is not None, sinks is not None
+        )
+        reason = flex_refusal(case)
+        if reason is not None and self.attention == "flex":
+            raise ConfigError(f'attention "flex" can\'t serve this model: {reason}; set it to auto or plain')
+        return reason is None
 
 
 class _Bucket:
@@ -163,6 +201,10 @@ class _Bucket:
     def window(self, window: int | None) -> int | None:
         """The window, where it hides anything at all."""
         return window if window is not None and window < self.above + self.own else None
+
+    def plain(self, window: int | None) -> bool:
+        """Whether causality says it all, without a mask."""
+        return self.gaps is None and self.window(window) is None and (self.above == 0 or self.own == 1)
 
     def mask(self, window: int | None, like: Tensor, dtype: torch.dtype) -> Tensor:
         """[1 or m, 1, n, K], 0 or -inf. Own place i is at chain place above + i, so gaps on the left shift nothing."""
@@ -292,8 +334,7 @@ def _take(x: Tensor, index: Tensor | None) -> Tensor:
 def _fused(q: Tensor, k: Tensor, v: Tensor, bucket: _Bucket, scale: float, window: int | None) -> Tensor:
     """Attention by torch's operator on one bucket, without a mask where causality says it all."""
     grouped = q.shape[1] != k.shape[1]
-    plain = bucket.gaps is None and bucket.window(window) is None
-    if plain and (bucket.above == 0 or bucket.own == 1):
+    if bucket.plain(window):
         return F.scaled_dot_product_attention(q, k, v, is_causal=bucket.own > 1, scale=scale, enable_gqa=grouped)
     mask = bucket.mask(window, q, q.dtype)
     if grouped and q.is_cuda:  # the CUDA kernels that take a mask don't take grouped heads

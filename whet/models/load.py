@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
 
 from whet.errors import ConfigError, lookup_error, nearest
-from whet.models.attention import ATTENTION, SegmentLayout
+from whet.models.attention import ATTENTION, KERNELS, SegmentLayout
 from whet.models.heads import Head, detect_head, with_value_head
 
 __all__ = ["LoadedModel", "load_model", "save_model"]
@@ -49,6 +49,8 @@ class LoadedModel:
     """Why it is not packable."""
     head: Head
     name: str
+    attention: str = "auto"
+    """What serves its layouts on a GPU, one of models.attention.KERNELS."""
 
 
 def load_model(
@@ -57,15 +59,17 @@ def load_model(
     dtype: str | torch.dtype = "float32",
     device: torch.device | str = "cpu",
     role: str = "actor",
+    attention: str = "auto",
 ) -> LoadedModel:
     """A causal language model from a folder, from the hub, or as given.
 
     Args: model: a folder, a hub name, or a transformers module, which is used as it is, its dtype included.
         dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
         read in bf16 would lose every small update. device: where it goes. role: actor, critic (value head) or
-        reference (no gradient).
+        reference (no gradient). attention: what computes attention over packed rows: auto, flex or plain.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
-    Raises: ConfigError: an unknown dtype or role, nothing to read there, or not a text-only causal language model.
+    Raises: ConfigError: an unknown dtype, role or attention, nothing to read there, flex where there is no CUDA, or not
+        a text-only causal language model.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
@@ -73,8 +77,7 @@ def load_model(
     >>> loaded.packable, loaded.head.kind
     (True, 'identity')
     """
-    if role not in ROLES:
-        raise lookup_error("role", role, ROLES)
+    _check_words(role, attention, device)
     weight = None
     if isinstance(model, nn.Module):
         if not isinstance(model, PreTrainedModel):
@@ -97,14 +100,25 @@ def load_model(
         module.set_attn_implementation(ATTENTION)
     else:
         logger.warning("%s trains padded with the hf engine: %s", name, "; ".join(reasons))
+        if attention != "auto":
+            logger.warning("attention=%s has no effect: padded rows have the model's own attention", attention)
     if vars(module.config).get("router_aux_loss_coef"):
         logger.info("%s: the router's auxiliary loss is not added to the objective", name)
-    loaded = LoadedModel(module, not reasons, reasons, head, name)
+    loaded = LoadedModel(module, not reasons, reasons, head, name, attention)
     if role == "critic" and (weight is not None or not is_critic):
         loaded = with_value_head(loaded, weight)
     if role == "reference":
         module.requires_grad_(False)
     return loaded
+
+
+def _check_words(role: str, attention: str, device: torch.device | str) -> None:
+    """Refuses an unknown role or attention, and flex away from CUDA."""
+    for kind, word, known in (("role", role, ROLES), ("attention", attention, KERNELS)):
+        if word not in known:
+            raise lookup_error(kind, word, known)
+    if attention == "flex" and torch.device(device).type != "cuda":
+        raise ConfigError(f"attention flex needs a CUDA device, got {device}; leave it at auto")
 
 
 def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
@@ -246,7 +260,7 @@ class _CountedLayout(SegmentLayout):
     """A layout that counts the layers that used it."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+        super().__init__(*args, attention="plain")  # 24 tokens are not worth a kernel
         self.calls = 0
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
