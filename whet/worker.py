@@ -9,7 +9,7 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -138,10 +138,10 @@ class ModelWorker:
             with self._layers():
                 stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names, allowed=allowed)
             for name in names:
-                column = getattr(stats, name).cpu()
-                whole = out.setdefault(name, torch.zeros(batch.num_tokens, dtype=column.dtype))
-                whole.index_copy_(0, micro.index.cpu(), column)
-        return TokenStats(**out)
+                column = getattr(stats, name)
+                whole = out.setdefault(name, column.new_zeros(batch.num_tokens))
+                whole.index_copy_(0, micro.index, column)
+        return TokenStats(**{name: whole.cpu() for name, whole in out.items()})
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
         """What a constraint allows at each target, where it matters."""
@@ -201,7 +201,8 @@ class ModelWorker:
     def _run(self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Reductions, *, backward: bool) -> Metrics:
         if batch.weights is None:
             raise DataError("the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)")
-        metrics: Metrics = {"loss": Sum(0.0)}
+        labels: list[list[tuple[str, str]]] = []
+        numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
         columns = {n: None if (c := getattr(batch, n)) is None else c.to(self.device) for n in _COLUMNS}
         all_weights = batch.weights.to(self.device)
         for micro in self.micro_batches(batch, self.max_sequences):
@@ -215,9 +216,11 @@ class ModelWorker:
             if backward:
                 with self._layers():  # checkpointed layers run again
                     total.backward()
-            found = _reduced(values, x.mask, weights, reductions)
-            metrics = merge(metrics, {"loss": Sum(float(total.detach())), **found})
-        return metrics
+            named, found = _reduced(values, x.mask, weights, reductions)
+            labels.append(named)
+            numbers.append(torch.stack([total.detach().double(), *found]))
+        read = torch.cat(numbers).tolist() if numbers else []
+        return merge({"loss": Sum(0.0)}, *_metrics(labels, read))
 
     def optim_step(self) -> Metrics:
         """Clips, steps, clears. A gradient that isn't finite is skipped, cleared and counted.
@@ -299,17 +302,40 @@ def _loss_inputs(columns: Mapping[str, Tensor | None], micro: MicroBatch, stats:
     )
 
 
-def _reduced(values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions) -> Metrics:
-    """Per-token metrics over the mask as mergeable numbers, under the labels that `reductions` gives them."""
-    count = float(mask.sum())
-    found: Metrics = {}
+def _reduced(
+    values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions
+) -> tuple[list[tuple[str, str]], list[Tensor]]:
+    """Per-token metrics over the mask, under the labels that `reductions` gives them, as numbers on the device.
+
+    Returns: (label, how) of each; first the count of the mask, then a number for each label, float64 without dims.
+    """
+    labels, found = [], [mask.sum().double()]
     for name, value in values.items():
         value = value.detach().double()
         for label, how in reductions.get(name, {name: "mean"}).items():
+            labels.append((label, how))
+            if how == "max":
+                found.append(torch.where(mask, value, -torch.inf).max())
+            elif how == "min":
+                found.append(torch.where(mask, value, torch.inf).min())
+            else:
+                kept = torch.where(mask, value, 0.0)
+                found.append((weights * kept if how == "weighted" else kept).sum())
+    return labels, found
+
+
+def _metrics(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
+    """The metrics of each micro-batch, from its labels and all numbers: loss, count, and one for each label."""
+    at = 0
+    for named in labels:
+        loss, count, *numbers = read[at : at + 2 + len(named)]
+        at += 2 + len(named)
+        found: Metrics = {"loss": Sum(loss)}
+        for (label, how), x in zip(named, numbers):
             if how == "mean":
-                found[label] = Mean(float(torch.where(mask, value, 0.0).sum()), count)
+                found[label] = Mean(x, count)
             elif how == "weighted":
-                found[label] = Sum(float((weights * torch.where(mask, value, 0.0)).sum()))
+                found[label] = Sum(x)
             elif count:
-                found[label] = Max(float(value[mask].max())) if how == "max" else Min(float(value[mask].min()))
-    return found
+                found[label] = Max(x) if how == "max" else Min(x)
+        yield found

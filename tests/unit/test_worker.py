@@ -3,13 +3,14 @@ import json
 import pytest
 import torch
 from helpers import END, gap, one_by_one, random_batch, same, tiny_model, weights_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, DataError
 from whet.models.load import load_model
 from whet.ops import Support, clipped_surrogate, clipped_value, token_weights
-from whet.worker import ModelWorker
+from whet.worker import ModelWorker, _reduced
 
 REDUCTIONS = {
     "is_ratio": {"is_ratio/mean": "mean", "is_ratio/max": "max", "is_ratio/min": "min"},
@@ -79,6 +80,38 @@ def test_the_gradient_and_the_metrics_are_those_of_the_whole_batch_however_it_is
     assert seen[0][1]["is_ratio/mean"] == pytest.approx(inside.mean().item())
     assert seen[0][1]["is_ratio/max"] == pytest.approx(inside.max().item())
     assert seen[0][1]["is_ratio/min"] == pytest.approx(inside.min().item())
+
+
+class Waits(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers that are read, shapes that depend on values."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_numbers_of_a_micro_batch_stay_on_the_device():
+    x, mask, hows = (
+        torch.tensor([1.0, -2.0, 5.0]),
+        torch.tensor([True, True, False]),
+        ["mean", "max", "min", "weighted"],
+    )
+    with Waits() as waits:
+        labels, found = _reduced({"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}})
+    assert waits.count == 0 and [how for _, how in labels] == hows
+    assert [float(n) for n in found] == [2.0, -1.0, 1.0, -2.0, -1.0]  # the count first
+
+
+def test_a_micro_batch_without_trained_tokens_has_no_part_in_means_and_extremes():
+    batch = weighted(random_batch((3, [4, 2])))
+    batch = batch.replace(mask=batch.sequence == 0)
+    run = lambda n: values(make(max_sequences=n).evaluate(batch, clipped_surrogate, reductions=REDUCTIONS))
+    whole, cut = run(2), run(1)
+    assert cut == pytest.approx(whole, abs=1e-6) and all(abs(x) < 100 for x in cut.values())
 
 
 def test_gradients_of_two_calls_add_up():
