@@ -7,7 +7,7 @@ from torch import nn
 
 from whet.models.load import load_model
 from whet.rollout.base import Sampling
-from whet.rollout.engine import EmbeddedEngine, forward
+from whet.rollout.engine import EmbeddedEngine, forward, packed
 from whet.rollout.engine.forward import FusedForward, ModuleForward, make_forward
 from whet.rollout.engine.packed import Product, pack_refusal
 from whet.rollout.hf import HFEngine
@@ -17,6 +17,13 @@ BOTH = pytest.mark.parametrize("fast", [True, False], ids=["fast", "module"])
 packs = pytest.mark.skipif(pack_refusal(torch.float32, torch.device("cpu")) is not None, reason="oneDNN can't pack")
 
 
+@pytest.fixture(params=[0, packed.FEW], ids=["packed", "few"])
+def few(request, monkeypatch):
+    """Both ways of a fast product: packed, and too few weights to be packed."""
+    monkeypatch.setattr(packed, "FEW", request.param)
+    return request.param
+
+
 def tokens(done):
     return {i: o.tokens.tolist() for i, o in done.items()}
 
@@ -24,21 +31,32 @@ def tokens(done):
 @packs
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 200])
-def test_a_packed_product_equals_the_layers_one_by_one(rows, bias):
+def test_a_fast_product_equals_the_layers_one_by_one(rows, bias, few):
     torch.manual_seed(0)
     layers = [nn.Linear(48, 40, bias=bias), nn.Linear(48, 8, bias=False)]
-    packed, plain = Product(layers, pack=True), Product(layers, pack=False)
+    fast, plain = Product(layers, pack=True), Product(layers, pack=False)
     x = torch.randn(rows, 48)
     want = torch.cat([layer(x) for layer in layers], -1)
     with torch.no_grad():
         assert torch.equal(plain(x), want)
-        torch.testing.assert_close(packed(x), want, atol=2e-6, rtol=1e-5)
-    assert plain.bytes == 0 and packed.bytes == 48 * 48 * 4
+        torch.testing.assert_close(fast(x), want, atol=2e-6, rtol=1e-5)
+    assert plain.bytes == 0 and fast.bytes == 48 * 48 * 4
+
+
+def test_few_weights_are_not_packed_and_one_layer_of_them_is_not_copied():
+    layers = [nn.Linear(256, 256), nn.Linear(256, 257)]
+    assert [Product([layer], pack=True).bytes for layer in layers] == [0, 256 * 257 * 4]
+    half = nn.Linear(8, 8, dtype=torch.bfloat16)
+    assert Product([half], pack=True).bytes == 8 * 8 * 2
+    with torch.no_grad():
+        product = Product(layers[:1], pack=True)
+        layers[0].weight.mul_(2.0)
+        assert torch.equal(product(torch.ones(3, 256)), layers[0](torch.ones(3, 256)))
 
 
 @packs
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_packed_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(dtype):
+def test_a_fast_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(dtype, few):
     torch.manual_seed(0)
     layer, norm = nn.Linear(48, 40, dtype=dtype), nn.RMSNorm(48, dtype=dtype)
     nn.init.normal_(norm.weight)
@@ -70,7 +88,7 @@ def test_a_wrong_packed_product_is_found_out(monkeypatch):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral_window"])
 @pytest.mark.parametrize("pack", [True, False])
-def test_the_fused_trunk_without_packing_makes_the_same_tokens(family, pack, monkeypatch):
+def test_the_fused_trunk_without_packing_makes_the_same_tokens(family, pack, few, monkeypatch):
     model = build(family, gain=3.0)
     if not pack:
         monkeypatch.setattr(forward, "pack_refusal", lambda dtype, device: "not now")
@@ -134,7 +152,7 @@ def test_bf16_logprobs_of_both_paths_agree_to_its_rounding():
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_new_weights_are_packed_anew(announced):
+def test_new_weights_are_packed_anew(announced, few):
     model = build(gain=3.0)
     engine, work = EmbeddedEngine(model), requests(prompts(), PLAIN, group=2)
     before = tokens(run(engine, work))
@@ -148,7 +166,7 @@ def test_new_weights_are_packed_anew(announced):
     assert after == tokens(run(HFEngine(model), work))
 
 
-def test_sleep_frees_the_packed_copies_and_they_come_back():
+def test_sleep_frees_the_packed_copies_and_they_come_back(few):
     engine, work = EmbeddedEngine(build(gain=3.0)), requests(prompts(), PLAIN)
     held, want = engine.weight_bytes, tokens(run(engine, work))
     engine.sleep()

@@ -2,7 +2,8 @@
 
 On a CPU, oneDNN multiplies few rows fastest by a weight that it has laid out in its own order. Such a packed weight is
 derived data: a second copy, made once per version of the weights. Where it can't be had, the layers' own weights are
-multiplied, with no copy. Dim legend: n rows.
+multiplied, with no copy. Few fp32 weights are not packed, since oneDNN's call takes longer there than the product does:
+they are multiplied as they are, layers of one input put together. Dim legend: n rows.
 Left out on purpose: quantised weights, and any choice by the clock: a path is taken where it is right.
 """
 
@@ -16,33 +17,43 @@ from torch import Tensor, nn
 
 __all__ = ["Product", "pack_refusal"]
 
+FEW = 1 << 16
+"""Weights of a product up to which, in fp32, it is no slower without packing, at 1 to 64 rows."""
+
 
 class Product:
     """One or more linear layers of the same input: y = x [W₁; W₂; ...]ᵀ + [b₁; b₂; ...].
 
-    Args: layers: their own parameters are read, and never changed. pack: whether to keep a packed copy. norm: an
-        RMSNorm before them; a packed copy in fp32 takes its weight in, and `gain` says so.
+    Args: layers: their own parameters are read, and never changed. pack: whether to keep a copy that is faster: packed,
+        or put together. norm: an RMSNorm before them; a copy in fp32 takes its weight in, and `gain` says so. few: fp32
+        weights up to which a product is not packed; None = FEW.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
     >>> Product(layers, pack=False)(torch.ones(1, 4)).shape
     torch.Size([1, 5])
     """
 
-    def __init__(self, layers: Sequence[nn.Linear], *, pack: bool, norm: nn.Module | None = None) -> None:
+    def __init__(
+        self, layers: Sequence[nn.Linear], *, pack: bool, norm: nn.Module | None = None, few: int | None = None
+    ) -> None:
         self.layers = tuple(layers)
         self.gain: Tensor | None = None
-        """[in]: what the packed weight's columns were multiplied by, so that x need not be."""
-        self._norm = norm if pack and layers[0].weight.dtype == torch.float32 else None
-        self._pack = pack
+        """[in]: what the copy's columns were multiplied by, so that x need not be."""
+        wide = layers[0].weight.dtype == torch.float32
+        self._norm = norm if pack and wide else None
+        self._few = wide and sum(layer.weight.numel() for layer in layers) <= (FEW if few is None else few)
+        self._pack = pack and not (self._few and norm is None and len(layers) == 1)
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         self.refresh()
 
     def refresh(self) -> None:
-        """Packs the weights as they are now."""
+        """Copies the weights as they are now."""
         if self._pack:
             self.gain = None if self._norm is None else self._norm._parameters["weight"]
-            self._weight, self._bias = _packed(self.layers, self.gain)
+            self._weight, self._bias = _joined(self.layers, self.gain)
+            if not self._few:
+                self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, 64)
 
     def drop(self) -> None:
         """Frees the copy; `refresh` makes it anew."""
@@ -51,6 +62,8 @@ class Product:
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] -> [n, sum of out]."""
         if self._weight is not None:
+            if self._few:
+                return F.linear(x, self._weight, self._bias)
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
         parts = [F.linear(x, layer.weight, layer.bias) for layer in self.layers]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
@@ -85,7 +98,7 @@ def pack_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
             for layer in layers:
                 layer.weight.copy_(draw(*layer.weight.shape))
             for part in (layers, layers[1:]):
-                packed, plain = Product(part, pack=True), Product(part, pack=False)
+                packed, plain = Product(part, pack=True, few=0), Product(part, pack=False)
                 for rows in (1, 3, 33):
                     x = draw(rows, 48)
                     got, want = packed(x).float(), plain(x).float()
@@ -96,13 +109,12 @@ def pack_refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     return None
 
 
-def _packed(layers: Sequence[nn.Linear], gain: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The packed weight, its columns times the gain, and the bias of layers put together."""
+def _joined(layers: Sequence[nn.Linear], gain: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The weight, its columns times the gain, and the bias of layers put together."""
     weights = [layer.weight.detach() for layer in layers]
     weight = weights[0].contiguous() if len(weights) == 1 else torch.cat(weights)
     weight = weight if gain is None else weight * gain.detach()
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 64)
     if all(layer.bias is None for layer in layers):
-        return packed, None
+        return weight, None
     biases = [w.new_zeros(len(w)) if y.bias is None else y.bias.detach() for y, w in zip(layers, weights, strict=True)]
-    return packed, torch.cat(biases)
+    return weight, torch.cat(biases)
