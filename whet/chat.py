@@ -231,7 +231,7 @@ class Chat:
     def _set(self, words: str) -> str:
         """Changes settings, all or none."""
         if words:
-            parts = shlex.split(words)
+            parts = _words(words)
             given = tree(["=".join(parts)] if len(parts) == 2 and "=" not in words else parts)
             for key in given:
                 if key not in LIVE:
@@ -350,6 +350,20 @@ def _line(prompt: str) -> str | None:
     except EOFError:
         sys.stdout.write("\n")
         return None
+
+
+def _words(line: str) -> list[str]:
+    r"""The words of a line, quotes taken off; a backslash is a letter, as expressions have it.
+
+    >>> _words(r"a=\d+ 'b=1 2'")
+    ['a=\\d+', 'b=1 2']
+    """
+    split = shlex.shlex(line, posix=True, punctuation_chars=False)
+    split.whitespace_split, split.escape, split.commenters = True, "", ""
+    try:
+        return list(split)
+    except ValueError as error:
+        raise ConfigError(f"/set {line}: {error}; close the quotation") from error
 
 
 def _tell(text: str) -> None:

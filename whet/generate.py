@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -47,10 +47,15 @@ def generate(config: GenerateConfig) -> int:
         if out is None and sys.stdout.isatty() and len(prompts) == config.num_generations == 1:
             count, tokens = 1, _show_live(sampler, prompts[0], each[0], seed)
         else:
-            file = None if out is None else stack.enter_context(_opened(out))
+            file = None if out is None else stack.enter_context(_opened(out, config.overwrite))
             count = tokens = 0
             for group in _groups(config, sampler, prompts, each, seed):
-                show_group(group, sampler, alone=len(prompts) == config.num_generations == 1, file=file)
+                try:
+                    show_group(group, sampler, alone=len(prompts) == config.num_generations == 1, file=file)
+                except OSError as error:
+                    if file is None:
+                        raise
+                    raise ConfigError(f"out={out} can't be written after {count} completions: {error}") from error
                 count += len(group.completions)
                 tokens += sum(len(c.tokens) for c in group.completions)
     took = time.monotonic() - start
@@ -129,19 +134,29 @@ def _out_path(config: GenerateConfig) -> Path | None:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[TextIO]:
-    """A file to write; one that is there already is replaced at the end, and stays where the end is not reached."""
-    if not path.exists():
-        with path.open("w", encoding="utf-8") as file:
-            yield file
-        return
-    beside = path.with_name(f".{path.name}.tmp")
+def _opened(path: Path, overwrite: bool) -> Iterator[TextIO]:
+    """A file to write, this process's alone.
+
+    One that is there already is replaced at the end, and stays where the end is not reached.
+    """
+    path = path.resolve()
+    replaces, device = overwrite and path.is_file(), overwrite and path.exists() and not path.is_file()
+    place = path.with_name(f".{path.name}.tmp") if replaces else path
     try:
-        with beside.open("w", encoding="utf-8") as file:
-            yield file
-        beside.replace(path)
+        file = place.open("w" if device else "x", encoding="utf-8")
+    except OSError as error:
+        why = f"another process has made {place.name} meanwhile" if isinstance(error, FileExistsError) else str(error)
+        raise ConfigError(f"out={path} can't be written: {why}; give another name") from error
+    try:
+        yield file
+        file.close()
+        if replaces:
+            place.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        with suppress(OSError):  # what the disk did not take was said at its line
+            file.close()
+        if replaces:
+            place.unlink(missing_ok=True)
 
 
 def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) -> list[Prompt]:

@@ -57,6 +57,10 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
 
 
+EXPRESSIONS = (["constraint", "regex"], ["constraint", "grammar"])
+"""Ends of keys whose words are taken as they stand, if not quoted: brackets and colons are not YAML there."""
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
@@ -101,8 +105,10 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[st
         if key == "config":
             files = _merge(files, _expand(read_yaml(text), short))
             continue
-        node: Any = _parse(text, key) if text else text
-        for part in reversed(key.replace("-", "_").split(".")):
+        parts = key.replace("-", "_").split(".")
+        plain = parts[-2:] in EXPRESSIONS and text[:1] not in "'\""
+        node: Any = text if plain or not text else _parse(text, key)
+        for part in reversed(parts):
             node = {part: node}
         pairs = _merge(pairs, _expand(node, short))
     return _merge(files, pairs)

@@ -119,6 +119,8 @@ def verify(folder: Path) -> None:
     advice = "resume from an earlier step-* folder"
     try:
         sums = json.loads(path.read_text())
+        if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
+            raise ValueError("no mapping of names to checksums")
     except ValueError as e:
         raise CheckpointError(f"{path} can't be read ({e}); {advice}") from e
     for name, expected in sums.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 
 from whet.errors import ConfigError, lookup_error
+from whet.refs import resolve_ref
 
 __all__ = ["ENGINES", "resolve_engine"]
 
@@ -26,7 +27,7 @@ ENGINES = {
 def resolve_engine(name: str | type) -> type:
     """The class of an engine.
 
-    Args: name: a name from ENGINES, a class (returned as it is), or "package.module:Class".
+    Args: name: a name from ENGINES, a class (returned as it is), "package.module:Class" or "file.py:Class".
     Returns: the class; nothing is built.
     Raises: ConfigError: an unknown name, a path that can't be imported.
 
@@ -35,10 +36,11 @@ def resolve_engine(name: str | type) -> type:
     """
     if not isinstance(name, str):
         return name
-    path = ENGINES.get(name, name)
-    module, colon, attribute = path.partition(":")
-    if not colon:
-        raise lookup_error("rollout engine", name, ENGINES)
+    if name not in ENGINES:
+        if ":" not in name:
+            raise lookup_error("rollout engine", name, ENGINES)
+        return resolve_ref(name, "rollout engine")
+    module, _, attribute = ENGINES[name].partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -174,13 +174,17 @@ def _completions(outputs: Sequence[Output]) -> tuple[Completion, ...]:
 
 
 def _run(engine: RolloutEngine, requests: Sequence[Request]) -> dict[int, Output]:
-    """The outputs of requests by id, once all are finished."""
+    """The outputs of requests by id, once all are finished; none stays in the engine where that fails."""
     engine.submit(requests)
     done: dict[int, Output] = {}
-    while len(done) < len(requests):
-        outputs = engine.poll()
-        if not outputs:
-            lost = len(requests) - len(done)
-            raise EngineError(f"the engine is at rest, but {lost} of {len(requests)} requests never came back")
-        done |= {o.id: o for o in outputs}
+    try:
+        while len(done) < len(requests):
+            outputs = engine.poll()
+            if not outputs:
+                lost = len(requests) - len(done)
+                raise EngineError(f"the engine is at rest, but {lost} of {len(requests)} requests never came back")
+            done |= {o.id: o for o in outputs}
+    except BaseException:  # Ctrl-C in a notebook: the next call must not find these
+        engine.abort(r.id for r in requests)
+        raise
     return done

@@ -278,5 +278,5 @@ def _made(make: Callable[[Any, Place], Processor], name: str, options: Mapping[s
         return make(options[name], place)
     except ConfigError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, IndexError) as error:
         raise ConfigError(f"generation_kwargs: {name}={options[name]!r}: {error}") from error

@@ -85,7 +85,8 @@ class QueueEngine:
     def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Takes new weights."""
         raise EngineError(
-            f"the {self._kind} engine reads the trainer's own parameters; call update(version) without weights"
+            f"the {self._kind} engine reads the trainer's own parameters; call update(version) without weights (a "
+            "class of your own says so by caps = EngineCaps(shared_weights=True), or takes weights in _take)"
         )
 
     def sleep(self) -> None:

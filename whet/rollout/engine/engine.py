@@ -96,6 +96,7 @@ class EmbeddedEngine:
         self._plan_of: dict[Sampling, int] = {}
         self._ids: set[int] = set()
         self._rows: list[tuple[Task, Prefix]] = []
+        self._entering: list[tuple[Task, Prefix]] = []  # let in by the scheduler, and not yet rows
         self._book = np.zeros((4, 0), np.int64)
         """[4, n], a column for each live row."""
         self._tokens = np.zeros((max_batch, 0), np.int32)
@@ -147,14 +148,20 @@ class EmbeddedEngine:
 
         Args: timeout_s: looked at between blocks of steps; None = no limit.
         Returns: finished requests; [] = nothing in flight (or the time is up).
-        Raises: EngineError: the engine sleeps.
+        Raises: EngineError: the engine sleeps. What else is raised (Ctrl-C, no memory) ends no request: all are queued
+            again with what they have made.
         """
         if self._asleep:
             raise EngineError("the engine sleeps; call wake() first")
-        with self._runner.forward.running():
-            self._runner.forward.refresh(force=self._renew)
-            self._renew = False
-            self._work(timeout_s)
+        try:
+            with self._runner.forward.running():
+                self._runner.forward.refresh(force=self._renew)
+                self._renew = False
+                self._work(timeout_s)
+        except BaseException:
+            self._requeue()
+            self._renew = True
+            raise
         done, self._done = self._done, []
         return done
 
@@ -178,6 +185,7 @@ class EmbeddedEngine:
         admitted = scheduler.admit(live=live, longest=longest, prefixes=self._prefixes, shelf=self._shelf, idle=idle)
         if not admitted:
             return
+        self._entering = admitted
         if scheduler.kv_cache_tokens is not None:
             runner.shrink(live, max(longest, *(t.left for t, _ in admitted)), self._taken())
         for _, p in admitted:
@@ -186,9 +194,9 @@ class EmbeddedEngine:
         live = len(self._rows)
         runner.own.reserve(live + len(admitted), runner.own.length)
         block = runner.enter(live, admitted, self._plans, self._allowed(admitted))
-        self._rows += admitted
         columns = [(0, t.left, len(p.tokens), t.plan) for t, p in admitted]
         self._book = np.concatenate([self._book, np.array(columns, np.int64).T], 1)
+        self._rows, self._entering = self._rows + admitted, []
         self._stale = True
         self._collect(block, live)
 
@@ -402,6 +410,8 @@ class EmbeddedEngine:
         if rows:
             with self._runner.forward.running():
                 self._depart(rows)
+        out += [o for o in self._done if o.id in gone]  # finished in a poll that was cut short
+        self._done = [o for o in self._done if o.id not in gone]
         self._ids -= {o.id for o in out}
         return out
 
@@ -421,8 +431,8 @@ class EmbeddedEngine:
         """Takes all rows out, keeping what they made, and drops all KV."""
         for row in range(len(self._rows)):
             self._close_stay(row)
-        self._scheduler.resume([t for t, _ in self._rows])
-        self._rows, self._book = [], np.zeros((4, 0), np.int64)
+        self._scheduler.resume([t for t, _ in (*self._rows, *self._entering)])
+        self._rows, self._entering, self._book = [], [], np.zeros((4, 0), np.int64)
         self._prefixes.clear()
         self._shelf.clear()
         self._runner.drop()

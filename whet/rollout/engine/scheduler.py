@@ -123,8 +123,10 @@ class Scheduler:
         self.queue: deque[Task] = deque()
 
     def check(self, request: Request) -> None:
-        """Raises EngineError for a request that would not fit in an empty cache."""
-        row, new = bucket_length(len(request.tokens)), request.sampling.max_tokens
+        """Raises EngineError for a request that would not fit in an empty cache; one that fitted may go on."""
+        new, row = request.sampling.max_tokens, bucket_length(len(request.tokens))
+        if request.offset:  # what it has made takes no more room than it was given when it began: see _row
+            row = min(row, bucket_length(len(request.tokens) - request.offset) + request.offset)
         if self.kv_cache_tokens is not None and row + new > self.kv_cache_tokens:
             raise EngineError(
                 f"request {request.id} can never fit: {len(request.tokens)} prompt tokens (a row of {row}) + {new} new "
