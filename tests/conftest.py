@@ -13,6 +13,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown as in a test
 
 
 @pytest.fixture(autouse=True)

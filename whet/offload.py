@@ -73,6 +73,10 @@ class Offload:
             if self._held.pop(id(t), None) is not None:
                 t.data = self.copy(t.data, self.device)
 
+    def forget(self) -> None:
+        """Holds nothing any more; what lies on the host stays there as long as others hold it."""
+        self._held.clear()
+
 
 class OffloadedWorker(ModelWorker):
     """A ModelWorker that keeps on its device what it needs at the moment: see the head of this module.
@@ -118,6 +122,11 @@ class OffloadedWorker(ModelWorker):
         """See ModelWorker."""
         with self._here([*self._weights(), *self._masters()]):
             super().export(folder, tokenizer)
+
+    def close(self) -> None:
+        """See ModelWorker; what lay on the host goes with the rest."""
+        super().close()
+        self.offload.forget()
 
     # ---- what moves ----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError, lookup_error
@@ -39,10 +40,11 @@ class Optim:
         if not self.params:
             raise ConfigError("the model has no parameter with requires_grad; unfreeze what is to be trained")
         self.masters = {n: _master(p, dtype or p.dtype) for n, p in self.params.items()}
+        self._hooks: list[RemovableHandle] = []
         for name, p in self.params.items():
             if self.masters[name] is not p:
                 p.data = p.data.to(dtype or p.dtype)
-                p.register_post_accumulate_grad_hook(_adder(self.masters[name]))
+                self._hooks.append(p.register_post_accumulate_grad_hook(_adder(self.masters[name])))
         self.config = config if isinstance(config, OptimConfig) else None
         if self.config is not None:
             _check_schedule(self.config.schedule)
@@ -51,6 +53,13 @@ class Optim:
         self.updates = 0
         self.schedule: Any = None
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
+
+    def close(self) -> None:
+        """Takes its hooks off the parameters, which would hold the masters; frees gradients."""
+        for hook in self._hooks:
+            hook.remove()
+        for tensor in (*self.params.values(), *self.masters.values()):
+            tensor.grad = None
 
     def masters_by_name(self) -> dict[str, Tensor]:
         """The fp32 weights under the module's parameter names."""

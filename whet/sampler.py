@@ -200,7 +200,8 @@ class Sampler:
             and tokens begin with the prompt's. temperature, top_p, top_k, forbidden_tokens, eos_tokens (None = the
             model's): as in RolloutConfig. beam_size: beams to search with; num_generations gives the best of them.
             seed: None = another for each call. apply_chat_template: for texts too. on_long_prompt: "error" or
-            "truncate_left". options: min_p, repetition_penalty, min_tokens, stop, logprob_support, generation_kwargs.
+            "truncate_left". options: min_p, repetition_penalty, min_tokens, stop, constraint, logprob_support,
+            generation_kwargs.
         Raises: ConfigError: options that are unknown or contradict each other. DataError: a prompt that is too long.
         """
         sampling = self.sampling(

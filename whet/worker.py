@@ -276,6 +276,8 @@ class ModelWorker:
 
     def close(self) -> None:
         """Frees gradients and optimizer state."""
+        if self.optim is not None:
+            self.optim.close()
         self.optim = None
 
 

@@ -233,6 +233,24 @@ def test_a_sleeping_engine_refuses_to_poll_and_goes_on_when_woken(engine, roundi
     assert_same(drain(engine), want, rounding)
 
 
+def test_weights_that_come_while_it_sleeps_are_used_after_waking_or_refused(engine, policy, rounding):
+    needs(engine, "sleep", "addressed")
+    work = requests(prompts(), PLAIN)
+    before = run(engine, work)
+    with retrained(engine, policy, 1):
+        want = run(engine, work)
+    announce(engine, policy, 2)
+    engine.sleep()
+    try:
+        with retrained(engine, policy, 3):
+            engine.wake()
+            assert_same(run(engine, work), want, rounding)
+    except EngineError as error:
+        assert "wake" in str(error)
+        engine.wake()
+        assert_same(run(engine, work), before, rounding)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -1,7 +1,3 @@
 """The engine contract over mock, hf and the embedded engine."""
 
-import pytest
-
-pytest.register_assert_rewrite("contract", "tiny")
-
-from contract import *  # noqa: E402, F403
+from contract import *  # noqa: F403

@@ -15,6 +15,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.rollout import ENGINES, resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling
+from whet.rollout.build import describe_engine
 from whet.rollout.compat import BaseRolloutAdapter
 from whet.rollout.mock import MockEngine
 
@@ -120,3 +121,10 @@ def test_a_base_rollout_that_breaks_its_word_is_an_error():
         run(engine, requests(prompts((2,)), Sampling()))
     with pytest.raises(EngineError, match=r"min_p 0\.1"):
         BaseRolloutAdapter(Echo(), decode=decode).submit(requests(prompts((2,)), Sampling(min_p=0.1)))
+
+
+def test_a_run_notes_what_an_engine_of_the_users_own_says_of_itself():
+    engine = MockEngine()
+    assert describe_engine(engine) == {"engine": "MockEngine"}
+    engine.paths = {"server": "2.1"}
+    assert describe_engine(engine) == {"engine": "MockEngine", "server": "2.1"}

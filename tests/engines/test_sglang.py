@@ -9,18 +9,15 @@ import types
 
 import numpy as np
 import pytest
+import torch
+from contract import *  # noqa: F403
+from tiny import build, letters, prompts, requests, run
+from transformers import AutoConfig, AutoModelForCausalLM
 
-pytest.register_assert_rewrite("contract")
-
-import torch  # noqa: E402
-from contract import *  # noqa: E402, F403
-from tiny import build, letters, prompts, requests, run  # noqa: E402
-from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
-
-from whet.config import RolloutConfig  # noqa: E402
-from whet.errors import ConfigError, EngineError  # noqa: E402
-from whet.rollout.base import Sampling  # noqa: E402
-from whet.rollout.sglang import SGLangEngine  # noqa: E402
+from whet.config import RolloutConfig
+from whet.errors import ConfigError, EngineError
+from whet.rollout.base import Sampling
+from whet.rollout.sglang import SGLangEngine
 
 SEEDED = RolloutConfig(rollout_sglang_jax_enable_deterministic_sampling=True)
 

@@ -10,22 +10,20 @@ import torch
 if importlib.util.find_spec("vllm") is None:
     pytest.skip("needs vLLM, in an environment of its own (docs/engines.md)", allow_module_level=True)
 
-pytest.register_assert_rewrite("contract")
+from contract import *  # noqa: F403
+from contract import announce, assert_same
+from helpers import cluster, tiny_model
+from tiny import VOCABULARY, build, drain, letters, prompts, requests, run
 
-from contract import *  # noqa: E402, F403
-from contract import announce, assert_same  # noqa: E402
-from helpers import cluster, tiny_model  # noqa: E402
-from tiny import VOCABULARY, build, drain, letters, prompts, requests, run  # noqa: E402
-
-from whet import GRPOConfig, GRPOLearner  # noqa: E402
-from whet.config import RolloutConfig  # noqa: E402
-from whet.errors import ConfigError, EngineError  # noqa: E402
-from whet.ops.logprobs import selective_log_softmax  # noqa: E402
-from whet.ops.support import support_logits  # noqa: E402
-from whet.rollout.base import Request, Sampling, support_of  # noqa: E402
-from whet.rollout.engine.sampler import seen_tokens  # noqa: E402
-from whet.rollout.hf import HFEngine  # noqa: E402
-from whet.rollout.vllm import VLLMEngine  # noqa: E402
+from whet import GRPOConfig, GRPOLearner
+from whet.config import RolloutConfig
+from whet.errors import ConfigError, EngineError
+from whet.ops.logprobs import selective_log_softmax
+from whet.ops.support import support_logits
+from whet.rollout.base import Request, Sampling, support_of
+from whet.rollout.engine.sampler import seen_tokens
+from whet.rollout.hf import HFEngine
+from whet.rollout.vllm import VLLMEngine
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 SMALL = {"max_batch_size": 64}

@@ -1,4 +1,6 @@
+import gc
 import logging
+import weakref
 
 import pytest
 import torch
@@ -220,3 +222,13 @@ def test_on_a_cpu_it_is_accepted_and_said_once(caplog):
         c = RLCluster(actor=tiny_model(), reference=tiny_model(), tokenizer="byte", cluster_config=config)
     assert caplog.text.count("offload_to_cpu has nothing to do") == 1
     assert {type(w) for w in c.workers.values()} == {ModelWorker}
+
+
+def test_a_closed_worker_holds_neither_masters_nor_moments():
+    away, _, _ = pair(OptimConfig(lr=1e-3))
+    update(away, 0)
+    held = [weakref.ref(t) for t in (*away._masters(), *away._moments())]
+    assert away.offload.held_bytes > 0 and len(held) > 10
+    away.close()
+    gc.collect()
+    assert away.offload.held_bytes == 0 and not any(ref() is not None for ref in held)

@@ -1,4 +1,4 @@
-"""Tokenizers: loading, a byte-level one that needs no files, whole-completion decoding, stop ids.
+"""Tokenizers: loading, a byte-level one that needs no files, the ids that end and pad.
 
 Left out on purpose: a tokenizer class of our own. What is returned is transformers', and nothing sets a field on one
 that the user brought.

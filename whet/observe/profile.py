@@ -84,7 +84,7 @@ class StepProfiler:
         finally:
             self.trace.mark = None
         self._profiled += 1
-        self._write(number, seen, seconds, f"{torch.cuda.get_device_name()}" if cuda else "CPU")
+        self._write(number, seen, seconds, torch.cuda.get_device_name() if cuda else "CPU")
 
     def _write(self, number: int, seen: Any, seconds: float, device: str) -> None:
         """Logs the table, and writes table and timeline; a step is not undone by a file that can't be written."""

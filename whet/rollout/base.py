@@ -6,7 +6,7 @@ not polling it. Left out on purpose: text. An engine decodes only to look for st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -261,6 +261,11 @@ class RolloutEngine(Protocol):
     """What the cluster asks of an engine."""
 
     caps: EngineCaps
+
+    @property
+    def paths(self) -> Mapping[str, str]:
+        """What runs, in words, for a run's notes; {} = nothing to say."""
+        ...
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests. Raises EngineError, with the numbers, for one that could never fit; none is queued then."""

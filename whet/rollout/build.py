@@ -108,12 +108,7 @@ def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
     """What runs the rollout, for a run's notes: the class, and what it says of its paths and versions."""
-    from whet.rollout.engine import EmbeddedEngine
-    from whet.rollout.sglang import SGLangEngine
-    from whet.rollout.vllm import VLLMEngine
-
-    told = engine.paths if isinstance(engine, EmbeddedEngine | SGLangEngine | VLLMEngine) else {}
-    return {"engine": type(engine).__name__, **told}
+    return {"engine": type(engine).__name__, **engine.paths}
 
 
 def complete(

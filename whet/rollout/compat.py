@@ -49,7 +49,10 @@ class RolloutOutput(Protocol):
 
 
 class BaseRollout(Protocol):
-    """The methods that a user's rollout class has; the names are Tunix's."""
+    """The methods that are called of a user's rollout class; the names are Tunix's.
+
+    Tunix's others (get_per_token_logps, pad_id, eos_id, model) may be there, and nothing here calls them.
+    """
 
     def generate(self, prompts: list[str], rollout_config: Any) -> RolloutOutput:
         """One completion for each prompt."""
@@ -57,18 +60,6 @@ class BaseRollout(Protocol):
 
     def update_params(self, params: Any) -> None:
         """Takes new weights: an iterator of (name, tensor)."""
-        ...
-
-    def pad_id(self) -> int:
-        """The pad token."""
-        ...
-
-    def eos_id(self) -> int:
-        """The end token."""
-        ...
-
-    def model(self) -> Any:
-        """The model, where there is one."""
         ...
 
 

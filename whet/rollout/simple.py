@@ -6,7 +6,7 @@ Left out on purpose: anything under way between two polls; an engine with that h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -29,6 +29,8 @@ class QueueEngine:
         self._queue: deque[Request] = deque()
         self._asleep = False
         self._prefilled = self._generated = 0
+        self.paths: Mapping[str, str] = {}
+        """What runs, in words, for a run's notes."""
         self.version = 0
         """The policy version stamped on what is drawn now."""
 

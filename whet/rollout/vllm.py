@@ -244,8 +244,11 @@ class VLLMEngine:
         """Takes a new policy version. Requests under way go on under it, with their KV made anew.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
-        Raises: EngineError: no weights, some left out, or vLLM refused them; it holds a mixture then.
+        Raises: EngineError: no weights; its own lie on the host while it sleeps; some were left out, or vLLM refused
+            them: it holds a mixture then.
         """
+        if self._sleeps and self._asleep:
+            raise EngineError("vLLM's weights lie on the host while it sleeps; call wake() first, then update()")
         if weights is None:
             raise EngineError(
                 "vLLM holds its own copy of the weights; call update(version, worker.named_weights()); without them "

@@ -1,10 +1,16 @@
 """The embedded engine: continuous batching over the trainer's own module, in this process.
 
-engine.py    submit, poll, abort, update: the protocol, and the host's books
-scheduler.py what waits, and what is let in
-kv_cache.py  keys and values of prompts (once per group) and of completions
-runner.py    prefill and decode forwards through the Hugging Face module
-sampler.py   logits -> token and logprob
+engine.py     submit, poll, abort, update: the protocol, and the host's books
+scheduler.py  what waits, and what is let in
+shelf.py      keys and values of finished sequences, held for the next turn of their conversation
+kv_cache.py   keys and values of prompts (once per group) and of completions
+runner.py     prefill and decode, with the state of the live rows on the device
+layouts.py    how attention reads and writes the keys and values
+forward.py    token ids -> logits: by the Hugging Face module, or by what follows
+fused.py      the decoder blocks of the Llama family, written out
+packed.py     linear layers of one input as one product, with packed weights
+cuda_graph.py decode steps of fixed shape, replayed
+sampler.py    logits -> token and logprob
 """
 
 from __future__ import annotations

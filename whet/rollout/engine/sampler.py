@@ -2,7 +2,8 @@
 
 Both embedded engines (vanilla and hf) sample here, through the same operations (whet.ops.support) as the trainer, so
 that both sides mean the same distribution; whet.ops.support.draw is the oracle of the draw. Every draw is one uniform
-number with an address: what else is in the batch does not matter.
+number with an address: what else is in the batch does not matter. Engines of other packages (vLLM, SGLang) draw by
+themselves: their adapters refuse what would mean another distribution there.
 Dim legend: n rows, V vocabulary.
 Left out on purpose: state. Positions, keys and tokens seen are the caller's.
 """
