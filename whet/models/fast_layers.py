@@ -113,23 +113,28 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # ---- the functions ---------------------------------------------------------------------------------------------------
 
 
+def _rows(x: Tensor) -> Tensor:
+    """[n I] of [..., I], where n may be 0: an expert that no token goes to."""
+    return x.reshape(-1, x.shape[-1])
+
+
 class _Linear(torch.autograd.Function):
     """y = x Wᵀ + b. The gradient of the weight stays with the default library, which is faster at it."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight)
-        return linear(x.flatten(0, -2), weight, bias).view(*x.shape[:-1], -1)
+        return linear(_rows(x), weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
+        rows = _rows(grad)
         return (
-            linear(rows, weight.t()).view(*grad.shape[:-1], -1) if needs_x else None,
-            rows.t() @ x.flatten(0, -2) if needs_weight else None,
+            linear(rows, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if needs_x else None,
+            rows.t() @ _rows(x) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
 
@@ -140,17 +145,17 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        return linear(F.silu(gate).mul_(up).flatten(0, -2), weight, bias).view(*gate.shape[:-1], -1)
+        return linear(_rows(F.silu(gate).mul_(up)), weight, bias).view(*gate.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         gate, up, weight = ctx.saved_tensors
         _, _, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = grad.flatten(0, -2)
+        rows = _rows(grad)
         d = linear(rows, weight.t()).view_as(gate)  # of the product
         act = F.silu(gate)
-        d_weight = rows.t() @ (act * up).flatten(0, -2) if needs_weight else None
+        d_weight = rows.t() @ _rows(act * up) if needs_weight else None
         d_gate = torch.ops.aten.silu_backward(d * up, gate)
         return d_gate, act.mul_(d), d_weight, rows.sum(0) if needs_bias else None
 
@@ -177,7 +182,7 @@ class _Norm(torch.autograd.Function):
             # no product of a matrix and a vector: a row's rounding must not depend on how many rows there are
             slope = (inner * x).sum(-1, keepdim=True).mul_(r**3).div_(-x.shape[-1])
             d_x = inner.mul_(r).addcmul_(x, slope)
-        d_weight = part.mul_(r).flatten(0, -2).sum(0) if needs_weight else None
+        d_weight = _rows(part.mul_(r)).sum(0) if needs_weight else None
         return d_x, d_weight, None
 
 

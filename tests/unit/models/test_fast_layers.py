@@ -1,5 +1,8 @@
 """Layers with other forwards: the same numbers and gradients as the module's own, or its own."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -142,3 +145,55 @@ def test_an_mlp_keeps_two_halves_for_the_backward_pass_and_a_norm_only_its_input
             run(model, fast)
         kept[name] = sum(sizes.values()) - sum(p.nbytes for p in model.parameters())
     assert kept["fast"] < 0.75 * kept["own"]
+
+
+LAYOUTS = {
+    "rows": lambda n: torch.randn(7, n),
+    "one_row": lambda n: torch.randn(1, n),
+    "no_row": lambda n: torch.randn(2, 0, n),
+    "one_vector": lambda n: torch.randn(n),
+    "transposed": lambda n: torch.randn(n, 7).t(),
+    "part_of_wider_rows": lambda n: torch.randn(2, 5, 3 * n)[..., n : 2 * n],
+    "expanded": lambda n: torch.randn(1, n).expand(6, n),
+}
+
+
+def formula(name, ins):
+    """The three functions, from their equations."""
+    if name == "norm":
+        x, w = ins
+        return x / (x.square().sum(-1, keepdim=True) / x.shape[-1] + 1e-3).sqrt() * w
+    x, w, b = (ins[0] / (1 + (-ins[0]).exp()) * ins[1], *ins[2:]) if name == "gated" else ins
+    return torch.einsum("...i,oi->...o", x, w) + b
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["linear", "gated", "norm"])
+def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_part_that_is_asked_for(name, layout):
+    torch.manual_seed(0)
+    inputs = [LAYOUTS[layout](24) for _ in range(2 if name == "gated" else 1)]
+    inputs += [torch.randn(24)] if name == "norm" else [torch.randn(40, 24), torch.randn(40)]
+    function = {"linear": fast_layers._Linear, "gated": fast_layers._Gated, "norm": fast_layers._Norm}[name].apply
+    rest = (1e-3,) if name == "norm" else ()
+    for asked in itertools.product([False, True], repeat=len(inputs)):
+        mine = [x.detach().requires_grad_(a) for x, a in zip(inputs, asked)]
+        want = [x.detach().double().requires_grad_(a) for x, a in zip(inputs, asked)]
+        got, right = function(*mine, *rest), formula(name, want)
+        close = functools.partial(torch.testing.assert_close, atol=1e-4, rtol=1e-5)
+        close(got.double(), right)
+        grad = torch.randn(right.shape[::-1]).permute(*range(right.dim() - 1, -1, -1))
+        for kind in (grad, torch.ones(()).expand(right.shape)) if any(asked) else ():  # as of a sum
+            found = torch.autograd.grad(got, [x for x in mine if x.requires_grad], kind, retain_graph=True)
+            exact = torch.autograd.grad(
+                right, [x for x in want if x.requires_grad], kind.double(), retain_graph=True
+            )
+            for a, b in zip(found, exact, strict=True):
+                close(a.double(), b)
+
+
+def test_an_expert_that_no_token_goes_to_has_gradients_of_zero():
+    mlp = qwen().model.layers[0].mlp
+    with FastLayers(mlp).on():
+        out = mlp(torch.zeros(0, 32))
+        out.sum().backward()
+    assert out.shape == (0, 32) and all((p.grad == 0).all() for p in mlp.parameters())
