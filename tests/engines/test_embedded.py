@@ -1,5 +1,6 @@
 """The embedded engine against transformers' generate, plain recomputation and itself."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -206,6 +207,18 @@ def test_a_bounded_cache_holds_no_more_than_its_bound(model):
         assert 100 * token < max(held) <= 400 * token
 
 
+def test_a_short_request_beside_a_long_one_is_counted_with_the_places_that_its_row_has(model):
+    limits = (30, 30, 3, 3, 3, 3, 3, 3)
+    work = requests(prompts((9,)), Sampling(max_tokens=3), group=8)
+    work = [replace(r, sampling=Sampling(max_tokens=n), group=r.id) for r, n in zip(work, limits)]
+    engine, seen = EmbeddedEngine(model, kv_cache_tokens=130), []
+    features = engine._runner.forward.features
+    engine._runner.forward.features = lambda *a: (features(*a), seen.append(engine.stats().kv_tokens))[0]
+    done = run(engine, work)
+    assert [len(done[i].tokens) for i in range(8)] == list(limits)
+    assert 100 < max(seen) <= 130  # a row of 32, and three of 30
+
+
 def test_a_request_over_the_cache_is_refused_with_the_numbers(model):
     engine = EmbeddedEngine(model, kv_cache_tokens=64)
     with pytest.raises(EngineError, match=r"40 prompt tokens \(a row of 64\) \+ 8 new tokens = 72, the cache holds 64"):
@@ -248,6 +261,14 @@ def test_live_rows_decode_between_the_chunks_of_a_long_prompt(model, fast):
     for i, o in want.items():
         assert done[i].tokens.tolist() == o.tokens.tolist()
         np.testing.assert_allclose(done[i].logprobs, o.logprobs, atol=2e-5)
+
+
+def test_no_prefill_runs_more_tokens_than_asked_for(model):
+    engine = EmbeddedEngine(model, prefill_tokens=16)
+    shapes = watched(engine)
+    run(engine, requests(prompts((1, 3, 5, 7, 9, 16, 17, 40)), Sampling(max_tokens=1)))
+    # the four shortest together; 17 and 40 in pieces
+    assert [length for _, length in shapes] == [16, 9, 16, 16, 1, 16, 16, 8]
 
 
 def test_finished_sequences_leave_and_waiting_ones_come_in(model):

@@ -120,6 +120,18 @@ def test_a_shorter_prompt_than_what_is_held_is_answered_rightly(model):
     assert got.tokens.tolist() == want.tokens.tolist()
 
 
+def test_what_a_running_turn_has_in_its_own_row_is_not_held_twice(model):
+    engine = EmbeddedEngine(model)
+    ask = replace(requests(prompts((20,)), Sampling(max_tokens=8))[0], conversation=0)
+    made = run(engine, [ask])[0].tokens
+    begin(engine, [replace(ask, tokens=np.concatenate([ask.tokens, made, said(0, 1)]))])
+    assert (engine.stats().live, engine.stats().held) == (1, 0)
+    other = replace(ask, id=1, conversation=1, tokens=prompts((9,))[0])
+    run(engine, [other])
+    begin(engine, [replace(other, tokens=other.tokens[:4])])
+    assert engine.stats().held == 2  # its row has a part alone
+
+
 def test_another_conversation_with_the_same_words_reuses_nothing(model):
     """What else went through the engine moves no bit of a request, so a resumed run equals the uninterrupted one."""
     engine = EmbeddedEngine(model)
@@ -154,6 +166,38 @@ def test_a_tight_bound_fails_no_turn_changes_no_token_and_is_kept(model, bound, 
     assert all(s.kv_bytes <= bound * token for s in held)
     assert max(s.kv_bytes_bound or 0 for s in held) == bound * token
     assert max(s.held for s in held) >= 1
+
+
+def peaks(engine):
+    """KV in tokens after each forward pass, polls or not."""
+    seen, inner = [], engine._runner.forward.features
+    engine._runner.forward.features = lambda *a: (inner(*a), seen.append(engine.stats().kv_tokens))[0]
+    return seen
+
+
+@pytest.mark.parametrize("prefill_tokens", [4, 8192])
+@pytest.mark.parametrize(("bound", "most"), [(180, 12), (200, 12), (160, 30), (400, 30)])
+def test_the_bound_is_kept_in_each_pass_also_where_turns_end_at_once(model, bound, most, prefill_tokens):
+    """A row that ends with its first token leaves before the rows beside it have any places of their own."""
+    sampling = Sampling(max_tokens=most, stop_ids=STOPS)
+    want = talk(EmbeddedEngine(model), prompts(), sampling, hold=False)
+    engine = EmbeddedEngine(model, kv_cache_tokens=bound, prefill_tokens=prefill_tokens)
+    seen = peaks(engine)
+    assert_equal(talk(engine, prompts(), sampling), want)
+    assert max(seen) <= bound
+
+
+def test_the_bound_is_kept_by_a_lone_turn_that_takes_all_of_it(model):
+    engine = EmbeddedEngine(model, kv_cache_tokens=100)
+    first, other = (replace(r, conversation=r.id) for r in requests(prompts((20, 21)), Sampling(max_tokens=8)))
+    done = run(engine, [first, other])
+    assert engine.stats().held == 2
+    tokens = np.concatenate([first.tokens, done[0].tokens, said(0, 5)])
+    turn = replace(first, tokens=tokens, sampling=Sampling(max_tokens=36))
+    seen = peaks(engine)
+    got, want = run(engine, [turn])[0], run(EmbeddedEngine(model), [turn])[0]
+    assert got.tokens.tolist() == want.tokens.tolist()
+    assert max(seen) <= 100
 
 
 def test_without_a_bound_no_more_conversations_are_held_than_the_batch_has_rows(model):

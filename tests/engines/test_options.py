@@ -117,6 +117,26 @@ def test_going_on_with_an_offset_equals_going_through_also_where_options_count_t
     assert after.tokens.tolist() == whole.tokens[cut:].tolist()
 
 
+def test_a_forced_end_comes_at_the_last_token_also_where_a_completion_goes_on(model):
+    (p,) = prompts((9,))
+    s = sampling({"forced_eos_token_id": 8}, stop_ids=())
+    whole = run(HFEngine(model), [request(p, s)])[0].tokens
+    rest = sampling({"forced_eos_token_id": 8}, stop_ids=(), max_tokens=6)
+    after = run(HFEngine(model), [request(np.concatenate([p, whole[:4]]), rest, offset=4)])[0].tokens
+    assert after.tolist() == whole[4:].tolist()
+    assert whole[-1] == 8 and set(whole[:-1].tolist()) != {8}
+
+
+def test_completions_of_one_length_that_go_on_from_different_places_are_run_apart(model):
+    (p,) = prompts((9,))
+    s = sampling({"begin_suppress_tokens": list(range(1, 60))}, max_tokens=3, stop_ids=())
+    work = [request(p, s, generation=0), request(p, s, generation=1, offset=2)]
+    together = run(HFEngine(model), work)
+    for r in work:
+        assert together[r.id].tokens.tolist() == run(HFEngine(model), [r])[r.id].tokens.tolist()
+    assert together[0].tokens[0] in (0, *range(60, 64))
+
+
 # ---- beam search -----------------------------------------------------------------------------------------------------
 
 

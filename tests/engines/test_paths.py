@@ -100,6 +100,13 @@ def test_the_fused_trunk_without_packing_makes_the_same_tokens(family, pack, few
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
 
+def test_the_trunk_norms_with_the_models_own_epsilon():
+    model = build("qwen3", gain=3.0, rms_norm_eps=0.3)
+    engine, work = EmbeddedEngine(model), requests(prompts(), PLAIN)
+    assert engine.paths["trunk"] == "fused"
+    assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
+
+
 def spoiled(model, what):
     """A model of the right structure that does something else."""
     layer = model.model.layers[1]

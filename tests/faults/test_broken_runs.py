@@ -130,6 +130,17 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_still_serves(tmp_path,
     assert learner(tmp_path, resume=str(early), max_steps=2).train(rows(8)).step == 2
 
 
+@pytest.mark.parametrize("name", ["actor/model.safetensors", "actor/optimizer.safetensors"])
+def test_a_bit_that_was_lost_in_a_checkpoint_is_seen_before_it_is_taken_up(tmp_path, name):
+    learner(tmp_path, max_steps=1).train(rows(8))
+    path = tmp_path / "checkpoints" / "step-000001" / name
+    data = bytearray(path.read_bytes())
+    data[-2] ^= 1  # of the last number: the file can still be read
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
+        learner(tmp_path, max_steps=2, resume="latest").train(rows(8))
+
+
 def test_a_full_disk_ends_the_run_with_the_last_checkpoint_whole(tmp_path, monkeypatch):
     saves, save = [], checkpoint.save_file
 

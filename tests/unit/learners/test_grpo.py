@@ -4,11 +4,11 @@ import json
 import numpy as np
 import pytest
 import torch
-from helpers import END, cluster, gap, length_reward, rows, same, tiny_model, weights_of
+from helpers import END, cluster, gap, length_reward, random_batch, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig, Mode
 from whet.errors import ConfigError, EngineError
-from whet.learners.grpo import GRPOLearner
+from whet.learners.grpo import GRPOLearner, with_signal
 from whet.ops import clipped_surrogate, group_relative, mean_only, token_weights
 from whet.rollout.base import EngineCaps
 from whet.rollout.hf import HFEngine
@@ -208,6 +208,15 @@ def test_groups_without_signal_are_run_where_another_term_needs_them(monkeypatch
     assert calls[0][0][0].num_sequences == 16
     mine = learner(policy_loss_fn=clipped_surrogate)  # who knows what a user's own loss does with them
     assert not mine.skips
+
+
+def test_a_sequence_has_signal_where_a_token_that_counts_has_an_advantage_of_either_sign():
+    batch = random_batch((3, [2, 2, 2, 2]))
+    batch = batch.replace(
+        advantages=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, -1.0, 2.0, 2.0]),
+        mask=torch.tensor([True, True, True, True, True, True, False, False]),
+    )
+    assert with_signal(batch).tolist() == [0, 2]
 
 
 # ---- what is not trained -------------------------------------------------------------------------------------------

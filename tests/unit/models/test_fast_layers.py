@@ -120,6 +120,29 @@ def test_a_hook_on_a_layer_is_called():
     assert len(seen) == 8
 
 
+@pytest.mark.parametrize(
+    "kind", ["forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"]
+)
+def test_every_kind_of_hook_on_the_last_part_of_an_mlp_is_called(kind):
+    model, seen = qwen(), []
+    fast, down = FastLayers(model), model.model.layers[0].mlp.down_proj
+    getattr(down, f"register_{kind}")(lambda *args: seen.append(kind))
+    run(model, fast)
+    assert seen == [kind]
+
+
+def test_a_layer_whose_parameter_is_of_another_class_keeps_its_own_forward():
+    class Sharded(nn.Parameter):
+        pass
+
+    model = qwen()
+    for layer in (model.model.norm, model.lm_head):
+        layer.weight = Sharded(layer.weight.detach().clone())
+    with FastLayers(model).on():
+        assert not [layer for layer in (model.model.norm, model.lm_head) if "forward" in vars(layer)]
+        assert "forward" in vars(model.model.layers[0].input_layernorm)
+
+
 def test_a_module_in_bf16_or_without_known_layers_is_left_alone():
     assert len(FastLayers(qwen(torch.bfloat16))) == 0
     assert len(FastLayers(nn.Embedding(3, 2))) == 0

@@ -1,4 +1,6 @@
 import logging
+from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,6 +13,8 @@ from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, OptimConfi
 from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
+from whet.models import fast_layers
+from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import load_model
 from whet.models.recompute import MODES, checkpoint_activations
@@ -39,13 +43,27 @@ def gradients(mode, **fields):
     return total.detach(), {n: p.grad for n, p in loaded.module.named_parameters()}
 
 
-class Products(TorchDispatchMode):
-    """Counts the matrix products that are run."""
+DEAR = (
+    "aten.mm.default",
+    "aten.addmm.default",
+    "mkldnn._linear_pointwise.default",
+    "aten._scaled_dot_product_flash_attention_for_cpu.default",
+)
 
-    count = 0
+
+class Products(TorchDispatchMode):
+    """Counts the matrix products that are run, and all operators by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.runs = Counter()
+
+    @property
+    def count(self):
+        return self.runs["aten.mm.default"] + self.runs["aten.addmm.default"]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        self.runs[str(func)] += 1
         return func(*args, **(kwargs or {}))
 
 
@@ -119,6 +137,21 @@ def test_selective_runs_no_product_of_a_layer_twice_and_full_runs_all_of_them_tw
     assert counts["selective"] == counts["none"]
     # 7 products a layer; the last of the second run gives nothing that the backward pass reads, and is stopped before
     assert counts["full"] - counts["none"] in (2 * 6, 2 * 7)
+
+
+@pytest.mark.parametrize("layers", ["own", "fast"])
+def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice(layers, monkeypatch):
+    monkeypatch.setattr(fast_layers, "LEAST", 0)
+    runs = {}
+    for mode in ("none", "selective"):
+        loaded = loaded_with(mode, attention_bias=True)
+        with Products() as seen, FastLayers(loaded.module).on() if layers == "fast" else nullcontext():
+            run(loaded).backward()
+        runs[mode] = {name: seen.runs[name] for name in DEAR}
+    assert runs["selective"] == runs["none"]
+    onednn = layers == "fast" and fast_layers.onednn_refusal() is None
+    dear = {"aten._scaled_dot_product_flash_attention_for_cpu.default", DEAR[2 if onednn else 1]}
+    assert dear <= {name for name, n in runs["none"].items() if n}  # else nothing has been shown
 
 
 # ---- what stays as it is -------------------------------------------------------------------------------------------

@@ -338,14 +338,13 @@ class EmbeddedEngine:
             self._shelf.put(conversation, held, room)
 
     def _room_for(self, tokens: int) -> int | None:
-        """Tokens that may be held of earlier turns, None = no bound; memory not in use is given back if it is wanted.
-
-        Args: tokens: to be held beside those that are.
-        """
+        """Tokens that may be held of earlier turns, the new ones included; None = no bound. Frees what is not in use."""
         bound, longest = self._scheduler.kv_cache_tokens, int(self._book[LEFT].max(initial=0))
         if bound is None:
             return None
-        if self._runner.kv_tokens + self._shelf.tokens + tokens > bound:
+        own = self._runner.own  # the rows that have left would take places too when the others grow
+        unused = own.rows * max(0, longest - own.length)
+        if self._runner.kv_tokens + unused + self._shelf.tokens + tokens > bound:
             self._runner.shrink(len(self._rows), longest, self._taken())
         return bound - sum(p.bucket for p in self._prefixes.values()) - len(self._rows) * longest
 
