@@ -338,7 +338,7 @@ class EmbeddedEngine:
             self._shelf.put(conversation, held, room)
 
     def _room_for(self, tokens: int) -> int | None:
-        """Tokens that may be held of earlier turns, the new ones included; None = no bound. Frees what is not in use."""
+        """Tokens that may be held of earlier turns, new ones included; None = no bound. Frees what is not in use."""
         bound, longest = self._scheduler.kv_cache_tokens, int(self._book[LEFT].max(initial=0))
         if bound is None:
             return None
