@@ -253,6 +253,8 @@ def chat(config: ChatConfig) -> None:
     Args: config: the whole configuration.
     """
     check_model(config)
+    if sys.stdin is None:
+        raise ConfigError("a chat reads standard input, which is closed; run it in a terminal, or pipe lines in")
     with open_sampler(config, max_batch_size=1) as sampler:
         talk = Chat(sampler, config)
         live = sys.stdin.isatty()
@@ -329,6 +331,8 @@ def _lines(live: bool) -> Iterator[str]:
             parts = []
             _tell("\n(Ctrl-D or /quit leaves)")
             continue
+        except UnicodeDecodeError as error:
+            raise DataError(f"standard input is not {error.encoding} text: {error}; convert it first") from error
         if line is None or (line == "" and not live):
             if parts and not live:
                 yield "\n".join(parts)  # the last line of the pipe ended in a backslash

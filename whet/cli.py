@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 __all__ = ["main"]
@@ -21,6 +22,8 @@ VERBS = {
     "version": "print the version",
 }
 
+_FLAGS = {"print_config": ("chat", "generate", "grpo"), "profile": ("demo", "grpo")}
+"""Words without a value, besides --help, and the verbs that know them."""
 _PROFILE = " --profile (trainer.profile=true) profiles the second step."
 _EXAMPLES = {
     "generate": (
@@ -41,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns: the exit status: 0, 2 for an error that whet explains, 130 for Ctrl-C.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     verb = words.pop(0) if words else "--help"
     try:
         if verb in ("-h", "--help", "help"):
@@ -77,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(verb: str, words: list[str]) -> None:
+    _check_flags(verb, words)
     if verb in ("demo", "grpo"):
         words = ["trainer.profile=true" if w == "--profile" else w for w in words]
     printing = [w for w in words if w in ("--print_config", "--print-config")]
@@ -105,6 +110,38 @@ def _run(verb: str, words: list[str]) -> None:
             commands.grpo(config)
         else:
             commands.demo(words)
+
+
+def _check_flags(verb: str, words: list[str]) -> None:
+    """Raises ConfigError for a flag that is misspelt, or another verb's: it would take the next word for its value."""
+    import difflib
+
+    from whet.errors import ConfigError
+
+    for word in words:
+        name = word.removeprefix("--").replace("-", "_")
+        if not word.startswith("--") or "=" in word or "." in word or name == "config":
+            continue
+        if name in _FLAGS:
+            if verb not in _FLAGS[name]:
+                raise ConfigError(f"no {word} here; it is for whet {' and whet '.join(_FLAGS[name])}")
+            continue
+        flags, keys = ["config", *(flag for flag, verbs in _FLAGS.items() if verb in verbs)], _keys(verb)
+        near = difflib.get_close_matches(name, [*flags, *keys], 1)
+        if name not in keys and near and near[0] in flags:
+            raise ConfigError(f"unknown flag {word}; did you mean --{near[0]}?")
+
+
+def _keys(verb: str) -> list[str]:
+    """The keys of a verb that have no dot."""
+    import dataclasses
+
+    from whet.config import SHORT, RunConfig
+    from whet.config.generate import ChatConfig, GenerateConfig
+
+    if verb in ("demo", "grpo"):
+        return [*(f.name for f in dataclasses.fields(RunConfig)), *SHORT, "seed"]
+    return [f.name for f in dataclasses.fields(GenerateConfig if verb == "generate" else ChatConfig)]
 
 
 def _config(verb: str, words: list[str]) -> Any:
@@ -161,6 +198,13 @@ def _verb_help(verb: str) -> str:
         "Files are read first, in order; then key=value, with or without leading dashes. --print_config prints the\n"
         f"settled configuration as YAML and ends.{note}\n\nKeys:\n{keys}{end}"
     )
+
+
+def _open_streams() -> None:
+    """Gives output streams that the caller has closed (`>&-`) a place to write to."""
+    for name in ("stdout", "stderr"):
+        if vars(sys)[name] is None:
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  (for as long as the process lives)
 
 
 def _print(text: str, end: str = "\n") -> None:

@@ -102,7 +102,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     say(f"time: {summary['train_seconds']:.0f} s for warm start, training and evaluation")
     say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
     say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
-    whet = f"{sys.executable} -m whet.cli grpo" if shutil.which("whet") is None else "whet grpo"
+    whet = f"{sys.executable} -m whet grpo" if shutil.which("whet") is None else "whet grpo"
     say(f"next: {whet} --config {recipe} model={folder / 'start'} algo.num_generations=16 trainer.max_steps=50")
     return summary
 

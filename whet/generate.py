@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from whet.config.generate import GenerateConfig, SampledConfig, check_model
 from whet.data.prompts import find_prompt_column
 from whet.data.sources import load_rows
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DataError
 from whet.rollout.base import Sampling
 from whet.rollout.text import TextStream
 from whet.sampler import Sampler
@@ -85,7 +85,7 @@ def sampling_keys(config: SampledConfig) -> dict[str, Any]:
     """The keys of a configuration that say how to draw, under the names of `Sampler.sampling`."""
     return {
         "max_generation_steps": config.max_tokens,
-        "temperature": config.temperature,
+        "temperature": config.settled_temperature,
         "top_p": config.top_p,
         "top_k": config.top_k,
         "min_p": config.min_p,
@@ -116,7 +116,17 @@ def _inputs(config: GenerateConfig) -> list[Any]:
         return [row[find_prompt_column(row, config.prompt_column)] for row in rows]
     if not config.prompt:
         raise ConfigError('no prompt; write prompt="..." or prompts=<json, jsonl, csv, parquet or arrow file>')
-    return [sys.stdin.read().removesuffix("\n") if p == "-" else p for p in config.prompt][: config.limit]
+    return [_standard_input() if p == "-" else p for p in config.prompt][: config.limit]
+
+
+def _standard_input() -> str:
+    """What comes in on standard input, without the last line's end."""
+    if sys.stdin is None:
+        raise ConfigError("prompt=- reads standard input, which is closed; pipe a prompt in, or write prompt=TEXT")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"prompt=-: standard input is not {error.encoding} text: {error}; convert it first") from error
 
 
 def _out_path(config: GenerateConfig) -> Path | None:

@@ -36,20 +36,20 @@ def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable
 
     Args: masters: fp32 tensors by name. config: an OptimConfig, or `f(tensors) -> torch.optim.Optimizer`.
     Returns: the optimizer.
-    Raises: ConfigError: an unknown name, a factory that makes something else, torchao missing for adamw8bit.
+    Raises: ConfigError: an unknown name, a factory that fails or makes something else, torchao missing for adamw8bit.
 
     >>> type(make_optimizer({"w": torch.nn.Parameter(torch.ones(2, 2))}, OptimConfig(name="sgd"))).__name__
     'SGD'
     """
     if not isinstance(config, OptimConfig):
-        return _checked(config(list(masters.values())))
+        return _made(config, "an optimizer factory", list(masters.values()))
     groups = [
         {"params": [m for m in masters.values() if m.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
     if ":" in config.name:
-        return _checked(resolve_ref(config.name, "optimizer")(groups, lr=config.lr))
+        return _made(resolve_ref(config.name, "optimizer"), f"optim.name={config.name!r}", groups, lr=config.lr)
     if config.name not in OPTIMIZERS:
         raise lookup_error("optim.name", config.name, [*OPTIMIZERS, "package.module:factory"])
     return OPTIMIZERS[config.name](groups, config)
@@ -89,9 +89,19 @@ def _fused(groups: Groups) -> bool:
     return all(p.device.type in _FUSED for g in groups for p in g["params"])
 
 
-def _checked(made: Any) -> torch.optim.Optimizer:
+def _made(factory: Any, name: str, tensors: Any, **rate: float) -> torch.optim.Optimizer:
+    """What a factory makes. Raises ConfigError where it is none, fails, or makes something else."""
+    call = f"factory({'groups, lr=...' if rate else 'parameters'}) -> torch.optim.Optimizer"
+    if not callable(factory):
+        raise ConfigError(f"{name} is no function but {factory!r:.80}; give one that is called as {call}")
+    try:
+        made = factory(tensors, **rate)
+    except Exception as error:  # a factory is the user's own code
+        raise ConfigError(f"{name} raised {type(error).__name__}: {error}; it is called as {call}") from error
     if not isinstance(made, torch.optim.Optimizer):
-        raise ConfigError(f"an optimizer factory must return a torch.optim.Optimizer, got {type(made).__name__}")
+        raise ConfigError(
+            f"{name} must return a torch.optim.Optimizer, got {type(made).__name__}; it is called as {call}"
+        )
     return made
 
 

@@ -15,7 +15,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.rollout import ENGINES, resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling
-from whet.rollout.build import describe_engine
+from whet.rollout.build import _warn_unused, describe_engine
 from whet.rollout.compat import BaseRolloutAdapter
 from whet.rollout.mock import MockEngine
 
@@ -128,3 +128,26 @@ def test_a_run_notes_what_an_engine_of_the_users_own_says_of_itself():
     assert describe_engine(engine) == {"engine": "MockEngine"}
     engine.paths = {"server": "2.1"}
     assert describe_engine(engine) == {"engine": "MockEngine", "server": "2.1"}
+
+
+def test_the_mock_takes_the_vocabulary_of_a_model(model):
+    assert MockEngine(model)._vocabulary == model.get_input_embeddings().weight.shape[0]
+    assert MockEngine()._vocabulary == 256
+
+
+@pytest.mark.parametrize(
+    ("spec", "fields", "said"),
+    [
+        ("vanilla", {"rollout_vllm_hbm_utilization": 1.0}, "rollout.rollout_vllm_hbm_utilization=1.0: no effect"),
+        ("hf", {"rollout_vllm_server_mode": True}, "rollout.rollout_vllm_server_mode=True: no effect"),
+        ("vanilla", {"rollout_sglang_jax_page_size": 1}, "rollout.rollout_sglang_jax_page_size=1: no effect"),
+        ("vanilla", {"tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: no effect"),
+        ("vanilla", {"tensor_parallel_size": 1}, ""),
+        ("vllm", {"rollout_vllm_hbm_utilization": 0.5, "tensor_parallel_size": 2}, ""),
+        ("sglang", {"rollout_vllm_hbm_utilization": 0.5}, "rollout_vllm_hbm_utilization=0.5: no effect"),
+        (MockEngine, {"rollout_vllm_hbm_utilization": 0.5}, ""),
+    ],
+)
+def test_fields_of_another_engine_are_not_dropped_in_silence(spec, fields, said, caplog):
+    _warn_unused(spec, RolloutConfig(**fields))
+    assert said in caplog.text and bool(said) == bool(caplog.records)

@@ -201,6 +201,12 @@ def test_a_last_line_that_ends_in_a_backslash_is_answered(monkeypatch):
     assert list(_lines(False)) == ["hi", "and\nmore"]
 
 
+def test_lines_that_are_no_text_are_an_error_in_words(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hi\n\xff\n"), encoding="utf-8"))
+    with pytest.raises(DataError, match="standard input is not utf-8 text"):
+        list(_lines(False))
+
+
 def test_the_end_of_a_pipe_ends_the_chat(model_folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi"))
     assert main(["chat", f"model={model_folder}", "max_tokens=4", "temperature=0"]) == 0

@@ -127,3 +127,55 @@ def test_the_module_runs_as_a_program_and_help_imports_the_standard_library_alon
     assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
     out = subprocess.run([sys.executable, "-m", "whet.cli", "version"], capture_output=True, text=True)
     assert out.returncode == 0 and out.stdout == f"whet {__version__}\n"
+
+
+def test_the_package_runs_as_a_program():
+    out = subprocess.run([sys.executable, "-m", "whet", "version"], capture_output=True, text=True)
+    assert out.returncode == 0 and out.stdout == f"whet {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["grpo", "--profil"], "unknown flag --profil; did you mean --profile?"),
+        (["grpo", "--profil", "model=m"], "unknown flag --profil; did you mean --profile?"),
+        (["demo", "--profil"], "unknown flag --profil; did you mean --profile?"),
+        (["grpo", "--print-conf"], "unknown flag --print-conf; did you mean --print_config?"),
+        (["grpo", "--confg", "run.yaml"], "unknown flag --confg; did you mean --config?"),
+        (["generate", "--profile", "model=m"], "no --profile here; it is for whet demo and whet grpo"),
+        (["demo", "--print-config"], "no --print-config here; it is for whet chat and whet generate and whet grpo"),
+    ],
+)
+def test_a_flag_that_is_misspelt_or_another_verbs_is_named_and_takes_no_value(verbs, capsys, words, said):
+    assert main(words) == 2 and verbs == []
+    assert capsys.readouterr().err == f"whet {words[0]}: {said}\n"
+
+
+def test_keys_whose_names_are_near_a_flags_are_keys(verbs, capsys):
+    from whet.config.generate import GenerateConfig, load_sampled
+
+    assert load_sampled(GenerateConfig, ["--prompts", "a.jsonl"]).prompts == "a.jsonl"
+    assert main(["generate", "--prompts", "nowhere.jsonl"]) == 2
+    assert capsys.readouterr().err == "whet generate: no model; write model=<folder, run folder or hub name>\n"
+
+
+def test_a_section_given_at_the_top_is_named_where_it_lies(verbs, capsys):
+    assert main(["grpo", *WHOLE, "constraint={regex: a}"]) == 2
+    assert capsys.readouterr().err == "whet grpo: unknown key constraint; did you mean rollout.constraint?\n"
+    assert main(["grpo", *WHOLE, "constraint.regex=a"]) == 2
+    assert "did you mean rollout.constraint?" in capsys.readouterr().err
+
+
+def test_closed_streams_are_no_traceback(model_folder):
+    def run(words, closed):
+        line = f"{sys.executable} -m whet {words} {closed}"
+        return subprocess.run(line, shell=True, capture_output=True, text=True)
+
+    asked = run(f"generate model={model_folder} prompt=-", "<&-")
+    assert asked.returncode == 2
+    said = "prompt=- reads standard input, which is closed; pipe a prompt in, or write prompt=TEXT"
+    assert asked.stderr == f"whet generate: {said}\n"
+    talk = run(f"chat model={model_folder}", "<&-")
+    assert talk.returncode == 2
+    assert talk.stderr.startswith("whet chat: a chat reads standard input, which is closed")
+    assert run("version", ">&-").returncode == 0 and run("grop", "2>&-").returncode == 2

@@ -13,7 +13,7 @@ from helpers import tiny_model
 from whet import Sampler
 from whet.cli import main
 from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DataError
 from whet.generate import generate, visible
 
 
@@ -194,3 +194,26 @@ def test_a_terminal_is_shown_a_completion_as_it_is_made(model_folder, monkeypatc
 
 def test_a_model_in_memory_agrees_with_the_folder(model_folder, tokenizer):
     assert Sampler(tiny_model(), tokenizer)("ab", 6).text == Sampler(model_folder)("ab", 6).text
+
+
+def test_beams_need_no_temperature_and_refuse_one(model_folder, tmp_path):
+    out, again = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    generate(config(model_folder, "prompt=ab", "beam_size=3", "num_generations=3", f"out={out}"))
+    generate(config(model_folder, "prompt=ab", "beam_size=3", "num_generations=3", "temperature=0", f"out={again}"))
+    assert len(jsonl(out)) == 3 and jsonl(out) == jsonl(again)
+    for beams in ("beam_size=3", "generation_kwargs={num_beams: 3}"):
+        with pytest.raises(ConfigError, match=r"temperature=0\.7 has no meaning for a beam search"):
+            config(model_folder, "prompt=ab", beams, "temperature=0.7")
+        assert config(model_folder, beams).settled_temperature == 0.0
+    assert config(model_folder, "beam_size=1").settled_temperature == 0.7
+
+
+def test_standard_input_that_is_no_text_is_an_error_in_words(model_folder, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n"), encoding="utf-8"))
+    with pytest.raises(DataError, match="standard input is not utf-8 text"):
+        generate(config(model_folder, "prompt=-"))
+
+
+def test_the_mock_engine_completes_with_the_models_own_vocabulary(model_folder, capsys):
+    assert main(["generate", *words(model_folder, "prompt=2+2=", "rollout_engine=mock")]) == 0
+    assert capsys.readouterr().out.endswith("\n")

@@ -18,7 +18,7 @@ LAYERS = [
     {"learners"},
     {"demo", "commands", "generate"},
     {"chat"},
-    {"cli", "trl", "torchrl", "rl2"},
+    {"cli", "__main__", "trl", "torchrl", "rl2"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 

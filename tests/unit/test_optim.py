@@ -215,6 +215,27 @@ def test_an_unknown_optimizer_and_a_factory_of_something_else_are_refused():
         Optim(Toy(), lambda parameters: parameters)
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "json:dumps",
+            r"optim\.name='json:dumps' raised TypeError: .*'lr'; it is called as factory\(groups, lr=\.\.\.\)",
+        ),
+        ("torch.optim:LBFGS", r"optim\.name='torch\.optim:LBFGS' raised ValueError: .*parameter groups"),
+        ("math:pi", r"optim\.name='math:pi' is no function but 3\.14"),
+    ],
+)
+def test_what_is_no_optimizer_factory_is_an_error_in_words(name, said):
+    with pytest.raises(ConfigError, match=said):
+        Optim(Toy(), OptimConfig(name=name))
+
+
+def test_a_factory_that_raises_is_an_error_in_words():
+    with pytest.raises(ConfigError, match=r"an optimizer factory raised TypeError: .*it is called as factory\(param"):
+        Optim(Toy(), lambda: None)
+
+
 # ---- state ---------------------------------------------------------------------------------------------------------
 
 

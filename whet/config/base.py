@@ -243,7 +243,8 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
     near = nearest(path[-1], inside)
     if not root:
         keys = [k for k, *_ in leaves(cls, True)]
-        same = [k for k in keys if k.split(".")[-1] == path[-1]]
+        whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
+        same = [k for k in whole if k.split(".")[-1] == path[-1]]
         near = near or nearest(key, [*keys, *short]) or (f"; did you mean {' or '.join(same[:3])}?" if same else "")
     return f"unknown {noun} {key}{near}"
 

@@ -27,8 +27,8 @@ class SampledConfig:
     """Folder or hub name of the tokenizer; None = the model's."""
     max_tokens: Count | None = None
     """Longest completion in tokens, stop token included; None = 256, or what the model leaves."""
-    temperature: Float = 0.7
-    """Divides the logits; 0 = greedy."""
+    temperature: Float | None = None
+    """Divides the logits; 0 = greedy. None = 0.7, or 0 for a beam search, which draws nothing."""
     top_p: Float | None = None
     """Smallest set of tokens with this probability; None = off."""
     top_k: Int | None = None
@@ -62,6 +62,20 @@ class SampledConfig:
     device: str | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
 
+    @property
+    def searches(self) -> bool:
+        """Whether beams search instead of drawing."""
+        return self.generation_kwargs.get("num_beams", 1) != 1
+
+    @property
+    def settled_temperature(self) -> float:
+        """What the logits are divided by.
+
+        >>> GenerateConfig().settled_temperature, GenerateConfig(beam_size=4).settled_temperature
+        (0.7, 0.0)
+        """
+        return self.temperature if self.temperature is not None else 0.0 if self.searches else 0.7
+
 
 @config
 class GenerateConfig(SampledConfig):
@@ -90,7 +104,7 @@ class GenerateConfig(SampledConfig):
     num_generations: Count = 1
     """Completions of each prompt."""
     beam_size: Count | None = None
-    """Beams to search with instead of drawing (temperature=0); num_generations gives the best of them."""
+    """Beams to search with instead of drawing; num_generations gives the best of them."""
     out: str | None = None
     """A .jsonl file to write instead of printing: prompt, completion, finish_reason, tokens, logprobs."""
     overwrite: Bool = False
@@ -102,12 +116,23 @@ class GenerateConfig(SampledConfig):
         """Checks what concerns several keys."""
         if self.prompt and self.prompts is not None:
             raise ConfigError("prompt and prompts both give prompts; keep one")
+        if self.searches and self.temperature:
+            raise ConfigError(
+                f"temperature={self.temperature:g} has no meaning for a beam search, which draws nothing; leave it out"
+            )
+
+    @property
+    def searches(self) -> bool:
+        """Whether beams search instead of drawing."""
+        return (self.beam_size or 1) > 1 or super().searches
 
 
 @config
 class ChatConfig(SampledConfig):
     """Everything that `whet chat` needs."""
 
+    temperature: Float = 0.7
+    """Divides the logits; 0 = greedy."""
     apply_chat_template: Bool | None = None
     """Whether turns go through the chat template; None = where there is one. false = plain text goes on."""
 

@@ -1,7 +1,8 @@
 """Sampling: the section rollout.
 
 The names and defaults are Tunix's where Tunix has the field. Fields rollout_vllm_... speak to rollout_engine "vllm",
-rollout_sglang_jax_... to "sglang", and have no effect on another; what the engine can't carry out it refuses.
+rollout_sglang_jax_... to "sglang", and have no effect on another, which warns; what the engine can't carry out it
+refuses.
 """
 
 from __future__ import annotations

@@ -77,6 +77,7 @@ def make_engine(
         if spec == "vanilla":
             log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
             spec = "hf"
+    _warn_unused(spec, config)
     made = resolve_engine(spec)
     options: dict[str, Any] = {"decode": decode}
     if spec == "vanilla":
@@ -99,6 +100,22 @@ def make_engine(
             "base that leaves poll to write"
         )
     return engine
+
+
+def _warn_unused(spec: Any, config: RolloutConfig) -> None:
+    """Says which fields are set that speak to another engine; a class of the user's own may read them all."""
+    if not isinstance(spec, str) or ":" in spec:
+        return
+    own = {"vllm": "rollout_vllm_", "sglang": "rollout_sglang_", "sglang_jax": "rollout_sglang_"}.get(spec)
+    other = tuple(p for p in ("rollout_vllm_", "rollout_sglang_") if p != own)
+    plain = vars(RolloutConfig())
+    unused = {n: v for n, v in vars(config).items() if n.startswith(other) and v != plain[n]}
+    if own is None:
+        devices = ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")
+        unused |= {n: vars(config)[n] for n in devices if vars(config)[n] not in (-1, 1)}
+    if unused:
+        said = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
+        log.warning("%s: no effect with rollout_engine %r, they are another engine's; leave them out", said, spec)
 
 
 def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:

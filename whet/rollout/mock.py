@@ -12,9 +12,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError, lookup_error
+from whet.models.load import LoadedModel
 from whet.ops.uniform import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.requests import check_request
@@ -30,7 +31,8 @@ LENGTH, SPREAD = -1, -2
 class MockEngine(QueueEngine):
     """Random completions of random lengths, a few finished at each poll.
 
-    Args: model, decode: not looked at; other engines take them. vocabulary: V; tokens are drawn from 0..V-1, stop ids
+    Args: model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is looked at. decode: not
+            looked at; other engines take it. vocabulary: V, 256 without a model; tokens are drawn from 0..V-1, stop ids
             left out until the end. length_distribution: of the completions: "fixed" (max_tokens), "uniform"
             (1..max_tokens), "normal" (mean half of it, deviation an eighth), "skewed" (log-normal, a few very long).
         per_poll: most outputs of one poll.
@@ -48,15 +50,18 @@ class MockEngine(QueueEngine):
 
     def __init__(
         self,
-        model: object = None,
+        model: LoadedModel | nn.Module | None = None,
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
-        vocabulary: int = 256,
+        vocabulary: int | None = None,
         length_distribution: Literal["fixed", "uniform", "normal", "skewed"] = "fixed",
         per_poll: int = 8,
     ) -> None:
         if length_distribution not in DISTRIBUTIONS:
             raise lookup_error("length_distribution", length_distribution, DISTRIBUTIONS)
+        if vocabulary is None:
+            module = model.module if isinstance(model, LoadedModel) else model
+            vocabulary = 256 if module is None else int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         if vocabulary < 1 or per_poll < 1:
             raise ConfigError(f"vocabulary {vocabulary} and per_poll {per_poll} must be at least 1")
         super().__init__("mock", max_batch=per_poll)
