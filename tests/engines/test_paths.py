@@ -1,16 +1,26 @@
 """The fused trunk and packed weights: equal to the module where they fit, aside where they don't, never stale."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
+import transformers as tf
 from tiny import FAMILIES, build, prompts, requests, run
 from torch import nn
 
+from whet.models.heads import Head
+from whet.models.linear_logprob import linear_logprob
 from whet.models.load import load_model
+from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Sampling
+from whet.rollout.build import complete
 from whet.rollout.engine import EmbeddedEngine, forward, packed
 from whet.rollout.engine.forward import FusedForward, ModuleForward, make_forward
 from whet.rollout.engine.packed import Product, pack_refusal
 from whet.rollout.hf import HFEngine
+from whet.types import Prompt, TokenBatch
+from whet.worker import ModelWorker
 
 PLAIN = Sampling(max_tokens=8)
 BOTH = pytest.mark.parametrize("fast", [True, False], ids=["fast", "module"])
@@ -212,3 +222,46 @@ def test_logprobs_in_bf16_are_those_of_the_model_to_its_rounding(fast):
             logp = model(input_ids=ids).logits[0, len(r.tokens) - 1 : -1].float().log_softmax(-1)
         want = logp.gather(1, torch.from_numpy(done[r.id].tokens).long()[:, None])[:, 0]
         assert (torch.from_numpy(done[r.id].logprobs) - want).abs().max() < 0.02
+
+
+HEADS = {
+    "granite": (tf.GraniteConfig, {"logits_scaling": 0.3, "embedding_multiplier": 3.0}, Head("scale", 1 / 0.3)),
+    "cohere": (tf.CohereConfig, {"logit_scale": 0.7}, Head("scale", 0.7)),
+    "capped": (tf.Qwen3Config, {}, Head("softcap", softcap=7.0)),
+    "fused": (tf.Qwen3Config, {}, Head("scale", 0.7)),
+}
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_half_precision_head_is_rounded_alike_for_the_sampler_and_the_trainer(name, monkeypatch):
+    config, own, head = HEADS[name]
+    monkeypatch.setitem(FAMILIES, name, (config, own))
+    loaded = replace(load_model(build(name).to(torch.bfloat16)), head=head)
+    monkeypatch.setattr(forward, "pack_refusal", lambda dtype, device: "torch's own, on both sides")
+    made = make_forward(loaded, fast=name in ("capped", "fused"))
+    assert type(made) is (FusedForward if name in ("capped", "fused") else ModuleForward)
+    layer = loaded.module.get_output_embeddings()
+    hidden = (4 * torch.randn(200, 32, generator=torch.manual_seed(0))).to(torch.bfloat16)
+    ids = torch.arange(200) % layer.out_features
+    with torch.no_grad():
+        logits = made.logits(hidden)
+        want, _ = linear_logprob(hidden, layer.weight, ids, scale=head.scale, softcap=head.softcap)
+        torch.testing.assert_close(logits, head.logits(layer(hidden)), rtol=0, atol=0)
+    assert logits.dtype == torch.float32 and logits.abs().max() > 4
+    torch.testing.assert_close(selective_log_softmax(logits, ids), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["granite", "cohere"])
+def test_logprobs_of_a_half_precision_model_that_scales_its_logits_are_the_trainers(name, monkeypatch):
+    config, own, head = HEADS[name]
+    monkeypatch.setitem(FAMILIES, name, (config, own))
+    loaded = load_model(build(name, gain=2.0).to(torch.bfloat16))
+    assert loaded.head.scale == pytest.approx(head.scale)
+    rows = [Prompt(tokens=p, source="", columns={}, row=i) for i, p in enumerate(prompts())]
+    groups = complete(
+        EmbeddedEngine(loaded), rows, Sampling(max_tokens=12), num_generations=4, address=(0, 0, 0), first_id=0
+    )
+    batch = TokenBatch.from_groups(groups, np.zeros(len(rows) * 4))
+    apart = (ModelWorker(loaded).logprobs(batch).logprobs - batch.sampler_logprobs).abs()
+    print(name, apart.mean(), apart.max(), batch.sampler_logprobs.mean())
+    assert apart.mean() < 0.02 and apart.max() < 0.2

@@ -93,7 +93,7 @@ def model_stats(
         return TokenStats(logprobs=logprobs, entropy=entropies)
     if head.linear:
         rows = _hidden(module, micro)
-        vocab, logits = layer.weight.shape[0], lambda s: _transform(F.linear(rows[s], layer.weight, layer.bias), head)
+        vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(rows[s], layer.weight, layer.bias))
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.rows)
         vocab, logits = rows.shape[1], lambda s: _wide(rows[s])
@@ -116,12 +116,6 @@ def _hidden(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """[s D]: the last hidden states that predict the targets; index_select, whose backward is repeatable."""
     hidden = module.get_decoder()(**_inputs(micro)).last_hidden_state  # [B T D]
     return hidden.flatten(0, 1).index_select(0, micro.rows)
-
-
-def _transform(logits: Tensor, head: Head) -> Tensor:
-    """The head's transform, in fp32 or float64."""
-    logits = _wide(logits) * head.scale
-    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -37,6 +37,20 @@ class Head:
         """True where logits can be made from hidden states and the head's weight."""
         return self.kind in ("identity", "scale", "softcap")
 
+    def logits(self, products: Tensor) -> Tensor:
+        """What the model makes of W h + b, for sampling and training alike: widened before anything is done to it.
+
+        transformers scales and caps in the model's dtype; in bf16 that rounds every logit once more than here.
+        Args: products: [n V], in the model's dtype.
+        Returns: [n V] in fp32, or float64 where they are.
+
+        >>> Head("scale", scale=0.5).logits(torch.tensor([[3.0]], dtype=torch.bfloat16))
+        tensor([[1.5000]])
+        """
+        x = products.to(torch.promote_types(products.dtype, torch.float32))
+        x = x if self.scale == 1.0 else x * self.scale
+        return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
+
 
 def detect_head(module: nn.Module) -> Head:
     """Finds the head's transform: the linear layer's output is replaced by a ramp, and the logits show what it became.

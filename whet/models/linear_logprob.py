@@ -146,7 +146,7 @@ class _LinearLogprob(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
-    """[rows V], in fp32 or float64: the head's transform done, divided by the temperature."""
+    """[rows V], in fp32 or float64: Head.logits, divided by the temperature, in one buffer and with fewer roundings."""
     z = linear(hidden, weight, bias)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if plan.softcap is not None:

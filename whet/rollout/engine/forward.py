@@ -51,7 +51,7 @@ class ModuleForward:
 
     def logits(self, features: Tensor) -> Tensor:
         """fp32 [n V] of features [n d]."""
-        return _scaled(self.loaded, self._head(features)) if self.loaded.head.linear else features.float()
+        return self.loaded.head.logits(self._head(features)).float() if self.loaded.head.linear else features.float()
 
     def reach(self, positions: int) -> None:
         """Positions must be below this. Nothing to do here."""
@@ -86,7 +86,7 @@ class FusedForward:
 
     def logits(self, features: Tensor) -> Tensor:
         """fp32 [n V] of features [n d]."""
-        return _scaled(self.loaded, self._head(features))
+        return self.loaded.head.logits(self._head(features)).float()
 
     def reach(self, positions: int) -> None:
         """Positions must be below this."""
@@ -134,10 +134,3 @@ def make_forward(loaded: LoadedModel, *, fast: bool) -> ModuleForward | FusedFor
     refusal = pack_refusal(weight.dtype, weight.device)  # pyright: ignore
     trunk = FusedTrunk.of(loaded, pack=refusal is None)
     return ModuleForward(loaded, trunk) if isinstance(trunk, str) else FusedForward(loaded, trunk, refusal)
-
-
-def _scaled(loaded: LoadedModel, logits: Tensor) -> Tensor:
-    """What the model does to the head's product; fp32."""
-    head = loaded.head
-    logits = logits.float() if head.scale == 1.0 else (logits * head.scale).float()
-    return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
