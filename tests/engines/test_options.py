@@ -12,6 +12,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import load_model
 from whet.rollout.base import Request, Sampling, support_of
+from whet.rollout.beams import _StopStrings
 from whet.rollout.build import complete, make_engine, sampling_of
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
@@ -202,6 +203,26 @@ def test_a_stop_string_ends_a_beam(model):
     for o in run(HFEngine(model, decode=letters), [request(p, s, generation=g) for g in range(3)]).values():
         text = letters(o.tokens)
         assert (stop in text) == (o.finish_reason == "stop") and stop not in text[:-1]
+
+
+def test_looking_for_a_stop_string_decodes_the_last_tokens_of_a_beam_alone(model):
+    decoded, (p,) = [], prompts((9,))
+
+    def decode(ids):
+        decoded.append(len(ids))
+        return letters(ids)
+
+    s = sampling({"num_beams": 3}, temperature=0.0, max_tokens=80, stop_ids=(), stop=("never",))
+    o = run(HFEngine(model, decode=decode), [request(p, s)])[0]
+    assert len(o.tokens) == 80 and len(decoded) > 3 * 80
+    assert sum(length > 32 for length in decoded) <= 1  # the whole beam that was found, to be cut where it ended
+
+
+def test_a_beam_that_ended_stays_ended_where_nothing_else_is_left_to_go_on_with():
+    look = _StopStrings(letters, ("51",), prompt=1)
+    ended = [look(torch.tensor(rows), None).tolist() for rows in ([[9, 5], [9, 1]], [[9, 5, 1], [9, 1, 1]])]
+    ended += [look(torch.tensor([[9, 5, 1, 7], [9, 1, 1, 5]]), None).tolist()]
+    assert ended == [[False, False], [True, False], [True, False]]
 
 
 def test_logits_of_a_beam_are_those_of_the_model(model):

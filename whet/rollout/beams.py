@@ -119,11 +119,17 @@ def _output(request: Request, beam: Beam, version: int) -> Output:
 
 
 class _StopStrings(StoppingCriteria):
-    """Ends the beams in which a stop string is complete."""
+    """Ends the beams in which a stop string is complete; asked after each token, it decodes the last few."""
 
     def __init__(self, decode: Decode, stop: Sequence[str], prompt: int) -> None:
         self._decode, self._stop, self._prompt = decode, stop, prompt
+        self._ended: set[tuple[int, ...]] = set()
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
-        texts = [self._decode(row) for row in input_ids[:, self._prompt :].tolist()]
-        return torch.tensor([any(s in t for s in self._stop) for t in texts], device=input_ids.device)
+        rows = [tuple(row) for row in input_ids[:, self._prompt :].tolist()]
+        self._ended = {row for row in rows if row[:-1] in self._ended or self._completes(row)}
+        return torch.tensor([row in self._ended for row in rows], device=input_ids.device)
+
+    def _completes(self, row: tuple[int, ...]) -> bool:
+        """Whether its last token completes a stop string."""
+        return completed_string(self._decode, row, self._stop, fresh=1) is not None
