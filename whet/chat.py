@@ -95,15 +95,20 @@ class Chat:
         if self.templated and self.config.system_prompt:
             self.messages.append({"role": "system", "content": self.config.system_prompt})
         self._held: np.ndarray | None = None
-        self._text = ""
+        self._asked = self._text = ""  # what was rendered up to the answer, and with it
         self._turn = 0
         self._number += 1
 
     def say(self, text: str) -> Generator[str]:
         """Says something, and gives the answer as it is made; leaving early stops it, what was made stays said.
 
-        Raises: DataError: the text alone is longer than the model allows; it is not part of the conversation then.
+        Raises: DataError: the text alone is longer than the model allows, or no valid text; it is not part of the
+            conversation then.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{text[:40]!r} is no valid text ({error.reason}); is the input UTF-8?") from error
         before = list(self.messages)
         self.messages.append({"role": "user", "content": text})
         stream, made, said = TextStream(self.sampler.decode), [], []
@@ -133,7 +138,7 @@ class Chat:
         self._turn += 1
         self._held = np.concatenate([prompt.tokens, np.array(made, np.int32)])
         if self.templated:
-            self._text = self._render(self.messages[:-1]) + self._decode_raw(made)
+            self._text = self._asked + self._decode_raw(made)
 
     def _sampling(self) -> Sampling:
         return self.sampler.sampling(**sampling_keys(self.config))
@@ -171,14 +176,15 @@ class Chat:
                 return self.sampler.encode("".join(m["content"] for m in self.messages))[0]
             rest = tokenizer(self.messages[-1]["content"], add_special_tokens=False, verbose=False).input_ids
             return self._behind(held, rest)
-        whole = self._render(self.messages)
-        if self._held is not None and whole.startswith(self._text):
-            rest = tokenizer(whole[len(self._text) :], add_special_tokens=False, verbose=False).input_ids
-            return self._behind(self._held, rest)
-        return self.sampler.encode(self.messages)[0]
+        self._asked = whole = self._render(self.messages)
+        held = self._held if whole.startswith(self._text) else None
+        rest = whole if held is None else whole[len(self._text) :]
+        return self._behind(held, tokenizer(rest, add_special_tokens=False, verbose=False).input_ids)
 
-    def _behind(self, held: np.ndarray, rest: Any) -> Prompt:
-        return Prompt(tokens=np.concatenate([held, np.array(rest, np.int32)]), source=self.messages)
+    def _behind(self, held: np.ndarray | None, rest: Any) -> Prompt:
+        """What is held, and ids behind it."""
+        parts = [np.array(rest, np.int32)] if held is None else [held, np.array(rest, np.int32)]
+        return Prompt(tokens=np.concatenate(parts), source=self.messages)
 
     def _render(self, messages: list[Message]) -> str:
         """The conversation as the template writes it, up to where the answer begins."""

@@ -73,6 +73,28 @@ def test_a_turn_is_put_behind_the_ids_of_the_one_before(sampler, asked):
     assert rest.endswith("user\nand?\nassistant\n")
 
 
+def test_a_turn_runs_the_template_once(sampler, asked, monkeypatch):
+    c, runs = talk(sampler, forbidden_tokens=(257, 258)), []
+    render = type(sampler.tokenizer).apply_chat_template
+    monkeypatch.setattr(
+        type(sampler.tokenizer),
+        "apply_chat_template",
+        lambda self, *a, **o: runs.append(len(a[0])) or render(self, *a, **o),
+    )
+    say(c, "hi")
+    say(c, "and?")
+    assert runs == [1, 3] and len(asked) == 2
+
+
+def test_what_is_no_text_is_refused_in_every_turn_and_not_part_of_the_conversation(sampler):
+    c = talk(sampler)
+    for count in (0, 2):
+        with pytest.raises(DataError, match="no valid text"):
+            say(c, "a\udcff")
+        assert len(c.messages) == count
+        say(c, "hi")
+
+
 def test_answers_that_are_text_make_the_ids_of_the_template(sampler, asked, monkeypatch):
     c = talk(sampler)
     end = sampler.eos_ids[0]
