@@ -35,6 +35,7 @@ from whet.parallel.comm import require_single_process
 from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import complete, describe_engine, grammars_of, make_engine, sampling_of
+from whet.rollout.constraint import Masks
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt, RolloutOutput, TokenBatch
 from whet.worker import Metrics, ModelWorker
@@ -91,6 +92,7 @@ class RLCluster:
         self._add(Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer)
         self.eos_ids = stop_token_ids(self.tokenizer, self.actor.module.config, self.actor.module.generation_config)
         self._grammars = grammars_of(self.actor.loaded, self.tokenizer)
+        self._masks = Masks(self._grammars)
         for mode in (Mode.TRAIN, Mode.EVAL):
             self._grammars.check(self.sampling(mode))
         for worker in self._workers.values():
@@ -228,7 +230,7 @@ class RLCluster:
         """uint8 [s, W]: the tokens that the training constraint allowed where each target was drawn."""
         at = micro.index.cpu()
         tokens, sequence, versions = (x.cpu().numpy() for x in (micro.targets, micro.sequence, batch.versions[at]))
-        return self._grammars.replay(self.sampling(Mode.TRAIN), tokens, sequence, versions >= 0)
+        return self._masks.of(self.sampling(Mode.TRAIN), tokens, sequence, versions >= 0)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a whole completion, special tokens left out."""
@@ -271,6 +273,7 @@ class RLCluster:
         base = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
         size = at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1
         groups: list[Group] = []
+        self._masks.drop()
         for start in range(0, len(prompts), size):
             part = prompts[start : start + size]
             groups += complete(

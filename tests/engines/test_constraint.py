@@ -18,7 +18,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, EngineError, WhetError
 from whet.ops.support import Support, allowed_tokens, support_logits
 from whet.rollout.base import Request, Sampling
-from whet.rollout.constraint import Constraint, Grammars
+from whet.rollout.constraint import Constraint, Grammars, Masks
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
@@ -381,6 +381,53 @@ def test_replay_refuses_what_was_not_drawn_under_the_constraint(grammars, tokens
     everywhere = np.ones(len(tokens), bool)
     with pytest.raises(DataError, match=r"completion token .* logprob_support='full'"):
         grammars.replay(sampling("(ab)+0?"), np.array(tokens), np.zeros(len(tokens), int), everywhere)
+
+
+def completions(seed=0, count=12):
+    """(tokens, sequence, sampled) of random texts of a language, some of them equal, some cut short."""
+    rng, words = np.random.RandomState(seed), {w: i for i, w in enumerate(WORDS)}
+    texts = [["ab"] * rng.randint(1, 4) + ["0"] * rng.randint(2) for _ in range(count)]
+    rows = [[*(words[w] for w in text), *([END] * rng.randint(2))] for text in texts]
+    tokens, sequence = np.concatenate(rows), np.repeat(np.arange(count), [len(r) for r in rows])
+    return tokens, sequence, np.ones(len(tokens), bool)
+
+
+@pytest.mark.parametrize("most", [0, 100, 2**20])
+def test_kept_masks_are_those_of_a_replay_in_any_order_of_any_passes_and_with_any_room(grammars, most):
+    s, masks = sampling("(ab)+0?"), Masks(grammars, most_bytes=most)
+    tokens, sequence, sampled = completions()
+    sampled[5] = False
+    for seed in range(6):
+        rng = np.random.RandomState(seed)
+        picked = rng.permutation(12)[: rng.randint(1, 12)]
+        at = np.concatenate([np.flatnonzero(sequence == i) for i in picked])
+        part = tokens[at], sequence[at], sampled[at]
+        assert torch.equal(masks.of(s, *part), grammars.replay(s, *part))
+    assert masks.bytes <= most and (masks.bytes > 0) == (most > 0)
+    assert masks.of(s, tokens[:0], sequence[:0], sampled[:0]).shape == (0, grammars.replay(s, *part).shape[1])
+
+
+def test_masks_of_a_batch_are_made_once_until_they_are_dropped(grammars, monkeypatch):
+    made, replay = [], Grammars.replay
+    monkeypatch.setattr(Grammars, "replay", lambda g, s, t, *rest: made.append(len(t)) or replay(g, s, t, *rest))
+    s, masks, batch = sampling("(ab)+0?"), Masks(grammars), completions()
+    distinct = {tuple(batch[0][batch[1] == i]) for i in range(12)}
+    for _ in range(3):
+        masks.of(s, *batch)
+    assert sum(made) == sum(map(len, distinct)) < len(batch[0])
+    assert masks.bytes < len(batch[0]) * 4  # equal masks are held once
+    masks.of(sampling("(ab)+0*"), *batch)
+    assert sum(made) == 2 * sum(map(len, distinct))
+    masks.drop()
+    masks.of(s, *batch)
+    assert sum(made) == 3 * sum(map(len, distinct)) and masks.bytes > 0
+
+
+def test_kept_masks_refuse_what_was_not_drawn_under_the_constraint_each_time(grammars):
+    masks = Masks(grammars)
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"completion token 1 .* logprob_support='full'"):
+            masks.of(sampling("(ab)+0?"), np.array([3, 1]), np.zeros(2, int), np.ones(2, bool))
 
 
 # ---- refusals ------------------------------------------------------------------------------------------------------

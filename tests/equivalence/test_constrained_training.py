@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from whet.config import ConstraintConfig, Mode, Role, RolloutConfig, check
 from whet.errors import ConfigError, DataError, EngineError
 from whet.rollout.base import EngineCaps
+from whet.rollout.constraint import Grammars
 from whet.rollout.hf import HFEngine
 from whet.sampler import Sampler
 from whet.types import TokenBatch
@@ -67,6 +68,23 @@ def test_the_ratio_is_one_on_policy_and_the_gradient_flows(head, monkeypatch):
     c.actor.forward_backward(batch.replace(weights=torch.ones(batch.num_tokens)), loss)
     torch.testing.assert_close(torch.cat(ratios), torch.ones(batch.num_tokens), atol=1e-5, rtol=0)
     assert max(float(p.grad.abs().max()) for p in c.actor.module.parameters() if p.grad is not None) > 1e-3
+
+
+def test_the_passes_of_a_step_replay_each_completion_once_and_the_next_step_anew(monkeypatch):
+    replayed, replay = [], Grammars.replay
+    monkeypatch.setattr(Grammars, "replay", lambda g, s, t, *rest: replayed.append(len(t)) or replay(g, s, t, *rest))
+    c = cluster(rollout={"constraint": REGEX, "max_tokens_to_generate": 10})
+    _, batch = sampled(c)
+    first = c.actor.logprobs(batch).logprobs
+    once = sum(replayed)
+    assert 0 < once <= batch.num_tokens
+    part = batch.select(torch.arange(0, 12, 2)).replace(weights=None)
+    assert torch.equal(c.actor.logprobs(batch).logprobs, first)
+    c.actor.logprobs(part)
+    assert sum(replayed) == once
+    sampled(c)
+    c.actor.logprobs(batch)
+    assert sum(replayed) == 2 * once
 
 
 def test_gradients_equal_those_of_a_softmax_over_what_the_constraint_allows():

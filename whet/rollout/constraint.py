@@ -10,9 +10,10 @@ special tokens.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from whet.types import FinishReason
 if TYPE_CHECKING:
     from whet.rollout.base import Request, Sampling
 
-__all__ = ["Constraint", "Grammars", "Matcher"]
+__all__ = ["Constraint", "Grammars", "Masks", "Matcher"]
 
 log = logging.getLogger("whet")
 
@@ -34,6 +35,8 @@ UNFORCED = '%llguidance {"no_forcing": true}'
 """Any tokens may spell a text that is forced; llguidance would allow the tokenizer's own spelling alone."""
 COMPILED = 64
 """Languages kept compiled."""
+KEPT_BYTES = 256 * 2**20
+"""Distinct masks kept between the passes over a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,6 +294,61 @@ class Grammars:
             "does not allow there; only what was drawn under a constraint can be scored or gone on with under it: use "
             "logprob_support='full', or leave the constraint out"
         )
+
+
+class Masks:
+    """The masks that completions were drawn under, made once for all passes over a batch.
+
+    Equal masks are held once, since a language has few: the memory is theirs, and 4 bytes for each token.
+    Args: grammars: of the tokenizer. most_bytes: of distinct masks; what does not fit is made anew in each pass.
+    """
+
+    def __init__(self, grammars: Grammars, *, most_bytes: int = KEPT_BYTES) -> None:
+        self._grammars, self._most = grammars, most_bytes
+        self.drop()
+
+    def drop(self) -> None:
+        """Forgets all: the next completions are others."""
+        self._rows: list[np.ndarray] = []
+        self._places: dict[bytes, int] = {}
+        self._known: dict[Hashable, np.ndarray] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Memory of the distinct masks."""
+        return sum(row.nbytes for row in self._rows)
+
+    def of(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
+        """What `Grammars.replay` gives, arguments and errors alike; sequences are whole."""
+        cuts = [0, *(np.flatnonzero(sequence[1:] != sequence[:-1]) + 1).tolist(), len(tokens)]
+        spans: dict[Hashable, list[slice]] = {}
+        for a, b in itertools.pairwise(cuts):
+            spans.setdefault((sampling, tokens[a:b].tobytes(), sampled[a:b].tobytes()), []).append(slice(a, b))
+        new = {key: places[0] for key, places in spans.items() if key not in self._known}
+        at = np.concatenate([np.arange(s.start, s.stop) for s in new.values()] or [np.zeros(0, int)])
+        made = self._grammars.replay(sampling, tokens[at], sequence[at], sampled[at]).numpy()
+        fresh = dict(zip(new, np.split(made, np.cumsum([s.stop - s.start for s in new.values()])), strict=False))
+        table = np.empty((len(tokens), made.shape[1]), np.uint8)
+        for key, places in spans.items():
+            rows = fresh[key] if key in fresh else [self._rows[i] for i in self._known[key]]
+            for place in places:
+                table[place] = rows
+        for key, rows in fresh.items():
+            self._keep(key, rows)
+        return torch.from_numpy(table)
+
+    def _keep(self, key: Hashable, masks: np.ndarray) -> None:
+        """Holds the masks [c, W] of a completion, if there is room."""
+        index = np.empty(len(masks), np.int32)
+        for i, mask in enumerate(masks):
+            held = mask.tobytes()
+            if held not in self._places:
+                if (len(self._rows) + 1) * len(held) > self._most:
+                    return
+                self._places[held] = len(self._rows)
+                self._rows.append(np.frombuffer(held, np.uint8))
+            index[i] = self._places[held]
+        self._known[key] = index
 
 
 def _holds(mask: np.ndarray, token: int) -> bool:
