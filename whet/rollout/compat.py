@@ -28,6 +28,8 @@ __all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput"]
 BEYOND = {
     "constraint": None,
     "forbidden_ids": "forbidden_tokens",
+    "generation_kwargs": None,
+    "logprob_support": "logprob_support",
     "min_p": "min_p",
     "min_tokens": "min_tokens",
     "repetition_penalty": "repetition_penalty",

@@ -82,7 +82,8 @@ class MockEngine(QueueEngine):
     def _output(self, request: Request) -> Output:
         """One completion, whole."""
         s, key = request.sampling, address_key(*request.address)
-        count = max(1, min(s.max_tokens, self._length(key, s.max_tokens + request.offset) - request.offset))
+        length = max(s.min_tokens, self._length(key, s.max_tokens + request.offset))
+        count = max(1, min(s.max_tokens, length - request.offset))
         barred = set(s.stop_ids) | set(s.forbidden_ids)
         allowed = np.array([i for i in range(self._vocabulary) if i not in barred], np.int32)
         places = torch.arange(request.offset, request.offset + count)
