@@ -11,6 +11,7 @@ from tiny import build
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
+from whet.models.probe import probe_tokens
 from whet.rollout import resolve_engine
 from whet.rollout.base import Request, Sampling
 from whet.rollout.external import (
@@ -19,7 +20,6 @@ from whet.rollout.external import (
     check_agreement,
     check_known,
     check_reported,
-    probe_tokens,
     seed_of,
 )
 from whet.rollout.sglang import engine_arguments

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.models.attention import ATTENTION, KERNELS, SegmentLayout
 from whet.models.heads import Head, detect_head, with_value_head
+from whet.models.probe import limit_for, probe_tokens
 
 __all__ = ["LoadedModel", "load_model", "save_model"]
 
@@ -270,10 +271,10 @@ class _CountedLayout(SegmentLayout):
 
 @torch.no_grad()
 def _probe(module: PreTrainedModel) -> tuple[str, ...]:
-    """Runs 24 tokens packed (13, and 7 with a child of 4) and apart under eager attention, and compares."""
+    """Runs the probe's 24 tokens packed (13, and 7 with a child of 4) and apart under eager attention, and compares."""
     before = module.config._attn_implementation
     device = module.get_input_embeddings().weight.device
-    ids = (torch.arange(24, device=device) * 7 + 3) % module.config.vocab_size
+    ids = torch.tensor(probe_tokens(module.config.vocab_size), device=device)
     other = ids.clone()
     other[5] = (other[5] + 1) % module.config.vocab_size
     layout = _CountedLayout((13, 7, 4), (-1, -1, 1), device)
@@ -299,8 +300,7 @@ def _probe(module: PreTrainedModel) -> tuple[str, ...]:
         raise ConfigError(
             f"{module.name_or_path or type(module).__name__} gives logits that are not finite; its weights are broken"
         )
-    half = next(module.parameters()).dtype.itemsize == 2
-    limit = TOLERANCE["half" if half else "wide"] * alone.abs().max()
+    limit = limit_for(next(module.parameters()).dtype, TOLERANCE) * alone.abs().max()
     if not (apart := (together - alone).abs().max()) <= limit:
         return (f"packed logits differ from separate ones by {apart:.1e}",)
     if not moved <= ISOLATION * limit:

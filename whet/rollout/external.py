@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import ConfigError, EngineError
+from whet.models.probe import limit_for
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.uniform import address_key
 from whet.rollout.base import Output, Piece, Request, Sampling, support_of
@@ -36,7 +37,6 @@ __all__ = [
     "check_known",
     "check_options",
     "check_reported",
-    "probe_tokens",
     "seed_of",
     "write_config",
 ]
@@ -55,8 +55,6 @@ KNOWN = (
     "top_p",
 )
 """Fields of Sampling that both engines have words for."""
-PROBE = 24
-"""Tokens of the prompt that both sides read when the engine is built."""
 TOLERANCE = {"wide": 1e-3, "half": 0.25}
 """Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
 
@@ -288,15 +286,6 @@ def write_config(module: nn.Module, folder: Path) -> None:
     config.save_pretrained(folder)  # pyright: ignore
 
 
-def probe_tokens(vocabulary: int, positions: int | None) -> list[int]:
-    """The prompt that both sides read.
-
-    >>> len(probe_tokens(64, None)), max(probe_tokens(10, 16)) < 10, len(probe_tokens(10, 16))
-    (24, True, 15)
-    """
-    return [(7 * i + 3) % vocabulary for i in range(min(PROBE, (positions or PROBE + 1) - 1))]
-
-
 @torch.no_grad()
 def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[float], *, engine: str) -> float:
     """Compares an engine's log-probabilities of a prompt with the module's own.
@@ -312,8 +301,7 @@ def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[fl
         logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
     own = selective_log_softmax(logits, ids[0, 1:]).cpu()
     apart = float((own - torch.tensor(list(found))).abs().mean())
-    half = next(module.parameters()).dtype.itemsize == 2
-    if not apart <= (limit := TOLERANCE["half" if half else "wide"]):
+    if not apart <= (limit := limit_for(next(module.parameters()).dtype, TOLERANCE)):
         raise EngineError(
             f"{engine} does not compute this model as transformers does: logprobs of a prompt of {len(tokens)} differ "
             f"by {apart:.1e} in the mean (rounding: below {limit}); use rollout_engine 'vanilla' or 'hf'"

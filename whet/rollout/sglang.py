@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel
+from whet.models.probe import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.borrow import max_positions
 from whet.rollout.build import sampling_of
@@ -34,7 +35,6 @@ from whet.rollout.external import (
     check_known,
     check_options,
     check_reported,
-    probe_tokens,
     seed_of,
     write_config,
 )

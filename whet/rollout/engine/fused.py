@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whet.models.attention import Layout
 from whet.models.load import LoadedModel
+from whet.models.probe import PROBE, limit_for, probe_tokens
 from whet.rollout.borrow import evaluating
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import PrefillLayout, Run
@@ -32,8 +33,6 @@ ATTENTION_NORMS = {"q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 TOLERANCE = {"wide": 2e-5, "half": 5e-2}
 """Largest difference from the module's hidden states, relative to the largest of them."""
-PROBE = 24
-"""Tokens compared."""
 
 
 class _UnfitError(Exception):
@@ -144,7 +143,7 @@ class FusedTrunk:
             return "only the module itself can make its logits"
         module = loaded.module
         device = next(module.parameters()).device
-        ids = ((torch.arange(PROBE, device=device) * 7 + 3) % module.config.vocab_size).unsqueeze(0)
+        ids = torch.tensor([probe_tokens(module.config.vocab_size)], device=device)
         layout = _probe_layout(_Recorder, device)
         layout.options = []
         call = {"position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
@@ -161,7 +160,7 @@ class FusedTrunk:
             return str(error)
         except (RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        limit = TOLERANCE["half" if want.dtype.itemsize == 2 else "wide"] * want.abs().max().double()
+        limit = limit_for(want.dtype, TOLERANCE) * want.abs().max().double()
         difference = (got.double() - want.double()).abs().max() if got.shape == want.shape else torch.tensor(torch.inf)
         return fused if difference <= limit else f"its hidden states differ by {difference.item():.1e}"
 

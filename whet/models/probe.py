@@ -1,0 +1,36 @@
+"""The short prompt on which two ways of running a model are compared before one is trusted, and how near is near.
+
+The packed rows of training, the engine's fused trunk and another package's engine are each compared on it with the
+module alone. Left out on purpose: FlexAttention's comparison, which runs on bare tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+__all__ = ["PROBE", "limit_for", "probe_tokens"]
+
+PROBE = 24
+"""Tokens of the prompt."""
+
+
+def probe_tokens(vocabulary: int, positions: int | None = None) -> list[int]:
+    """The prompt: ids that differ from one to the next.
+
+    Args: vocabulary: ids that the model knows. positions: of the model; one is left for a token after the prompt.
+
+    >>> len(probe_tokens(64)), max(probe_tokens(10, 16)) < 10, len(probe_tokens(10, 16))
+    (24, True, 15)
+    """
+    return [(7 * i + 3) % vocabulary for i in range(min(PROBE, (positions or PROBE + 1) - 1))]
+
+
+def limit_for(dtype: torch.dtype, limits: Mapping[str, float]) -> float:
+    """The limit for a dtype, from those of "half" precision and of all that is "wide".
+
+    >>> limit_for(torch.bfloat16, {"wide": 1e-4, "half": 5e-2}), limit_for(torch.float64, {"wide": 1e-4, "half": 5e-2})
+    (0.05, 0.0001)
+    """
+    return limits["half" if dtype.itemsize == 2 else "wide"]
