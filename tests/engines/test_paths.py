@@ -263,5 +263,4 @@ def test_logprobs_of_a_half_precision_model_that_scales_its_logits_are_the_train
     )
     batch = TokenBatch.from_groups(groups, np.zeros(len(rows) * 4))
     apart = (ModelWorker(loaded).logprobs(batch).logprobs - batch.sampler_logprobs).abs()
-    print(name, apart.mean(), apart.max(), batch.sampler_logprobs.mean())
-    assert apart.mean() < 0.02 and apart.max() < 0.2
+    assert apart.mean() < 0.01 and apart.max() < 0.05
