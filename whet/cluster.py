@@ -234,7 +234,7 @@ class RLCluster:
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of a whole completion, special tokens left out."""
-        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
         """What turns data rows into Prompts under a mode's limits; `options` are PromptEncoder's."""

@@ -263,7 +263,7 @@ def whet_attn(
             f'attention "{ATTENTION}" does not know {", ".join(sorted(unknown))}; train this model padded'
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    layer = module.layer_idx
+    layer: Any = module.layer_idx
     out = whet_layout.attend(layer, query, key, value, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
 

@@ -7,7 +7,7 @@ V vocabulary, D width. Left out on purpose: sampling, which belongs to the engin
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +74,7 @@ def model_stats(
 
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
     """
-    layer = module.get_output_embeddings()
+    layer: Any = module.get_output_embeddings()
     if head.kind == "value":
         values = layer(_hidden(module, micro)).squeeze(1)
         return TokenStats(values=_wide(values))

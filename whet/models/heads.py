@@ -63,7 +63,7 @@ def detect_head(module: nn.Module) -> Head:
     >>> detect_head(CohereForCausalLM(CohereConfig(vocab_size=16, num_hidden_layers=1, logit_scale=0.5, **sizes)))
     Head(kind='scale', scale=0.5, softcap=None)
     """
-    layer, trunk = module.get_output_embeddings(), module.get_decoder()
+    layer, trunk = module.get_output_embeddings(), module.get_decoder()  # pyright: ignore[reportCallIssue]
     if type(layer) is not nn.Linear or trunk is module:
         return Head("unknown")
     half = torch.logspace(-2, 4, layer.out_features // 2, device=layer.weight.device)
@@ -114,7 +114,7 @@ def with_value_head(loaded: LoadedModel, weight: Tensor | None = None) -> Loaded
     """
     module = loaded.module
     old = module.get_output_embeddings()
-    width = module.get_input_embeddings().weight if old is None else old.weight
+    width: Any = module.get_input_embeddings().weight if old is None else old.weight
     layer = nn.Linear(width.shape[1], 1, bias=False, device=width.device, dtype=width.dtype)
     with torch.no_grad():
         layer.weight.zero_() if weight is None else layer.weight.copy_(weight)

@@ -112,7 +112,7 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
         plan: _Plan = ctx.plan
         grad = torch.zeros_like(entropies) if grad is None else grad

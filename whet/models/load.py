@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.utils import cached_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.hub import cached_file
 
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.models.attention import ATTENTION, KERNELS, SegmentLayout
@@ -90,7 +90,7 @@ def load_model(
     else:
         module, weight = _read(str(model), _dtype(dtype), role)
         name = str(model)
-    module = module.to(device).train()
+    module = module.to(device).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: the checks below run without a layout
         module.set_attn_implementation("eager")
     _drop_dropout(module, name)
@@ -172,9 +172,9 @@ def _read(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Te
     if critic and role != "critic":
         raise ConfigError(f"{path!r} is a critic: it has a value head and no language head; it can't be the {role}")
     if critic:
-        del config.whet_value_head
+        del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        module, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
             path,
             config=config,
             dtype=dtype,
@@ -272,8 +272,8 @@ class _CountedLayout(SegmentLayout):
 @torch.no_grad()
 def _probe(module: PreTrainedModel) -> tuple[str, ...]:
     """Runs the probe's 24 tokens packed (13, and 7 with a child of 4) and apart under eager attention, and compares."""
-    before = module.config._attn_implementation
-    device = module.get_input_embeddings().weight.device
+    before: Any = module.config._attn_implementation
+    device: Any = module.get_input_embeddings().weight.device
     ids = torch.tensor(probe_tokens(module.config.vocab_size), device=device)
     other = ids.clone()
     other[5] = (other[5] + 1) % module.config.vocab_size
