@@ -15,6 +15,7 @@ from whet.parallel.checkpoint import (
     find_checkpoint,
     publish,
     read_state,
+    saved,
     sweep,
     verify,
     write_folder,
@@ -38,6 +39,10 @@ class Checkpoints:
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `resume` names: see parallel.find_checkpoint."""
         return find_checkpoint(resume, self.root)
+
+    def exist(self) -> bool:
+        """Whether a run has saved any here."""
+        return self.root is not None and bool(saved(self.root))
 
     def sweep(self) -> None:
         """Removes what a kill left half written. Only where the run folder is locked: another may be writing it."""

@@ -130,6 +130,17 @@ def test_a_damaged_checkpoint_is_named_and_an_earlier_one_still_serves(tmp_path,
     assert learner(tmp_path, resume=str(early), max_steps=2).train(rows(8)).step == 2
 
 
+def test_a_newest_checkpoint_without_run_pt_is_named_with_the_one_to_go_on_from(tmp_path):
+    learner(tmp_path, max_steps=2).train(rows(8))
+    one, two = (tmp_path / "checkpoints" / f"step-{step:06d}" for step in (1, 2))
+    (two / "run.pt").unlink()
+    with pytest.raises(CheckpointError, match=rf"{two}/run\.pt is missing .*trainer\.resume={one} "):
+        learner(tmp_path, resume="latest").train(rows(8))
+    with pytest.raises(ConfigError, match="holds the checkpoints of a run"):
+        learner(tmp_path / "new", checkpoint_root_directory=str(two.parent)).train(rows(8))
+    assert learner(tmp_path, resume=str(one), max_steps=2).train(rows(8)).step == 2
+
+
 @pytest.mark.parametrize("name", ["actor/model.safetensors", "actor/optimizer.safetensors"])
 def test_a_bit_that_was_lost_in_a_checkpoint_is_seen_before_it_is_taken_up(tmp_path, name):
     learner(tmp_path, max_steps=1).train(rows(8))
@@ -249,6 +260,7 @@ def test_what_is_broken_beside_the_checkpoints_does_not_stop_a_resume(tmp_path, 
     run = learner(tmp_path, max_steps=3, resume="latest").train(rows(8))
     assert run.step == 3 and [row["step"] for row in run.rows] == [1, 2, 3]
     assert "environment.json" in caplog.text
+    assert "step-000009 is passed over" in caplog.text and "step-000002" in caplog.text
 
 
 # ---- a folder in use -----------------------------------------------------------------------------------------------

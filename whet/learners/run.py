@@ -141,6 +141,7 @@ class Run:
             self._refuse_old_checkpoints()
         assert self.stream is not None
         total, updates = self.total_steps, self.learner.updates_of(self.stream.batch_size)
+        self.profiler.expect(None if total is None else total - self.step)
         for trainer in self.cluster.trainers.values():
             trainer.worker.plan(None if total is None else total * updates)
             trainer.hooks.on_train_start(trainer)
@@ -346,7 +347,7 @@ class Run:
     def _refuse_old_checkpoints(self) -> None:
         """Raises ConfigError where a new run would take another's checkpoints for its own."""
         root = self.checkpoints.root
-        if root is not None and self.checkpoints.find("latest") is not None:
+        if self.checkpoints.exist():
             raise ConfigError(
                 f"{root} holds the checkpoints of a run; set trainer.resume=latest to go on with it, or another folder"
             )

@@ -10,8 +10,11 @@ stacks, which make a profile many times larger and slower; take torch.profiler i
 
 from __future__ import annotations
 
+import errno
+import gzip
 import logging
 import os
+import tempfile
 import time
 from bisect import bisect_right
 from collections import defaultdict
@@ -50,8 +53,22 @@ class StepProfiler:
         place = folder if options is None or options.log_dir is None else options.log_dir
         self.folder = None if place is None else Path(place)
         self.trace = trace
+        self._first = 0 if options is None else options.skip_first_n_steps
         self._seen = 0
         self._profiled = 0
+
+    def expect(self, steps: int | None) -> None:
+        """Takes note of the number of steps to come: a run too short for the options has its last one profiled.
+
+        Args: steps: that number; None = unknown.
+        """
+        if self.options is not None and steps is not None and 0 < steps <= self._first:
+            log.warning(
+                "the run has no step after the first %d, which are not to be profiled; profiling its last one, in "
+                "which what is made once may lie too",
+                self._first,
+            )
+            self._first = steps - 1
 
     def step(self, number: int) -> AbstractContextManager[None]:
         """What a step runs in.
@@ -61,8 +78,7 @@ class StepProfiler:
         self._seen += 1
         if self.options is None:
             return nullcontext()
-        first = self.options.skip_first_n_steps
-        due = first < self._seen <= first + self.options.profiler_steps
+        due = self._first < self._seen <= self._first + self.options.profiler_steps
         return self._profile(number) if due else nullcontext()
 
     @contextmanager
@@ -100,9 +116,18 @@ class StepProfiler:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{table(found)}\n".encode())
             seen.export_chrome_trace(str(temporary))
+            _check_whole(temporary)
             temporary.replace(self.folder / f"{name}.json.gz")
-        except (OSError, CheckpointError) as error:
-            log.warning("the profile of step %d could not be written to %s: %s", number, self.folder, error)
+        except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: torch's own, and CheckpointError
+            why = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
+            log.warning(
+                "the profile of step %d could not be written to %s: %s; nothing of the step is lost, training goes on. "
+                "Make room there and in %s, or set trainer.profiler_options.log_dir, and profile again",
+                number,
+                self.folder,
+                why,
+                tempfile.gettempdir(),
+            )
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
 
@@ -115,6 +140,16 @@ class StepProfiler:
                 self._seen,
                 self.options.skip_first_n_steps,
             )
+
+
+def _check_whole(path: Path) -> None:
+    """Raises OSError for a timeline that is cut short: torch writes it to a temporary file first, without an error."""
+    last = b""
+    with gzip.open(path) as file:
+        while part := file.read(1 << 20):
+            last = part
+    if not last.rstrip().endswith(b"}"):
+        raise OSError(errno.EIO, f"torch has written {'half of' if last else 'nothing of'} the timeline")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -36,10 +37,13 @@ __all__ = [
     "publish",
     "read_state",
     "save_state",
+    "saved",
     "sweep",
     "verify",
     "write_folder",
 ]
+
+log = logging.getLogger("whet")
 
 _STEP = re.compile(r"step-(\d{6,})")
 _SUMS = "sums.json"
@@ -178,6 +182,11 @@ def checkpoints(root: Path) -> list[Path]:
     return sorted(found, key=lambda p: int(p.name[5:]))
 
 
+def saved(root: Path) -> list[Path]:
+    """The checkpoints under a folder that a run has written, a file of which may have gone since, oldest step first."""
+    return [p for p in checkpoints(root) if (p / "run.pt").is_file() or (p / _SUMS).is_file()]
+
+
 def sweep(root: Path) -> None:
     """Removes what killed processes left half-written."""
     for p in root.glob(".tmp-*") if root.is_dir() else []:
@@ -189,7 +198,7 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
 
     Args: resume: "latest", or a folder. root: the run's checkpoints.
     Returns: the folder; None where "latest" finds none: the run then starts from the beginning.
-    Raises: CheckpointError: a folder that is no checkpoint.
+    Raises: CheckpointError: a folder that is no checkpoint; the newest one lacks its run.pt, and is not passed over.
     """
     if resume != "latest":
         path = Path(resume)
@@ -201,8 +210,20 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
         raise CheckpointError("resume='latest' needs a run_dir or a checkpoint_root_directory to look in")
     pointer = root / "latest"
     name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
-    whole = [p for p in checkpoints(root) if (p / "run.pt").is_file()]
-    return next((p for p in whole if p.name == name), whole[-1] if whole else None)
+    there = saved(root)
+    for p in checkpoints(root):
+        if p not in there:
+            log.warning("%s is passed over: it has neither run.pt nor sums.json, so it is no checkpoint", p)
+    if not there:
+        return None
+    newest = next((p for p in there if p.name == name), there[-1])
+    if name not in ("", newest.name):
+        log.warning("%s names %r, which is gone; taking %s", pointer, name, newest)
+    if not (newest / "run.pt").is_file():
+        whole = [p for p in there if (p / "run.pt").is_file()]
+        other = f"trainer.resume={whole[-1]} goes on from there" if whole else "begin anew in another folder"
+        raise CheckpointError(f"{newest / 'run.pt'} is missing from the newest checkpoint; put it back, or {other}")
+    return newest
 
 
 def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:

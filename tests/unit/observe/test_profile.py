@@ -1,6 +1,9 @@
+import errno
 import gzip
 import json
 import logging
+import os
+import tempfile
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ from whet.config import DataConfig, GRPOConfig, ProfilerOptions
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.observe import Trace
+from whet.observe.files import unwritable
 from whet.observe.profile import Cost, StepProfiler, costs, table
 
 X = torch.randn(64, 64)
@@ -146,10 +150,51 @@ def test_a_resumed_run_counts_from_where_it_begins_and_may_ask_for_a_profile(tmp
     assert names(tmp_path / "run") == ["profile-step-000004.json.gz", "profile-step-000004.txt"]
 
 
-def test_a_run_that_is_over_before_says_so(caplog):
-    with caplog.at_level(logging.WARNING, "whet"):
-        train(None, steps=1, profile=True)
+def test_a_run_too_short_for_the_options_has_its_last_step_profiled_and_says_so(tmp_path, caplog):
+    train(tmp_path / "one", steps=1, profile=True)
+    assert names(tmp_path / "one") == ["profile-step-000001.json.gz", "profile-step-000001.txt"]
+    assert "the run has no step after the first 1, which are not to be profiled; profiling its last one" in caplog.text
+    train(tmp_path / "two", steps=2, profiler_options=ProfilerOptions(skip_first_n_steps=5))
+    assert names(tmp_path / "two") == ["profile-step-000002.json.gz", "profile-step-000002.txt"]
+
+
+def test_a_run_of_unknown_length_that_is_over_before_says_so(caplog):
+    profiler = StepProfiler(ProfilerOptions(), folder=None, trace=Trace())
+    profiler.expect(None)
+    with profiler.step(1):
+        pass
+    profiler.close()
     assert "no step was profiled: the run made 1 and the first 1 are skipped" in caplog.text
+
+
+def _fails(self, path):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _half(self, path):
+    """What torch leaves where the place of its temporary file is full: no error, and half a file."""
+    with gzip.open(path, "wt") as file:
+        file.write('{"traceEvents": [')
+
+
+@pytest.mark.parametrize(("export", "why"), [(_fails, "No space left on device"), (_half, "half of the timeline")])
+def test_a_profile_on_a_full_disk_costs_no_step_and_says_what_to_free(tmp_path, monkeypatch, caplog, export, why):
+    monkeypatch.setattr(profile, "export_chrome_trace", export)
+    run = train(tmp_path, steps=2, profile=True)
+    assert run.step == 2 and names(tmp_path) == ["profile-step-000002.txt"]
+    assert f"the profile of step 2 could not be written to {tmp_path}: " in caplog.text and why in caplog.text
+    assert (
+        f"nothing of the step is lost, training goes on. Make room there and in {tempfile.gettempdir()}" in caplog.text
+    )
+
+
+def test_a_table_that_the_disk_did_not_take_is_no_reason_to_resume(tmp_path, monkeypatch, caplog):
+    def full(path, content):
+        raise unwritable(path, OSError(errno.ENOSPC, "full")) from OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("whet.observe.profile.write_atomic", full)
+    assert train(tmp_path, steps=2, profile=True).step == 2
+    assert "could not be written" in caplog.text and "resume" not in caplog.text and names(tmp_path) == []
 
 
 def test_without_a_folder_the_table_is_logged_and_that_is_said(caplog):

@@ -143,6 +143,32 @@ def test_latest_is_the_pointer_and_without_it_the_highest_step(tmp_path):
     assert find_checkpoint("latest", tmp_path).name == "step-000002"
 
 
+def test_a_newest_checkpoint_that_is_gone_is_said(tmp_path, caplog):
+    for step in (1, 2):
+        publish(tmp_path, step, write())
+    discard(tmp_path / "step-000002")
+    assert find_checkpoint("latest", tmp_path).name == "step-000001"
+    assert f"{tmp_path}/latest names 'step-000002', which is gone; taking {tmp_path}/step-000001" in caplog.text
+
+
+@pytest.mark.parametrize("pointer", [True, False])
+def test_a_newest_checkpoint_without_its_state_is_not_passed_over(tmp_path, pointer):
+    folders = [publish(tmp_path, step, write()) for step in (1, 2)]
+    if not pointer:
+        (tmp_path / "latest").unlink()
+    (folders[1] / "run.pt").unlink()
+    with pytest.raises(CheckpointError) as error:
+        find_checkpoint("latest", tmp_path)
+    said = f"{folders[1]}/run.pt is missing from the newest checkpoint; put it back, or trainer.resume={folders[0]}"
+    assert str(error.value).startswith(said)
+    (tmp_path / "step-000007").mkdir()  # nobody's
+    with pytest.raises(CheckpointError, match=r"step-000002/run\.pt is missing from the newest checkpoint"):
+        find_checkpoint("latest", tmp_path)
+    (folders[0] / "run.pt").unlink()
+    with pytest.raises(CheckpointError, match="begin anew in another folder"):
+        find_checkpoint("latest", tmp_path)
+
+
 def test_a_path_is_taken_as_it_is_and_must_be_a_checkpoint(tmp_path):
     folder = publish(tmp_path, 1, write())
     assert find_checkpoint(str(folder), None) == folder
