@@ -24,6 +24,7 @@ from whet.data.padded import padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
+from whet.heap import trim_heap
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
@@ -208,10 +209,7 @@ class RLCluster:
         """Spans of the phases."""
         return self.trace
 
-    @property
-    def perf_v2(self) -> Trace:
-        """The same spans."""
-        return self.trace
+    perf_v2 = perf
 
     def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
         """The rollout configuration of a mode; evaluation takes training's where none was given."""
@@ -417,10 +415,12 @@ class RLCluster:
         """Frees what an engine on the CPU holds, until `sync_weights`: what it cached is of weights that now change."""
         if self._engine.caps.sleep and self._engine.caps.shared_weights and self.actor.device.type == "cpu":
             self._engine.sleep()
+            trim_heap()
 
     def sync_weights(self) -> None:
         """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
         self.actor.version += 1
+        trim_heap()  # what the update held: a rollout takes its memory elsewhere
         with self.trace.span("weight_sync"):
             self._update_engine()
 

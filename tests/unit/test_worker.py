@@ -106,6 +106,16 @@ def test_the_numbers_of_a_micro_batch_stay_on_the_device():
     assert [float(n) for n in found] == [2.0, -1.0, 1.0, -2.0, -1.0]  # the count first
 
 
+def test_no_micro_batch_waits_for_the_device():
+    batch = weighted(random_batch(*SHAPES))
+    worker = make(exact_model(), max_sequences=3)
+    micros = worker.micro_batches(batch, 3)  # planned on the host, before the first pass
+    worker.micro_batches = lambda *_: micros
+    with Waits() as waits:  # transformers' making of masks included
+        worker.forward_backward(batch, clipped_surrogate, reductions=REDUCTIONS, entropy=True)
+    assert len(micros) > 1 and waits.count == 0
+
+
 def test_a_micro_batch_without_trained_tokens_has_no_part_in_means_and_extremes():
     batch = weighted(random_batch((3, [4, 2])))
     batch = batch.replace(mask=batch.sequence == 0)

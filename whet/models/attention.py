@@ -1,4 +1,4 @@
-"""Attention over packed rows that share prefixes, under the name "whet" in transformers' registries.
+"""Attention over packed rows that share prefixes, under the name "whet" in transformers' registry.
 
 A layout says who sees whom; it goes down the model as the keyword `whet_layout=` and arrives, once per layer, at
 `whet_attn`. Importing this module registers the name. Where a GPU would need masks and FlexAttention passes its probe,
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from whet.errors import ConfigError, DataError, lookup_error
@@ -268,11 +267,6 @@ def whet_attn(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The mask function beside `whet_attn`: no 4-D mask is built."""
-    return
-
-
 def _places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """The places in the row of each segment's own tokens, and of its ancestors' in order from the root."""
     starts = np.cumsum([0, *lengths])
@@ -368,6 +362,7 @@ def _explicit(
     return (weights @ v.to(dtype)[:, :, None]).flatten(1, 2).to(q.dtype)
 
 
-# on import, and again without harm: a model can be told to use the name as soon as this module is there
+# On import, and again without harm: a model can be told to use the name as soon as this module is there. No mask
+# function stands beside it: without one transformers makes no mask and, before that, asks no position ids whether they
+# are packed, for which it would wait for the device in every pass.
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, whet_attn)
-ALL_MASK_ATTENTION_FUNCTIONS.register(ATTENTION, _no_mask)

@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers import SmolLM3Config
+from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from whet.errors import ConfigError, DataError
@@ -186,6 +187,8 @@ def test_whet_attn_refuses_what_it_does_not_know():
         whet_attn(Module(), q, k, v, None, whet_layout=layout, dropout=0.1)
 
 
-def test_the_name_is_registered_and_builds_no_mask():
+def test_the_name_is_registered_and_no_mask_is_built_for_it():
     assert ALL_ATTENTION_FUNCTIONS[ATTENTION] is whet_attn
-    assert ALL_MASK_ATTENTION_FUNCTIONS[ATTENTION](1, x=2) is None
+    config = SmolLM3Config(attn_implementation=ATTENTION)
+    for mask in (None, torch.ones(1, 5, dtype=torch.long)):
+        assert create_causal_mask(config, torch.zeros(1, 5, 8), mask, None, torch.arange(5)[None]) is None
