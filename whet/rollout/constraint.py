@@ -328,26 +328,31 @@ class Masks:
         at = np.concatenate([np.arange(s.start, s.stop) for s in new.values()] or [np.zeros(0, int)])
         made = self._grammars.replay(sampling, tokens[at], sequence[at], sampled[at]).numpy()
         fresh = dict(zip(new, np.split(made, np.cumsum([s.stop - s.start for s in new.values()])), strict=False))
+        for key, rows in fresh.items():
+            self._keep(key, rows)
+        if len(made) == len(tokens):  # all are new, and stand in their order
+            return torch.from_numpy(made)
         table = np.empty((len(tokens), made.shape[1]), np.uint8)
         for key, places in spans.items():
             rows = fresh[key] if key in fresh else [self._rows[i] for i in self._known[key]]
             for place in places:
                 table[place] = rows
-        for key, rows in fresh.items():
-            self._keep(key, rows)
         return torch.from_numpy(table)
 
     def _keep(self, key: Hashable, masks: np.ndarray) -> None:
         """Holds the masks [c, W] of a completion, if there is room."""
-        index = np.empty(len(masks), np.int32)
+        index, last = np.empty(len(masks), np.int32), b""
         for i, mask in enumerate(masks):
             held = mask.tobytes()
+            if held == last:  # most are the one before; comparing is cheaper than a hash of 20 kB
+                index[i] = index[i - 1]
+                continue
             if held not in self._places:
                 if (len(self._rows) + 1) * len(held) > self._most:
                     return
                 self._places[held] = len(self._rows)
                 self._rows.append(np.frombuffer(held, np.uint8))
-            index[i] = self._places[held]
+            index[i], last = self._places[held], held
         self._known[key] = index
 
 
