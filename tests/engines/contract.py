@@ -24,6 +24,7 @@ ENGINES = {
     "hf-float64": {},
     "vanilla": {},
     "vanilla-module": {"fast": False},
+    "vanilla-torch": {"native": False},
     "vanilla-small": {"max_batch": 3, "prefill_tokens": 8, "kv_cache_tokens": 192},
     "vanilla-float64": {},
     "vanilla-bfloat16": {},

@@ -6,7 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from tiny import FAMILIES, VOCABULARY, build, drain, letters, prompts, requests, run
+from tiny import FAMILIES, FORMS, VOCABULARY, build, drain, letters, prompts, requests, run
 
 from whet.errors import ConfigError, EngineError
 from whet.ops.uniform import address_key
@@ -16,7 +16,7 @@ from whet.rollout.hf import HFEngine
 from whet.rollout.requests import completed_string
 
 FUSED = {"qwen3", "qwen2", "llama", "mistral_window"}
-BOTH = pytest.mark.parametrize("fast", [True, False], ids=["fast", "module"])
+EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +42,15 @@ def cut(tokens, stop):
     return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_equals_generate_token_for_token(family, fast):
+def test_greedy_equals_generate_token_for_token(family, form):
     model = build(family, gain=4.0)
     plain = [generate(model, p, 20) for p in prompts()]
     assert max(len(set(t)) for t in plain) >= 3  # not one token over and over
     stop = plain[0][5]
-    engine = EmbeddedEngine(model, max_batch=7, prefill_tokens=16, fast=fast)
-    assert (engine.paths["trunk"] == "fused") == (fast and family in FUSED)
+    engine = EmbeddedEngine(model, max_batch=7, prefill_tokens=16, **form)
+    assert (engine.paths["trunk"] == "fused") == (form.get("fast", True) and family in FUSED)
     work = requests(prompts(), Sampling(max_tokens=20, temperature=0.0, stop_ids=(stop,)), group=3)
     done = run(engine, work)
     for r in work:
@@ -124,26 +124,26 @@ def test_logprobs_equal_a_full_forward(model, kind, support):
         assert not set(done[r.id].tokens[: r.sampling.min_tokens].tolist()) & set(r.sampling.stop_ids)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
-def test_draws_equal_the_naive_engines(model, sampling, fast):
+def test_draws_equal_the_naive_engines(model, sampling, form):
     stops = tuple(range(0, VOCABULARY, 6))  # rows leave at different times, and others move into their places
     work = requests(prompts(), Sampling(**{"max_tokens": 16, "stop_ids": stops, **sampling}), group=4)
-    fast, naive = run(EmbeddedEngine(model, max_batch=6, fast=fast), work), run(HFEngine(model), work)
+    fast, naive = run(EmbeddedEngine(model, max_batch=6, **form), work), run(HFEngine(model), work)
     for i in naive:
         assert fast[i].tokens.tolist() == naive[i].tokens.tolist()
         assert fast[i].finish_reason == naive[i].finish_reason
         np.testing.assert_allclose(fast[i].logprobs, naive[i].logprobs, atol=2e-5)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("fields", [{}, {"top_k": 6, "temperature": 1.5}, {"top_p": 0.7}])
-def test_frequencies_are_those_of_the_model(fields, fast):
+def test_frequencies_are_those_of_the_model(fields, form):
     """Two tokens from a vocabulary of 64, 4000 times: chi-square over the pairs' first tokens and second tokens."""
     model, count = build(gain=2.0), 4000
     sampling = Sampling(max_tokens=2, **fields)
     work = requests(prompts((4,)), sampling, group=count)
-    done = run(EmbeddedEngine(model, max_batch=1000, fast=fast), work)
+    done = run(EmbeddedEngine(model, max_batch=1000, **form), work)
     first = np.bincount([o.tokens[0] for o in done.values()], minlength=VOCABULARY)
     common = int(first.argmax())
     second = np.bincount([o.tokens[1] for o in done.values() if o.tokens[0] == common], minlength=VOCABULARY)
@@ -161,30 +161,30 @@ def test_frequencies_are_those_of_the_model(fields, fast):
         assert chi2 < degrees + 4.5 * np.sqrt(2 * degrees) + 4  # about 1 in 10^5
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(
     "options", [{"max_batch": 1}, {"max_batch": 3}, {"prefill_tokens": 4}, {"kv_cache_tokens": 160}]
 )
-def test_sizes_change_no_token(model, options, fast):
+def test_sizes_change_no_token(model, options, form):
     stops = tuple(range(0, VOCABULARY, 6))
     work = requests(prompts((3, 70, 40, 9, 1, 33)), Sampling(max_tokens=30, stop_ids=stops), group=4)
-    want = run(EmbeddedEngine(model, fast=fast), work)
-    got = run(EmbeddedEngine(model, fast=fast, **options), work)
+    want = run(EmbeddedEngine(model, **form), work)
+    got = run(EmbeddedEngine(model, **form, **options), work)
     assert {len(o.tokens) for o in want.values()} != {30}
     for i in want:
         assert got[i].tokens.tolist() == want[i].tokens.tolist()
         np.testing.assert_allclose(got[i].logprobs, want[i].logprobs, atol=1e-5)
 
 
-@BOTH
+@pytest.mark.parametrize("form", [FORMS["torch"], FORMS["module"]], ids=["torch", "module"])  # native has no copies
 @pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gpt_oss", "gemma2"])
-def test_prompts_copied_into_their_rows_change_no_token(family, fast, monkeypatch):
+def test_prompts_copied_into_their_rows_change_no_token(family, form, monkeypatch):
     model, stops = build(family, gain=3.0), tuple(range(0, VOCABULARY, 6))
     work = requests(prompts((3, 70, 40, 9, 64, 65)), Sampling(max_tokens=30, stop_ids=stops), group=4)
     done = []
     for longest in (0, 9, 64, 200):  # none, some, some, all
         monkeypatch.setattr(runner, "JOIN", longest)
-        engine = EmbeddedEngine(model, max_batch=11, fast=fast)  # rows leave, others move and come in
+        engine = EmbeddedEngine(model, max_batch=11, **form)  # rows leave, others move and come in
         done.append(run(engine, work))
     for other in done[1:]:
         for i, o in done[0].items():
@@ -196,7 +196,7 @@ def test_a_bounded_cache_holds_no_more_than_its_bound(model):
     engine = EmbeddedEngine(model, kv_cache_tokens=400)
     long = requests(prompts((3, 70, 40, 9)), Sampling(max_tokens=30), group=4)
     short = [Request(**{**vars(r), "id": r.id + 100, "sampling": Sampling(max_tokens=3)}) for r in long]
-    token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, head size, bytes
+    token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, KV heads, head size, bytes
     for work in (long, short):
         engine.submit(work)
         held, done = [], 0
@@ -242,12 +242,12 @@ def test_each_distinct_prompt_of_a_group_is_prefilled_once(model):
     assert rows == [(1, 16), (8, 1), (8, 1)]  # 5 + 11 tokens once, then 8 rows for the second and third token
 
 
-@BOTH
-def test_live_rows_decode_between_the_chunks_of_a_long_prompt(model, fast):
+@EACH
+def test_live_rows_decode_between_the_chunks_of_a_long_prompt(model, form):
     sizes, stops = (5, 30, 9, 200, 70, 70), tuple(range(0, VOCABULARY, 9))
     work = requests(prompts(sizes), Sampling(max_tokens=40, stop_ids=stops), group=2)
-    want = run(EmbeddedEngine(model, fast=fast), work)
-    engine = EmbeddedEngine(model, prefill_tokens=16, fast=fast)
+    want = run(EmbeddedEngine(model, **form), work)
+    engine = EmbeddedEngine(model, prefill_tokens=16, **form)
     engine.submit(work[:6])
     done = {o.id: o for o in engine.poll()}
     live, shapes = 6 - len(done), watched(engine)

@@ -5,14 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny import VOCABULARY, build, drain, letters, prompts, requests, run
+from tiny import FORMS, VOCABULARY, build, drain, letters, prompts, requests, run
 
 from whet.errors import EngineError
 from whet.rollout.base import EngineStats, Request, Sampling, stream
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.engine.shelf import Held, Shelf
 
-BOTH = pytest.mark.parametrize("fast", [True, False], ids=["fast", "module"])
+EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 STOPS = tuple(range(0, VOCABULARY, 6))
 
 
@@ -56,17 +56,17 @@ def assert_equal(got, want):
         np.testing.assert_allclose(got[key][1].logprobs, want[key][1].logprobs, atol=1e-5)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize(
     "sampling",
     [Sampling(max_tokens=9, temperature=0.0), Sampling(max_tokens=9, stop_ids=STOPS, repetition_penalty=1.2)],
     ids=["greedy", "sampled"],
 )
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "deepseek_v3_value_size"])
-def test_a_turn_encodes_what_is_new_alone_and_says_what_it_would_have_said(family, sampling, fast):
+def test_a_turn_encodes_what_is_new_alone_and_says_what_it_would_have_said(family, sampling, form):
     model = build(family, gain=3.0)
-    engine = EmbeddedEngine(model, fast=fast, prefill_tokens=16)
-    want = talk(EmbeddedEngine(model, fast=fast), prompts(), sampling, hold=False)
+    engine = EmbeddedEngine(model, **form, prefill_tokens=16)
+    want = talk(EmbeddedEngine(model, **form), prompts(), sampling, hold=False)
     got = talk(engine, prompts(), sampling)
     assert_equal(got, want)
     # the first prompts once each; then what the user said, and the last token of the answer, which was never run
@@ -152,17 +152,17 @@ def test_equal_prompts_of_different_groups_are_encoded_once(model):
         assert done[r.id].tokens.tolist() == run(EmbeddedEngine(model), [r])[r.id].tokens.tolist()
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("bound", [137, 160, 200, 300, 500])
-def test_a_tight_bound_fails_no_turn_changes_no_token_and_is_kept(model, bound, fast):
+def test_a_tight_bound_fails_no_turn_changes_no_token_and_is_kept(model, bound, form):
     sampling = Sampling(max_tokens=9, stop_ids=STOPS)
-    want = talk(EmbeddedEngine(model, fast=fast), prompts(), sampling, hold=False)
-    engine, held = EmbeddedEngine(model, fast=fast, kv_cache_tokens=bound), []
+    want = talk(EmbeddedEngine(model, **form), prompts(), sampling, hold=False)
+    engine, held = EmbeddedEngine(model, **form, kv_cache_tokens=bound), []
     poll = engine.poll
     engine.poll = lambda *a: (poll(*a), held.append(engine.stats()))[0]
     assert_equal(talk(engine, prompts(), sampling), want)
     assert all(s.kv_tokens <= bound and s.kv_tokens_bound == bound for s in held)
-    token = 2 * 2 * 2 * 8 * 4  # keys and values, layers, KV heads, head size, bytes
+    token = 2 * 2 * 2 * 16 * 4  # keys and values, layers, KV heads, head size, bytes
     assert all(s.kv_bytes <= bound * token for s in held)
     assert max(s.kv_bytes_bound or 0 for s in held) == bound * token
     assert max(s.held for s in held) >= 1
@@ -253,12 +253,12 @@ def begin(engine, work):
     assert engine.poll(timeout_s=0.0) == []
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 9, "repetition_penalty": 1.3}])
-def test_tokens_behind_an_update_are_those_of_a_new_engine_going_on_with_the_new_weights(fields, fast):
+def test_tokens_behind_an_update_are_those_of_a_new_engine_going_on_with_the_new_weights(fields, form):
     model = build(gain=3.0)
     work = requests(prompts(), Sampling(max_tokens=20, **fields), group=2)
-    engine = EmbeddedEngine(model, fast=fast)
+    engine = EmbeddedEngine(model, **form)
     begin(engine, work)
     held = engine.peek([r.id for r in work])
     change(model)
@@ -271,17 +271,17 @@ def test_tokens_behind_an_update_are_those_of_a_new_engine_going_on_with_the_new
         assert got.tokens[:n].tolist() == before.tokens.tolist()
         np.testing.assert_array_equal(got.logprobs[:n], before.logprobs)
         assert got.versions.tolist() == [0] * n + [3] * (len(got.tokens) - n)
-        fresh = run(EmbeddedEngine(model, fast=fast), [going_on(r, before.tokens)])[r.id]
+        fresh = run(EmbeddedEngine(model, **form), [going_on(r, before.tokens)])[r.id]
         assert got.tokens[n:].tolist() == fresh.tokens.tolist()
         np.testing.assert_allclose(got.logprobs[n:], fresh.logprobs, atol=1e-5)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("how", ["update", "abort"])
-def test_sequences_of_a_group_that_are_taken_up_again_encode_their_prompt_once(model, how, fast):
+def test_sequences_of_a_group_that_are_taken_up_again_encode_their_prompt_once(model, how, form):
     work = requests(prompts((40, 9)), Sampling(max_tokens=20), group=4)
-    want = run(EmbeddedEngine(model, fast=fast), work)
-    engine = EmbeddedEngine(model, fast=fast, prefill_tokens=16)
+    want = run(EmbeddedEngine(model, **form), work)
+    engine = EmbeddedEngine(model, **form, prefill_tokens=16)
     begin(engine, work)
     made, before = engine.peek(range(8)), engine.stats()
     if how == "update":
@@ -333,13 +333,13 @@ def test_every_update_shows_in_the_versions():
         assert o.versions.tolist() == [5] * a + [6] * (b - a) + [7] * (d - b) + [9] * (30 - d)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("conversation", [None, 4], ids=["alone", "conversation"])
-def test_an_aborted_sequence_goes_on_from_its_own_tokens(model, conversation, fast):
+def test_an_aborted_sequence_goes_on_from_its_own_tokens(model, conversation, form):
     sampling = Sampling(max_tokens=24, top_p=0.9)
     work = [replace(r, conversation=conversation and r.id) for r in requests(prompts((5, 9, 40)), sampling, group=2)]
-    want = run(EmbeddedEngine(model, fast=fast), work)
-    engine, tokens, logprobs = EmbeddedEngine(model, fast=fast), {}, {}
+    want = run(EmbeddedEngine(model, **form), work)
+    engine, tokens, logprobs = EmbeddedEngine(model, **form), {}, {}
     todo = {r.id: r for r in work}
     begin(engine, work)
     for _ in range(3):  # broken off and taken up three times

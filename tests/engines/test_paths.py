@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from tiny import FAMILIES, build, prompts, requests, run
+from tiny import FAMILIES, FORMS, build, prompts, requests, run
 from torch import nn
 
 from whet.models.heads import Head
@@ -23,7 +23,7 @@ from whet.types import Prompt, TokenBatch
 from whet.worker import ModelWorker
 
 PLAIN = Sampling(max_tokens=8)
-BOTH = pytest.mark.parametrize("fast", [True, False], ids=["fast", "module"])
+EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 packs = pytest.mark.skipif(pack_refusal(torch.float32, torch.device("cpu")) is not None, reason="oneDNN can't pack")
 
 
@@ -200,21 +200,21 @@ def test_what_the_engine_leaves_behind_can_still_be_trained():
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
 
 
-@BOTH
-def test_in_bf16_a_request_gives_the_same_tokens_alone_and_in_a_crowd(fast):
+@EACH
+def test_in_bf16_a_request_gives_the_same_tokens_alone_and_in_a_crowd(form):
     """Products round a row the same way whatever stands beside it; torch's piecewise attention does not."""
-    engine = EmbeddedEngine(build(gain=2.0).bfloat16(), fast=fast)
+    engine = EmbeddedEngine(build(gain=2.0).bfloat16(), **form)
     work = requests(prompts(), Sampling(max_tokens=24), group=6)
     crowd = tokens(run(engine, work))
     other = [i for i in range(0, 30, 3) if tokens(run(engine, [work[i]]))[i] != crowd[i]]
     assert len(other) <= 1  # a draw within rounding of a boundary aside
 
 
-@BOTH
-def test_logprobs_in_bf16_are_those_of_the_model_to_its_rounding(fast):
+@EACH
+def test_logprobs_in_bf16_are_those_of_the_model_to_its_rounding(form):
     model = build(gain=1.0).bfloat16()
     work = requests(prompts(), Sampling(max_tokens=20), group=2)
-    done = run(EmbeddedEngine(model, fast=fast), work)
+    done = run(EmbeddedEngine(model, **form), work)
     model.set_attn_implementation("eager")
     for r in work:
         ids = torch.tensor([[*r.tokens.tolist(), *done[r.id].tokens.tolist()]])

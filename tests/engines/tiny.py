@@ -16,12 +16,14 @@ COMMON = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 48,
-    "head_dim": 8,
+    "head_dim": 16,  # and the other widths: multiples of what the native kernels take
     "max_position_embeddings": 256,
     "eos_token_id": None,
     "pad_token_id": 0,
     "bos_token_id": None,
 }
+FORMS = {"native": {}, "torch": {"native": False}, "module": {"fast": False}}
+"""The ways of the embedded engine: options by name."""
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1}
 SINKS = {
     "num_local_experts": 4,

@@ -82,7 +82,7 @@ def make_engine(
     options: dict[str, Any] = {"decode": decode}
     if spec == "vanilla":
         options |= {"max_batch": config.max_batch_size, "kv_cache_tokens": config.kv_cache_tokens}
-        options["grammars"] = grammars or grammars_of(loaded, tokenizer)
+        options |= {"native": config.native_kernels, "grammars": grammars or grammars_of(loaded, tokenizer)}
     elif spec == "hf":
         options |= {"batch_size": config.max_batch_size, "grammars": grammars or grammars_of(loaded, tokenizer)}
     elif spec in OWN_WEIGHTS:

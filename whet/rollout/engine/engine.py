@@ -43,8 +43,8 @@ class EmbeddedEngine:
     Args: model: a LoadedModel, or a module to load. decode: ids -> text, needed for stop strings only.
         max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
             None = as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run
-            in chunks. fast: False = always run the module itself, never the fused trunk. grammars: the tokenizer's,
-            needed for constraints only.
+            in chunks. fast: False = always run the module itself, never the fused trunk. native: False = on a CPU,
+            torch's kernels alone. grammars: the tokenizer's, needed for constraints only.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
@@ -71,6 +71,7 @@ class EmbeddedEngine:
         kv_cache_tokens: int | None = None,
         prefill_tokens: int = 8192,
         fast: bool = True,
+        native: bool = True,
         grammars: Grammars | None = None,
     ) -> None:
         sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
@@ -86,9 +87,8 @@ class EmbeddedEngine:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
         self._decode, self._grammars = decode, grammars
         self._positions = max_positions(loaded.module)
-        self._runner = Runner(
-            loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast, join=kv_cache_tokens is None
-        )
+        options = {"fast": fast, "native": native, "join": kv_cache_tokens is None}
+        self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, **options)
         if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)

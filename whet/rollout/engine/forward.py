@@ -17,6 +17,7 @@ from whet.models.attention import Layout
 from whet.models.load import LoadedModel
 from whet.rollout.borrow import evaluating
 from whet.rollout.engine.fused import FusedTrunk
+from whet.rollout.engine.native import Kernels
 from whet.rollout.engine.packed import Product, pack_refusal
 
 __all__ = ["FusedForward", "ModuleForward", "make_forward"]
@@ -27,12 +28,14 @@ class ModuleForward:
 
     def __init__(self, loaded: LoadedModel, reason: str) -> None:
         self.loaded = loaded
-        self.paths = {"trunk": f"module ({reason})", "products": "torch"}
+        self.paths = {"trunk": f"module ({reason})", "products": "torch", "kernels": "torch"}
         """What runs, in words."""
         self.bytes = 0
         """Memory of what is derived from the weights."""
         self.epoch = 0
         """Rises when something that a step reads has moved."""
+        self.kernels: Kernels | None = None
+        """Those of a decode step; None = torch's."""
         self._trunk: nn.Module = loaded.module.get_decoder()  # pyright: ignore
         self._head: nn.Module = loaded.module.get_output_embeddings()  # pyright: ignore
 
@@ -68,8 +71,14 @@ class FusedForward:
 
     def __init__(self, loaded: LoadedModel, trunk: FusedTrunk, refusal: str | None) -> None:
         self.loaded = loaded
-        self.paths = {"trunk": "fused", "products": f"torch ({refusal})" if refusal else "onednn, packed"}
+        self.paths = {
+            "trunk": "fused",
+            "products": f"torch ({refusal})" if refusal else "onednn, packed",
+            "kernels": f"torch ({trunk.refusal})" if trunk.refusal else "native",
+        }
         """What runs, in words."""
+        self.kernels = trunk.kernels
+        """Those of a decode step; None = torch's."""
         self._trunk = trunk
         self._head = Product([loaded.module.get_output_embeddings()], pack=refusal is None)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
@@ -122,15 +131,15 @@ class FusedForward:
         return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights)
 
 
-def make_forward(loaded: LoadedModel, *, fast: bool) -> ModuleForward | FusedForward:
+def make_forward(loaded: LoadedModel, *, fast: bool, native: bool = True) -> ModuleForward | FusedForward:
     """The fastest right way from ids to logits.
 
-    Args: loaded: a packable model. fast: False = the module itself.
+    Args: loaded: a packable model. fast: False = the module itself. native: False = torch's kernels alone.
     Returns: what runs; its `paths` say why.
     """
     if not fast:
         return ModuleForward(loaded, "fast=False")
     weight = loaded.module.get_input_embeddings().weight
     refusal = pack_refusal(weight.dtype, weight.device)  # pyright: ignore
-    trunk = FusedTrunk.of(loaded, pack=refusal is None)
+    trunk = FusedTrunk.of(loaded, pack=refusal is None, native=native)
     return ModuleForward(loaded, trunk) if isinstance(trunk, str) else FusedForward(loaded, trunk, refusal)

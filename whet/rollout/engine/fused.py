@@ -22,7 +22,9 @@ from whet.models.load import LoadedModel
 from whet.models.probe import PROBE, limit_for, probe_tokens
 from whet.rollout.borrow import evaluating
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.layouts import PrefillLayout, Run
+from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.native import Kernels, load_kernels, unfit_sizes
+from whet.rollout.engine.native_step import NativeLayer, NativeStep
 from whet.rollout.engine.packed import Product
 
 __all__ = ["FusedTrunk"]
@@ -33,6 +35,8 @@ ATTENTION_NORMS = {"q_norm", "k_norm"}
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 TOLERANCE = {"wide": 2e-5, "half": 5e-2}
 """Largest difference from the module's hidden states, relative to the largest of them."""
+SILU = {"SiLU", "SiLUActivation"}
+"""Activations that the native kernels have."""
 
 
 class _UnfitError(Exception):
@@ -67,6 +71,8 @@ class _Block:
     q_scale: float
     kv: int
     options: dict[str, Any]
+    native: NativeLayer
+    """What the native kernels need to know of its attention."""
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout, shape: tuple[int, int]) -> Tensor:
         """[N, d] -> [N, d]."""
@@ -86,6 +92,17 @@ class _Block:
         gate, up = self.gate_up(self.after(h, self.gate_up.gain)).chunk(2, -1)
         return self.down(self.act(gate).mul_(up)).add_(h)
 
+    def step(self, h: Tensor, more: Tensor | None, tables: NativeStep) -> Tensor:
+        """The same by native kernels, for one token of each row.
+
+        Args: h [N, d]; more [N, d]: what is to be added to it first, None = nothing; h is changed in place.
+        Returns: [N, d]: what is to be added to h next.
+        """
+        kernels = tables.kernels
+        qkv = self.qkv(self.before.native(kernels, h, more, self.qkv.gain))
+        more = self.out(tables.attend(self.number, self.native, qkv))
+        return self.down(kernels.gated(self.gate_up(self.after.native(kernels, h, more, self.gate_up.gain))))
+
 
 class _Norm:
     """An RMSNorm module, read at each call. Args: module: the norm, a plain one."""
@@ -94,8 +111,8 @@ class _Norm:
         if {n for n, _ in module.named_parameters()} != {"weight"} or "variance_epsilon" not in vars(module):
             raise _UnfitError(f"its norm {type(module).__name__} is not a plain RMSNorm")
         self.module = module
-        self._epsilon: float = vars(module)["variance_epsilon"]
-        self._least = self.weight.detach().new_full((), self._epsilon)
+        self.epsilon: float = vars(module)["variance_epsilon"]
+        self._least = self.weight.detach().new_full((), self.epsilon)
 
     @property
     def weight(self) -> Tensor:
@@ -106,16 +123,20 @@ class _Norm:
         """The norm over the last dim. Args: folded: what the next product multiplies by already. weight: another."""
         weight = self.weight if weight is None else weight
         if x.dtype != torch.float32:
-            return F.rms_norm(x, x.shape[-1:], None, self._epsilon).mul_(weight)
+            return F.rms_norm(x, x.shape[-1:], None, self.epsilon).mul_(weight)
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         out = x * torch.addcmul(self._least, length, length, value=1 / x.shape[-1]).rsqrt_()
         return out if folded is not None else out.mul_(weight)
+
+    def native(self, kernels: Kernels, h: Tensor, more: Tensor | None, folded: Tensor | None = None) -> Tensor:
+        """The norm of h + more, which is left in h."""
+        return kernels.norm(h, more, self.weight if folded is None else None, self.epsilon)
 
 
 class FusedTrunk:
     """The decoder of a model, from token ids to the hidden states after the last norm."""
 
-    def __init__(self, module: nn.Module, options: list[dict[str, Any]], *, pack: bool) -> None:
+    def __init__(self, module: nn.Module, options: list[dict[str, Any]], *, pack: bool, native: bool) -> None:
         trunk: Any = module.get_decoder()  # pyright: ignore
         wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
         if wrong or type(trunk.embed_tokens) is not nn.Embedding:
@@ -131,12 +152,18 @@ class FusedTrunk:
             _block(i, y, o, size=size, pack=pack) for i, (y, o) in enumerate(zip(trunk.layers, options, strict=True))
         ]
         self._fill_norms()
+        kernels = self._fitting_kernels() if native else "switched off"
+        self.kernels: Kernels | None = None if isinstance(kernels, str) else kernels
+        """Those of a decode step, where they fit."""
+        self.refusal = kernels if isinstance(kernels, str) else None
+        """Why they don't."""
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, pack: bool) -> FusedTrunk | str:
+    def of(cls, loaded: LoadedModel, *, pack: bool, native: bool) -> FusedTrunk | str:
         """The fused trunk of a model, compared with it; or the reason why the model itself has to run.
 
-        Args: loaded: a packable model. pack: whether to keep packed weights.
+        Args: loaded: a packable model. pack: whether to keep packed weights. native: whether to decode with kernels of
+            our own.
         Returns: the trunk, or the reason.
         """
         if not loaded.head.linear:
@@ -153,7 +180,7 @@ class FusedTrunk:
         if calls != list(range(len(calls))):
             return f"its attention is called for layers {calls}"
         try:
-            fused = cls(module, layout.options, pack=pack)
+            fused = cls(module, layout.options, pack=pack, native=native)
             with torch.no_grad():
                 got = fused(ids, _probe_layout(PrefillLayout, device))
         except _UnfitError as error:
@@ -167,12 +194,41 @@ class FusedTrunk:
     def __call__(self, ids: Tensor, layout: Layout) -> Tensor:
         """Hidden states [N, d] of ids [B, T] after the last norm."""
         h = F.embedding(ids.reshape(-1), self._trunk.embed_tokens.weight)
+        if isinstance(layout, DecodeLayout) and layout.native is not None:
+            return self._step(h, layout, layout.native)
         place = layout.position_ids.reshape(-1)
         cos, sin = (x.index_select(0, place).unsqueeze(1) for x in (self._cos, self._sin))
         shape = (ids.shape[0], ids.shape[1])
         for block in self._blocks:
             h = block(h, cos, sin, layout, shape)
         return self._norm(h)
+
+    def _step(self, h: Tensor, layout: DecodeLayout, tables: NativeStep) -> Tensor:
+        """Hidden states [n, d] of one token for each row, from their embeddings."""
+        block, more = self._blocks[0], None
+        heads = (block.qkv.width // self._cos.shape[1] - 2 * block.kv, block.kv)
+        tables.begin(layout.position_ids, layout.made, self._cos, self._sin, heads)
+        for block in self._blocks:
+            more = block.step(h, more, tables)
+        return self._norm.native(tables.kernels, h, more)
+
+    def _fitting_kernels(self) -> Kernels | str:
+        """The native kernels, or why they don't fit."""
+        weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
+        norms = [n for b in self._blocks for n in (b.before, b.after, *(b.qk_norms or ()))]
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+            return f"none for {weight.dtype} on {weight.device.type}"
+        if any(n.weight.dtype != weight.dtype for n in norms):
+            return "norms of another dtype"
+        if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
+            return "soft-capped scores or sinks"
+        if any(type(b.act).__name__ not in SILU for b in self._blocks):
+            return f"its activation is {type(first.act).__name__}"
+        if any((b.kv, b.qkv.width) != (first.kv, first.qkv.width) for b in self._blocks):
+            return "heads differ from layer to layer"
+        widths = {weight.shape[1], *(b.gate_up.width // 2 for b in self._blocks)}
+        kernels = load_kernels()
+        return kernels if isinstance(kernels, str) else unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
 
     def reach(self, positions: int) -> None:
         """Makes the rotary tables long enough for this many positions."""
@@ -181,7 +237,7 @@ class FusedTrunk:
             count = 1 << (positions - 1).bit_length()
             cos, sin = self._trunk.rotary_emb(weight, torch.arange(count, device=weight.device).unsqueeze(0))
             low, high = sin[0].chunk(2, -1)
-            self._cos, self._sin = cos[0], torch.cat([-low, high], -1)
+            self._cos, self._sin = cos[0].contiguous(), torch.cat([-low, high], -1)
             self.epoch += 1
 
     def products(self) -> Iterator[Product]:
@@ -243,6 +299,12 @@ def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int,
         q_scale=scale,
         kv=attention["k_proj"].out_features // size,
         options=options,
+        native=NativeLayer(
+            norm=weight,
+            epsilons=(norms[0].epsilon, norms[1].epsilon) if norms else (0.0, 0.0),
+            scale=options["scale"],
+            window=options["window"],
+        ),
     )
 
 

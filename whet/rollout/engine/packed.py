@@ -69,6 +69,11 @@ class Product:
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
 
     @property
+    def width(self) -> int:
+        """Numbers of a row of the result."""
+        return sum(layer.out_features for layer in self.layers)
+
+    @property
     def bytes(self) -> int:
         """Memory of the copy."""
         return 0 if self._weight is None else sum(layer.weight.nbytes for layer in self.layers)

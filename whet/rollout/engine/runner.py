@@ -21,6 +21,7 @@ from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import JOINED, DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.native_step import NativeStep
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
 from whet.rollout.engine.shelf import Held
@@ -50,12 +51,19 @@ class Runner:
     """The device's half of the engine."""
 
     def __init__(
-        self, loaded: LoadedModel, *, max_batch: int, prefill_tokens: int, fast: bool, join: bool = True
+        self,
+        loaded: LoadedModel,
+        *,
+        max_batch: int,
+        prefill_tokens: int,
+        fast: bool,
+        join: bool = True,
+        native: bool = True,
     ) -> None:
         module = loaded.module
         self.loaded = loaded
         self.device = next(module.parameters()).device
-        self.forward = make_forward(loaded, fast=fast)
+        self.forward = make_forward(loaded, fast=fast, native=native)
         self.vocabulary = int(module.get_output_embeddings().weight.shape[0])  # pyright: ignore
         self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
         self.own = KVStore()
@@ -65,7 +73,9 @@ class Runner:
         self.seen: Tensor | None = None
         self.groups: list[tuple[Plan, Tensor | None]] = []
         self.graphs: StepGraphs | None = None
-        self.join = JOIN if join and self.device.type == "cpu" else 0
+        if self.forward.kernels is not None:
+            self.layout.native = NativeStep(self.forward.kernels, self.own)
+        self.join = JOIN if join and self.device.type == "cpu" and self.layout.native is None else 0
         """Longest prompt that is copied into its rows' own places."""
         self.joined = np.zeros(max_batch, np.int64)
         """Own places of each row that hold its prompt."""
@@ -73,6 +83,7 @@ class Runner:
     def fix_shapes(self) -> None:
         """From now on plain decode steps have fixed shapes, and are captured where the device can."""
         self.graphs, self.layout.fixed, self.join = StepGraphs(self.device), FixedTensors(), 0
+        self.layout.native = None
 
     def prefill(
         self, prefixes: Sequence[Prefix], taken: dict[int, int], between: Callable[[], None] = lambda: None
@@ -279,7 +290,7 @@ class Runner:
         """Changes when anything that a fixed step reads has moved."""
         assert self.layout.fixed is not None
         stores = (x for bucket, s in sorted(self.stores.items()) for x in (bucket, s.epoch))
-        return (self.layout.fixed.epoch, self.forward.epoch, self.own.epoch, *stores)
+        return (self.layout.fixed.epoch, self.forward.epoch, self.own.epoch, *self.layout.asked, *stores)
 
     def _grouped(self, indices: list[int], plans: Sequence[Plan]) -> list[tuple[Plan, Tensor | None]]:
         """Rows by plan; None = all rows."""
@@ -342,6 +353,8 @@ class Runner:
     def shrink(self, rows: int, length: int, taken: dict[int, int]) -> None:
         """Gives memory back that is not in use. Args: rows, length: of completions. taken: prompts in use by bucket."""
         self.own.shrink(rows, length)
+        if self.graphs is not None and len(taken) < len(self.stores):
+            self.graphs.clear()  # they may read a store that goes
         self.stores = {b: s for b, s in self.stores.items() if b in taken}
         for bucket, store in self.stores.items():
             store.shrink(taken[bucket], bucket)

@@ -1,0 +1,261 @@
+"""The native kernels: equal to plain formulas, a row's bits its own, and torch's kernels where they can't be had."""
+
+import os
+import stat
+
+import numpy as np
+import pytest
+import torch
+from tiny import build, prompts, requests, run
+
+from whet.rollout.base import Sampling
+from whet.rollout.engine import EmbeddedEngine, fused, native
+from whet.rollout.engine.kv_cache import KVStore
+from whet.rollout.engine.native import Kernels, load_kernels
+from whet.rollout.engine.native_step import NativeLayer, NativeStep
+
+KERNELS = load_kernels()
+needs_kernels = pytest.mark.skipif(isinstance(KERNELS, str), reason=str(KERNELS))
+LENGTHS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
+"""Largest difference by dtype, of numbers of size 1."""
+
+
+class Case:
+    """Rows with prompts and own tokens, drawn from a seed: attended by the kernels and by the formula."""
+
+    def __init__(self, heads, kv, size, dtype, *, norms=True, window=None, rows=7, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+        self.heads, self.kv, self.size, self.dtype, self.window = heads, kv, size, dtype, window
+        self.plens = {64: [40, 64], 128: [100]}
+        self.stores = {bucket: KVStore() for bucket in self.plens}
+        for bucket, store in self.stores.items():
+            store.reserve(len(self.plens[bucket]), bucket, longest=bucket)
+            for x in store.layer(0, *(self.draw(1, kv, 1, size),) * 2):
+                x.copy_(self.draw(*x.shape))
+        self.buckets = np.array([64, 128, 64, 64, 128, 64, 64])[:rows]
+        self.slots = np.array([0, 0, 1, 0, 0, 1, 0])[:rows]
+        self.lengths = np.array([self.plens[b][s] for b, s in zip(self.buckets, self.slots, strict=True)])
+        self.made = torch.tensor([0, 1, 63, 64, 65, 130, 20])[:rows]
+        self.own = KVStore()
+        self.own.reserve(7, 160)
+        for x in self.own.layer(0, *(self.draw(1, kv, 1, size),) * 2):
+            x.copy_(self.draw(*x.shape))
+        angle = torch.rand(400, size // 2, generator=generator) * 6
+        cos, sin = (torch.cat([f(angle)] * 2, 1).to(dtype) for f in (torch.cos, torch.sin))
+        self.cos, self.sin = cos, torch.cat([-sin[:, : size // 2], sin[:, size // 2 :]], 1)
+        self.qkv = self.draw(7, (heads + 2 * kv) * size)[:rows]
+        self.norm = 1 + 0.1 * self.draw(heads + kv, size) if norms else None
+
+    def attend(self, rows=None):
+        """By the kernels, over the rows asked for."""
+        at = np.arange(len(self.qkv)) if rows is None else np.array(rows)
+        own = KVStore()
+        own.reserve(len(at), 160)
+        for mine, x in zip(own.layer(0, *self.own.layer(0, None, None)), self.own.layer(0, None, None), strict=True):
+            mine.copy_(x[at])
+        step = NativeStep(KERNELS, own)
+        step.regroup(self.stores, self.buckets[at], self.slots[at], self.lengths[at])
+        made = self.made[at]
+        step.begin(made + torch.from_numpy(self.lengths[at]), made, self.cos, self.sin, (self.heads, self.kv))
+        layer = NativeLayer(norm=self.norm, epsilons=(1e-6, 1e-6), scale=self.size**-0.5, window=self.window)
+        return step.attend(0, layer, self.qkv[at].contiguous()), own
+
+    def formula(self):
+        """Row by row in fp64, with the roundings of the stored dtype."""
+        keys, values = self.own.layer(0, None, None)
+        outs = []
+        for row, x in enumerate(self.qkv.view(len(self.qkv), -1, self.size)):
+            store, slot, n = self.stores[int(self.buckets[row])], int(self.slots[row]), int(self.lengths[row])
+            made = int(self.made[row])
+            qk = x[: self.heads + self.kv].double()
+            if self.norm is not None:
+                qk = (qk * (qk.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()).to(self.dtype) * self.norm
+                qk = qk.double()
+            place = made + n
+            qk = qk * self.cos[place] + qk.roll(self.size // 2, -1) * self.sin[place]
+            q, new = qk.to(self.dtype).split([self.heads, self.kv])
+            pk, pv = (y[slot, :, :n] for y in store.layer(0, None, None))
+            k = torch.cat([pk, keys[row, :, :made], new[:, None]], 1).double()
+            v = torch.cat([pv, values[row, :, :made], x[-self.kv :, None]], 1).double()
+            scores = q.double().view(self.kv, -1, self.size) @ k.mT * self.size**-0.5
+            if self.window is not None:
+                scores[..., : max(0, place - self.window + 1)] = -torch.inf
+            outs.append((scores.softmax(-1) @ v).flatten())
+        return torch.stack(outs)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", LENGTHS)
+@pytest.mark.parametrize(("heads", "kv", "size"), [(4, 2, 32), (1, 1, 16), (6, 2, 48), (20, 1, 64), (8, 8, 128)])
+@pytest.mark.parametrize("options", [{}, {"norms": False}, {"window": 1}, {"window": 50}, {"window": 128}])
+def test_attention_is_the_formula(heads, kv, size, dtype, options):
+    case = Case(heads, kv, size, dtype, **options)
+    got, own = case.attend()
+    torch.testing.assert_close(got.double(), case.formula(), atol=LENGTHS[dtype], rtol=LENGTHS[dtype])
+    kept = [x[torch.arange(7), :, case.made] for x in own.layer(0, None, None)]
+    assert torch.equal(kept[1].flatten(1), case.qkv[:, -kv * size :])
+    for mine, before in zip(own.layer(0, None, None), case.own.layer(0, None, None), strict=True):
+        changed = (mine != before).any(-1).any(1)
+        assert changed.sum() == 7 and changed[torch.arange(7), case.made].all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", LENGTHS)
+def test_a_row_has_the_same_bits_alone_in_a_crowd_and_with_any_number_of_threads(dtype):
+    case = Case(6, 2, 48, dtype, window=90)
+    crowd, _ = case.attend()
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert torch.equal(case.attend()[0], crowd)
+            for row in range(7):
+                assert torch.equal(case.attend([row])[0][0], crowd[row])
+            assert torch.equal(case.attend([6, 2, 0])[0], crowd[[6, 2, 0]])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@needs_kernels
+def test_large_scores_take_the_largest_and_a_nan_stays_in_its_row():
+    case = Case(4, 2, 32, torch.float32, norms=False)
+    case.qkv[:, : 6 * 32] *= 1e3
+    got, _ = case.attend()
+    torch.testing.assert_close(got.double(), case.formula(), atol=1e-3, rtol=1e-3)
+    case.qkv[2] = torch.nan
+    spoiled, _ = case.attend()
+    others = [0, 1, 3, 4, 5, 6]
+    assert torch.equal(spoiled[others], got[others]) and spoiled[2].isnan().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", LENGTHS)
+@pytest.mark.parametrize("rows", [1, 3, 400])
+def test_the_norm_adds_first_and_rounds_where_the_module_does(dtype, rows):
+    torch.manual_seed(0)
+    h, more, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, 96), (rows, 96), (96,)))
+    for addend in (None, more):
+        for gain in (None, weight):
+            kept = h.clone()
+            got = KERNELS.norm(kept, addend, gain, 1e-5)
+            wide = h if addend is None else h + addend
+            assert torch.equal(kept, wide)
+            x = wide.float()
+            want = (x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()).to(dtype)
+            want = want if gain is None else want * gain
+            torch.testing.assert_close(got, want, atol=0, rtol=2e-6 if dtype == torch.float32 else 2**-7)
+            assert (got == want).float().mean() > (0.5 if dtype == torch.float32 else 0.999)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", LENGTHS)
+def test_the_gate_is_silu_times_up_far_out_too(dtype):
+    gate = torch.tensor([*torch.linspace(-30, 30, 56).tolist(), -1e4, 1e4, -88.0, 88.5, torch.inf, -3e38, 0.0, -0.0])
+    up = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
+    x = torch.cat([gate.expand(300, 64), up], 1).to(dtype)
+    want = torch.nn.functional.silu(x[:, :64]) * x[:, 64:]
+    torch.testing.assert_close(KERNELS.gated(x), want, atol=1e-30, rtol=3e-6 if dtype == torch.float32 else 2**-7)
+    x[5, 3] = torch.nan
+    assert KERNELS.gated(x).isnan().nonzero().tolist() == [[5, 3]]
+
+
+# ---- where they can't be had -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "whet"
+
+
+def load():
+    """Without what this process has loaded already."""
+    return load_kernels.__wrapped__()
+
+
+def compiler(folder, body):
+    """A program that stands for a compiler."""
+    path = folder / "compiler"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@needs_kernels
+def test_they_are_built_once_and_no_half_built_file_stays(cache, monkeypatch):
+    assert isinstance(load(), Kernels)
+    (built,) = cache.iterdir()
+    assert built.suffix == ".so" and stat.S_IMODE(cache.stat().st_mode) == 0o700
+    before = built.stat().st_mtime_ns
+    assert isinstance(load(), Kernels) and built.stat().st_mtime_ns == before
+    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DNEW"))
+    assert isinstance(load(), Kernels) and len(list(cache.iterdir())) == 2
+
+
+@needs_kernels
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_a_home_that_cannot_be_written_costs_a_build_only(tmp_path, monkeypatch):
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert isinstance(load(), Kernels)
+
+
+def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path, monkeypatch):
+    if not os.path.exists("/proc/self/maps") or native._openmp() is None:
+        pytest.skip(str(load()))
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load() == "no C++ compiler (g++) is installed"
+    monkeypatch.setenv("CXX", compiler(tmp_path, "echo 'no such flag' >&2; exit 1"))
+    assert load() == "building them failed: no such flag"
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    assert "building them failed" in load()
+    monkeypatch.setattr(fused, "load_kernels", load)
+    model, work = build(gain=3.0), requests(prompts(), Sampling(max_tokens=8), group=2)
+    engine = EmbeddedEngine(model)
+    assert engine.paths["kernels"].startswith("torch (building them failed: ")
+    want = run(EmbeddedEngine(model, native=False), work)
+    assert {i: o.tokens.tolist() for i, o in run(engine, work).items()} == {
+        i: o.tokens.tolist() for i, o in want.items()
+    }
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("old", "new", "part"),
+    [
+        ("a / (1.0f + exponential(-a))", "a / (1.1f + exponential(-a))", "gates"),
+        ("sum(squares) / width", "sum(squares) / (width + 1)", "norms"),
+        ("made + 1, size", "made, size", "attention"),
+        ("p = p * r + 4.1665795894e-2f;", "p = p * r + 4.2e-1f;", "gates"),
+    ],
+)
+def test_kernels_that_compute_something_else_are_not_used(cache, tmp_path, monkeypatch, old, new, part):
+    text = native.SOURCE.read_text()
+    assert old in text
+    changed = tmp_path / "native.cpp"
+    changed.write_text(text.replace(old, new))
+    monkeypatch.setattr(native, "SOURCE", changed)
+    assert f"{part} in torch.float32 differ" in load()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("qwen3", {"head_dim": 24, "hidden_size": 32}, "head size 24 is no multiple of "),
+        ("qwen3", {"intermediate_size": 40}, "width 40 is no multiple of "),
+        ("llama", {"hidden_act": "gelu"}, "its activation is "),
+        ("qwen3", {}, "native"),
+        ("mistral_window", {}, "native"),
+    ],
+)
+def test_a_model_that_does_not_fit_them_decodes_through_torch(family, fields, reason):
+    if "multiple of" in reason and KERNELS.lanes == 8:
+        pytest.skip("fits registers of 8")
+    engine = EmbeddedEngine(build(family, gain=3.0, **fields))
+    assert engine.paths["trunk"] == "fused" and reason in engine.paths["kernels"]
+    assert EmbeddedEngine(build(), native=False).paths["kernels"] == "torch (switched off)"
+    assert "float64" in EmbeddedEngine(build().double()).paths["kernels"]

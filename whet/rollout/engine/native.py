@@ -1,0 +1,240 @@
+"""The small kernels of a CPU's decode step in C++ (native.cpp), built by the machine's own compiler.
+
+Torch's kernels for them are many, and each costs a call, a tensor and a pass over memory; a handful of C++ functions
+takes a row from product to product. They are built once per compiler, processor and version of the source, in about a
+second, and kept in the user's cache; they share torch's OpenMP threads. Where there is no compiler, or what it made
+differs from torch, `load_kernels` gives the reason and the same step runs through torch.
+Dim legend: n rows, H query heads, K KV heads, D head size.
+Left out on purpose: systems other than Linux, and a wheel with binaries: one source fits every processor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+__all__ = ["Kernels", "LayerTable", "StepTable", "cache_folder", "load_kernels", "unfit_sizes"]
+
+SOURCE = Path(__file__).with_name("native.cpp")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+BUILD_S = 120.0
+"""Longest a compiler may take."""
+MOST = 256
+"""Largest head size."""
+
+_long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+
+class StepTable(ctypes.Structure):
+    """What all layers of a step share: `Step` of native.cpp."""
+
+    _fields_ = (
+        *((name, _long) for name in ("rows", "heads", "kv", "size", "threads")),
+        *((name, _pointer) for name in ("position", "made", "cos", "sin")),
+        ("groups", _long),
+        *((name, _pointer) for name in ("group_ends", "asking", "prompt_tokens", "room")),
+    )
+
+
+class LayerTable(ctypes.Structure):
+    """A layer's own: `Layer` of native.cpp."""
+
+    _fields_ = (
+        ("keys", _pointer),
+        ("values", _pointer),
+        ("places", _long),
+        *((name, _pointer) for name in ("prompt_keys", "prompt_values", "prompt_places", "norm")),
+        *((name, _double) for name in ("query_epsilon", "key_epsilon", "scale")),
+        ("window", _long),
+    )
+
+
+class Kernels:
+    """The functions of native.cpp over tensors. Args: library: built from it."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        library.whet_lanes.restype = _long
+        self.lanes: int = library.whet_lanes()
+        """Numbers side by side in a register: widths must be multiples of it."""
+        self._attend, self._norm, self._gated = library.whet_attend, library.whet_norm, library.whet_gated
+        self._attend.argtypes = (_pointer, _pointer, _pointer, _pointer, _long)
+        self._norm.argtypes = (*(_pointer,) * 4, _long, _long, _double, _long, _long)
+        self._gated.argtypes = (_pointer, _pointer, *(_long,) * 4)
+        for function in (self._attend, self._norm, self._gated):
+            function.restype = None
+
+    def attend(self, step: StepTable, layer: LayerTable, qkv: Tensor) -> Tensor:
+        """One token's attention: norms and rotation of q and k, the write of k and v, and what is seen.
+
+        Args: step, layer: who sees what, and where it lies. qkv: [n, (H + 2 K) D], contiguous.
+        Returns: [n, H D].
+        """
+        out = qkv.new_empty(qkv.shape[0], step.heads * step.size)
+        half = qkv.dtype == torch.bfloat16
+        self._attend(ctypes.addressof(step), ctypes.addressof(layer), qkv.data_ptr(), out.data_ptr(), half)
+        return out
+
+    def norm(self, h: Tensor, more: Tensor | None, weight: Tensor | None, epsilon: float) -> Tensor:
+        """RMSNorm of h + more, with the sum left in h.
+
+        out = h / sqrt(mean(h²) + epsilon) * weight. Args: h, more: [n, d]; more: None = 0. weight: [d]; None = 1.
+        Returns: [n, d].
+        """
+        out = torch.empty_like(h)
+        self._norm(
+            h.data_ptr(),
+            None if more is None else more.data_ptr(),
+            None if weight is None else weight.data_ptr(),
+            out.data_ptr(),
+            *h.shape,
+            epsilon,
+            torch.get_num_threads(),
+            h.dtype == torch.bfloat16,
+        )
+        return out
+
+    def gated(self, x: Tensor) -> Tensor:
+        """silu(gate) * up of x = [gate, up]: [n, 2 m] -> [n, m]."""
+        rows, width = x.shape[0], x.shape[1] // 2
+        out = x.new_empty(rows, width)
+        half = x.dtype == torch.bfloat16
+        self._gated(x.data_ptr(), out.data_ptr(), rows, width, torch.get_num_threads(), half)
+        return out
+
+
+@functools.cache
+def load_kernels() -> Kernels | str:
+    """The kernels, built if they are not there yet.
+
+    Returns: the kernels, or the reason why torch's must do.
+
+    >>> isinstance(load_kernels(), (Kernels, str))
+    True
+    """
+    if os.uname().sysname != "Linux":
+        return f"no native kernels on {os.uname().sysname}"
+    runtime = _openmp()
+    if runtime is None:
+        return "torch has no GNU OpenMP here"
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
+    if compiler is None:
+        return "no C++ compiler (g++) is installed"
+    try:
+        path = _built(compiler)
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
+        kernels = Kernels(ctypes.CDLL(str(path)))
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
+        return f"building them failed: {said.strip().splitlines()[0]}"
+    return _refusal(kernels) or kernels
+
+
+def unfit_sizes(kernels: Kernels, head: int, widths: set[int]) -> str | None:
+    """Why sizes don't fit the kernels. Args: head: D. widths: of rows. Returns: the reason; None = they fit."""
+    wrong = [f"head size {head}"] if head % kernels.lanes or head > MOST else []
+    wrong += [f"width {x}" for x in sorted(widths) if x % kernels.lanes]
+    return f"{', '.join(wrong)} is no multiple of {kernels.lanes}, or too large" if wrong else None
+
+
+def cache_folder() -> Path:
+    """Where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache.
+
+    >>> cache_folder().name
+    'whet'
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "whet"
+
+
+def _openmp() -> str | None:
+    """The GNU OpenMP library that torch has loaded."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])), None)
+
+
+def _built(compiler: str) -> Path:
+    """The library's path, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=BUILD_S)
+    version = run([compiler, "--version"]).stdout
+    parts = (SOURCE.read_text(encoding="utf-8"), version, " ".join(FLAGS), _processor())
+    path = cache_folder() / f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    if path.exists():
+        return path
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = tempfile.mkdtemp(dir=path.parent)
+    except OSError:  # a home that can't be written: built for this process alone
+        folder = tempfile.mkdtemp(prefix="whet-")
+        path = Path(folder) / path.name
+    part, made = Path(folder) / "native.o", Path(folder) / "native.so"
+    run([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part)])
+    run([compiler, "-shared", str(part), "-o", str(made)])  # OpenMP is torch's, found when it is loaded
+    made.replace(path)  # whole or not at all, whoever else builds
+    part.unlink()
+    if path.parent != Path(folder):
+        Path(folder).rmdir()
+    return path
+
+
+def _processor() -> str:
+    """What -march=native looks at: a cache may be shared by unlike machines."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line for line in info if line.startswith(("flags", "Features"))), "") + os.uname().machine
+
+
+def _refusal(kernels: Kernels) -> str | None:
+    """Why the kernels are not used: a result that differs from torch's on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        h, more = (torch.randn(3, 64, generator=generator).to(dtype) for _ in range(2))
+        wide = (h.float() + more.float()).to(dtype).float()
+        want = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
+        if not _near(kernels.norm(h.clone(), more, None, 1e-6), want, limit):
+            return f"norms in {dtype} differ from torch's on this machine"
+        gate, up = h.float().chunk(2, -1)
+        if not _near(kernels.gated(h), torch.nn.functional.silu(gate) * up, limit):
+            return f"gates in {dtype} differ from torch's on this machine"
+        if not all(_near(*_attended(kernels, dtype, size, generator), limit) for size in (16, 64)):
+            return f"attention in {dtype} differs from torch's on this machine"
+    return None
+
+
+def _near(got: Tensor, want: Tensor, limit: float) -> bool:
+    """Whether all numbers agree."""
+    return bool((got.float() - want).abs().max() <= limit * want.abs().max())
+
+
+def _attended(kernels: Kernels, dtype: torch.dtype, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Attention of two rows, by the kernel and by torch: one prompt of 37 tokens, 70 and 2 own ones before the new."""
+    draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
+    made, prompt, places = torch.tensor([70, 2]), 37, 96
+    qkv, keys, values = draw(2, 4 * size), draw(2, 1, places, size), draw(2, 1, places, size)
+    prompts, position = (draw(1, prompt, size), draw(1, prompt, size)), made + prompt
+    cos, sin = torch.ones(prompt + places, size, dtype=dtype), torch.zeros(prompt + places, size, dtype=dtype)
+    longs = [torch.tensor(x) for x in ([0, 2], [0, 1], [prompt], [prompt])]
+    addresses = [torch.tensor([x.data_ptr()]) for x in prompts]
+    room = torch.empty(2, 2, 2 * size + 2)
+    tables = [cos, sin, position, made, *longs, *addresses, room]  # kept alive for the call
+    ends, asking, tokens, lengths = (x.data_ptr() for x in longs)
+    step = StepTable(2, 2, 1, size, torch.get_num_threads(), position.data_ptr(), made.data_ptr(), cos.data_ptr(),
+                     sin.data_ptr(), 1, ends, asking, tokens, room.data_ptr())  # fmt: skip
+    layer = LayerTable(keys.data_ptr(), values.data_ptr(), places, addresses[0].data_ptr(), addresses[1].data_ptr(),
+                       lengths, None, 0.0, 0.0, size**-0.5, 0)  # fmt: skip
+    got = kernels.attend(step, layer, qkv)
+    del tables
+    wants = []
+    for row, n in enumerate(made.tolist()):
+        new = qkv[row].view(4, size)
+        k, v = (torch.cat([p[0], own[row, 0, :n], new[2 + i : 3 + i]]).float() for i, (p, own) in
+                enumerate(zip(prompts, (keys, values), strict=True)))  # fmt: skip
+        wants.append(((new[:2].float() @ k.T) * size**-0.5).softmax(-1) @ v)
+    return got, torch.stack(wants).view(2, -1)
