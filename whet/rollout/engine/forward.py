@@ -74,7 +74,7 @@ class FusedForward:
         self.paths = {
             "trunk": "fused",
             "products": f"torch ({refusal})" if refusal else "onednn, packed",
-            "kernels": f"torch ({trunk.refusal})" if trunk.refusal else "native",
+            "kernels": f"native ({trunk.kernels.compiler})" if trunk.kernels else f"torch ({trunk.refusal})",
         }
         """What runs, in words."""
         self.kernels = trunk.kernels

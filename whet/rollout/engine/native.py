@@ -59,9 +59,10 @@ class LayerTable(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of native.cpp over tensors. Args: library: built from it."""
+    """The functions of native.cpp over tensors. Args: library: built from it. compiler: what built it."""
 
-    def __init__(self, library: ctypes.CDLL) -> None:
+    def __init__(self, library: ctypes.CDLL, compiler: str) -> None:
+        self.compiler = compiler
         library.whet_lanes.restype = _long
         self.lanes: int = library.whet_lanes()
         """Numbers side by side in a register: widths must be multiples of it."""
@@ -129,10 +130,11 @@ def load_kernels() -> Kernels | str:
     if compiler is None:
         return "no C++ compiler (g++) is installed"
     try:
-        path = _built(compiler)
+        version = _run(compiler, "--version").splitlines()[0]
+        path = _built(compiler, version)
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
-        kernels = Kernels(ctypes.CDLL(str(path)))
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        kernels = Kernels(ctypes.CDLL(str(path)), version)
+    except (OSError, subprocess.SubprocessError, AttributeError, IndexError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         return f"building them failed: {said.strip().splitlines()[0]}"
     return _refusal(kernels) or kernels
@@ -161,10 +163,13 @@ def _openmp() -> str | None:
     return next((path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])), None)
 
 
-def _built(compiler: str) -> Path:
+def _run(*command: str) -> str:
+    """What a command prints. Raises: OSError, SubprocessError."""
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S).stdout
+
+
+def _built(compiler: str, version: str) -> Path:
     """The library's path, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
-    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=BUILD_S)
-    version = run([compiler, "--version"]).stdout
     parts = (SOURCE.read_text(encoding="utf-8"), version, " ".join(FLAGS), _processor())
     path = cache_folder() / f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     if path.exists():
@@ -176,8 +181,8 @@ def _built(compiler: str) -> Path:
         folder = tempfile.mkdtemp(prefix="whet-")
         path = Path(folder) / path.name
     part, made = Path(folder) / "native.o", Path(folder) / "native.so"
-    run([compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part)])
-    run([compiler, "-shared", str(part), "-o", str(made)])  # OpenMP is torch's, found when it is loaded
+    _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part))
+    _run(compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
     made.replace(path)  # whole or not at all, whoever else builds
     part.unlink()
     if path.parent != Path(folder):
