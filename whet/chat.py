@@ -8,6 +8,7 @@ Left out on purpose: tools, images, and a history that outlives the program.
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import secrets
 import shlex
@@ -22,7 +23,7 @@ import numpy as np
 
 from whet.config.base import check
 from whet.config.generate import ChatConfig, check_model
-from whet.config.loader import tree
+from whet.config.loader import EXPRESSIONS, tree
 from whet.errors import ConfigError, DataError, WhetError, lookup_error
 from whet.generate import open_sampler, sampling_keys, visible
 from whet.rollout.base import Sampling
@@ -363,17 +364,46 @@ def _line(prompt: str) -> str | None:
 
 
 def _words(line: str) -> list[str]:
-    r"""The words of a line, quotes taken off; a backslash is a letter, as expressions have it.
+    r'''The words of a line, quotes taken off; a backslash is a letter, as expressions have it.
 
-    >>> _words(r"a=\d+ 'b=1 2'")
-    ['a=\\d+', 'b=1 2']
-    """
-    split = shlex.shlex(line, posix=True, punctuation_chars=False)
-    split.whitespace_split, split.escape, split.commenters = True, "", ""
-    try:
-        return list(split)
-    except ValueError as error:
-        raise ConfigError(f"/set {line}: {error}; close the quotation") from error
+    A value that begins with a bracket goes to the bracket that closes it, blanks and quotes included.
+
+    >>> _words(r"""a=\d+ 'b=1 2' c={d: "e f"}""")
+    ['a=\\d+', 'b=1 2', 'c={d: "e f"}']
+    '''
+    words, rest = [], line.strip()
+    while rest:
+        if end := _bracketed(rest):
+            words.append(rest[:end])
+        else:
+            stream = io.StringIO(rest)
+            split = shlex.shlex(stream, posix=True, punctuation_chars=False)
+            split.whitespace_split, split.escape, split.commenters = True, "", ""
+            try:
+                words.append(split.get_token() or "")
+            except ValueError as error:
+                raise ConfigError(f"/set {line}: {error}; close the quotation") from error
+            end = stream.tell()
+        rest = rest[end:].lstrip()
+    return words
+
+
+def _bracketed(text: str) -> int:
+    """Where a first word key=[...] or key={...} ends; 0 = it is none. The brackets of an expression are not YAML's."""
+    key, equals, value = text.partition("=")
+    if not equals or value[:1] not in ("[", "{") or key.split(".")[-2:] in EXPRESSIONS:
+        return 0
+    depth, quote = 0, ""
+    for place, letter in enumerate(value, len(key) + 1):
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in "[{") - (letter in "]}")
+        if depth == 0:
+            return place + 1 if text[place + 1 : place + 2] in ("", " ") else 0
+    return 0
 
 
 def _tell(text: str) -> None:

@@ -24,7 +24,7 @@ from whet.config import RolloutConfig
 from whet.config.base import Count, config
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
-from whet.errors import ConfigError, DataError, lookup_error, nearest
+from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.load import LoadedModel, load_model
 from whet.rollout.base import Piece, Request, RolloutEngine, Sampling, stream
 from whet.rollout.borrow import max_positions
@@ -92,8 +92,8 @@ class SamplerOutput:
 class Sampler:
     """Completes texts and chats.
 
-    Args: transformer: a module of transformers, a LoadedModel, a folder (of a model, or of a finished run), or a hub
-        name. tokenizer: a tokenizer, a folder, a hub name; None = where the model lies. cache_config: bounds a
+    Args: transformer: a module of transformers, a LoadedModel, a folder (of a model, a finished run, or a checkpoint),
+        or a hub name. tokenizer: a tokenizer, a folder, a hub name; None = where the model lies. cache_config: bounds a
         sequence; None = the model's positions. rollout_engine: "vanilla", "hf" or what ClusterConfig takes. dtype: of a
         model that is read: "float32", "bfloat16", or "auto" = bf16 on a GPU that has it, else fp32. device: of a model
         that is read; None = the GPU if there is one. max_batch_size, kv_cache_tokens: as in RolloutConfig.
@@ -126,7 +126,7 @@ class Sampler:
     ) -> None:
         if tokenizer is None and not isinstance(transformer, str | Path):
             raise ConfigError("a module brings no tokenizer; give tokenizer=: a tokenizer, a folder or a hub name")
-        folder = _model_folder(transformer) if isinstance(transformer, str | Path) else None
+        folder = str(transformer) if isinstance(transformer, str | Path) else None
         self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer)
         self.loaded = (
             transformer if isinstance(transformer, LoadedModel) else _loaded(folder, transformer, dtype, device)
@@ -142,11 +142,14 @@ class Sampler:
         self._made_of = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
         self._spec = rollout_engine
         self._engines: dict[str, RolloutEngine] = {}
+        self._closed = False
         self._next_id = self._version = 0
         self.engine(Sampling())
 
     def engine(self, sampling: Sampling) -> RolloutEngine:
         """The engine that runs a Sampling: its own, or "hf" for transformers' own options."""
+        if self._closed:
+            raise EngineError("this Sampler is closed; make another")
         options = [name for name, _ in sampling.generation_kwargs]
         kind = "options" if options and self._spec == "vanilla" else "own"
         if kind not in self._engines:
@@ -410,7 +413,8 @@ class Sampler:
             engine.update(self._version, None if engine.caps.shared_weights else iter(own.items()))
 
     def close(self) -> None:
-        """Frees the engines' memory."""
+        """Frees the engines' memory; nothing can be drawn after."""
+        self._closed = True
         for engine in self._engines.values():
             engine.close()
 
@@ -419,20 +423,6 @@ class Sampler:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _model_folder(source: str | Path) -> str:
-    """A folder of a model; that of a finished run stands for the model in its final/."""
-    folder = Path(source).expanduser()
-    if folder.is_dir() and not (folder / "config.json").is_file() and (folder / "final" / "config.json").is_file():
-        log.info("%s is a run's folder; taking %s", folder, folder / "final")
-        return str(folder / "final")
-    named = str(source)
-    if not folder.exists() and (named.startswith(("/", ".", "~")) or named.count("/") > 1):
-        here = folder.parent
-        near = nearest(folder.name, [p.name for p in here.iterdir()]) if here.is_dir() else f"; there is no {here}"
-        raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
-    return str(folder) if folder.exists() else named
 
 
 def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.device | None) -> LoadedModel:

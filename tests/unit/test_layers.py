@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LAYERS = [
     {"errors", "_version"},
-    {"refs", "types", "metrics", "config", "heap"},
+    {"heap", "places", "refs", "types", "metrics", "config"},
     {"observe"},
     {"ops"},
     {"data", "models", "parallel", "optim", "optimizers"},

@@ -8,6 +8,7 @@ refuses.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 from dataclasses import field
 from typing import Any, ClassVar, Literal
@@ -29,6 +30,18 @@ OWN_FIELDS = {
     "suppress_tokens": "forbidden_tokens",
 }
 """Options of transformers' generate -> the field that stands for it here."""
+
+_WORDS = """
+$anchor $comment $defs $dynamicAnchor $dynamicRef $id $recursiveAnchor $recursiveRef $ref $schema $vocabulary
+additionalItems additionalProperties allOf anyOf const contains contentEncoding contentMediaType contentSchema default
+definitions dependencies dependentRequired dependentSchemas deprecated description discriminator else enum example
+examples exclusiveMaximum exclusiveMinimum externalDocs format id if items maxContains maxItems maxLength
+maxProperties maximum minContains minItems minLength minProperties minimum multipleOf not nullable oneOf pattern
+patternProperties prefixItems properties propertyNames readOnly required then title type unevaluatedItems
+unevaluatedProperties uniqueItems writeOnly xml
+"""
+SCHEMA_WORDS = frozenset(_WORDS.split())
+"""Keywords of JSON schema, of all its drafts, and OpenAPI's annotations."""
 
 _SHARED = "the rollout reads the trainer's own weights; choose their dtype with actor.dtype"
 
@@ -57,6 +70,8 @@ class ConstraintConfig:
         if len(given) != 1:
             names = ", ".join(f.name for f in dataclasses.fields(self))
             raise ConfigError(f"a constraint needs one of {names}; got {' and '.join(given) or 'none of them'}")
+        if self.json_schema is not None:
+            _check_schema(self.json_schema)
 
     @property
     def kind(self) -> str:
@@ -68,6 +83,33 @@ class ConstraintConfig:
         """What it holds; a schema as JSON, its keys in the order given."""
         value = vars(self)[self.kind]
         return value if isinstance(value, str) else json.dumps(value)
+
+
+def _check_schema(schema: Any) -> None:
+    """Raises ConfigError for a keyword that is misspelt: JSON schema has a keyword that it doesn't know mean nothing.
+
+    Text that is no JSON is left to whoever compiles it.
+    """
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError:
+            return
+    if not isinstance(schema, dict):
+        return
+    for key, value in schema.items():
+        near = difflib.get_close_matches(str(key), SCHEMA_WORDS, 1, 0.75)
+        if key not in SCHEMA_WORDS and near:
+            raise ConfigError(f"json_schema: unknown keyword {key!r}; did you mean {near[0]}? It would mean nothing")
+        if key in ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"):
+            inside = list(value.values()) if isinstance(value, dict) else []
+        elif key in ("const", "default", "discriminator", "enum", "example", "examples", "externalDocs", "xml"):
+            inside = []  # data, and not a schema
+        else:
+            inside = value if isinstance(value, list) else [value]
+        for part in inside:
+            if isinstance(part, dict):
+                _check_schema(part)
 
 
 @config

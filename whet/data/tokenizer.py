@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.errors import ConfigError
+from whet.places import check_hub, model_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,8 +29,9 @@ BYTE_CHAT_TEMPLATE = (
 def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder, a hub name or an object.
 
-    Args: source: a path or hub name, "byte" for byte_tokenizer(), a tokenizer (returned as it is), or a processor
-        (its tokenizer is returned). kwargs: to AutoTokenizer.from_pretrained.
+    Args: source: a folder (of a model, a finished run, or a checkpoint) or a hub name, "byte" for byte_tokenizer(), a
+        tokenizer (returned as it is), or a processor (its tokenizer is returned). kwargs: to
+        AutoTokenizer.from_pretrained.
     Raises: ConfigError: there is no tokenizer, or the object can't encode.
 
     >>> load_tokenizer("byte")("hi").input_ids
@@ -45,9 +47,9 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
         raise ConfigError(f"a tokenizer is a path, a hub name or a transformers tokenizer, got {type(source).__name__}")
     if source == "byte":
         return byte_tokenizer()
+    place = model_folder(source)
+    check_hub(place)
     try:
-        folder = Path(source).expanduser()
-        place = str(folder if folder.exists() else source)
         return AutoTokenizer.from_pretrained(place, **{"trust_remote_code": False, **kwargs})
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(

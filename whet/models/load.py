@@ -25,6 +25,7 @@ from whet.errors import ConfigError, lookup_error, nearest
 from whet.models.attention import ATTENTION, KERNELS, SegmentLayout
 from whet.models.heads import Head, detect_head, with_value_head
 from whet.models.probe import limit_for, probe_tokens
+from whet.places import check_hub, model_folder
 
 __all__ = ["LoadedModel", "load_model", "save_model"]
 
@@ -64,7 +65,8 @@ def load_model(
 ) -> LoadedModel:
     """A causal language model from a folder, from the hub, or as given.
 
-    Args: model: a folder, a hub name, or a transformers module, which is used as it is, its dtype included.
+    Args: model: a folder (of a model, a finished run, or a checkpoint), a hub name, or a transformers module, which is
+        used as it is, its dtype included.
         dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
         read in bf16 would lose every small update. device: where it goes. role: actor, critic (value head) or
         reference (no gradient). attention: what computes attention over packed rows: auto, flex or plain.
@@ -155,17 +157,16 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def _read(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Tensor | None]:
     """The module of a folder or hub name, and the value head where one was saved there."""
-    folder = Path(path).expanduser()
-    if not folder.exists() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        beside = [p.name for p in folder.parent.iterdir() if p.is_dir()] if folder.parent.is_dir() else []
-        raise ConfigError(f"no model folder {path!r}{nearest(folder.name, beside) or '; check the path'}")
-    path = str(folder) if folder.exists() else path
+    given, path = path, model_folder(path)
+    if Path(path) != Path(given).expanduser():
+        logger.info("%s is a run's; taking %s", given, path)
+    check_hub(path)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"can't read a model at {path!r}: {error}; give a folder with config.json or a hub name"
-            + nearest(path, [p.name for p in Path().iterdir() if p.is_dir()])
+            + nearest(path, [p.name for p in Path().iterdir() if p.is_dir() and p.name != path])
         ) from error
     _check_config(config, path)
     critic = "whet_value_head" in vars(config)

@@ -80,7 +80,7 @@ class HFEngine(QueueEngine):
             constrains=self._grammars is not None,
         )
         make_plan(request.sampling)
-        check_options(request)
+        check_options(request, vocabulary=self._vocabulary)
         if self._grammars is not None:
             self._grammars.start(request)
 

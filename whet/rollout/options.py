@@ -88,6 +88,21 @@ AFTER: dict[str, Callable[[Any, Place], Processor]] = {
 """Options at work on scores that are divided by the temperature and truncated, in their order."""
 BEAMS = ("num_beams", "early_stopping", "length_penalty")
 """Options of beam search."""
+RULES = {
+    "bad_words_ids": "lists of token ids, e.g. [[5, 6]]",
+    "begin_suppress_tokens": "token ids, e.g. [5, 6]",
+    "early_stopping": 'true, false or "never"',
+    "epsilon_cutoff": "a number above 0 and below 1",
+    "eta_cutoff": "a number above 0 and below 1",
+    "exponential_decay_length_penalty": "a place and a factor, e.g. [20, 1.05]",
+    "forced_eos_token_id": "a token id, or a list of them",
+    "length_penalty": "a number",
+    "no_repeat_ngram_size": "a positive integer",
+    "sequence_bias": "token ids and a float each, e.g. [[[5, 6], -2.0]]",
+    "top_h": "a number above 0, at most 1",
+    "typical_p": "a number above 0 and below 1",
+}
+"""What the value of an option is."""
 
 
 def frozen_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -145,9 +160,10 @@ def check_names(names: Iterable[str]) -> None:
             )
 
 
-def check_options(request: Request) -> None:
+def check_options(request: Request, *, vocabulary: int) -> None:
     """Refuses a request whose options can't be carried out; one without options passes.
 
+    Args: request: to check. vocabulary: ids that the model knows.
     Raises: ConfigError: a name as in `check_names`, a value that transformers refuses, a constraint, a beam search that
         is asked to draw; EngineError: a request that no beam answers.
     """
@@ -155,15 +171,19 @@ def check_options(request: Request) -> None:
     if not options:
         return
     check_names(options)
+    beams = num_beams(sampling)
+    for name, value in options.items():
+        if value is not None and name != "num_beams":
+            _check_value(name, value, vocabulary)
     if sampling.constraint is not None:
         raise ConfigError(
             f"generation_kwargs ({', '.join(sorted(options))}) do not go together with a constraint "
             f"({sampling.constraint}): they know nothing of what it allows; keep one"
         )
-    if num_beams(sampling) == 1:
-        if lone := sorted(options.keys() & set(BEAMS) - {"num_beams"}):
-            raise ConfigError(f"generation_kwargs: {lone[0]} says how beams are ranked; give num_beams above 1 too")
-        Processors(sampling, place_of(request, torch.device("cpu")))
+    if beams == 1 and (lone := sorted(options.keys() & set(BEAMS) - {"num_beams"})):
+        raise ConfigError(f"generation_kwargs: {lone[0]} says how beams are ranked; give num_beams above 1 too")
+    Processors(sampling, place_of(request, torch.device("cpu")))
+    if beams == 1:
         return
     if sampling.temperature:
         raise ConfigError(
@@ -172,10 +192,48 @@ def check_options(request: Request) -> None:
         )
     if request.offset:
         raise EngineError(f"request {request.id}: a beam search can't go on from {request.offset} tokens; start anew")
-    if request.address[3] >= num_beams(sampling):
+    if request.address[3] >= beams:
         raise EngineError(
             f"request {request.id} is generation {request.address[3]}, but num_beams={options['num_beams']} gives so "
             "many completions of a prompt at most; raise num_beams"
+        )
+
+
+def _check_value(name: str, value: Any, vocabulary: int) -> None:
+    """Raises ConfigError for a value of another form than the rule's, and for ids outside the vocabulary.
+
+    What is left, the range of a number above all, transformers' processors check when they are made.
+    """
+    number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
+    ids: list[Any] = []
+    fits = True
+    try:
+        if name == "bad_words_ids":
+            ids = [i for word in value for i in word]
+        elif name == "begin_suppress_tokens":
+            ids = list(value)
+        elif name == "sequence_bias":
+            ids = [i for word, _ in value for i in word]
+            fits = all(isinstance(bias, float) for _, bias in value)
+        elif name == "forced_eos_token_id":
+            ids = value if isinstance(value, list) else [value]
+        elif name == "exponential_decay_length_penalty":
+            start, factor = value
+            fits = isinstance(start, int) and number(factor)
+        elif name == "early_stopping":
+            fits = isinstance(value, bool) or value == "never"
+        elif name == "no_repeat_ngram_size":
+            fits = isinstance(value, int) and not isinstance(value, bool)
+        else:
+            fits = number(value)
+    except (TypeError, ValueError):
+        fits = False
+    if not fits or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise ConfigError(f"generation_kwargs: {name}={value!r}: must be {RULES[name]}")
+    if outside := [i for i in ids if not 0 <= i < vocabulary]:
+        raise ConfigError(
+            f"generation_kwargs: {name}={value!r}: token {outside[0]} is outside the vocabulary of {vocabulary}; give "
+            f"ids from 0 to {vocabulary - 1}"
         )
 
 
@@ -226,7 +284,7 @@ class Processors:
     """
 
     def __init__(self, sampling: Sampling, place: Place) -> None:
-        options = {n: v for n, v in thawed_options(sampling).items() if v is not None and n != "num_beams"}
+        options = {n: v for n, v in thawed_options(sampling).items() if v is not None}
         self._before = [_made(make, name, options, place) for name, make in BEFORE.items() if name in options]
         self._after = [_made(make, name, options, place) for name, make in AFTER.items() if name in options]
         self._greedy = sampling.temperature == 0
@@ -279,4 +337,4 @@ def _made(make: Callable[[Any, Place], Processor], name: str, options: Mapping[s
     except ConfigError:
         raise
     except (ValueError, TypeError, IndexError) as error:
-        raise ConfigError(f"generation_kwargs: {name}={options[name]!r}: {error}") from error
+        raise ConfigError(f"generation_kwargs: {name}={options[name]!r}: must be {RULES[name]}: {error}") from error

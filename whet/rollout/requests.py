@@ -101,17 +101,27 @@ def _tail(
 
 
 def check_request(
-    request: Request, *, vocabulary: int, positions: int | None, decodes: bool, constrains: bool = False
+    request: Request,
+    *,
+    vocabulary: int,
+    positions: int | None,
+    decodes: bool,
+    constrains: bool = False,
+    closed: bool = False,
 ) -> None:
     """Refuses a request that could never be served.
 
     Args: request: to check. vocabulary: ids the model knows. positions: tokens its positions reach, None = no limit.
-        decodes: whether the engine can turn tokens into text. constrains: whether it knows the tokens' bytes.
+        decodes: whether the engine can turn tokens into text. constrains: whether it knows the tokens' bytes. closed:
+        whether the engine was closed.
     Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function, a constraint without
         grammars.
     """
-    s, length = request.sampling, len(request.tokens)
-    name = f"request {request.id}"
+    s, name = request.sampling, f"request {request.id}"
+    if closed:
+        raise EngineError(f"{name} came to an engine that is closed; make another")
+    _check_arrays(request)
+    length = len(request.tokens)
     if length == 0:
         raise EngineError(f"{name} has an empty prompt; give at least one token")
     if s.max_tokens < 1:
@@ -130,6 +140,10 @@ def check_request(
         raise EngineError(f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
     if wrong := [i for i in (*s.stop_ids, *s.forbidden_ids) if not 0 <= i < vocabulary]:
         raise EngineError(f"{name}: stop or forbidden id {wrong[0]} is outside the vocabulary of {vocabulary}")
+    barred = s.forbidden_ids + (s.stop_ids if s.min_tokens > request.offset else ())
+    if len(barred) >= vocabulary and len(set(barred)) == vocabulary:
+        early = f", stop ids until token {s.min_tokens}" if len(set(s.forbidden_ids)) < vocabulary else ""
+        raise EngineError(f"{name}: all {vocabulary} ids are forbidden{early}; leave one to draw")
     if "" in s.stop:
         raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
     if s.stop and not decodes:
@@ -138,4 +152,17 @@ def check_request(
         raise ConfigError(
             f"{name} has the constraint {s.constraint}, but the engine has no tokenizer to spell it with; pass "
             "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('vanilla', 'hf')"
+        )
+
+
+def _check_arrays(request: Request) -> None:
+    """Raises EngineError unless tokens are a row of integers, and the address four of them."""
+    name, tokens = f"request {request.id}", request.tokens
+    if not isinstance(tokens, np.ndarray) or tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        got = f"{tokens.dtype} {list(tokens.shape)}" if isinstance(tokens, np.ndarray) else type(tokens).__name__
+        raise EngineError(f"{name}: tokens must be an array of integer ids [P], got {got}; np.array(ids, np.int32)")
+    address = tuple(request.address)
+    if len(address) != 4 or not all(isinstance(a, int | np.integer) and not isinstance(a, bool) for a in address):
+        raise EngineError(
+            f"{name}: the address must be four integers, (seed, step, prompt, generation), got {request.address!r}"
         )

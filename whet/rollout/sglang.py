@@ -115,7 +115,13 @@ class SGLangEngine:
             if r.id in self._flights or r.id in ids:
                 raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
             ids.add(r.id)
-            check_request(r, vocabulary=self._vocabulary, positions=self._positions, decodes=self._decode is not None)
+            check_request(
+                r,
+                vocabulary=self._vocabulary,
+                positions=self._positions,
+                decodes=self._decode is not None,
+                closed=self._engine is None,
+            )
             self._check_sampling(r.sampling)
         for r in requests:
             self._flights[r.id] = Flight(request=r)

@@ -27,7 +27,7 @@ class QueueEngine:
     def __init__(self, kind: str, *, max_batch: int = 0) -> None:
         self._kind, self._max_batch = kind, max_batch
         self._queue: deque[Request] = deque()
-        self._asleep = False
+        self._asleep = self._closed = False
         self._prefilled = self._generated = 0
         self.paths: Mapping[str, str] = {}
         """What runs, in words, for a run's notes."""
@@ -36,6 +36,8 @@ class QueueEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queues requests. Raises EngineError: one could never be served, or its id is in flight; none is queued."""
+        if self._closed:
+            raise EngineError(f"the {self._kind} engine is closed; make another")
         ids = {r.id for r in self._queue}
         for r in requests:
             if r.id in ids:
@@ -100,5 +102,6 @@ class QueueEngine:
         self._asleep = False
 
     def close(self) -> None:
-        """Forgets what waits."""
+        """Forgets what waits; the engine can't be used again."""
         self._queue.clear()
+        self._closed = True

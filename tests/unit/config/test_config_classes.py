@@ -21,6 +21,7 @@ from whet.config import (
     config,
     field_docs,
 )
+from whet.config.rollout import ConstraintConfig
 from whet.config.tunix import REQUIRED, TUNIX_FIELDS, page
 from whet.errors import ConfigError
 
@@ -307,3 +308,36 @@ def test_the_page_for_tunix_users_is_current(pytestconfig):
     text = (pytestconfig.rootpath / "docs" / "from-tunix.md").read_text()
     assert text == page(), "run: python -m whet.config.tunix > docs/from-tunix.md"
     assert REQUIRED in text
+
+
+# ---- schemas -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schema", "word", "meant"),
+    [
+        ({"typ": "integer"}, "typ", "type"),
+        ('{"tyep": "integer"}', "tyep", "type"),
+        ({"type": "object", "propertis": {}}, "propertis", "properties"),
+        ({"properties": {"a": {"typ": "integer"}}}, "typ", "type"),
+        ({"anyOf": [{"type": "string"}, {"maxLenght": 3}]}, "maxLenght", "maxLength"),
+        ({"items": {"enums": [1]}}, "enums", "enum"),
+    ],
+)
+def test_a_misspelt_keyword_of_a_schema_would_mean_nothing_and_is_refused(schema, word, meant):
+    with pytest.raises(ConfigError, match=f"json_schema: unknown keyword '{word}'; did you mean {meant}"):
+        ConstraintConfig(json_schema=schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "properties": {"typ": {"type": "integer"}, "item": True}, "required": ["typ"]},
+        {"$defs": {"typ": {"const": {"typ": 1}}}, "$ref": "#/$defs/typ", "default": {"typ": 1}, "x-typ": 1},
+        {"enum": [{"typ": 1}], "discriminator": {"propertyName": "typ"}},
+        "not JSON: whoever compiles it says so",
+        "true",
+    ],
+)
+def test_names_of_properties_and_data_are_no_keywords(schema):
+    assert ConstraintConfig(json_schema=schema).json_schema == schema

@@ -105,7 +105,7 @@ class EmbeddedEngine:
         self._shelf = Shelf(max_batch if kv_cache_tokens is None else None)
         self._done: list[Output] = []
         self._stale = True
-        self._renew = self._asleep = False
+        self._renew = self._asleep = self._closed = False
         self._work_done = EngineStats()
         self.version = 0
         """The policy version stamped on what is drawn now."""
@@ -126,6 +126,7 @@ class EmbeddedEngine:
                 positions=self._positions,
                 decodes=self._decode is not None,
                 constrains=self._grammars is not None,
+                closed=self._closed,
             )
             self._scheduler.check(r)
         matchers = [self._grammars.start(r) if self._grammars else None for r in requests]
@@ -447,12 +448,12 @@ class EmbeddedEngine:
         self._asleep = False
 
     def close(self) -> None:
-        """Frees everything; what was in flight is lost."""
+        """Frees everything; what was in flight is lost. The engine can't be used again."""
         self.abort(set(self._ids))
         self._shelf.clear()
         self._runner.drop()
         self._runner.forward.drop()
-        self._done = []
+        self._done, self._closed = [], True
 
     def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
         """All tokens made so far, without computing.

@@ -1,0 +1,106 @@
+"""What engines and the Sampler refuse to take, each in words: arrays, addresses, ids, and requests after the end."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tiny import prompts, requests
+
+from whet import Sampler
+from whet.errors import ConfigError, EngineError
+from whet.rollout.base import Sampling
+from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.hf import HFEngine
+from whet.rollout.mock import MockEngine
+from whet.rollout.options import frozen_options
+
+KINDS = [EmbeddedEngine, HFEngine, MockEngine]
+
+
+@pytest.fixture(params=KINDS, ids=lambda k: k.__name__)
+def engine(request, model):
+    return request.param(model)
+
+
+def one(**changes):
+    return replace(requests(prompts((3,)), Sampling(max_tokens=2))[0], **changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tokens": np.array([1.0, 2.0])}, r"an array of integer ids \[P\], got float64 \[2\]"),
+        ({"tokens": np.array([[1, 2]])}, r"an array of integer ids \[P\], got int64 \[1, 2\]"),
+        ({"tokens": [1, 2]}, r"an array of integer ids \[P\], got list"),
+        ({"tokens": np.array([], np.int32)}, "an empty prompt"),
+        ({"address": (0, 0, 0)}, r"four integers, \(seed, step, prompt, generation\), got \(0, 0, 0\)"),
+        ({"address": (0, 0, 0, 0.5)}, r"four integers, .* got \(0, 0, 0, 0\.5\)"),
+    ],
+)
+def test_a_request_of_another_form_is_refused_and_none_is_queued(engine, changes, said):
+    with pytest.raises(EngineError, match=f"request .*{said}"):
+        engine.submit([one(id=1), one(id=2, **changes)])
+    assert engine.stats().in_flight == 0
+
+
+def test_a_request_that_leaves_no_token_is_refused(model):
+    size = model.get_input_embeddings().weight.shape[0]
+    for engine in (EmbeddedEngine(model), HFEngine(model)):
+        with pytest.raises(EngineError, match=f"all {size} ids are forbidden; leave one to draw"):
+            engine.submit([one(sampling=Sampling(forbidden_ids=tuple(range(size))))])
+        but_one, stop = tuple(range(1, size)), (0,)
+        with pytest.raises(EngineError, match=f"all {size} ids are forbidden, stop ids until token 2; leave one"):
+            engine.submit([one(sampling=Sampling(forbidden_ids=but_one, stop_ids=stop, min_tokens=2))])
+        engine.submit([one(sampling=Sampling(forbidden_ids=but_one, stop_ids=stop))])
+        assert engine.poll()[0].tokens.tolist() == [0]
+    with pytest.raises(EngineError, match=r"all .* ids are forbidden"):
+        Sampler(model, "byte")("a", 4, temperature=1.0, forbidden_tokens=range(size))
+
+
+def test_a_closed_engine_takes_no_request(engine):
+    engine.close()
+    with pytest.raises(EngineError, match="closed; make another"):
+        engine.submit([one()])
+
+
+def test_a_closed_sampler_draws_nothing(model):
+    with Sampler(model, "byte") as sampler:
+        assert sampler("a", 2).text
+    with pytest.raises(EngineError, match="this Sampler is closed; make another"):
+        sampler("a", 2)
+
+
+@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("bad_words_ids", [[9999]], "token 9999 is outside the vocabulary"),
+        ("bad_words_ids", [[-1]], "token -1 is outside the vocabulary"),
+        ("bad_words_ids", 5, r"must be lists of token ids, e\.g\. \[\[5, 6\]\]"),
+        ("bad_words_ids", [["a"]], "must be lists of token ids"),
+        ("begin_suppress_tokens", [9999], "token 9999 is outside the vocabulary"),
+        ("begin_suppress_tokens", 5, "must be token ids"),
+        ("sequence_bias", [[[5, 9999], 2.0]], "token 9999 is outside the vocabulary"),
+        ("sequence_bias", {5: 2.0}, "must be token ids and a float each"),
+        ("sequence_bias", [[[5], 2]], "must be token ids and a float each"),
+        ("forced_eos_token_id", 9999, "token 9999 is outside the vocabulary"),
+        ("forced_eos_token_id", "a", "must be a token id, or a list of them"),
+        ("exponential_decay_length_penalty", [1], "must be a place and a factor"),
+        ("no_repeat_ngram_size", "a", "must be a positive integer"),
+        ("typical_p", "a", "must be a number above 0 and below 1"),
+        ("eta_cutoff", 2, "must be a number above 0 and below 1: .*eta_cutoff"),
+        ("top_h", True, "must be a number above 0, at most 1"),
+    ],
+)
+def test_a_value_of_an_option_that_fits_no_model_is_refused_before_it_runs(model, name, value, said, beams):
+    engine, options = HFEngine(model), {name: value, **({"num_beams": beams} if beams > 1 else {})}
+    sampling = Sampling(max_tokens=2, temperature=0.0, stop_ids=(2,), generation_kwargs=frozen_options(options))
+    with pytest.raises(ConfigError, match=rf"generation_kwargs: {name}=.*{said}"):
+        engine.submit([one(sampling=sampling)])
+
+
+@pytest.mark.parametrize(("name", "value"), [("length_penalty", "a"), ("early_stopping", "a")])
+def test_a_value_that_ranks_beams_is_checked_too(model, name, value):
+    options = frozen_options({"num_beams": 2, name: value})
+    with pytest.raises(ConfigError, match=f"generation_kwargs: {name}='a': must be"):
+        HFEngine(model).submit([one(sampling=Sampling(temperature=0.0, generation_kwargs=options))])

@@ -1,0 +1,94 @@
+"""Where a model lies: in a folder, in a run's folder, in one of its checkpoints, or on the hub under a name.
+
+Left out on purpose: downloads, which are transformers'; and revisions of a hub name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from whet.errors import ConfigError, nearest
+
+__all__ = ["check_hub", "model_folder"]
+
+HELD = ("config.json", "tokenizer.json", "tokenizer_config.json")
+"""Files of which a folder that is read has one."""
+UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError"}
+"""Classes of the hub client's errors, whichever HTTP library it has, that say that nobody answered."""
+
+
+def model_folder(source: str | Path) -> str:
+    """The folder of a model or tokenizer; a hub name as it is.
+
+    Args: source: a folder, one of a finished run, which stands for its final/, one of a checkpoint (step-...), which
+        stands for its actor/, or a hub name.
+    Returns: the folder or the name.
+    Raises: ConfigError: a path to nothing; a run that has not finished, with the folder to give instead.
+
+    >>> model_folder("Qwen/Qwen3-0.6B")
+    'Qwen/Qwen3-0.6B'
+    """
+    named, folder = str(source), Path(source).expanduser()
+    if not folder.exists():
+        if named.startswith(("/", ".", "~")) or named.count("/") > 1:
+            here = folder.parent
+            near = nearest(folder.name, [p.name for p in here.iterdir()]) if here.is_dir() else f"; there is no {here}"
+            raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
+        return named
+    if folder.is_file():
+        raise ConfigError(f"{named} is a file; give the folder that it lies in")
+    if any((folder / name).is_file() for name in HELD):
+        return str(folder)
+    for part in (folder / "final", folder / "actor"):
+        if (part / "config.json").is_file():
+            return str(part)
+    whole = [p for p in (*folder.glob("checkpoints/step-*"), *folder.glob("step-*")) if (p / "actor").is_dir()]
+    run = (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists()
+    what = "is a run that has not finished" if run else "holds checkpoints, and no model itself"
+    if whole:
+        newest = max(whole, key=lambda p: p.name)
+        raise ConfigError(f"{named} {what}; go on with trainer.resume=latest, or give its newest checkpoint: {newest}")
+    if run:
+        raise ConfigError(f"{named} {what}, and it has no checkpoint; give the model that it began with")
+    return str(folder)
+
+
+def check_hub(name: str) -> None:
+    """Asks the hub once for a name that is no folder and not in its cache, before transformers asks for half a minute.
+
+    Raises: ConfigError: nobody answers, there is no such model, or no name looks like that. Whatever else goes wrong is
+        left to transformers.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(name).expanduser().exists():
+        return
+    near = nearest(name, [p.name for p in Path().iterdir() if p.is_dir()])
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=10)
+    except HFValidationError as error:
+        raise ConfigError(f"there is no folder {name!r}, and no hub name looks like that{near}") from error
+    except Exception as error:  # the client lets through what its HTTP library raises
+        found = set(_names(error))
+        if found & UNREACHABLE:
+            why = "HF_HUB_OFFLINE is set" if "OfflineModeIsEnabled" in found else str(error).splitlines()[0]
+            raise ConfigError(
+                f"there is no folder {name!r} here, and the hub can't be reached to look for that name ({why}); check "
+                f"the path or the network{near}"
+            ) from error
+        if "RepositoryNotFoundError" in found and "GatedRepoError" not in found:
+            raise ConfigError(
+                f"there is no folder {name!r} here, and no model of that name on the hub that you may see; check the "
+                f"name, or log in: hf auth login{near}"
+            ) from error
+
+
+def _names(error: BaseException | None) -> Iterator[str]:
+    """The classes of an error and of what caused it, their bases included."""
+    while error is not None:
+        yield from (cls.__name__ for cls in type(error).__mro__)
+        error = error.__cause__ or error.__context__
