@@ -59,7 +59,13 @@ def run_whet(job: Job) -> dict[str, Any]:
     memory = Resident(job.device)
     training = RLTrainingConfig(max_steps=1, max_tokens_per_microbatch=job.budget)
     budget = training.token_budget(job.device, job.max_prompt + job.max_tokens)
-    worker = ModelWorker(loaded, optim=OptimConfig(lr=job.lr), dtype=getattr(torch, job.dtype), max_tokens=budget)
+    worker = ModelWorker(
+        loaded,
+        optim=OptimConfig(lr=job.lr),
+        dtype=getattr(torch, job.dtype),
+        max_tokens=budget,
+        enough_tokens=training.enough_tokens(job.device),
+    )
     MECHANISMS[job.without](worker)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
 
@@ -111,7 +117,7 @@ def _plan_with(**options: Any) -> Callable[[Any], None]:
         from whet.data.packing import plan_micro_batches
 
         keep = {"max_tokens": worker.max_tokens, "packable": worker.loaded.packable}
-        keep |= {"cost": worker.cost, "device": worker.device}
+        keep |= {"cost": worker.cost, "device": worker.device, "enough": worker.enough_tokens}
         if not options.get("packable", True):
             worker.module.set_attn_implementation("sdpa")
         worker.micro_batches = lambda batch, most: plan_micro_batches(batch, max_sequences=most, **{**keep, **options})

@@ -147,6 +147,7 @@ class RLCluster:
             optim=None if role is Role.REFERENCE else optimizer,
             dtype=dtype,
             max_tokens=budget,
+            enough_tokens=self.training_config.enough_tokens(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
         )
 

@@ -35,6 +35,8 @@ __all__ = ["Loss", "Metrics", "ModelWorker", "Reductions"]
 Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+BF16_MULTIPLE = 32
+"""Of attention's shapes on a CPU: oneDNN prepares products in bf16 for each new one, and keeps megabytes of it."""
 _COLUMNS = ("mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "versions", "advantages", "values", "returns")
 
 
@@ -43,8 +45,9 @@ class ModelWorker:
 
     Args: loaded: the model, as models.load_model gives it. optim: its optimizer, or None for a model that is only
         read (a reference). dtype: what the model computes in; None = as it is. support: the distribution whose
-        logprobs are computed: the sampler's. max_tokens: token budget of a micro-batch. max_sequences: sequences of a
-        micro-batch at most; None = as many as fit.
+        logprobs are computed: the sampler's. max_tokens: token budget of a micro-batch. enough_tokens: from which on a
+        larger micro-batch is no faster; None = unknown. max_sequences: sequences of a micro-batch at most; None = as
+        many as fit.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class ModelWorker:
         dtype: torch.dtype | None = None,
         support: Support | None = None,
         max_tokens: int = 16384,
+        enough_tokens: int | None = None,
         max_sequences: int | None = None,
     ) -> None:
         self.loaded = loaded
@@ -62,6 +66,7 @@ class ModelWorker:
         self.allowed: Callable[[TokenBatch, MicroBatch], Tensor] | None = None
         """Gives uint8 [s, W], the tokens that each target was drawn from, where the support is constrained."""
         self.max_tokens = max_tokens
+        self.enough_tokens = enough_tokens
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
         self.version = 0
@@ -153,7 +158,9 @@ class ModelWorker:
         return nullcontext() if self.fast_layers is None else self.fast_layers.on()
 
     def micro_batches(self, batch: TokenBatch, max_sequences: int | None) -> list[MicroBatch]:
-        """The batch, packed into few forward passes of like cost within the token budget; always the same list.
+        """The batch, packed into forward passes of like cost within the token budget; always the same list.
+
+        They are few, unless smaller ones are as fast: see `enough_tokens`.
 
         Raises: DataError: a sequence over the token budget.
         """
@@ -165,6 +172,8 @@ class ModelWorker:
             cost=self.cost,
             device=self.device,
             attention=self.loaded.attention,
+            enough=self.enough_tokens,
+            multiple=BF16_MULTIPLE if self.device.type == "cpu" and self.dtype == torch.bfloat16 else 1,
         )
 
     # ---- training ------------------------------------------------------------------------------------------------

@@ -149,8 +149,8 @@ class TrainingConfig:
     pbar_description: str | None = "Training"
     """Words before the progress bar; None = no bar."""
     max_tokens_per_microbatch: Count | None = None
-    """Tokens of one forward and backward pass, prompts and completions; None = 2048 on a CPU, 16384 on a GPU, or more
-    where the longest sequence of the rollout has more."""
+    """Tokens of one forward and backward pass, prompts and completions; None = 16384 on a GPU, on a CPU about 1536
+    and up to 2048 where that keeps groups whole, or more where the longest sequence of the rollout has more."""
     max_segments_per_packed_row: Count | None = None
     """Sequences of one micro-batch; None = as many as the tokens allow."""
 
@@ -234,6 +234,14 @@ class TrainingConfig:
                 f"(max_prompt_length + max_tokens_to_generate); set it to {longest} or more, or leave it out"
             )
         return given
+
+    def enough_tokens(self, device: str) -> int | None:
+        """Tokens from which on a larger micro-batch is no faster on a kind of device; None = unknown, or the user's.
+
+        >>> TrainingConfig().enough_tokens("cpu"), TrainingConfig(max_tokens_per_microbatch=4096).enough_tokens("cpu")
+        (1536, None)
+        """
+        return 1536 if device == "cpu" and self.max_tokens_per_microbatch is None else None
 
 
 @dataclass(frozen=True, kw_only=True)

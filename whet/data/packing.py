@@ -26,6 +26,8 @@ __all__ = ["MicroBatch", "plan_micro_batches"]
 
 TOKENS = PassCost()
 """Every token costs the same."""
+REPEATS = 0.01
+"""Share of the work by which repeated prefixes may exceed that of a larger token budget."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -73,6 +75,8 @@ def plan_micro_batches(
     cost: PassCost = TOKENS,
     device: torch.device | str = "cpu",
     attention: str = "auto",
+    enough: int | None = None,
+    multiple: int = 1,
 ) -> list[MicroBatch]:
     """Cuts a batch into micro-batches within a token budget; every completion token is a target of exactly one.
 
@@ -80,6 +84,8 @@ def plan_micro_batches(
         micro-batch; None = no limit. packable: the model takes layouts; False = right-padded rows of like length.
         shared_prefix: a group holds its prefix once; False = once per sequence. cost: by which micro-batches are made
         alike. device: of the tensors. attention: what serves the layouts there, one of models.attention.KERNELS.
+        enough: tokens from which on a larger micro-batch is no faster; None = unknown, so they are as few as fit.
+        multiple: of the layouts' buckets, see SegmentLayout.
     Returns: the micro-batches, dearest first.
     Raises: ConfigError: a budget below 1. DataError: a sequence over max_tokens, or an empty prefix, which leaves a
         first token that nothing predicts.
@@ -111,15 +117,36 @@ def plan_micro_batches(
         bins = pad(rows, max_tokens, most)
         return [_on(_padded(batch, [u.sequences[0] for u in b]), device, attention) for b in bins]
     groups = _groups(batch.prefix_of.numpy(), shared_prefix)
-    parts = lambda split: [
+    parts = lambda split, room: [
         unit
         for ids in groups
-        for unit in _parts(ids, int(prefix_lengths[ids[0]]), lengths[ids].tolist(), max_tokens, most, cost, split)
+        for unit in _parts(ids, int(prefix_lengths[ids[0]]), lengths[ids].tolist(), room, most, cost, split)
     ]
-    ways = [parts(first_fit), parts(pack)]  # full parts leave a small one, which fills a gap; like parts leave none
-    plans = [pack(units, max_tokens, most) for units in ways[: 1 if ways[0] == ways[1] else 2]]
-    best = min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
-    return [_on(_packed(batch, units), device, attention) for units in best]
+    rooms = _rooms(int((prefix_lengths + lengths).max(initial=1)), enough, max_tokens)
+    bins = _bins(parts, _least(rooms, lambda room: sum(u.cost for u in parts(first_fit, room))), most)
+    return [_on(_packed(batch, units, multiple), device, attention) for units in bins]
+
+
+def _bins(parts: Callable[..., list[Unit]], room: int, most: int) -> list[list[Unit]]:
+    """Groups, or parts of them, as micro-batches: few, then of like cost."""
+    ways = [parts(first_fit, room), parts(pack, room)]  # full parts leave a small one for a gap; like parts leave none
+    plans = [pack(units, room, most) for units in ways[: 1 if ways[0] == ways[1] else 2]]
+    return min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
+
+
+def _rooms(longest: int, enough: int | None, max_tokens: int) -> list[int]:
+    """Token budgets that come into question: max_tokens, and from `enough` on those below it by eighths of `enough`."""
+    if enough is None or enough >= max_tokens:
+        return [max_tokens]
+    return [n for n in range(enough, max_tokens, max(1, enough // 8)) if n >= longest] + [max_tokens]
+
+
+def _least(rooms: Sequence[int], cost: Callable[[int], int]) -> int:
+    """The smallest token budget at which the prefixes that split groups repeat are not worth a larger one."""
+    if len(rooms) == 1:
+        return rooms[0]
+    costs = [cost(room) for room in rooms]
+    return next(room for room, c in zip(rooms, costs) if c <= min(costs) * (1 + REPEATS))
 
 
 def _parts(
@@ -164,7 +191,7 @@ def _groups(prefix_of: np.ndarray, shared: bool) -> list[list[int]]:
     return list(groups.values())
 
 
-def _packed(batch: TokenBatch, units: Sequence[Unit]) -> MicroBatch:
+def _packed(batch: TokenBatch, units: Sequence[Unit], multiple: int) -> MicroBatch:
     """One row: each unit a prefix followed by its completions; a lone sequence is a single segment."""
     ids, lengths, parents, spans, sequences = [], [], [], [], []
     tokens, ends = batch.tokens.numpy(), batch.ends.tolist()
@@ -187,7 +214,7 @@ def _packed(batch: TokenBatch, units: Sequence[Unit]) -> MicroBatch:
         ids += [prefix, *completions]
         sequences += unit.sequences
         place = at
-    layout = SegmentLayout(lengths, parents)
+    layout = SegmentLayout(lengths, parents, multiple=multiple)
     return _micro(batch, np.concatenate(ids)[None], sequences, spans, layout=layout)
 
 

@@ -79,7 +79,8 @@ class SegmentLayout(Layout):
 
     Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
         device: where the index tensors live. attention: one of KERNELS; "auto" takes flex on a GPU where masks would be
-        needed and the probe agrees.
+        needed and the probe agrees. multiple: a bucket's own tokens and its ancestors' are padded to multiples of this,
+        so that fewer shapes of calls occur.
     Raises: DataError: an empty segment, or a parent that is not an earlier segment.
 
     >>> SegmentLayout([2, 1, 2], [-1, 0, 0]).position_ids      # a prompt of 2 and two completions
@@ -93,6 +94,7 @@ class SegmentLayout(Layout):
         device: torch.device | str = "cpu",
         *,
         attention: str = "auto",
+        multiple: int = 1,
     ) -> None:
         if attention not in KERNELS:
             raise lookup_error("attention", attention, KERNELS)
@@ -112,7 +114,8 @@ class SegmentLayout(Layout):
         position_ids = np.concatenate([len(a) + np.arange(len(p)) for p, a in zip(places, above)])
         self.position_ids = torch.from_numpy(position_ids)[None].to(device)
         self._buckets = [
-            _Bucket([places[i] for i in ids], [above[i] for i in ids], device) for ids in _plan(places, above)
+            _Bucket([places[i] for i in ids], [above[i] for i in ids], device, multiple)
+            for ids in _plan(places, above, multiple)
         ]
         queries = np.concatenate([b.queries for b in self._buckets])
         keys = np.concatenate([b.keys for b in self._buckets])
@@ -185,8 +188,11 @@ class SegmentLayout(Layout):
 class _Bucket:
     """Segments of like shape that one attention call serves, padded: ancestors on the left, own tokens on the right."""
 
-    def __init__(self, places: list[np.ndarray], above: list[np.ndarray], device: torch.device | str) -> None:
-        self.count, self.own, self.above = len(places), max(map(len, places)), max(map(len, above))
+    def __init__(
+        self, places: list[np.ndarray], above: list[np.ndarray], device: torch.device | str, multiple: int
+    ) -> None:
+        self.count = len(places)
+        self.own, self.above = (_up(max(map(len, x)), multiple) for x in (places, above))
         # a padded place reads a real token: it is finite, and masked or never read back
         own = np.stack([np.pad(p, (0, self.own - len(p)), mode="edge") for p in places])
         head = [np.concatenate([np.full(self.above - len(a), p[0]), a]) for p, a in zip(places, above)]
@@ -194,6 +200,7 @@ class _Bucket:
         self.keys = np.concatenate([np.stack(head), own], axis=1).reshape(-1)
         self.real = (np.arange(self.own) < np.array([[len(p)] for p in places])).reshape(-1)
         gaps = [self.above - len(a) for a in above]
+        gaps = gaps[:1] if len(set(gaps)) == 1 else gaps  # one mask for all
         self.gaps = torch.tensor(gaps, device=device) if any(gaps) else None
         self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
@@ -278,9 +285,14 @@ def _places(lengths: Sequence[int], parents: Sequence[int]) -> tuple[list[np.nda
     return places, [chains[p] for p in parents]
 
 
-def _plan(places: list[np.ndarray], above: list[np.ndarray]) -> list[list[int]]:
+def _up(n: int, multiple: int) -> int:
+    """The next multiple of a number that holds n."""
+    return -(-n // multiple) * multiple
+
+
+def _plan(places: list[np.ndarray], above: list[np.ndarray], multiple: int) -> list[list[int]]:
     """Segments into buckets: roots apart (they need no mask), each sorted both ways, the cheaper taken."""
-    shapes = [(len(a), len(p)) for a, p in zip(above, places)]
+    shapes = [(_up(len(a), multiple), _up(len(p), multiple)) for a, p in zip(above, places)]
     buckets: list[list[int]] = []
     for ids in ([i for i, s in enumerate(shapes) if not s[0]], [i for i, s in enumerate(shapes) if s[0]]):
         ways = [_fill(sorted(ids, key=order), shapes) for order in (lambda i: shapes[i], lambda i: shapes[i][::-1])]

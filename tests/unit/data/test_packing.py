@@ -73,12 +73,25 @@ shapes = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(0, 40), st.sampled_from([None, 1, 3]), st.booleans(), st.booleans())
-def test_every_token_is_a_target_once_within_budget(groups, room, max_sequences, packable, shared):
+@given(
+    shapes,
+    st.integers(0, 40),
+    st.sampled_from([None, 1, 3]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, 1, 30]),
+)
+def test_every_token_is_a_target_once_within_budget(groups, room, max_sequences, packable, shared, enough):
     b = batch(*groups)
     longest = max(p + max(lengths) for p, lengths in groups) - 1
     micros = plan_micro_batches(
-        b, max_tokens=longest + room, max_sequences=max_sequences, packable=packable, shared_prefix=shared, cost=DEAR
+        b,
+        max_tokens=longest + room,
+        max_sequences=max_sequences,
+        packable=packable,
+        shared_prefix=shared,
+        cost=DEAR,
+        enough=enough,
     )
     check(b, micros)
     for m in micros:

@@ -165,3 +165,32 @@ def test_models_without_the_usual_heads_have_a_cost():
     assert model_cost(MambaForCausalLM(MambaConfig(vocab_size=40, hidden_size=16, num_hidden_layers=1))).pair == 0
     bloom = BloomForCausalLM(BloomConfig(vocab_size=40, hidden_size=16, n_layer=3, n_head=4))
     assert model_cost(bloom).pair == 2 * 3 * 16 and model_cost(bloom).target == 40 * 16
+
+
+def sizes_of(shapes, **options):
+    return [m.num_tokens for m in plan_micro_batches(random_batch(*shapes), **options)]
+
+
+def test_passes_are_no_larger_than_is_enough_where_no_prefix_is_repeated_for_it():
+    groups = [(3, [9, 10, 12, 8]) for _ in range(12)]  # 38 places each
+    assert len(sizes_of(groups, max_tokens=240)) == 2
+    sizes = sizes_of(groups, max_tokens=240, enough=80)
+    assert sizes == [76] * 6
+    assert sizes_of(groups, max_tokens=240, enough=240) == sizes_of(groups, max_tokens=240)
+    assert sizes_of(groups, max_tokens=60, enough=240) == sizes_of(groups, max_tokens=60)
+
+
+def test_groups_with_a_long_prefix_stay_whole_up_to_the_token_budget():
+    groups = [(384, [96] * 8) for _ in range(4)]
+    assert sizes_of(groups, max_tokens=2048, enough=1024) == [384 + 8 * 95] * 4  # and not halves with 384 more each
+    assert len(sizes_of(groups, max_tokens=1024, enough=1024)) > 4
+
+
+def test_a_short_prefix_is_repeated_where_that_costs_less_than_a_hundredth():
+    assert sizes_of([(1, [41] * 8)], max_tokens=400, enough=200) == [161, 161]
+    assert sizes_of([(40, [41] * 8)], max_tokens=400, enough=200) == [360]
+
+
+def test_enough_below_the_longest_sequence_gives_it_the_room_it_needs():
+    sizes = sizes_of([(2, [59]), (2, [9]), (2, [9]), (2, [9])], max_tokens=100, enough=16)
+    assert sizes[0] == 60 and max(sizes[1:]) <= 60

@@ -84,6 +84,31 @@ def test_softcap_and_sinks_equal_the_definition(tree, window):
     agree(SegmentLayout(*TREES[tree]), window=window, sinks=sinks, softcap=0.7)
 
 
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("multiple", [2, 16])
+def test_attention_with_padded_buckets_equals_the_definition(tree, multiple):
+    layout = SegmentLayout(*TREES[tree], multiple=multiple)
+    assert all(b.own % multiple == b.above % multiple == 0 for b in layout._buckets)
+    for window in (None, 4):
+        agree(layout, window=window)
+    agree(layout, softcap=0.7)
+
+
+def test_lengths_of_any_kind_make_few_shapes_of_calls_where_buckets_are_padded():
+    shapes = set()
+    for n in range(1, 65):
+        layout = SegmentLayout([20 + n % 12, n, n], [-1, 0, 0], multiple=32)
+        shapes |= {(b.own, b.above) for b in layout._buckets}
+    assert shapes == {(32, 0), (32, 32), (64, 32)}
+
+
+def test_ancestors_of_one_length_share_one_mask_where_buckets_are_padded():
+    layout = SegmentLayout([5, 7, 7, 7], [-1, 0, 0, 0], multiple=8)
+    bucket = layout._buckets[1]
+    assert (bucket.count, bucket.own, bucket.above) == (3, 8, 8)
+    assert bucket.mask(None, torch.zeros(1), torch.float32).shape == (1, 1, 8, 16)
+
+
 @st.composite
 def trees(draw):
     n = draw(st.integers(1, 9))
@@ -92,9 +117,9 @@ def trees(draw):
 
 
 @settings(max_examples=30, deadline=None)
-@given(trees(), st.sampled_from([None, 3]))
-def test_any_tree_equals_the_definition(tree, window):
-    agree(SegmentLayout(*tree), window=window)
+@given(trees(), st.sampled_from([None, 3]), st.sampled_from([1, 1, 4]))
+def test_any_tree_equals_the_definition(tree, window, multiple):
+    agree(SegmentLayout(*tree, multiple=multiple), window=window)
 
 
 def per_segment(layout, q, k, v):
