@@ -13,7 +13,7 @@ from whet.errors import ConfigError, nearest
 __all__ = ["check_hub", "model_folder"]
 
 HELD = ("config.json", "tokenizer.json", "tokenizer_config.json")
-"""Files of which a folder that is read has one."""
+"""Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError"}
 """Classes of the hub client's errors, whichever HTTP library it has, that say that nobody answered."""
 
@@ -67,7 +67,7 @@ def check_hub(name: str) -> None:
         return
     near = nearest(name, [p.name for p in Path().iterdir() if p.is_dir()])
     try:
-        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+        if any(isinstance(try_to_load_from_cache(name, file), str) for file in HELD):
             return
         HfApi().model_info(name, timeout=10)
     except HFValidationError as error:

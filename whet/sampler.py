@@ -25,7 +25,7 @@ from whet.config.base import Count, config
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
-from whet.models.load import LoadedModel, load_model
+from whet.models.load import LoadedModel, load_model, usable_device
 from whet.rollout.base import Piece, Request, RolloutEngine, Sampling, stream
 from whet.rollout.borrow import max_positions
 from whet.rollout.build import complete, make_engine, sampling_of
@@ -429,7 +429,7 @@ def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.dev
     """A model that is read, without gradients, or a module as it is."""
     if folder is None:
         return load_model(module, device=next(module.parameters()).device)
-    there = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    there = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto":
         hardware = there.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = "bfloat16" if hardware else "float32"

@@ -217,3 +217,8 @@ def test_standard_input_that_is_no_text_is_an_error_in_words(model_folder, monke
 def test_the_mock_engine_completes_with_the_models_own_vocabulary(model_folder, capsys):
     assert main(["generate", *words(model_folder, "prompt=2+2=", "rollout_engine=mock")]) == 0
     assert capsys.readouterr().out.endswith("\n")
+
+
+def test_a_device_that_is_not_there_is_an_error_in_words(model_folder, capsys):
+    assert main(["generate", *words(model_folder, "prompt=a", "device=cuda:99")]) == 2
+    assert "device 'cuda:99' can't be used here" in capsys.readouterr().err

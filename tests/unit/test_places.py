@@ -99,3 +99,9 @@ def test_a_name_that_the_hub_does_not_have_is_one_line(monkeypatch):
     answer(TimeoutError())  # transformers tries again
     with pytest.raises(ConfigError, match="no hub name looks like that"):
         check_hub("a b")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_name_in_the_cache_needs_no_hub(monkeypatch, file):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, wanted: "x" if wanted == file else None)
+    check_hub("some/model")

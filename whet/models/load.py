@@ -27,7 +27,7 @@ from whet.models.heads import Head, detect_head, with_value_head
 from whet.models.probe import limit_for, probe_tokens
 from whet.places import check_hub, model_folder
 
-__all__ = ["LoadedModel", "load_model", "save_model"]
+__all__ = ["LoadedModel", "load_model", "save_model", "usable_device"]
 
 logger = logging.getLogger("whet")
 
@@ -71,8 +71,8 @@ def load_model(
         read in bf16 would lose every small update. device: where it goes. role: actor, critic (value head) or
         reference (no gradient). attention: what computes attention over packed rows: auto, flex or plain.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
-    Raises: ConfigError: an unknown dtype, role or attention, nothing to read there, flex where there is no CUDA, or not
-        a text-only causal language model.
+    Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there, flex where there is no CUDA,
+        or not a text-only causal language model.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
@@ -80,6 +80,7 @@ def load_model(
     >>> loaded.packable, loaded.head.kind
     (True, 'identity')
     """
+    device = usable_device(device)
     _check_words(role, attention, device)
     weight = None
     if isinstance(model, nn.Module):
@@ -115,12 +116,29 @@ def load_model(
     return loaded
 
 
-def _check_words(role: str, attention: str, device: torch.device | str) -> None:
+def usable_device(device: torch.device | str) -> torch.device:
+    """The device of a name. Raises ConfigError: there is none, or not on this machine.
+
+    >>> usable_device("cpu")
+    device(type='cpu')
+    """
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch built without it: AssertionError
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"device {str(device)!r} can't be used here: {why:.200}; give cpu, cuda, cuda:1 ..."
+        ) from error
+    return found
+
+
+def _check_words(role: str, attention: str, device: torch.device) -> None:
     """Refuses an unknown role or attention, and flex away from CUDA."""
     for kind, word, known in (("role", role, ROLES), ("attention", attention, KERNELS)):
         if word not in known:
             raise lookup_error(kind, word, known)
-    if attention == "flex" and torch.device(device).type != "cuda":
+    if attention == "flex" and device.type != "cuda":
         raise ConfigError(f"attention flex needs a CUDA device, got {device}; leave it at auto")
 
 

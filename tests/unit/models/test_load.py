@@ -174,6 +174,10 @@ def test_wrong_names_are_refused_with_the_known_ones(tmp_path):
         load_model(str(tmp_path), dtype="flaot32")
     with pytest.raises(ConfigError, match="did you mean critic"):
         load_model(tiny(), role="critik")
+    with pytest.raises(ConfigError, match=r"device 'tpu' can't be used here: .*give cpu, cuda"):
+        load_model(tiny(), device="tpu")
+    with pytest.raises(ConfigError, match="device 'cuda:99' can't be used here"):
+        load_model(tiny(), device="cuda:99")
     with pytest.raises(ConfigError, match=r"there is no folder .*nothing"):
         load_model(str(tmp_path / "nothing"))
 
