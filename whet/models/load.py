@@ -71,8 +71,8 @@ def load_model(
         read in bf16 would lose every small update. device: where it goes. role: actor, critic (value head) or
         reference (no gradient). attention: what computes attention over packed rows: auto, flex or plain.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
-    Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there, flex where there is no CUDA,
-        or not a text-only causal language model.
+    Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there, flex without CUDA, or not
+        a text-only causal language model.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
