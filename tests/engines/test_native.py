@@ -13,6 +13,7 @@ from whet.rollout.engine import EmbeddedEngine, fused, native
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native import Kernels, load_kernels
 from whet.rollout.engine.native_step import NativeLayer, NativeStep
+from whet.rollout.engine.packed import Product
 
 KERNELS = load_kernels()
 needs_kernels = pytest.mark.skipif(isinstance(KERNELS, str), reason=str(KERNELS))
@@ -59,7 +60,7 @@ class Case:
         made = self.made[at]
         step.begin(made + torch.from_numpy(self.lengths[at]), made, self.cos, self.sin, (self.heads, self.kv))
         layer = NativeLayer(norm=self.norm, epsilons=(1e-6, 1e-6), scale=self.size**-0.5, window=self.window)
-        return step.attend(0, layer, self.qkv[at].contiguous()), own
+        return KERNELS.attend(step.step, step.table(0, layer, self.qkv), self.qkv[at].contiguous()), own
 
     def formula(self):
         """Row by row in fp64, with the roundings of the stored dtype."""
@@ -118,6 +119,27 @@ def test_a_row_has_the_same_bits_alone_in_a_crowd_and_with_any_number_of_threads
 
 
 @needs_kernels
+@pytest.mark.parametrize("dtype", LENGTHS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 1), (32, 33), (48, 105), (128, 96), (16, 700)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_rows(inputs, outputs, bias, dtype):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
+    product = Product([layer], pack=False, kernels=KERNELS)
+    x = torch.randn(300, inputs).to(dtype)
+    with torch.no_grad():
+        want = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+        whole = product(x)
+        torch.testing.assert_close(whole.double(), want, atol=LENGTHS[dtype], rtol=LENGTHS[dtype])
+        for rows in (1, 2, 3, 5, 8, 11, 12, 13, 25, 64, 121):
+            assert torch.equal(product(x[:rows]), whole[:rows])
+        assert torch.equal(product(x[7:8]), whole[7:8])
+        layer.weight.mul_(2)
+        product.refresh()
+        assert torch.equal(product(x[:1, :] * 0.5)[0] if not bias else whole[0], whole[0])
+
+
+@needs_kernels
 def test_large_scores_take_the_largest_and_a_nan_stays_in_its_row():
     case = Case(4, 2, 32, torch.float32, norms=False)
     case.qkv[:, : 6 * 32] *= 1e3
@@ -158,6 +180,21 @@ def test_the_gate_is_silu_times_up_far_out_too(dtype):
     torch.testing.assert_close(KERNELS.gated(x), want, atol=1e-30, rtol=3e-6 if dtype == torch.float32 else 2**-7)
     x[5, 3] = torch.nan
     assert KERNELS.gated(x).isnan().nonzero().tolist() == [[5, 3]]
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", LENGTHS)
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral_window"])
+def test_a_request_gives_the_same_bits_alone_and_in_a_crowd(family, dtype):
+    model = build(family, gain=2.0).to(dtype)
+    engine = EmbeddedEngine(model, max_batch=11)
+    stops = tuple(range(0, 64, 7))
+    work = requests(prompts((3, 70, 40, 9, 1, 33)), Sampling(max_tokens=40, stop_ids=stops), group=5)
+    crowd = run(engine, work)
+    for r in work[::3]:
+        alone = run(EmbeddedEngine(model), [r])[r.id]
+        assert alone.tokens.tolist() == crowd[r.id].tokens.tolist()
+        assert alone.logprobs.tolist() == crowd[r.id].logprobs.tolist()
 
 
 # ---- where they can't be had -----------------------------------------------------------------------------------------
@@ -229,15 +266,17 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
         ("a / (1.0f + exponential(-a))", "a / (1.1f + exponential(-a))", "gates"),
         ("sum(squares) / width", "sum(squares) / (width + 1)", "norms"),
         ("made + 1, size", "made, size", "attention"),
+        ("a[r][1] += high * one", "a[r][1] += low * one", "products"),
         ("p = p * r + 4.1665795894e-2f;", "p = p * r + 4.2e-1f;", "gates"),
     ],
 )
 def test_kernels_that_compute_something_else_are_not_used(cache, tmp_path, monkeypatch, old, new, part):
-    text = native.SOURCE.read_text()
-    assert old in text
-    changed = tmp_path / "native.cpp"
-    changed.write_text(text.replace(old, new))
-    monkeypatch.setattr(native, "SOURCE", changed)
+    sources = {x.name: x.read_text() for x in native.SOURCE.iterdir()}
+    (tmp_path / "kernels").mkdir()
+    for name, text in sources.items():
+        (tmp_path / "kernels" / name).write_text(text.replace(old, new))
+    assert sum(old in text for text in sources.values()) == 1
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels")
     assert f"{part} in torch.float32 differ" in load()
 
 

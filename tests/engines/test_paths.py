@@ -102,7 +102,7 @@ def test_the_fused_trunk_without_packing_makes_the_same_tokens(family, pack, few
     model = build(family, gain=3.0)
     if not pack:
         monkeypatch.setattr(forward, "pack_refusal", lambda dtype, device: "not now")
-    engine = EmbeddedEngine(model)
+    engine = EmbeddedEngine(model, native=False)
     assert engine.paths["trunk"] == "fused"
     if not pack:
         assert engine.paths["products"] == "torch (not now)" and engine.weight_bytes == 0
@@ -168,10 +168,11 @@ def test_bf16_logprobs_of_both_paths_agree_to_its_rounding():
         assert 0 <= (got - want).abs().max() < 0.02
 
 
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("announced", [True, False])
-def test_new_weights_are_packed_anew(announced, few):
+def test_new_weights_are_packed_anew(announced, native, few):
     model = build(gain=3.0)
-    engine, work = EmbeddedEngine(model), requests(prompts(), PLAIN, group=2)
+    engine, work = EmbeddedEngine(model, native=native), requests(prompts(), PLAIN, group=2)
     before = tokens(run(engine, work))
     with torch.no_grad():
         for p in model.parameters():
@@ -183,8 +184,9 @@ def test_new_weights_are_packed_anew(announced, few):
     assert after == tokens(run(HFEngine(model), work))
 
 
-def test_sleep_frees_the_packed_copies_and_they_come_back(few):
-    engine, work = EmbeddedEngine(build(gain=3.0)), requests(prompts(), PLAIN)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+def test_sleep_frees_the_packed_copies_and_they_come_back(native, few):
+    engine, work = EmbeddedEngine(build(gain=3.0), native=native), requests(prompts(), PLAIN)
     held, want = engine.weight_bytes, tokens(run(engine, work))
     engine.sleep()
     assert engine.weight_bytes == 0

@@ -71,16 +71,17 @@ class FusedForward:
 
     def __init__(self, loaded: LoadedModel, trunk: FusedTrunk, refusal: str | None) -> None:
         self.loaded = loaded
+        torchs = f"torch ({refusal})" if refusal else "onednn, packed"
         self.paths = {
             "trunk": "fused",
-            "products": f"torch ({refusal})" if refusal else "onednn, packed",
+            "products": "native, packed" if trunk.kernels else torchs,
             "kernels": f"native ({trunk.kernels.compiler})" if trunk.kernels else f"torch ({trunk.refusal})",
         }
         """What runs, in words."""
         self.kernels = trunk.kernels
         """Those of a decode step; None = torch's."""
         self._trunk = trunk
-        self._head = Product([loaded.module.get_output_embeddings()], pack=refusal is None)  # pyright: ignore
+        self._head = Product([loaded.module.get_output_embeddings()], pack=refusal is None, kernels=trunk.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
         self._seen = self._state()
         self._moved = 0

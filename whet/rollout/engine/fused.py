@@ -71,8 +71,6 @@ class _Block:
     q_scale: float
     kv: int
     options: dict[str, Any]
-    native: NativeLayer
-    """What the native kernels need to know of its attention."""
 
     def __call__(self, h: Tensor, cos: Tensor, sin: Tensor, layout: Layout, shape: tuple[int, int]) -> Tensor:
         """[N, d] -> [N, d]."""
@@ -92,16 +90,20 @@ class _Block:
         gate, up = self.gate_up(self.after(h, self.gate_up.gain)).chunk(2, -1)
         return self.down(self.act(gate).mul_(up)).add_(h)
 
-    def step(self, h: Tensor, more: Tensor | None, tables: NativeStep) -> Tensor:
-        """The same by native kernels, for one token of each row.
-
-        Args: h [N, d]; more [N, d]: what is to be added to it first, None = nothing; h is changed in place.
-        Returns: [N, d]: what is to be added to h next.
-        """
-        kernels = tables.kernels
-        qkv = self.qkv(self.before.native(kernels, h, more, self.qkv.gain))
-        more = self.out(tables.attend(self.number, self.native, qkv))
-        return self.down(kernels.gated(self.gate_up(self.after.native(kernels, h, more, self.gate_up.gain))))
+    def native(self) -> NativeLayer:
+        """What the native kernels need to know, as it is now."""
+        norms = self.qk_norms
+        folded = self.qkv.gain is not None
+        return NativeLayer(
+            norm=self.qk_weight,
+            epsilons=(norms[0].epsilon, norms[1].epsilon) if norms else (0.0, 0.0),
+            scale=self.options["scale"],
+            window=self.options["window"],
+            before=None if folded else self.before.weight,
+            after=None if folded else self.after.weight,
+            outer_epsilons=(self.before.epsilon, self.after.epsilon),
+            products=(self.qkv, self.out, self.gate_up, self.down),
+        )
 
 
 class _Norm:
@@ -128,10 +130,6 @@ class _Norm:
         out = x * torch.addcmul(self._least, length, length, value=1 / x.shape[-1]).rsqrt_()
         return out if folded is not None else out.mul_(weight)
 
-    def native(self, kernels: Kernels, h: Tensor, more: Tensor | None, folded: Tensor | None = None) -> Tensor:
-        """The norm of h + more, which is left in h."""
-        return kernels.norm(h, more, self.weight if folded is None else None, self.epsilon)
-
 
 class FusedTrunk:
     """The decoder of a model, from token ids to the hidden states after the last norm."""
@@ -148,15 +146,17 @@ class FusedTrunk:
         self._cos = self._sin = torch.empty(0)
         self.reach(PROBE)
         size = self._cos.shape[-1]
-        self._blocks = [
-            _block(i, y, o, size=size, pack=pack) for i, (y, o) in enumerate(zip(trunk.layers, options, strict=True))
-        ]
-        self._fill_norms()
+        layers = list(zip(trunk.layers, options, strict=True))
+        make = lambda **how: [_block(i, y, o, size=size, **how) for i, (y, o) in enumerate(layers)]
+        self._blocks = make(pack=False)
         kernels = self._fitting_kernels() if native else "switched off"
         self.kernels: Kernels | None = None if isinstance(kernels, str) else kernels
         """Those of a decode step, where they fit."""
         self.refusal = kernels if isinstance(kernels, str) else None
         """Why they don't."""
+        self._blocks = make(pack=pack, kernels=self.kernels)
+        self._renewed = 0
+        self._fill_norms()
 
     @classmethod
     def of(cls, loaded: LoadedModel, *, pack: bool, native: bool) -> FusedTrunk | str:
@@ -205,12 +205,11 @@ class FusedTrunk:
 
     def _step(self, h: Tensor, layout: DecodeLayout, tables: NativeStep) -> Tensor:
         """Hidden states [n, d] of one token for each row, from their embeddings."""
-        block, more = self._blocks[0], None
+        block = self._blocks[0]
         heads = (block.qkv.width // self._cos.shape[1] - 2 * block.kv, block.kv)
         tables.begin(layout.position_ids, layout.made, self._cos, self._sin, heads)
-        for block in self._blocks:
-            more = block.step(h, more, tables)
-        return self._norm.native(tables.kernels, h, more)
+        more = tables.run(h, self._renewed, lambda: [b.native() for b in self._blocks])
+        return tables.kernels.norm(h, more, self._norm.weight, self._norm.epsilon)
 
     def _fitting_kernels(self) -> Kernels | str:
         """The native kernels, or why they don't fit."""
@@ -249,6 +248,7 @@ class FusedTrunk:
         """Renews what is derived from the parameters."""
         for product in self.products():
             product.refresh()
+        self._renewed += 1
         self._fill_norms()
 
     def _fill_norms(self) -> None:
@@ -271,7 +271,9 @@ def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset())
     return parts
 
 
-def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int, pack: bool) -> _Block:
+def _block(
+    number: int, layer: nn.Module, options: dict[str, Any], *, size: int, pack: bool, kernels: Kernels | None = None
+) -> _Block:
     """Takes one layer apart."""
     parts = _parts(layer, BLOCK)
     attention = _parts(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)
@@ -284,7 +286,7 @@ def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int,
         weight = norms[0].weight.new_zeros(heads, size)
         if weight.dtype == torch.float32:  # half precision keeps the module's roundings
             scale, options = options["scale"], {**options, "scale": 1.0}
-    product = lambda *layers, norm=None: Product(layers, pack=pack, norm=norm and norm.module)
+    product = lambda *layers, norm=None: Product(layers, pack=pack, norm=norm and norm.module, kernels=kernels)
     return _Block(
         number=number,
         before=before,
@@ -299,12 +301,6 @@ def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int,
         q_scale=scale,
         kv=attention["k_proj"].out_features // size,
         options=options,
-        native=NativeLayer(
-            norm=weight,
-            epsilons=(norms[0].epsilon, norms[1].epsilon) if norms else (0.0, 0.0),
-            scale=options["scale"],
-            window=options["window"],
-        ),
     )
 
 

@@ -1,10 +1,10 @@
-"""The small kernels of a CPU's decode step in C++ (native.cpp), built by the machine's own compiler.
+"""A CPU's decode step in C++ (kernels/), built by the machine's own compiler.
 
-Torch's kernels for them are many, and each costs a call, a tensor and a pass over memory; a handful of C++ functions
-takes a row from product to product. They are built once per compiler, processor and version of the source, in about a
-second, and kept in the user's cache; they share torch's OpenMP threads. Where there is no compiler, or what it made
-differs from torch, `load_kernels` gives the reason and the same step runs through torch.
-Dim legend: n rows, H query heads, K KV heads, D head size.
+Torch's kernels for it are many, and each costs a call, a tensor and a pass over memory; one call of C++ takes the rows
+through all layers. It is built once per compiler, processor and version of the source, in about two seconds, and kept in
+the user's cache; it runs in torch's OpenMP threads. Where there is no compiler, or what it made differs from torch,
+`load_kernels` gives the reason and the same step runs through torch.
+Dim legend: n rows, H query heads, K KV heads, D head size, d hidden size.
 Left out on purpose: systems other than Linux, and a wheel with binaries: one source fits every processor.
 """
 
@@ -22,9 +22,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-__all__ = ["Kernels", "LayerTable", "StepTable", "cache_folder", "load_kernels", "unfit_sizes"]
+__all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "cache_folder", "load_kernels", "unfit_sizes"]
 
-SOURCE = Path(__file__).with_name("native.cpp")
+SOURCE = Path(__file__).with_name("kernels")
+"""Folder; decode.cpp takes the others in."""
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
 BUILD_S = 120.0
 """Longest a compiler may take."""
@@ -34,19 +35,26 @@ MOST = 256
 _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
+class ProductTable(ctypes.Structure):
+    """A packed weight: `Product` of tables.h."""
+
+    _fields_ = (("weight", _pointer), ("bias", _pointer), ("inputs", _long), ("outputs", _long))
+
+
 class StepTable(ctypes.Structure):
-    """What all layers of a step share: `Step` of native.cpp."""
+    """What all layers of a step share: `Step` of tables.h."""
 
     _fields_ = (
         *((name, _long) for name in ("rows", "heads", "kv", "size", "threads")),
         *((name, _pointer) for name in ("position", "made", "cos", "sin")),
         ("groups", _long),
         *((name, _pointer) for name in ("group_ends", "asking", "prompt_tokens", "room")),
+        *((name, _pointer) for name in ("hidden", "more", "wide", "narrow")),
     )
 
 
 class LayerTable(ctypes.Structure):
-    """A layer's own: `Layer` of native.cpp."""
+    """A layer's own: `Layer` of tables.h."""
 
     _fields_ = (
         ("keys", _pointer),
@@ -55,23 +63,40 @@ class LayerTable(ctypes.Structure):
         *((name, _pointer) for name in ("prompt_keys", "prompt_values", "prompt_places", "norm")),
         *((name, _double) for name in ("query_epsilon", "key_epsilon", "scale")),
         ("window", _long),
+        ("before", _pointer),
+        ("after", _pointer),
+        ("before_epsilon", _double),
+        ("after_epsilon", _double),
+        *((name, ProductTable) for name in ("qkv", "output", "gate_up", "down")),
     )
 
 
 class Kernels:
-    """The functions of native.cpp over tensors. Args: library: built from it. compiler: what built it."""
+    """The functions of decode.cpp over tensors. Args: library: built from it. compiler: what built it."""
 
     def __init__(self, library: ctypes.CDLL, compiler: str) -> None:
         self.compiler = compiler
         library.whet_lanes.restype = _long
         self.lanes: int = library.whet_lanes()
         """Numbers side by side in a register: widths must be multiples of it."""
-        self._attend, self._norm, self._gated = library.whet_attend, library.whet_norm, library.whet_gated
-        self._attend.argtypes = (_pointer, _pointer, _pointer, _pointer, _long)
+        self._run, self._attend = library.whet_run, library.whet_attend
+        self._pack, self._multiply = library.whet_pack, library.whet_multiply
+        self._norm, self._gated = library.whet_norm, library.whet_gated
+        self._run.argtypes = (_pointer, _pointer, _long, _long)
+        self._attend.argtypes = (*(_pointer,) * 4, _long)
+        self._pack.argtypes = (_pointer, _pointer, *(_long,) * 3)
+        self._multiply.argtypes = (*(_pointer,) * 3, *(_long,) * 3)
         self._norm.argtypes = (*(_pointer,) * 4, _long, _long, _double, _long, _long)
         self._gated.argtypes = (_pointer, _pointer, *(_long,) * 4)
-        for function in (self._attend, self._norm, self._gated):
+        for function in (self._run, self._attend, self._pack, self._multiply, self._norm, self._gated):
             function.restype = None
+
+    def run(self, step: StepTable, layers: ctypes.Array[LayerTable], dtype: torch.dtype) -> None:
+        """All layers of one token a row: from step.hidden to step.hidden and step.more, whose sum the last one gives.
+
+        Args: step, layers: who sees what, and where everything lies. dtype: of what is stored.
+        """
+        self._run(ctypes.addressof(step), ctypes.addressof(layers), len(layers), dtype == torch.bfloat16)
 
     def attend(self, step: StepTable, layer: LayerTable, qkv: Tensor) -> Tensor:
         """One token's attention: norms and rotation of q and k, the write of k and v, and what is seen.
@@ -82,6 +107,22 @@ class Kernels:
         out = qkv.new_empty(qkv.shape[0], step.heads * step.size)
         half = qkv.dtype == torch.bfloat16
         self._attend(ctypes.addressof(step), ctypes.addressof(layer), qkv.data_ptr(), out.data_ptr(), half)
+        return out
+
+    def pack(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """A weight [out, in] in panels. Args: weight: contiguous. out: an earlier result to write into."""
+        outputs, inputs = weight.shape
+        panel = 2 * self.lanes
+        if out is None:
+            out = weight.new_empty(-(-outputs // panel) * panel * inputs)
+        self._pack(weight.data_ptr(), out.data_ptr(), inputs, outputs, weight.dtype == torch.bfloat16)
+        return out
+
+    def multiply(self, product: ProductTable, x: Tensor) -> Tensor:
+        """[n, in] -> [n, out]. Args: product: a packed weight, with its bias. x: contiguous, of its dtype."""
+        out = x.new_empty(x.shape[0], product.outputs)
+        threads, half = torch.get_num_threads(), x.dtype == torch.bfloat16
+        self._multiply(ctypes.addressof(product), x.data_ptr(), out.data_ptr(), x.shape[0], threads, half)
         return out
 
     def norm(self, h: Tensor, more: Tensor | None, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -170,7 +211,8 @@ def _run(*command: str) -> str:
 
 def _built(compiler: str, version: str) -> Path:
     """The library's path, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
-    parts = (SOURCE.read_text(encoding="utf-8"), version, " ".join(FLAGS), _processor())
+    sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
+    parts = (*sources, version, " ".join(FLAGS), _processor())
     path = cache_folder() / f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     if path.exists():
         return path
@@ -181,7 +223,7 @@ def _built(compiler: str, version: str) -> Path:
         folder = tempfile.mkdtemp(prefix="whet-")
         path = Path(folder) / path.name
     part, made = Path(folder) / "native.o", Path(folder) / "native.so"
-    _run(compiler, *FLAGS, "-c", str(SOURCE), "-o", str(part))
+    _run(compiler, *FLAGS, "-c", str(SOURCE / "decode.cpp"), "-o", str(part))
     _run(compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
     made.replace(path)  # whole or not at all, whoever else builds
     part.unlink()
@@ -208,6 +250,11 @@ def _refusal(kernels: Kernels) -> str | None:
         gate, up = h.float().chunk(2, -1)
         if not _near(kernels.gated(h), torch.nn.functional.silu(gate) * up, limit):
             return f"gates in {dtype} differ from torch's on this machine"
+        weight, bias, x = (torch.randn(*n, generator=generator).to(dtype) for n in ((70, 32), (70,), (29, 32)))
+        panels = kernels.pack(weight)
+        got = kernels.multiply(ProductTable(panels.data_ptr(), bias.data_ptr(), 32, 70), x)
+        if not _near(got, x.float() @ weight.float().T + bias.float(), limit):
+            return f"products in {dtype} differ from torch's on this machine"
         if not all(_near(*_attended(kernels, dtype, size, generator), limit) for size in (16, 64)):
             return f"attention in {dtype} differs from torch's on this machine"
     return None

@@ -1,11 +1,13 @@
 """A decode step's tables for the native kernels: which row asks which prompt, and where everything lies.
 
-Dim legend: n live rows, K KV heads, D head size.
+Dim legend: n live rows, H query heads, K KV heads, D head size, d hidden size.
 Left out on purpose: copies. The stores stay as they are; only addresses are written down, anew when one has moved.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +16,15 @@ import torch
 from torch import Tensor
 
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.native import Kernels, LayerTable, StepTable
+from whet.rollout.engine.native import Kernels, LayerTable, ProductTable, StepTable
+from whet.rollout.engine.packed import Product
 
 __all__ = ["NativeLayer", "NativeStep"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class NativeLayer:
-    """What a layer's attention is made of."""
+    """What a layer is made of."""
 
     norm: Tensor | None
     """[H + K, D]: the weights of the norms of queries and keys, head by head; None = no norms."""
@@ -31,6 +34,14 @@ class NativeLayer:
     """Factor of the scores."""
     window: int | None
     """Places back that are seen; None = all."""
+    before: Tensor | None = None
+    """[d]: the weight of the norm before attention; None = the product behind it has it already."""
+    after: Tensor | None = None
+    """[d]: the same before the MLP."""
+    outer_epsilons: tuple[float, float] = (0.0, 0.0)
+    """Of these norms."""
+    products: tuple[Product, ...] = ()
+    """Queries, keys and values; what attention gives; gate and up; down."""
 
 
 class NativeStep:
@@ -39,13 +50,15 @@ class NativeStep:
     def __init__(self, kernels: Kernels, own: KVStore) -> None:
         self.kernels = kernels
         self.own = own
-        self._step = StepTable()
+        self.step = StepTable()
+        """Of the step that `begin` has set."""
         self._kept: dict[str, Any] = {}
         """Whatever a table points into."""
-        self._layers: dict[int, LayerTable] = {}
+        self._layers: ctypes.Array[LayerTable] | None = None
         self._prompts: list[tuple[KVStore, np.ndarray]] = []
         """Stores asked, each with the slots of its groups."""
         self._epoch: tuple[int, ...] = ()
+        self._renewed = 0
 
     def regroup(self, stores: dict[int, KVStore], buckets: np.ndarray, slots: np.ndarray, lengths: np.ndarray) -> None:
         """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
@@ -59,8 +72,8 @@ class NativeStep:
         tables = {"group_ends": np.r_[begins, len(order)], "asking": order, "prompt_tokens": lengths[first]}
         for name, table in tables.items():
             self._kept[name] = table = np.ascontiguousarray(table, np.int64)
-            setattr(self._step, name, table.ctypes.data)
-        self._step.rows, self._step.groups = len(order), len(first)
+            setattr(self.step, name, table.ctypes.data)
+        self.step.rows, self.step.groups = len(order), len(first)
         self._prompts = [(stores[int(x)], slots[first[buckets[first] == x]]) for x in np.unique(buckets)]
         self._epoch = ()
 
@@ -72,50 +85,60 @@ class NativeStep:
         """
         epoch = (self.own.epoch, *(store.epoch for store, _ in self._prompts))
         if epoch != self._epoch:
-            self._epoch = epoch
-            self._layers.clear()
+            self._epoch, self._layers = epoch, None
             places = [np.full(len(slots), store.length, np.int64) for store, slots in self._prompts]
             self._kept["prompt_places"] = np.concatenate(places)
-        step, size = self._step, cos.shape[1]
+        step, size = self.step, cos.shape[1]
         step.heads, step.kv, step.size, step.threads = *heads, size, torch.get_num_threads()
         self._kept["step"] = tensors = (position, made, cos, sin)
         step.position, step.made, step.cos, step.sin = (x.data_ptr() for x in tensors)
-        room = self._kept.get("room")
-        if room is None or room.numel() < len(position) * heads[0] * (2 * size + 2):
-            self._kept["room"] = room = torch.empty(len(position) * heads[0] * (2 * size + 2))
-            step.room = room.data_ptr()
+        step.room = self._room("room", len(position) * heads[0] * (2 * size + 2), torch.float32).data_ptr()
 
-    def attend(self, number: int, layer: NativeLayer, qkv: Tensor) -> Tensor:
-        """Writes the new keys and values, and attends.
+    def run(self, h: Tensor, renewed: int, layers: Callable[[], list[NativeLayer]]) -> Tensor:
+        """Takes one token of each row through all layers.
 
-        Args: number: of the layer. layer: its parts. qkv: [n, (H + 2 K) D], as the product gave it.
-        Returns: [n, H D].
+        Args: h: [n, d], changed in place. renewed: how often the weights have changed. layers: what they are made of
+            now, asked for only where something has moved.
+        Returns: [n, d], to be added to h; overwritten by the next step.
         """
-        table = self._layers.get(number)
-        if table is None:
-            self._layers[number] = table = self._table(number, layer, qkv)
-        return self.kernels.attend(self._step, table, qkv)
+        if self._layers is None or renewed != self._renewed:
+            made, self._renewed = layers(), renewed
+            self._layers = (LayerTable * len(made))(*(self.table(i, layer, h) for i, layer in enumerate(made)))
+            widths = [(layer.products[0].width, layer.products[2].width, layer.products[3].inputs) for layer in made]
+            self._kept["width"] = max(h.shape[1], *(x for width in widths for x in width))
+        step, rows = self.step, len(h)
+        more = self._room("more", h.numel(), h.dtype)
+        step.hidden, step.more = h.data_ptr(), more.data_ptr()
+        for name in ("wide", "narrow"):
+            setattr(step, name, self._room(name, rows * self._kept["width"], h.dtype).data_ptr())
+        self.kernels.run(step, self._layers, h.dtype)
+        return more[: h.numel()].view_as(h)
 
-    def _table(self, number: int, layer: NativeLayer, qkv: Tensor) -> LayerTable:
-        """Where a layer's keys and values lie."""
-        shape = qkv.new_empty(1, self._step.kv, 1, self._step.size)
+    def _room(self, name: str, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory for so many numbers, kept from step to step."""
+        room = self._kept.get(name)
+        if room is None or room.numel() < size or room.dtype != dtype:
+            self._kept[name] = room = torch.empty(size, dtype=dtype)
+        return room
+
+    def table(self, number: int, layer: NativeLayer, like: Tensor) -> LayerTable:
+        """Where a layer's keys and values lie, and its weights.
+
+        Args: number: of the layer. layer: its parts. like: a tensor of the stores' dtype.
+        """
+        shape = like.new_empty(1, self.step.kv, 1, self.step.size)
         keys, values = self.own.layer(number, shape, shape)
         prompts: tuple[list[np.ndarray], list[np.ndarray]] = ([], [])
         for store, slots in self._prompts:
             for addresses, x in zip(prompts, store.layer(number, shape, shape), strict=True):
                 addresses.append(x.data_ptr() + slots * x.stride(0) * x.itemsize)
         where = [np.concatenate(x).astype(np.int64) for x in prompts]
-        self._kept[f"layer {number}"] = where, layer.norm, keys, values
+        self._kept[f"layer {number}"] = where, layer, keys, values
+        pointer = lambda x: None if x is None else x.data_ptr()
         return LayerTable(
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
-            places=self.own.length,
-            prompt_keys=where[0].ctypes.data,
-            prompt_values=where[1].ctypes.data,
-            prompt_places=self._kept["prompt_places"].ctypes.data,
-            norm=None if layer.norm is None else layer.norm.data_ptr(),
-            query_epsilon=layer.epsilons[0],
-            key_epsilon=layer.epsilons[1],
-            scale=layer.scale,
-            window=layer.window or 0,
-        )
+            keys.data_ptr(), values.data_ptr(), self.own.length,
+            where[0].ctypes.data, where[1].ctypes.data, self._kept["prompt_places"].ctypes.data,
+            pointer(layer.norm), *layer.epsilons, layer.scale, layer.window or 0,
+            pointer(layer.before), pointer(layer.after), *layer.outer_epsilons,
+            *(p.table or ProductTable() for p in layer.products),
+        )  # fmt: skip

@@ -1,9 +1,9 @@
 """Linear layers of one input as one product, with weights packed for the few rows of a decode step.
 
-On a CPU, oneDNN multiplies few rows fastest by a weight that it has laid out in its own order. Such a packed weight is
-derived data: a second copy, made once per version of the weights. Where it can't be had, the layers' own weights are
-multiplied, with no copy. Few fp32 weights are not packed, since oneDNN's call takes longer there than the product does:
-they are multiplied as they are, layers of one input put together. Dim legend: n rows.
+On a CPU few rows are multiplied fastest by a weight in an order of its own: that of the native kernels, or oneDNN's. Such
+a packed weight is derived data: a second copy, made once per version of the weights. Where neither can be had, the
+layers' own weights are multiplied, with no copy. Few fp32 weights are not packed for oneDNN, since its call takes longer
+than the product does: they are multiplied as they are, layers of one input put together. Dim legend: n rows.
 Left out on purpose: quantised weights, and any choice by the clock: a path is taken where it is right.
 """
 
@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from whet.rollout.engine.native import Kernels, ProductTable
 
 __all__ = ["Product", "pack_refusal"]
 
@@ -26,7 +28,7 @@ class Product:
 
     Args: layers: their own parameters are read, and never changed. pack: whether to keep a copy that is faster: packed,
         or put together. norm: an RMSNorm before them; a copy in fp32 takes its weight in, and `gain` says so. few: fp32
-        weights up to which a product is not packed; None = FEW.
+        weights up to which a product is not packed; None = FEW. kernels: what packs and multiplies instead of oneDNN.
 
     >>> layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
     >>> Product(layers, pack=False)(torch.ones(1, 4)).shape
@@ -34,14 +36,25 @@ class Product:
     """
 
     def __init__(
-        self, layers: Sequence[nn.Linear], *, pack: bool, norm: nn.Module | None = None, few: int | None = None
+        self,
+        layers: Sequence[nn.Linear],
+        *,
+        pack: bool,
+        norm: nn.Module | None = None,
+        few: int | None = None,
+        kernels: Kernels | None = None,
     ) -> None:
         self.layers = tuple(layers)
+        self.table: ProductTable | None = None
+        """Where the weight lies that the native kernels have packed."""
         self.gain: Tensor | None = None
         """[in]: what the copy's columns were multiplied by, so that x need not be."""
         wide = layers[0].weight.dtype == torch.float32
+        self._kernels = kernels
+        pack = pack or kernels is not None
         self._norm = norm if pack and wide else None
-        self._few = wide and sum(layer.weight.numel() for layer in layers) <= (FEW if few is None else few)
+        few = 0 if kernels else FEW if few is None else few
+        self._few = wide and sum(layer.weight.numel() for layer in layers) <= few
         self._pack = pack and not (self._few and norm is None and len(layers) == 1)
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
@@ -51,17 +64,25 @@ class Product:
         """Copies the weights as they are now."""
         if self._pack:
             self.gain = None if self._norm is None else self._norm._parameters["weight"]
+            old = self._weight
             self._weight, self._bias = _joined(self.layers, self.gain)
-            if not self._few:
+            if self._kernels is not None:
+                outputs, inputs = self._weight.shape
+                self._weight = self._kernels.pack(self._weight, old)
+                bias = None if self._bias is None else self._bias.data_ptr()
+                self.table = ProductTable(self._weight.data_ptr(), bias, inputs, outputs)
+            elif not self._few:
                 self._weight = torch.ops.mkldnn._reorder_linear_weight(self._weight, 64)
 
     def drop(self) -> None:
         """Frees the copy; `refresh` makes it anew."""
-        self._weight = self._bias = self.gain = None
+        self._weight = self._bias = self.gain = self.table = None
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] -> [n, sum of out]."""
         if self._weight is not None:
+            if self._kernels is not None and self.table is not None:
+                return self._kernels.multiply(self.table, x.contiguous())
             if self._few:
                 return F.linear(x, self._weight, self._bias)
             return torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
@@ -74,9 +95,14 @@ class Product:
         return sum(layer.out_features for layer in self.layers)
 
     @property
+    def inputs(self) -> int:
+        """Numbers of a row of x."""
+        return self.layers[0].in_features
+
+    @property
     def bytes(self) -> int:
         """Memory of the copy."""
-        return 0 if self._weight is None else sum(layer.weight.nbytes for layer in self.layers)
+        return 0 if self._weight is None else self._weight.nbytes
 
 
 def pack_refusal(dtype: torch.dtype, device: torch.device) -> str | None:

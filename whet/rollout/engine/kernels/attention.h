@@ -1,0 +1,248 @@
+// Attention of one new token a row over a shared prompt and its own tokens.
+#pragma once
+
+#include "tables.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int BLOCK = 64;  // keys scored together
+constexpr int TILE = 16;   // queries that share them
+constexpr int MOST = 256;  // head size
+
+// Lanes of x and y summed in pairs, blocks of 2 * half lanes at a time: x's sums first in each block, then y's.
+template <int half, size_t... i>
+inline vec folded(vec x, vec y, std::index_sequence<i...>) {
+    constexpr int b = 2 * half;
+    return __builtin_shufflevector(x, y, ((int(i) % b < half) ? int(i) : W + int(i) - half)...) +
+           __builtin_shufflevector(x, y, ((int(i) % b < half) ? int(i) + half : W + int(i))...);
+}
+template <int half>
+inline void fold(vec* a) {
+    for (int j = 0; j < half; j++) a[j] = folded<half>(a[j], a[j + half], std::make_index_sequence<W>());
+    if constexpr (half > 1) fold<half / 2>(a);
+}
+
+// W scores of one query: the sums of its products with W keys that lie one behind the other.
+template <class T>
+inline vec scores_of(const float* q, const T* k, int size) {
+    vec a[W] = {};
+    for (int c = 0; c < size; c += W) {
+        vec x = load(q + c);
+        for (int j = 0; j < W; j++) a[j] += x * load(k + j * size + c);
+    }
+    fold<W / 2>(a);
+    return a[0];
+}
+
+// Adds to Q outputs the values of a block, weighted; C vectors of each at a time.
+template <int Q, int C, class T>
+inline void weigh(float* const* out, const float (*p)[BLOCK], const T* v, int count, int size, int at) {
+    vec sums[Q][C];
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < C; c++) sums[q][c] = load(out[q] + at + c * W);
+    for (int j = 0; j < count; j++) {
+        const T* row = v + j * size + at;
+        for (int c = 0; c < C; c++) {
+            vec x = load(row + c * W);
+            for (int q = 0; q < Q; q++) sums[q][c] += x * p[q][j];
+        }
+    }
+    for (int q = 0; q < Q; q++)
+        for (int c = 0; c < C; c++) store(out[q] + at + c * W, sums[q][c]);
+}
+template <int Q, class T>
+inline void weigh_all(float* const* out, const float (*p)[BLOCK], const T* v, int count, int size) {
+    int at = 0;
+    for (; at + 4 * W <= size; at += 4 * W) weigh<Q, 4>(out, p, v, count, size, at);
+    for (; at + 2 * W <= size; at += 2 * W) weigh<Q, 2>(out, p, v, count, size, at);
+    for (; at < size; at += W) weigh<Q, 1>(out, p, v, count, size, at);
+}
+
+// What a query has seen so far: exp-weighted values, the sum of the weights, the largest score.
+struct Seen {
+    float *sums, *weight, *top;
+};
+
+// Scores of a block for one query; keys that it may not see, and those beyond the end, get -inf.
+template <class T>
+inline void score(const float* q, const T* k, int count, int hidden, int size, float* p) {
+    const int whole = count / W * W;
+    for (int j = 0; j < whole; j += W) store(p + j, scores_of(q, k + j * size, size));
+    if (whole < count) {
+        alignas(64) T room[W * MOST];
+        std::memcpy(room, k + whole * size, sizeof(T) * (count - whole) * size);
+        std::memset(room + (count - whole) * size, 0, sizeof(T) * (W - count + whole) * size);
+        store(p + whole, scores_of(q, room, size));
+        for (int j = count; j < whole + W; j++) p[j] = -INFINITY;
+    }
+    for (int j = 0; j < hidden; j++) p[j] = -INFINITY;
+}
+
+// Scores become weights in place, and what was seen before is scaled to the largest score so far.
+inline void weights_of(float* p, int count, int size, Seen& seen) {
+    vec top = all(-INFINITY), total{};
+    for (int j = 0; j < count; j += W) {
+        vec s = load(p + j);
+        top = pick(s > top, s, top);
+    }
+    const float old = *seen.top, now = std::max(old, largest(top));
+    if (now == -INFINITY) {  // nothing seen yet
+        for (int j = 0; j < count; j += W) store(p + j, vec{});
+        return;
+    }
+    for (int j = 0; j < count; j += W) {
+        vec weights = exponential(load(p + j) - now);
+        total += weights;
+        store(p + j, weights);
+    }
+    if (old != now) {
+        const float less = exponential(all(old - now))[0];
+        *seen.weight *= less;
+        for (int c = 0; c < size; c += W) store(seen.sums + c, load(seen.sums + c) * less);
+        *seen.top = now;
+    }
+    *seen.weight += sum(total);
+}
+
+// Lets queries see one block of keys.
+template <class T>
+inline void look_at(const float* const* q, Seen* seen, int queries, const int* hidden, const T* k, const T* v,
+                    int count, int size) {
+    alignas(64) float p[TILE][BLOCK];
+    float* out[TILE];
+    for (int i = 0; i < queries; i++) {
+        score(q[i], k, count, hidden[i], size, p[i]);
+        weights_of(p[i], count, size, seen[i]);
+        out[i] = seen[i].sums;
+    }
+    int i = 0;
+    for (; i + 4 <= queries; i += 4) weigh_all<4>(out + i, p + i, v, count, size);
+    for (; i + 2 <= queries; i += 2) weigh_all<2>(out + i, p + i, v, count, size);
+    for (; i < queries; i++) weigh_all<1>(out + i, p + i, v, count, size);
+}
+
+// Lets queries see keys begin..end-1 of one KV head, each query those from its `first` on.
+template <class T>
+void look(const float* const* q, Seen* seen, int queries, const int64_t* first, const T* k, const T* v, int64_t begin,
+          int64_t end, int size) {
+    alignas(64) float keys[BLOCK * MOST], values[BLOCK * MOST];
+    for (int64_t at = begin; at < end; at += BLOCK) {
+        const int count = int(std::min<int64_t>(BLOCK, end - at));
+        int hidden[TILE];
+        for (int i = 0; i < queries; i++)
+            hidden[i] = int(std::min<int64_t>(std::max<int64_t>(first[i] - at, 0), count));
+        if (sizeof(T) == 2 && queries >= 4) {  // widened once for all of them
+            for (int i = 0; i < count * size; i += W) {
+                store(keys + i, load(k + at * size + i));
+                store(values + i, load(v + at * size + i));
+            }
+            look_at(q, seen, queries, hidden, keys, values, count, size);
+        } else {
+            look_at(q, seen, queries, hidden, k + at * size, v + at * size, count, size);
+        }
+    }
+}
+
+// Norm, rotation and place of one head of one row: x [D] -> out [D] as floats.
+template <class T>
+void turned(const T* x, const T* weight, float epsilon, const T* cos, const T* sin, int size, float* out) {
+    alignas(64) float y[MOST + MOST / 2];  // its first half once more behind it
+    const T* kind = nullptr;
+    if (weight) {
+        vec squares{};
+        for (int c = 0; c < size; c += W) {
+            vec a = load(x + c);
+            squares += a * a;
+        }
+        float share = 1 / std::sqrt(sum(squares) / size + epsilon);
+        for (int c = 0; c < size; c += W)
+            store(y + c, round_as(round_as(load(x + c) * share, kind) * load(weight + c), kind));
+    } else {
+        for (int c = 0; c < size; c += W) store(y + c, load(x + c));
+    }
+    std::memcpy(y + size, y, sizeof(float) * size / 2);
+    for (int c = 0; c < size; c += W) {
+        vec straight = round_as(load(y + c) * load(cos + c), kind);
+        store(out + c, round_as(straight + load(y + c + size / 2) * load(sin + c), kind));
+    }
+}
+
+template <class T>
+void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
+    const int size = int(s.size), g = int(s.heads / s.kv), each = int(2 * s.size + 2);
+    const T *cos = (const T*)s.cos, *sin = (const T*)s.sin, *norm = (const T*)layer.norm;
+    T *keys = (T*)layer.keys, *values = (T*)layer.values;
+    const int64_t width = (s.heads + 2 * s.kv) * size, window = layer.window ? layer.window : INT64_MAX / 2;
+#pragma omp parallel num_threads(int(s.threads)) if (s.threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t row = 0; row < s.rows; row++) {
+            const T* x = qkv + row * width;
+            const T *c = cos + s.position[row] * size, *n = sin + s.position[row] * size;
+            for (int64_t h = 0; h < s.heads; h++) {
+                float* q = s.room + (row * s.heads + h) * each;
+                turned(x + h * size, norm ? norm + h * size : nullptr, float(layer.query_epsilon), c, n, size, q);
+                for (int i = 0; i < size; i += W) store(q + i, load(q + i) * float(layer.scale));
+                std::memset(q + size, 0, sizeof(float) * (size + 1));
+                q[2 * size + 1] = -INFINITY;
+            }
+            for (int64_t h = 0; h < s.kv; h++) {
+                alignas(64) float k[MOST];
+                const T* weight = norm ? norm + (s.heads + h) * size : nullptr;
+                turned(x + (s.heads + h) * size, weight, float(layer.key_epsilon), c, n, size, k);
+                int64_t at = ((row * s.kv + h) * layer.places + s.made[row]) * size;
+                for (int i = 0; i < size; i += W) store(keys + at + i, load(k + i));
+                std::memcpy(values + at, x + (s.heads + s.kv + h) * size, sizeof(T) * size);
+            }
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < s.groups * s.kv; task++) {
+            const int64_t group = task / s.kv, h = task % s.kv, begin = s.group_ends[group];
+            const int64_t queries = (s.group_ends[group + 1] - begin) * g, tokens = s.prompt_tokens[group];
+            const T* k = (const T*)layer.prompt_keys[group] + h * layer.prompt_places[group] * size;
+            const T* v = (const T*)layer.prompt_values[group] + h * layer.prompt_places[group] * size;
+            for (int64_t from = 0; from < queries; from += TILE) {
+                const float* q[TILE];
+                Seen seen[TILE];
+                int64_t first[TILE], least = tokens;
+                int count = int(std::min<int64_t>(TILE, queries - from));
+                for (int i = 0; i < count; i++) {
+                    int64_t row = s.asking[begin + (from + i) / g];
+                    float* mine = s.room + (row * s.heads + h * g + (from + i) % g) * each;
+                    q[i] = mine;
+                    seen[i] = {mine + size, mine + 2 * size, mine + 2 * size + 1};
+                    first[i] = std::max<int64_t>(0, s.position[row] - window + 1);
+                    least = std::min(least, first[i]);
+                }
+                look(q, seen, count, first, k, v, least / BLOCK * BLOCK, tokens, size);
+            }
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t task = 0; task < s.rows * s.kv; task++) {
+            const int64_t row = task / s.kv, h = task % s.kv, made = s.made[row];
+            const int64_t base = task * layer.places * size;
+            const int64_t least = std::max<int64_t>(0, made - window + 1);
+            for (int from = 0; from < g; from += TILE) {
+                const float* q[TILE];
+                Seen seen[TILE];
+                int64_t first[TILE];
+                int count = std::min(TILE, g - from);
+                for (int i = 0; i < count; i++) {
+                    float* mine = s.room + (row * s.heads + h * g + from + i) * each;
+                    q[i] = mine;
+                    seen[i] = {mine + size, mine + 2 * size, mine + 2 * size + 1};
+                    first[i] = least;
+                }
+                look(q, seen, count, first, keys + base, values + base, least / BLOCK * BLOCK, made + 1, size);
+                for (int i = 0; i < count; i++) {
+                    T* to = out + (row * s.heads + h * g + from + i) * size;
+                    float share = 1 / *seen[i].weight;
+                    for (int c = 0; c < size; c += W) store(to + c, load(seen[i].sums + c) * share);
+                }
+            }
+        }
+    }
+}
+
+}  // namespace

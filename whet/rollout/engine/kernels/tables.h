@@ -1,0 +1,41 @@
+// What native.py fills in: the structures have their twins there, field by field.
+#pragma once
+
+#include <cstdint>
+
+// Linear layers of one input: weights in panels of 2 W outputs, those of an input side by side (bfloat16: of a pair).
+struct Product {
+    const void *weight, *bias;  // T; bias null = none
+    int64_t in, out;
+};
+
+// What all layers of a step share. All pointers to Long unless said.
+struct Step {
+    int64_t rows, heads, kv, size, threads;
+    const int64_t* position;       // [n]
+    const int64_t* made;           // [n], own tokens before this one
+    const void *cos, *sin;         // T [positions, D]; the first half of sin with a minus
+    int64_t groups;                // rows that share a prompt
+    const int64_t* group_ends;     // [groups + 1]: where each begins in `asking`
+    const int64_t* asking;         // [n]: rows, group by group
+    const int64_t* prompt_tokens;  // [groups]
+    float* room;                   // [n, H, 2 D + 2]: queries, then what they have seen
+    void *hidden, *more;           // T [n, d]: what goes through the layers, and what is to be added to it
+    void *wide, *narrow;           // T [n, the widest]: inputs and outputs of products
+};
+
+// A layer's own.
+struct Layer {
+    void *keys, *values;             // T [rows, K, L, D], own tokens
+    int64_t places;                  // L
+    const void* const* prompt_keys;  // [groups]: T [K, L, D], first place of each prompt
+    const void* const* prompt_values;
+    const int64_t* prompt_places;    // [groups]: L
+    const void* norm;                // T [H + K, D], weights of the norms of queries and keys; null = none
+    double query_epsilon, key_epsilon;
+    double scale;
+    int64_t window;                  // places back that are seen; 0 = all
+    const void *before, *after;      // T [d], weights of the norms; null = 1
+    double before_epsilon, after_epsilon;
+    Product qkv, output, gate_up, down;
+};
