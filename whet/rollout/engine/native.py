@@ -1,8 +1,8 @@
 """A CPU's decode step in C++ (kernels/), built by the machine's own compiler.
 
 Torch's kernels for it are many, and each costs a call, a tensor and a pass over memory; one call of C++ takes the rows
-through all layers. It is built once per compiler, processor and version of the source, in about two seconds, and kept in
-the user's cache; it runs in torch's OpenMP threads. Where there is no compiler, or what it made differs from torch,
+through all layers. It is built once per compiler, processor and version of the source, in about two seconds, and kept
+in the user's cache; it runs in torch's OpenMP threads. Where there is no compiler, or what it made differs from torch,
 `load_kernels` gives the reason and the same step runs through torch.
 Dim legend: n rows, H query heads, K KV heads, D head size, d hidden size.
 Left out on purpose: systems other than Linux, and a wheel with binaries: one source fits every processor.

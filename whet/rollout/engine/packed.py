@@ -1,9 +1,9 @@
 """Linear layers of one input as one product, with weights packed for the few rows of a decode step.
 
-On a CPU few rows are multiplied fastest by a weight in an order of its own: that of the native kernels, or oneDNN's. Such
-a packed weight is derived data: a second copy, made once per version of the weights. Where neither can be had, the
-layers' own weights are multiplied, with no copy. Few fp32 weights are not packed for oneDNN, since its call takes longer
-than the product does: they are multiplied as they are, layers of one input put together. Dim legend: n rows.
+On a CPU few rows are multiplied fastest by a weight in an order of its own: that of the native kernels, or oneDNN's.
+Such a packed weight is derived data: a second copy, made once per version of the weights. Where neither can be had, the
+layers' own weights are multiplied, with no copy. Few fp32 weights are not packed for oneDNN, since its call takes
+longer than the product does: they are multiplied as they are, layers of one input put together. Dim legend: n rows.
 Left out on purpose: quantised weights, and any choice by the clock: a path is taken where it is right.
 """
 
