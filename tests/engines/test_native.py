@@ -2,6 +2,7 @@
 
 import os
 import stat
+import weakref
 
 import numpy as np
 import pytest
@@ -198,6 +199,17 @@ def test_a_request_gives_the_same_bits_alone_and_in_a_crowd(family, dtype):
 
 
 # ---- where they can't be had -----------------------------------------------------------------------------------------
+
+
+@needs_kernels
+def test_no_keys_are_held_by_the_tables_of_an_engine_that_sleeps():
+    engine = EmbeddedEngine(build(gain=3.0))
+    engine.submit(requests(prompts(), Sampling(max_tokens=40), group=2))
+    engine.poll(timeout_s=0.0)
+    assert engine.paths["kernels"].startswith("native")
+    keys = weakref.ref(engine._runner.own._layers[0][0])
+    engine.sleep()
+    assert keys() is None
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ class NativeStep:
             for addresses, x in zip(prompts, store.layer(number, shape, shape), strict=True):
                 addresses.append(x.data_ptr() + slots * x.stride(0) * x.itemsize)
         where = [np.concatenate(x).astype(np.int64) for x in prompts]
-        self._kept[f"layer {number}"] = where, layer, keys, values
+        self._kept[f"layer {number}"] = where, layer  # the stores keep their own; a dropped one is to be free
         pointer = lambda x: None if x is None else x.data_ptr()
         return LayerTable(
             keys.data_ptr(), values.data_ptr(), self.own.length,
