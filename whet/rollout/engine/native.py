@@ -84,7 +84,7 @@ class Kernels:
         self._norm, self._gated = library.whet_norm, library.whet_gated
         self._run.argtypes = (_pointer, _pointer, _long, _long)
         self._attend.argtypes = (*(_pointer,) * 4, _long)
-        self._pack.argtypes = (_pointer, _pointer, *(_long,) * 3)
+        self._pack.argtypes = (_pointer, _pointer, *(_long,) * 4)
         self._multiply.argtypes = (*(_pointer,) * 3, *(_long,) * 3)
         self._norm.argtypes = (*(_pointer,) * 4, _long, _long, _double, _long, _long)
         self._gated.argtypes = (_pointer, _pointer, *(_long,) * 4)
@@ -115,7 +115,8 @@ class Kernels:
         panel = 2 * self.lanes
         if out is None:
             out = weight.new_empty(-(-outputs // panel) * panel * inputs)
-        self._pack(weight.data_ptr(), out.data_ptr(), inputs, outputs, weight.dtype == torch.bfloat16)
+        threads, half = torch.get_num_threads(), weight.dtype == torch.bfloat16
+        self._pack(weight.data_ptr(), out.data_ptr(), inputs, outputs, threads, half)
         return out
 
     def multiply(self, product: ProductTable, x: Tensor) -> Tensor:

@@ -88,9 +88,9 @@ void whet_attend(const Step* step, const Layer* layer, const void* qkv, void* ou
 }
 
 // Weights [out, in] into panels; `to` has room for `out` rounded up to a multiple of 2 W.
-void whet_pack(const void* weight, void* to, int64_t in, int64_t out, int64_t half) {
-    if (half) packed((const bf16*)weight, (bf16*)to, in, out);
-    else packed((const float*)weight, (float*)to, in, out);
+void whet_pack(const void* weight, void* to, int64_t in, int64_t out, int64_t threads, int64_t half) {
+    if (half) packed((const bf16*)weight, (bf16*)to, in, out, int(threads));
+    else packed((const float*)weight, (float*)to, in, out, int(threads));
 }
 
 // x T [n, in] -> y T [n, out].

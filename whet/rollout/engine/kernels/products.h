@@ -108,13 +108,18 @@ void multiply(const Product& p, const T* x, T* y, int64_t n, int threads) {
 
 // Panels of a weight [out, in].
 template <class T>
-void packed(const T* weight, T* to, int64_t in, int64_t out) {
+void packed(const T* weight, T* to, int64_t in, int64_t out, int threads) {
     constexpr int deep = sizeof(T) == 2 ? 2 : 1;  // inputs that lie together
-    for (int64_t o = 0; o < (out + PANEL - 1) / PANEL * PANEL; o++)
-        for (int64_t i = 0; i < in; i++) {
-            const int64_t panel = o / PANEL * PANEL * in, place = o % PANEL * deep + i % deep;
-            to[panel + i / deep * deep * PANEL + place] = o < out ? weight[o * in + i] : T(0);
-        }
+    const int64_t panels = (out + PANEL - 1) / PANEL;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && in * out > 32768)
+    for (int64_t p = 0; p < panels; p++) {
+        T* panel = to + p * PANEL * in;
+        const int64_t columns = std::min<int64_t>(PANEL, out - p * PANEL);
+        for (int64_t i = 0; i < in; i += deep)
+            for (int64_t o = 0; o < PANEL; o++)
+                for (int k = 0; k < deep; k++)
+                    panel[i * PANEL + o * deep + k] = o < columns ? weight[(p * PANEL + o) * in + i + k] : T(0);
+    }
 }
 
 }  // namespace
