@@ -255,7 +255,7 @@ class ModelWorker:
         """
         masters = None if self.optim is None else self.optim.masters_by_name()
         save_state(self.module, folder / "model.safetensors", masters)
-        self.module.config.save_pretrained(folder)
+        self.module.config.save_pretrained(folder)  # pyright: ignore
         state: dict[str, Any] = {"version": self.version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
