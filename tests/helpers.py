@@ -80,6 +80,25 @@ def random_batch(*shapes, seed=0, masked=False):
     return batch.replace(advantages=advantages)
 
 
+def forest(seed, n, *, piece=40, vocab=60):
+    """A TokenBatch of n sequences, most of which begin as an earlier one does: forks, later turns, repeats."""
+    rng = np.random.default_rng(seed)
+    ids = lambda most: rng.integers(2, vocab, rng.integers(0, most + 1)).tolist()
+    whole, groups = [], []
+    for row in range(n):
+        start = whole[rng.integers(len(whole))] if whole and rng.random() < 0.8 else []
+        start = start[: len(start) if rng.random() < 0.4 else rng.integers(len(start) + 1)]
+        tokens = start + ids(piece)
+        tokens += rng.integers(2, vocab, max(0, 2 - len(tokens))).tolist()
+        whole.append(tokens)
+        cut = int(rng.integers(1, len(tokens)))
+        own = [tokens[cut:]] + [tokens[cut:][: rng.integers(len(tokens) - cut)] + ids(piece) for _ in range(row % 3)]
+        done = tuple(completion(c or [2], g, version=rng.integers(-1, 1, len(c) or 1)) for g, c in enumerate(own))
+        groups.append(Group(prompt=prompt(tokens[:cut], row), completions=done))
+    batch = TokenBatch.from_groups(groups, np.zeros(sum(len(g.completions) for g in groups)))
+    return batch.select(torch.arange(n))
+
+
 def one_by_one(model, batch, temperature=1.0):
     """The oracle: transformers' own forward on each sequence alone; [S] logprobs with gradient."""
     before = model.config._attn_implementation

@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["PassCost", "Unit", "first_fit", "level", "model_cost", "pack", "pad"]
+__all__ = ["PassCost", "Split", "Unit", "first_fit", "level", "model_cost", "pack", "pad"]
 
 ROUNDS = 12
 """Halvings of the range in which the smallest cap lies."""
@@ -57,6 +57,12 @@ class Unit:
     sequences: tuple[int, ...]
     tokens: int
     cost: int
+    tree: bool = False
+    """They share whatever they begin with alike, not a prefix alone."""
+
+
+Split = Callable[[Sequence[Unit], int, int], list[list[Unit]]]
+"""Units, tokens and sequences of a bin at most -> bins: first_fit or pack."""
 
 
 def model_cost(module: PreTrainedModel) -> PassCost:

@@ -1,23 +1,25 @@
 """From a TokenBatch to micro-batches that a model can run: shared prefixes, packed rows, or padded ones.
 
 Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n its sequences.
-A sequence stays whole. A group's sequences share one copy of their prefix; where a group is over the token budget it is
-split, and each part repeats the prefix. A completion's last token predicts nothing, so it is not run.
-Micro-batches are few, then of like cost (see balance.py). The plan depends on lengths alone, never on the clock.
+A sequence stays whole. A group's sequences share one copy of their prefix, and where it pays all that sequences begin
+with alike is run once (see tree.py); what is over the token budget is split, and each part repeats what it needs. A
+completion's last token predicts nothing, so it is not run.
+Micro-batches are few, then of like cost (see balance.py). The plan depends on the batch alone, never on the clock.
 Left out on purpose: columns such as advantages; `MicroBatch.index` says where a token's columns are.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whet.data.balance import PassCost, Unit, first_fit, pack, pad
+from whet.data.balance import PassCost, Split, Unit, first_fit, pack, pad
+from whet.data.tree import Family, families, grow
 from whet.errors import ConfigError, DataError
 from whet.models.attention import SegmentLayout
 from whet.types import TokenBatch
@@ -45,7 +47,7 @@ class MicroBatch:
     attention_mask: Tensor | None
     """Long [B T], 1 = token, for a model with its own attention."""
     rows: Tensor
-    """Long [s]: the place of the hidden state that predicts each target; a prompt's last one once per completion."""
+    """Long [s]: the place of the hidden state that predicts each target; one that sequences share once for each."""
     targets: Tensor
     """Long [s]."""
     index: Tensor
@@ -57,12 +59,24 @@ class MicroBatch:
     sequences: Tensor
     """Long [n]: which sequences of the TokenBatch these are."""
     spans: Tensor
-    """Long [n 4]: place and length of each sequence's prefix, then of its completion but for the last token."""
+    """Long [n 4]: place and length of each sequence's prefix, then of its completion but for the last token.
+
+    In a tree these need not lie in one piece: the places are -1 there, and `places` has them.
+    """
+    places: Tensor | None = None
+    """Long [sum of prefixes and completions]: where the tokens of each sequence lie; None = where the spans say."""
 
     @property
     def num_tokens(self) -> int:
         """Places of input_ids, padding included: what the forward pass costs."""
         return self.input_ids.numel()
+
+    def runs(self) -> list[Tensor]:
+        """The tokens of each sequence, prefix first, the completion's last one left out: n of Long [its length]."""
+        flat = self.input_ids.flatten()
+        if self.places is not None:
+            return list(flat.index_select(0, self.places).split((self.spans[:, 1] + self.spans[:, 3]).tolist()))
+        return [torch.cat([flat[a : a + p], flat[b : b + c]]) for a, p, b, c in self.spans.tolist()]
 
 
 def plan_micro_batches(
@@ -82,7 +96,7 @@ def plan_micro_batches(
 
     Args: batch: what to run. max_tokens: places of input_ids in a micro-batch. max_sequences: most sequences of a
         micro-batch; None = no limit. packable: the model takes layouts; False = right-padded rows of like length.
-        shared_prefix: a group holds its prefix once; False = once per sequence. cost: by which micro-batches are made
+        shared_prefix: common beginnings are run once; False = once per sequence. cost: by which micro-batches are made
         alike. device: of the tensors. attention: what serves the layouts there, one of models.attention.KERNELS.
         enough: tokens from which on a larger micro-batch is no faster; None = unknown, so they are as few as fit.
         multiple: of the layouts' buckets, see SegmentLayout.
@@ -104,10 +118,6 @@ def plan_micro_batches(
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
     prefix_lengths = batch.prefix_lengths.numpy()[batch.prefix_of.numpy()]  # [N]
-    if not prefix_lengths.all():
-        raise DataError(
-            f"sequence {int(np.argmin(prefix_lengths))} has an empty prefix; a prompt needs at least one token"
-        )
     lengths = batch.lengths.numpy() - 1  # without the last token
     _check_lengths(prefix_lengths, lengths, max_tokens)
     most = max_sequences or len(lengths)
@@ -116,12 +126,14 @@ def plan_micro_batches(
         rows = [Unit((i,), n, cost.of(n, targets=c + 1)) for i, (n, c) in enumerate(zip(whole, lengths.tolist()))]
         bins = pad(rows, max_tokens, most)
         return [_on(_padded(batch, [u.sequences[0] for u in b]), device, attention) for b in bins]
-    groups = _groups(batch.prefix_of.numpy(), shared_prefix)
-    parts = lambda split, room: [
-        unit
-        for ids in groups
-        for unit in _parts(ids, int(prefix_lengths[ids[0]]), lengths[ids].tolist(), room, most, cost, split)
-    ]
+    groups, trees = _groups(batch, prefix_lengths, shared_prefix)
+
+    def parts(split: Split, room: int) -> list[Unit]:
+        units = [unit for tree in trees for unit in tree.units(split, room, most, cost)]
+        for ids in groups:
+            units += _parts(ids, int(prefix_lengths[ids[0]]), lengths[ids].tolist(), room, most, cost, split)
+        return units
+
     rooms = _rooms(int((prefix_lengths + lengths).max(initial=1)), enough, max_tokens)
     bins = _bins(parts, _least(rooms, lambda room: sum(u.cost for u in parts(first_fit, room))), most)
     return [_on(_packed(batch, units, multiple), device, attention) for units in bins]
@@ -156,7 +168,7 @@ def _parts(
     max_tokens: int,
     max_sequences: int,
     cost: PassCost,
-    split: Callable[[Sequence[Unit], int, int], list[list[Unit]]],
+    split: Split,
 ) -> list[Unit]:
     """The sequences of one prefix as one unit, or as several that each repeat the prefix."""
     own = [Unit((i,), c, cost.of(c, above=prefix, targets=c + 1)) for i, c in zip(ids, lengths)]
@@ -168,7 +180,11 @@ def _parts(
 
 
 def _check_lengths(prefix_lengths: np.ndarray, lengths: np.ndarray, max_tokens: int) -> None:
-    """Raises DataError, naming the longest sequence, where one is over the budget."""
+    """Raises DataError where a prefix is empty or, naming the longest, a sequence is over the budget."""
+    if not prefix_lengths.all():
+        raise DataError(
+            f"sequence {int(np.argmin(prefix_lengths))} has an empty prefix; a prompt needs at least one token"
+        )
     whole = prefix_lengths + lengths
     if not len(whole) or whole.max() <= max_tokens:
         return
@@ -181,26 +197,47 @@ def _check_lengths(prefix_lengths: np.ndarray, lengths: np.ndarray, max_tokens: 
     )
 
 
-def _groups(prefix_of: np.ndarray, shared: bool) -> list[list[int]]:
-    """Sequences of one prefix together, or each on its own."""
+def _groups(batch: TokenBatch, prefix_lengths: np.ndarray, shared: bool) -> tuple[list[list[int]], list[Family]]:
+    """Sequences of one prefix together, but for those that are run as trees; or each on its own."""
+    prefix_of = batch.prefix_of.numpy()
     if not shared:
-        return [[i] for i in range(len(prefix_of))]
+        return [[i] for i in range(len(prefix_of))], []
+    trees = families(_runs(batch, range(len(prefix_of))), prefix_of, prefix_lengths)
+    grown = {i for tree in trees for i in tree.sequences.tolist()}
     groups: dict[int, list[int]] = {}
     for i, k in enumerate(prefix_of.tolist()):
-        groups.setdefault(k, []).append(i)
-    return list(groups.values())
+        if i not in grown:
+            groups.setdefault(k, []).append(i)
+    return list(groups.values()), trees
+
+
+def _runs(batch: TokenBatch, sequences: Iterable[int]) -> list[np.ndarray]:
+    """Prefix and completion of each, but for the last token."""
+    tokens, ends, lengths = batch.tokens.numpy(), batch.ends.tolist(), batch.lengths.tolist()
+    return [np.concatenate([batch.prefix(i).numpy(), tokens[ends[i] - lengths[i] : ends[i] - 1]]) for i in sequences]
 
 
 def _packed(batch: TokenBatch, units: Sequence[Unit], multiple: int) -> MicroBatch:
-    """One row: each unit a prefix followed by its completions; a lone sequence is a single segment."""
+    """One row: each unit a prefix followed by its completions, or a tree; a lone sequence is a single segment."""
     ids, lengths, parents, spans, sequences = [], [], [], [], []
     tokens, ends = batch.tokens.numpy(), batch.ends.tolist()
     starts = [0, *ends[:-1]]
+    walks: dict[int, np.ndarray] = {}
     place = 0
     for unit in units:
         prefix = batch.prefix(unit.sequences[0]).numpy()
         completions = [tokens[starts[i] : ends[i] - 1] for i in unit.sequences]
         root, at = len(lengths), place + len(prefix)
+        sequences += unit.sequences
+        if unit.tree:
+            tree = grow(_runs(batch, unit.sequences))
+            walks |= {len(spans) + k: place + x for k, x in enumerate(tree.places)}
+            spans += [(-1, len(x) - len(c), -1, len(c)) for x, c in zip(tree.places, completions)]
+            lengths += tree.lengths
+            parents += [p if p < 0 else root + p for p in tree.parents]
+            ids.append(tree.ids)
+            place += len(tree.ids)
+            continue
         lengths.append(len(prefix))
         parents.append(-1)
         for c in completions:
@@ -212,10 +249,13 @@ def _packed(batch: TokenBatch, units: Sequence[Unit], multiple: int) -> MicroBat
         if len(completions) == 1:
             lengths[root:], parents[root:] = [len(prefix) + len(completions[0])], [-1]
         ids += [prefix, *completions]
-        sequences += unit.sequences
         place = at
     layout = SegmentLayout(lengths, parents, multiple=multiple)
-    return _micro(batch, np.concatenate(ids)[None], sequences, spans, layout=layout)
+    places = None
+    if walks:
+        straight = lambda a, p, b, c: np.concatenate([np.arange(a, a + p), np.arange(b, b + c)])
+        places = [walks[k] if k in walks else straight(*span) for k, span in enumerate(spans)]
+    return _micro(batch, np.concatenate(ids)[None], sequences, spans, layout=layout, places=places)
 
 
 def _padded(batch: TokenBatch, sequences: list[int]) -> MicroBatch:
@@ -241,13 +281,17 @@ def _micro(
     *,
     layout: SegmentLayout | None = None,
     mask: Tensor | None = None,
+    places: Sequence[np.ndarray] | None = None,
 ) -> MicroBatch:
     """The targets of these sequences: the first is predicted by the prefix's last token, others by the one before."""
     table = np.array(spans, dtype=np.int64)  # [n 4]
     lengths = table[:, 3] + 1
     sequence = np.repeat(np.arange(len(table)), lengths)
     position = np.arange(len(sequence)) - np.repeat(lengths.cumsum() - lengths, lengths)
-    rows = np.where(position == 0, table[sequence, 0] + table[sequence, 1], table[sequence, 2] + position) - 1
+    if places is None:
+        rows = np.where(position == 0, table[sequence, 0] + table[sequence, 1], table[sequence, 2] + position) - 1
+    else:
+        rows = np.concatenate([walk[prefix - 1 :] for walk, prefix in zip(places, table[:, 1])])
     index = (batch.ends - batch.lengths).numpy()[np.asarray(sequences)][sequence] + position
     tensor = lambda x: torch.from_numpy(np.ascontiguousarray(x))
     return MicroBatch(
@@ -261,6 +305,7 @@ def _micro(
         position=tensor(position),
         sequences=torch.tensor(sequences),
         spans=tensor(table),
+        places=None if places is None else tensor(np.concatenate(places)),
     )
 
 

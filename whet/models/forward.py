@@ -155,10 +155,8 @@ def _supported(
 
 def _first_places(micro: MicroBatch, vocab: int) -> Tensor:
     """[n V]: where each token first stands in a sequence, prefix included; a place past the end where it does not."""
-    flat = micro.input_ids.flatten()
-    first = torch.full((len(micro.spans), vocab), torch.iinfo(torch.int32).max, dtype=torch.int32, device=flat.device)
-    for row, (a, p, b, c) in zip(first, micro.spans.tolist()):
-        ids = torch.cat([flat[a : a + p], flat[b : b + c]])
-        places = torch.arange(p + c, dtype=torch.int32, device=flat.device)
-        row.scatter_reduce_(0, ids, places, "amin")
+    device = micro.input_ids.device
+    first = torch.full((len(micro.spans), vocab), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
+    for row, ids in zip(first, micro.runs()):
+        row.scatter_reduce_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=device), "amin")
     return first
