@@ -1,6 +1,7 @@
 """The native kernels: equal to plain formulas, a row's bits its own, and torch's kernels where they can't be had."""
 
 import os
+import shutil
 import stat
 import weakref
 
@@ -13,7 +14,7 @@ from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine, fused, native
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native import Kernels, load_kernels
-from whet.rollout.engine.native_step import NativeLayer, NativeStep
+from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
 
 KERNELS = load_kernels()
@@ -56,12 +57,16 @@ class Case:
         own.reserve(len(at), 160)
         for mine, x in zip(own.layer(0, *self.own.layer(0, None, None)), self.own.layer(0, None, None), strict=True):
             mine.copy_(x[at])
-        step = NativeStep(KERNELS, own)
-        step.regroup(self.stores, self.buckets[at], self.slots[at], self.lengths[at])
+        layout = NativeLayout(KERNELS, own)
+        layout.regroup(self.stores, self.buckets[at], self.slots[at], self.lengths[at])
         made = self.made[at]
-        step.begin(made + torch.from_numpy(self.lengths[at]), made, self.cos, self.sin, (self.heads, self.kv))
-        layer = NativeLayer(norm=self.norm, epsilons=(1e-6, 1e-6), scale=self.size**-0.5, window=self.window)
-        return KERNELS.attend(step.step, step.table(0, layer, self.qkv), self.qkv[at].contiguous()), own
+        layout.begin(made + torch.from_numpy(self.lengths[at]), made, longest=0, furthest=0, equal=False)
+        layout.turn(self.cos, self.sin, (self.heads, self.kv))
+        layer = NativeLayer(
+            norm=self.norm, epsilons=(1e-6, 1e-6), scale=self.size**-0.5, window=self.window,
+            before=None, after=None, outer_epsilons=(0.0, 0.0), products=(),
+        )  # fmt: skip
+        return KERNELS.attend(layout.step, layout.table(0, layer, self.qkv), self.qkv[at].contiguous()), own
 
     def formula(self):
         """Row by row in fp64, with the roundings of the stored dtype."""
@@ -185,6 +190,39 @@ def test_the_gate_is_silu_times_up_far_out_too(dtype):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
+def test_long_equal_prompts_change_no_bit_of_one_another_whatever_the_threads(dtype):
+    model = build("qwen3", gain=2.0, max_position_embeddings=1024).to(dtype)
+    work = requests(prompts((400,) * 6), Sampling(max_tokens=12), group=2)
+    threads, done = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            crowd = run(EmbeddedEngine(model), work)
+            alone = [run(EmbeddedEngine(model), [r])[r.id] for r in work[::5]]
+            done += [{o.id: o for o in alone}, crowd]
+    finally:
+        torch.set_num_threads(threads)
+    for other in done:
+        for i, o in other.items():
+            assert o.tokens.tolist() == done[1][i].tokens.tolist()
+            assert o.logprobs.tolist() == done[1][i].logprobs.tolist()
+
+
+@needs_kernels
+def test_sleep_frees_the_keys_and_values_of_prompts_too():
+    engine = EmbeddedEngine(build(gain=3.0))
+    run(engine, requests(prompts(), Sampling(max_tokens=3)))
+    engine.submit(requests(prompts(), Sampling(max_tokens=30)))
+    while not engine.stats().live:
+        engine.poll(timeout_s=0.0)
+    stores = list(engine._runner.stores.values())
+    assert stores and all(s.bytes for s in stores)
+    engine.sleep()
+    assert not any(s.bytes for s in stores)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", LENGTHS)
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral_window"])
 def test_a_request_gives_the_same_bits_alone_and_in_a_crowd(family, dtype):
     model = build(family, gain=2.0).to(dtype)
@@ -241,6 +279,9 @@ def test_they_are_built_once_and_no_half_built_file_stays(cache, monkeypatch):
     assert isinstance(load(), Kernels) and built.stat().st_mtime_ns == before
     monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DNEW"))
     assert isinstance(load(), Kernels) and len(list(cache.iterdir())) == 2
+    monkeypatch.setenv("CXX", "g++ -DOLD")
+    if shutil.which("g++"):
+        assert isinstance(load(), Kernels) and all(x.suffix == ".so" for x in cache.iterdir())
 
 
 @needs_kernels
@@ -257,8 +298,10 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert load() == "no C++ compiler (g++) is installed"
-    monkeypatch.setenv("CXX", compiler(tmp_path, "echo 'no such flag' >&2; exit 1"))
+    body = "test $1 = --version && echo cc || { echo 'no such flag' >&2; exit 1; }"
+    monkeypatch.setenv("CXX", compiler(tmp_path, body))
     assert load() == "building them failed: no such flag"
+    assert not list(cache.iterdir())
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert "building them failed" in load()
     monkeypatch.setattr(fused, "load_kernels", load)
@@ -290,6 +333,28 @@ def test_kernels_that_compute_something_else_are_not_used(cache, tmp_path, monke
     assert sum(old in text for text in sources.values()) == 1
     monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels")
     assert f"{part} in torch.float32 differ" in load()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("load(y + c + size / 2) * load(sin + c)", "load(y + c) * load(sin + c)", "a decode step differs by"),
+        ("norm(h, more, (const T*)l.after", "norm(h, (T*)nullptr, (const T*)l.after", "a decode step differs by"),
+        ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and native.py name different fields"),
+    ],
+)
+def test_a_step_that_differs_from_the_module_is_not_used(cache, tmp_path, monkeypatch, old, new, reason):
+    sources = {x.name: x.read_text() for x in native.SOURCE.iterdir()}
+    (tmp_path / "kernels").mkdir()
+    for name, text in sources.items():
+        (tmp_path / "kernels" / name).write_text(text.replace(old, new))
+    assert sum(old in text for text in sources.values()) == 1
+    monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels")
+    monkeypatch.setattr(fused, "load_kernels", load)
+    engine = EmbeddedEngine(build(gain=1.0))
+    assert reason in engine.paths["kernels"] and engine.paths["trunk"] == "fused"
+    assert "native" not in engine.paths["products"]
 
 
 @needs_kernels

@@ -151,10 +151,10 @@ def test_a_model_that_does_something_else_runs_as_the_module(what, reason):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_path_is_named_and_the_module_runs_where_the_trunk_does_not_fit(family):
-    made = make_forward(load_model(build(family)), fast=True)
+    made = make_forward(load_model(build(family)), fast=True, native=True)
     assert isinstance(made, FusedForward) == (made.paths["trunk"] == "fused")
     assert isinstance(made, ModuleForward) == made.paths["trunk"].startswith("module (")
-    assert make_forward(made.loaded, fast=False).paths["trunk"] == "module (fast=False)"
+    assert make_forward(made.loaded, fast=False, native=True).paths["trunk"] == "module (fast=False)"
 
 
 def test_bf16_logprobs_of_both_paths_agree_to_its_rounding():
@@ -240,7 +240,7 @@ def test_a_half_precision_head_is_rounded_alike_for_the_sampler_and_the_trainer(
     monkeypatch.setitem(FAMILIES, name, (config, own))
     loaded = replace(load_model(build(name).to(torch.bfloat16)), head=head)
     monkeypatch.setattr(forward, "pack_refusal", lambda dtype, device: "torch's own, on both sides")
-    made = make_forward(loaded, fast=name in ("capped", "fused"))
+    made = make_forward(loaded, fast=name in ("capped", "fused"), native=True)
     assert type(made) is (FusedForward if name in ("capped", "fused") else ModuleForward)
     layer = loaded.module.get_output_embeddings()
     hidden = (4 * torch.randn(200, 32, generator=torch.manual_seed(0))).to(torch.bfloat16)

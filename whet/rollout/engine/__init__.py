@@ -9,6 +9,9 @@ layouts.py    how attention reads and writes the keys and values
 forward.py    token ids -> logits: by the Hugging Face module, or by what follows
 fused.py      the decoder blocks of the Llama family, written out
 packed.py     linear layers of one input as one product, with packed weights
+kernels/      a CPU's decode step and products in C++
+native.py     builds, checks and calls them
+native_step.py  the tables that they read: who asks which prompt, and where it lies
 cuda_graph.py decode steps of fixed shape, replayed
 sampler.py    logits -> token and logprob
 """

@@ -132,7 +132,7 @@ class FusedForward:
         return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights)
 
 
-def make_forward(loaded: LoadedModel, *, fast: bool, native: bool = True) -> ModuleForward | FusedForward:
+def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForward | FusedForward:
     """The fastest right way from ids to logits.
 
     Args: loaded: a packable model. fast: False = the module itself. native: False = torch's kernels alone.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,9 +23,9 @@ from whet.models.load import LoadedModel
 from whet.models.probe import PROBE, limit_for, probe_tokens
 from whet.rollout.borrow import evaluating
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.layouts import DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.layouts import PrefillLayout, Run
 from whet.rollout.engine.native import Kernels, load_kernels, unfit_sizes
-from whet.rollout.engine.native_step import NativeLayer, NativeStep
+from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
 
 __all__ = ["FusedTrunk"]
@@ -134,7 +135,7 @@ class _Norm:
 class FusedTrunk:
     """The decoder of a model, from token ids to the hidden states after the last norm."""
 
-    def __init__(self, module: nn.Module, options: list[dict[str, Any]], *, pack: bool, native: bool) -> None:
+    def __init__(self, module: nn.Module, options: list[dict[str, Any]], *, pack: bool, native: bool | str) -> None:
         trunk: Any = module.get_decoder()  # pyright: ignore
         wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
         if wrong or type(trunk.embed_tokens) is not nn.Embedding:
@@ -149,7 +150,7 @@ class FusedTrunk:
         layers = list(zip(trunk.layers, options, strict=True))
         make = lambda **how: [_block(i, y, o, size=size, **how) for i, (y, o) in enumerate(layers)]
         self._blocks = make(pack=False)
-        kernels = self._fitting_kernels() if native else "switched off"
+        kernels = self._fitting_kernels() if native is True else str(native)
         self.kernels: Kernels | None = None if isinstance(kernels, str) else kernels
         """Those of a decode step, where they fit."""
         self.refusal = kernels if isinstance(kernels, str) else None
@@ -179,23 +180,24 @@ class FusedTrunk:
         calls = [o.pop("layer") for o in layout.options]
         if calls != list(range(len(calls))):
             return f"its attention is called for layers {calls}"
+        limit = limit_for(want.dtype, TOLERANCE) * want.abs().max().double()
         try:
-            fused = cls(module, layout.options, pack=pack, native=native)
+            fused = cls(module, layout.options, pack=pack, native=native or "switched off")
             with torch.no_grad():
-                got = fused(ids, _probe_layout(PrefillLayout, device))
+                if fused.kernels is not None and (off := _apart(fused._stepped(ids, fused.kernels), want[-2:])) > limit:
+                    fused = cls(module, layout.options, pack=pack, native=f"a decode step differs by {off:.1e}")
+                off = _apart(fused(ids, _probe_layout(PrefillLayout, device)), want)
         except _UnfitError as error:
             return str(error)
         except (RuntimeError, TypeError, ValueError) as error:
             return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        limit = limit_for(want.dtype, TOLERANCE) * want.abs().max().double()
-        difference = (got.double() - want.double()).abs().max() if got.shape == want.shape else torch.tensor(torch.inf)
-        return fused if difference <= limit else f"its hidden states differ by {difference.item():.1e}"
+        return fused if off <= limit else f"its hidden states differ by {off:.1e}"
 
     def __call__(self, ids: Tensor, layout: Layout) -> Tensor:
         """Hidden states [N, d] of ids [B, T] after the last norm."""
         h = F.embedding(ids.reshape(-1), self._trunk.embed_tokens.weight)
-        if isinstance(layout, DecodeLayout) and layout.native is not None:
-            return self._step(h, layout, layout.native)
+        if isinstance(layout, NativeLayout):
+            return self._step(h, layout)
         place = layout.position_ids.reshape(-1)
         cos, sin = (x.index_select(0, place).unsqueeze(1) for x in (self._cos, self._sin))
         shape = (ids.shape[0], ids.shape[1])
@@ -203,13 +205,27 @@ class FusedTrunk:
             h = block(h, cos, sin, layout, shape)
         return self._norm(h)
 
-    def _step(self, h: Tensor, layout: DecodeLayout, tables: NativeStep) -> Tensor:
+    def _step(self, h: Tensor, layout: NativeLayout) -> Tensor:
         """Hidden states [n, d] of one token for each row, from their embeddings."""
         block = self._blocks[0]
         heads = (block.qkv.width // self._cos.shape[1] - 2 * block.kv, block.kv)
-        tables.begin(layout.position_ids, layout.made, self._cos, self._sin, heads)
-        more = tables.run(h, self._renewed, lambda: [b.native() for b in self._blocks])
-        return tables.kernels.norm(h, more, self._norm.weight, self._norm.epsilon)
+        layout.turn(self._cos, self._sin, heads)
+        more = layout.run(h, self._renewed, lambda: [b.native() for b in self._blocks])
+        return layout.kernels.norm(h, more, self._norm.weight, self._norm.epsilon)
+
+    def _stepped(self, ids: Tensor, kernels: Kernels) -> Tensor:
+        """Hidden states [2, d] of the last tokens of ids [1, T], decoded one by one behind the others as a prompt."""
+        count, prompt, own = ids.shape[1] - 2, KVStore(rows=1, length=PROBE), KVStore()
+        own.reserve(1, 2)
+        self(ids[:, :count], PrefillLayout([Run(count=1, start=0, length=count, store=prompt, slot=0)], ids.device))
+        layout, zero = NativeLayout(kernels, own), np.zeros(1, np.int64)
+        layout.regroup({PROBE: prompt}, zero + PROBE, zero, zero + count)
+        steps = []
+        for made in range(2):
+            position, before = torch.tensor([count + made]), torch.tensor([made])
+            layout.begin(position, before, longest=made, furthest=count + made, equal=True)
+            steps.append(self(ids[:, count + made :][:, :1], layout))
+        return torch.cat(steps)
 
     def _fitting_kernels(self) -> Kernels | str:
         """The native kernels, or why they don't fit."""
@@ -222,7 +238,7 @@ class FusedTrunk:
         if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
             return "soft-capped scores or sinks"
         if any(type(b.act).__name__ not in SILU for b in self._blocks):
-            return f"its activation is {type(first.act).__name__}"
+            return f"its activations are {', '.join(sorted({type(b.act).__name__ for b in self._blocks}))}"
         if any((b.kv, b.qkv.width) != (first.kv, first.qkv.width) for b in self._blocks):
             return "heads differ from layer to layer"
         widths = {weight.shape[1], *(b.gate_up.width // 2 for b in self._blocks)}
@@ -302,6 +318,12 @@ def _block(
         kv=attention["k_proj"].out_features // size,
         options=options,
     )
+
+
+def _apart(got: Tensor, want: Tensor) -> float:
+    """The largest difference; NaN counts as infinite, as does another shape."""
+    off = (got.double() - want.double()).abs().max().item() if got.shape == want.shape else float("inf")
+    return float("inf") if off != off else off
 
 
 def _probe_layout(kind: type, device: torch.device) -> Any:

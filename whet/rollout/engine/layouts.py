@@ -19,7 +19,6 @@ from torch import Tensor
 from whet.models.attention import Layout
 from whet.rollout.engine.cuda_graph import FixedTensors
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.native_step import NativeStep
 
 __all__ = ["DecodeLayout", "PrefillLayout", "Run", "attention_part"]
 
@@ -233,8 +232,6 @@ class DecodeLayout(Layout):
         """Bool [n, 1]: joined rows, where others have prompts to look at."""
         self.fixed: FixedTensors | None = None
         """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
-        self.native: NativeStep | None = None
-        """Set where native kernels attend: the tables are theirs then."""
 
     def regroup(
         self,
@@ -251,9 +248,6 @@ class DecodeLayout(Layout):
             rows: those of a step, with padding; a padding row looks at the first row's prompt. None = n.
         """
         self.rows = len(buckets) if rows is None else rows
-        if self.native is not None:
-            self.native.regroup(stores, buckets, slots, lengths)
-            return
         known = list(self._head_tables)
         self._head_tables.clear()
         self._buckets = []
@@ -312,9 +306,7 @@ class DecodeLayout(Layout):
             furthest: the maximum of position. equal: all of `made` are the same.
         """
         self.position_ids = position.unsqueeze(1)
-        self.made = made
-        if self.native is not None:
-            return
+        self._made = made
         self._longest, self._furthest, self._equal = longest + 1, furthest, equal
         self._own_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
@@ -431,7 +423,7 @@ class DecodeLayout(Layout):
         kv = k.shape[1]
         if kv not in self._write_at:
             row = torch.arange(self.rows * kv, device=self.device).view(self.rows, kv) * self.own.length
-            self._write_at[kv] = (row + self.made.unsqueeze(1)).view(-1)
+            self._write_at[kv] = (row + self._made.unsqueeze(1)).view(-1)
         for buffer, x in ((keys, k), (values, v)):
             flat = buffer.view(-1, x.shape[-1])
             flat.index_copy_(0, self._write_at[kv], x.reshape(self.rows * kv, -1))
@@ -444,7 +436,7 @@ class DecodeLayout(Layout):
         if window is None and self._equal and places == self._longest:
             return None
         if window not in self._own_bias:
-            distance = self.made.unsqueeze(1) - self._range[:places]
+            distance = self._made.unsqueeze(1) - self._range[:places]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             self._own_bias[window] = _bias(hidden, dtype)[:, None, None]
         return self._own_bias[window]

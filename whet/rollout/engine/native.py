@@ -14,6 +14,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 __all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "cache_folder", "load_kernels", "unfit_sizes"]
 
@@ -30,7 +32,7 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-e
 BUILD_S = 120.0
 """Longest a compiler may take."""
 MOST = 256
-"""Largest head size."""
+"""Largest head size; attention.h has it too."""
 
 _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
@@ -76,8 +78,11 @@ class Kernels:
 
     def __init__(self, library: ctypes.CDLL, compiler: str) -> None:
         self.compiler = compiler
-        library.whet_lanes.restype = _long
-        self.lanes: int = library.whet_lanes()
+        library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
+        sizes = [library.whet_fact(i) for i in range(2, 5)]
+        if library.whet_fact(1) != MOST or sizes != [ctypes.sizeof(t) for t in (ProductTable, StepTable, LayerTable)]:
+            raise OSError("tables.h and native.py name different fields")
+        self.lanes: int = library.whet_fact(0)
         """Numbers side by side in a register: widths must be multiples of it."""
         self._run, self._attend = library.whet_run, library.whet_attend
         self._pack, self._multiply = library.whet_pack, library.whet_multiply
@@ -96,7 +101,8 @@ class Kernels:
 
         Args: step, layers: who sees what, and where everything lies. dtype: of what is stored.
         """
-        self._run(ctypes.addressof(step), ctypes.addressof(layers), len(layers), dtype == torch.bfloat16)
+        with record_function("whet: decoder layers"):
+            self._run(ctypes.addressof(step), ctypes.addressof(layers), len(layers), dtype == torch.bfloat16)
 
     def attend(self, step: StepTable, layer: LayerTable, qkv: Tensor) -> Tensor:
         """One token's attention: norms and rotation of q and k, the write of k and v, and what is seen.
@@ -123,7 +129,8 @@ class Kernels:
         """[n, in] -> [n, out]. Args: product: a packed weight, with its bias. x: contiguous, of its dtype."""
         out = x.new_empty(x.shape[0], product.outputs)
         threads, half = torch.get_num_threads(), x.dtype == torch.bfloat16
-        self._multiply(ctypes.addressof(product), x.data_ptr(), out.data_ptr(), x.shape[0], threads, half)
+        with record_function("whet: product"):
+            self._multiply(ctypes.addressof(product), x.data_ptr(), out.data_ptr(), x.shape[0], threads, half)
         return out
 
     def norm(self, h: Tensor, more: Tensor | None, weight: Tensor | None, epsilon: float) -> Tensor:
@@ -168,14 +175,13 @@ def load_kernels() -> Kernels | str:
     runtime = _openmp()
     if runtime is None:
         return "torch has no GNU OpenMP here"
-    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "c++", "clang++"))), None)
-    if compiler is None:
+    compiler = shlex.split(os.environ.get("CXX", "")) or [x for x in ("g++", "c++", "clang++") if shutil.which(x)][:1]
+    if not compiler:
         return "no C++ compiler (g++) is installed"
     try:
-        version = _run(compiler, "--version").splitlines()[0]
-        path = _built(compiler, version)
+        version = _run(*compiler, "--version").splitlines()[0]
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
-        kernels = Kernels(ctypes.CDLL(str(path)), version)
+        kernels = Kernels(_built(compiler, version), version)
     except (OSError, subprocess.SubprocessError, AttributeError, IndexError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         return f"building them failed: {said.strip().splitlines()[0]}"
@@ -210,27 +216,25 @@ def _run(*command: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S).stdout
 
 
-def _built(compiler: str, version: str) -> Path:
-    """The library's path, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
+def _built(compiler: list[str], version: str) -> ctypes.CDLL:
+    """The library, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
     sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
     parts = (*sources, version, " ".join(FLAGS), _processor())
     path = cache_folder() / f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     if path.exists():
-        return path
+        return ctypes.CDLL(str(path))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder = tempfile.mkdtemp(dir=path.parent)
+        room = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError:  # a home that can't be written: built for this process alone
-        folder = tempfile.mkdtemp(prefix="whet-")
-        path = Path(folder) / path.name
-    part, made = Path(folder) / "native.o", Path(folder) / "native.so"
-    _run(compiler, *FLAGS, "-c", str(SOURCE / "decode.cpp"), "-o", str(part))
-    _run(compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
-    made.replace(path)  # whole or not at all, whoever else builds
-    part.unlink()
-    if path.parent != Path(folder):
-        Path(folder).rmdir()
-    return path
+        room = tempfile.TemporaryDirectory(prefix="whet-")
+    with room as folder:
+        part, made = Path(folder) / "decode.o", Path(folder) / path.name
+        _run(*compiler, *FLAGS, "-c", str(SOURCE / "decode.cpp"), "-o", str(part))
+        _run(*compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
+        if made.parent.parent == path.parent:
+            made = made.replace(path)  # whole or not at all, whoever else builds
+        return ctypes.CDLL(str(made))  # stays loaded when the folder goes
 
 
 def _processor() -> str:

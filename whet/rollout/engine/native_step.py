@@ -15,11 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from whet.models.attention import Layout
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native import Kernels, LayerTable, ProductTable, StepTable
 from whet.rollout.engine.packed import Product
 
-__all__ = ["NativeLayer", "NativeStep"]
+__all__ = ["NativeLayer", "NativeLayout"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -34,36 +35,49 @@ class NativeLayer:
     """Factor of the scores."""
     window: int | None
     """Places back that are seen; None = all."""
-    before: Tensor | None = None
+    before: Tensor | None
     """[d]: the weight of the norm before attention; None = the product behind it has it already."""
-    after: Tensor | None = None
+    after: Tensor | None
     """[d]: the same before the MLP."""
-    outer_epsilons: tuple[float, float] = (0.0, 0.0)
+    outer_epsilons: tuple[float, float]
     """Of these norms."""
-    products: tuple[Product, ...] = ()
+    products: tuple[Product, ...]
     """Queries, keys and values; what attention gives; gate and up; down."""
 
 
-class NativeStep:
-    """The tables of the steps to come. Args: kernels: the functions. own: KV of the rows' own tokens."""
+class NativeLayout(Layout):
+    """One new token for each live row, as the native kernels want it told.
+
+    It stands where DecodeLayout stands, and attends in `run` with all else that a layer does.
+    Args: kernels: the functions. own: KV of the rows' own tokens.
+    """
 
     def __init__(self, kernels: Kernels, own: KVStore) -> None:
         self.kernels = kernels
         self.own = own
         self.step = StepTable()
         """Of the step that `begin` has set."""
+        self.rows = 0
         self._kept: dict[str, Any] = {}
-        """Whatever a table points into."""
+        """Whatever a table points into, but for the stores."""
         self._layers: ctypes.Array[LayerTable] | None = None
         self._prompts: list[tuple[KVStore, np.ndarray]] = []
         """Stores asked, each with the slots of its groups."""
         self._epoch: tuple[int, ...] = ()
-        self._renewed = 0
+        self._renewed = self._width = 0
 
-    def regroup(self, stores: dict[int, KVStore], buckets: np.ndarray, slots: np.ndarray, lengths: np.ndarray) -> None:
+    def regroup(
+        self,
+        stores: dict[int, KVStore],
+        buckets: np.ndarray,
+        slots: np.ndarray,
+        lengths: np.ndarray,
+        rows: None = None,
+    ) -> None:
         """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
 
         Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
+            rows: None: steps have no padding.
         """
         order = np.lexsort((slots, buckets))
         b, s = buckets[order], slots[order]
@@ -73,26 +87,36 @@ class NativeStep:
         for name, table in tables.items():
             self._kept[name] = table = np.ascontiguousarray(table, np.int64)
             setattr(self.step, name, table.ctypes.data)
-        self.step.rows, self.step.groups = len(order), len(first)
+        self.rows = len(order)
+        self.step.rows, self.step.groups = self.rows, len(first)
         self._prompts = [(stores[int(x)], slots[first[buckets[first] == x]]) for x in np.unique(buckets)]
         self._epoch = ()
 
-    def begin(self, position: Tensor, made: Tensor, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> None:
+    def begin(self, position: Tensor, made: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
         """Sets one step.
 
-        Args: position: Long [n], of the new tokens. made: Long [n], own tokens before them. cos, sin: [positions, D],
-            the first half of sin with a minus. heads: of queries, and of keys.
+        Args: position: Long [n], of the new tokens. made: Long [n], own tokens before them.
+            longest, furthest, equal: what DecodeLayout asks about all rows; the kernels look at each row's own.
         """
+        del longest, furthest, equal
+        self.position_ids = position.unsqueeze(1)
+        self._made = made
         epoch = (self.own.epoch, *(store.epoch for store, _ in self._prompts))
         if epoch != self._epoch:
             self._epoch, self._layers = epoch, None
             places = [np.full(len(slots), store.length, np.int64) for store, slots in self._prompts]
             self._kept["prompt_places"] = np.concatenate(places)
+
+    def turn(self, cos: Tensor, sin: Tensor, heads: tuple[int, int]) -> None:
+        """Tells how queries and keys are turned.
+
+        Args: cos, sin: [positions, D], the first half of sin with a minus. heads: of queries, and of keys.
+        """
         step, size = self.step, cos.shape[1]
         step.heads, step.kv, step.size, step.threads = *heads, size, torch.get_num_threads()
-        self._kept["step"] = tensors = (position, made, cos, sin)
+        self._kept["step"] = tensors = (self.position_ids, self._made, cos, sin)
         step.position, step.made, step.cos, step.sin = (x.data_ptr() for x in tensors)
-        step.room = self._room("room", len(position) * heads[0] * (2 * size + 2), torch.float32).data_ptr()
+        step.room = self._room("room", self.rows * heads[0] * (2 * size + 2), torch.float32).data_ptr()
 
     def run(self, h: Tensor, renewed: int, layers: Callable[[], list[NativeLayer]]) -> Tensor:
         """Takes one token of each row through all layers.
@@ -105,12 +129,12 @@ class NativeStep:
             made, self._renewed = layers(), renewed
             self._layers = (LayerTable * len(made))(*(self.table(i, layer, h) for i, layer in enumerate(made)))
             widths = [(layer.products[0].width, layer.products[2].width, layer.products[3].inputs) for layer in made]
-            self._kept["width"] = max(h.shape[1], *(x for width in widths for x in width))
+            self._width = max(h.shape[1], *(x for width in widths for x in width))
         step, rows = self.step, len(h)
         more = self._room("more", h.numel(), h.dtype)
         step.hidden, step.more = h.data_ptr(), more.data_ptr()
         for name in ("wide", "narrow"):
-            setattr(step, name, self._room(name, rows * self._kept["width"], h.dtype).data_ptr())
+            setattr(step, name, self._room(name, rows * self._width, h.dtype).data_ptr())
         self.kernels.run(step, self._layers, h.dtype)
         return more[: h.numel()].view_as(h)
 

@@ -1,4 +1,4 @@
-"""Prefill and decode: forwards through the Hugging Face module, with the state of the live rows on the device.
+"""Prefill and decode: forwards through the model, with the state of the live rows on the device.
 
 Live rows are 0..n-1. A step does nothing per row in Python: token, position and draw number are tensors, and what was
 drawn is read by the host every few steps.
@@ -21,7 +21,7 @@ from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import JOINED, DecodeLayout, PrefillLayout, Run
-from whet.rollout.engine.native_step import NativeStep
+from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
 from whet.rollout.engine.shelf import Held
@@ -57,8 +57,8 @@ class Runner:
         max_batch: int,
         prefill_tokens: int,
         fast: bool,
-        join: bool = True,
-        native: bool = True,
+        join: bool,
+        native: bool,
     ) -> None:
         module = loaded.module
         self.loaded = loaded
@@ -68,22 +68,21 @@ class Runner:
         self.max_batch, self.prefill_tokens = max_batch, prefill_tokens
         self.own = KVStore()
         self.stores: dict[int, KVStore] = {}
-        self.layout = DecodeLayout(self.own, self.device)
+        kernels = self.forward.kernels
+        self.layout = DecodeLayout(self.own, self.device) if kernels is None else NativeLayout(kernels, self.own)
         self.state = torch.zeros(5, max_batch, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
         self.groups: list[tuple[Plan, Tensor | None]] = []
         self.graphs: StepGraphs | None = None
-        if self.forward.kernels is not None:
-            self.layout.native = NativeStep(self.forward.kernels, self.own)
-        self.join = JOIN if join and self.device.type == "cpu" and self.layout.native is None else 0
+        self.join = JOIN if join and self.device.type == "cpu" and kernels is None else 0
         """Longest prompt that is copied into its rows' own places."""
         self.joined = np.zeros(max_batch, np.int64)
         """Own places of each row that hold its prompt."""
 
     def fix_shapes(self) -> None:
         """From now on plain decode steps have fixed shapes, and are captured where the device can."""
+        self.layout = DecodeLayout(self.own, self.device)
         self.graphs, self.layout.fixed, self.join = StepGraphs(self.device), FixedTensors(), 0
-        self.layout.native = None
 
     def prefill(
         self, prefixes: Sequence[Prefix], taken: dict[int, int], between: Callable[[], None] = lambda: None
@@ -288,7 +287,7 @@ class Runner:
 
     def _epoch(self) -> tuple[int, ...]:
         """Changes when anything that a fixed step reads has moved."""
-        assert self.layout.fixed is not None
+        assert isinstance(self.layout, DecodeLayout) and self.layout.fixed is not None
         stores = (x for bucket, s in sorted(self.stores.items()) for x in (bucket, s.epoch))
         return (self.layout.fixed.epoch, self.forward.epoch, self.own.epoch, *self.layout.asked, *stores)
 
@@ -355,9 +354,11 @@ class Runner:
         self.own.shrink(rows, length)
         if self.graphs is not None and len(taken) < len(self.stores):
             self.graphs.clear()  # they may read a store that goes
-        self.stores = {b: s for b, s in self.stores.items() if b in taken}
-        for bucket, store in self.stores.items():
-            store.shrink(taken[bucket], bucket)
+        for bucket in sorted(self.stores):
+            if bucket in taken:
+                self.stores[bucket].shrink(taken[bucket], bucket)
+            else:  # a layout may still name it: its memory goes now
+                self.stores.pop(bucket).drop()
 
     @property
     def kv_tokens(self) -> int:
@@ -373,6 +374,7 @@ class Runner:
         """Frees KV and all that depends on it."""
         if self.graphs is not None:
             self.graphs.clear()
-        self.own.drop()
+        for store in (self.own, *self.stores.values()):
+            store.drop()
         self.stores.clear()
         self.seen = None

@@ -72,8 +72,12 @@ void run(const Step& s, const Layer* layers, int64_t count) {
 
 extern "C" {
 
-// Numbers of one SIMD register: widths must be multiples of it.
-int64_t whet_lanes() { return W; }
+// What native.py must know, or know alike: numbers of one SIMD register (widths must be multiples of it), the largest head
+// size, bytes of the tables.
+int64_t whet_fact(int64_t which) {
+    const int64_t facts[] = {W, MOST, sizeof(Product), sizeof(Step), sizeof(Layer)};
+    return facts[which];
+}
 
 // All layers of a decode step.
 void whet_run(const Step* step, const Layer* layers, int64_t count, int64_t half) {

@@ -56,11 +56,11 @@ inline vec round_as(vec x, const bf16*) {
 }
 inline vec pick(ints mask, vec yes, vec no) { return mask ? yes : no; }
 inline float sum(vec x) {
-    float lanes[W], s = 0;
+    float lanes[W];
     store(lanes, x);
     for (int width = W / 2; width; width /= 2)
         for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return s + lanes[0];
+    return lanes[0];
 }
 inline float largest(vec x) {
     float lanes[W];
