@@ -10,6 +10,7 @@ import pytest
 import torch
 from tiny import build, prompts, requests, run
 
+from whet.errors import EngineError
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine, fused, native
 from whet.rollout.engine.kv_cache import KVStore
@@ -19,15 +20,48 @@ from whet.rollout.engine.packed import Product
 
 KERNELS = load_kernels()
 needs_kernels = pytest.mark.skipif(isinstance(KERNELS, str), reason=str(KERNELS))
+BUILDS = {"whole": (), "no bf16 instructions": ("-mno-avx512bf16",), "256 bits": ("-mno-avx512f", "-mno-avx512bf16")}
+"""Flags by which a processor with everything stands for one with less."""
 LENGTHS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Largest difference by dtype, of numbers of size 1."""
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def kernels(request, tmp_path_factory):
+    """The kernels, as this and lesser processors have them."""
+    if not BUILDS[request.param]:
+        yield KERNELS
+        return
+    if os.uname().machine != "x86_64":
+        pytest.skip("flags of x86-64")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(native, "FLAGS", (*native.FLAGS, *BUILDS[request.param]))
+        made = load()
+    assert isinstance(made, Kernels), made
+    assert made.lanes == (8 if request.param == "256 bits" else KERNELS.lanes)
+    yield made
+
+
+@pytest.fixture
+def set_threads():
+    """Sets torch's threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def load():
+    """Without what this process has loaded already."""
+    return load_kernels.__wrapped__()
 
 
 class Case:
     """Rows with prompts and own tokens, drawn from a seed: attended by the kernels and by the formula."""
 
-    def __init__(self, heads, kv, size, dtype, *, norms=True, window=None, rows=7, seed=0):
+    def __init__(self, kernels, heads, kv, size, dtype, *, norms=True, window=None, rows=7, seed=0):
         generator = torch.Generator().manual_seed(seed)
+        self.kernels = kernels
         self.draw = lambda *shape: torch.randn(*shape, generator=generator).to(dtype)
         self.heads, self.kv, self.size, self.dtype, self.window = heads, kv, size, dtype, window
         self.plens = {64: [40, 64], 128: [100]}
@@ -57,7 +91,7 @@ class Case:
         own.reserve(len(at), 160)
         for mine, x in zip(own.layer(0, *self.own.layer(0, None, None)), self.own.layer(0, None, None), strict=True):
             mine.copy_(x[at])
-        layout = NativeLayout(KERNELS, own)
+        layout = NativeLayout(self.kernels, own)
         layout.regroup(self.stores, self.buckets[at], self.slots[at], self.lengths[at])
         made = self.made[at]
         layout.begin(made + torch.from_numpy(self.lengths[at]), made, longest=0, furthest=0, equal=False)
@@ -66,7 +100,7 @@ class Case:
             norm=self.norm, epsilons=(1e-6, 1e-6), scale=self.size**-0.5, window=self.window,
             before=None, after=None, outer_epsilons=(0.0, 0.0), products=(),
         )  # fmt: skip
-        return KERNELS.attend(layout.step, layout.table(0, layer, self.qkv), self.qkv[at].contiguous()), own
+        return self.kernels.attend(layout.step, layout.table(0, layer, self.qkv), self.qkv[at].contiguous()), own
 
     def formula(self):
         """Row by row in fp64, with the roundings of the stored dtype."""
@@ -94,10 +128,15 @@ class Case:
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
-@pytest.mark.parametrize(("heads", "kv", "size"), [(4, 2, 32), (1, 1, 16), (6, 2, 48), (20, 1, 64), (8, 8, 128)])
+@pytest.mark.parametrize(
+    ("heads", "kv", "size"),
+    [(4, 2, 32), (1, 1, 16), (6, 2, 48), (20, 1, 64), (8, 8, 128), (3, 3, 80), (2, 1, 256), (3, 1, 40)],
+)
 @pytest.mark.parametrize("options", [{}, {"norms": False}, {"window": 1}, {"window": 50}, {"window": 128}])
-def test_attention_is_the_formula(heads, kv, size, dtype, options):
-    case = Case(heads, kv, size, dtype, **options)
+def test_attention_is_the_formula(kernels, heads, kv, size, dtype, options):
+    if size % kernels.lanes:
+        pytest.skip("no multiple of a register")
+    case = Case(kernels, heads, kv, size, dtype, **options)
     got, own = case.attend()
     torch.testing.assert_close(got.double(), case.formula(), atol=LENGTHS[dtype], rtol=LENGTHS[dtype])
     kept = [x[torch.arange(7), :, case.made] for x in own.layer(0, None, None)]
@@ -109,45 +148,89 @@ def test_attention_is_the_formula(heads, kv, size, dtype, options):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
-def test_a_row_has_the_same_bits_alone_in_a_crowd_and_with_any_number_of_threads(dtype):
-    case = Case(6, 2, 48, dtype, window=90)
+@pytest.mark.parametrize(("heads", "kv", "size"), [(6, 2, 48), (3, 3, 16), (1, 1, 40), (3, 1, 120)])
+def test_a_row_has_the_same_bits_alone_in_a_crowd_and_with_any_number_of_threads(
+    kernels, heads, kv, size, dtype, set_threads
+):
+    if size % kernels.lanes:
+        pytest.skip("no multiple of a register")
+    case = Case(kernels, heads, kv, size, dtype, window=90)
     crowd, _ = case.attend()
-    threads = torch.get_num_threads()
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            assert torch.equal(case.attend()[0], crowd)
-            for row in range(7):
-                assert torch.equal(case.attend([row])[0][0], crowd[row])
-            assert torch.equal(case.attend([6, 2, 0])[0], crowd[[6, 2, 0]])
-    finally:
-        torch.set_num_threads(threads)
+    for count in (1, 2, 3, 8):
+        set_threads(count)
+        assert torch.equal(case.attend()[0], crowd)
+        for row in range(7):
+            assert torch.equal(case.attend([row])[0][0], crowd[row])
+        assert torch.equal(case.attend([6, 2, 0])[0], crowd[[6, 2, 0]])
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 1), (32, 33), (48, 105), (128, 96), (16, 700)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_rows(inputs, outputs, bias, dtype):
+def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_rows(
+    kernels, inputs, outputs, bias, dtype, set_threads
+):
     torch.manual_seed(0)
     layer = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
-    product = Product([layer], pack=False, kernels=KERNELS)
+    product = Product([layer], pack=False, kernels=kernels)
     x = torch.randn(300, inputs).to(dtype)
     with torch.no_grad():
         want = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
         whole = product(x)
         torch.testing.assert_close(whole.double(), want, atol=LENGTHS[dtype], rtol=LENGTHS[dtype])
-        for rows in (1, 2, 3, 5, 8, 11, 12, 13, 25, 64, 121):
-            assert torch.equal(product(x[:rows]), whole[:rows])
-        assert torch.equal(product(x[7:8]), whole[7:8])
-        layer.weight.mul_(2)
+        for threads in (1, 2, 3, 8):
+            set_threads(threads)
+            product.refresh()
+            for rows in (1, 2, 3, 5, 8, 11, 12, 13, 25, 64, 121, 300):
+                assert torch.equal(product(x[:rows]), whole[:rows])
+            assert torch.equal(product(x[7:8]), whole[7:8]) and product(x[:0]).shape == (0, outputs)
+        for p in layer.parameters():
+            p.mul_(2)
         product.refresh()
-        assert torch.equal(product(x[:1, :] * 0.5)[0] if not bias else whole[0], whole[0])
+        assert torch.equal(product(x), 2 * whole)
+
+
+@needs_kernels
+def test_a_product_of_another_dtype_is_refused_and_a_packed_weight_of_another_size_is_packed_anew():
+    layer = torch.nn.Linear(32, 32)
+    product = Product([layer], pack=False, kernels=KERNELS)
+    with pytest.raises(TypeError, match="float32 weights got"):
+        product(torch.ones(1, 32, dtype=torch.bfloat16))
+    with torch.no_grad():
+        layer.weight.data = torch.ones(500, 32)
+        layer.bias.data = torch.zeros(500)
+        product.refresh()
+        assert product(torch.ones(1, 32)).tolist() == [[32.0] * 500]
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", ["dtype", "shape"])
+def test_a_model_that_changed_its_kind_behind_the_engine_is_refused(what):
+    model = build(gain=3.0)
+    engine = EmbeddedEngine(model)
+    model.bfloat16() if what == "dtype" else model.resize_token_embeddings(80)
+    engine.submit(requests(prompts(), Sampling(max_tokens=2)))
+    with pytest.raises(EngineError, match="build a new engine"):
+        engine.poll()
+
+
+@needs_kernels
+@pytest.mark.parametrize("what", ["head in another dtype", "norm that is no plain row"])
+def test_weights_that_the_kernels_would_misread_are_not_theirs(what):
+    model = build(gain=1.0)
+    norm = model.model.norm
+    if what == "head in another dtype":
+        model.lm_head.double()
+    else:
+        norm.weight = torch.nn.Parameter(torch.ones(1).expand(32))
+    reason = EmbeddedEngine(model).paths["kernels"]
+    assert "of another dtype than the embedding, or not contiguous" in reason
 
 
 @needs_kernels
 def test_large_scores_take_the_largest_and_a_nan_stays_in_its_row():
-    case = Case(4, 2, 32, torch.float32, norms=False)
+    case = Case(KERNELS, 4, 2, 32, torch.float32, norms=False)
     case.qkv[:, : 6 * 32] *= 1e3
     got, _ = case.attend()
     torch.testing.assert_close(got.double(), case.formula(), atol=1e-3, rtol=1e-3)
@@ -160,13 +243,14 @@ def test_large_scores_take_the_largest_and_a_nan_stays_in_its_row():
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
 @pytest.mark.parametrize("rows", [1, 3, 400])
-def test_the_norm_adds_first_and_rounds_where_the_module_does(dtype, rows):
+def test_the_norm_adds_first_and_rounds_where_the_module_does(kernels, dtype, rows, set_threads):
     torch.manual_seed(0)
+    set_threads(3)
     h, more, weight = (torch.randn(*shape).to(dtype) for shape in ((rows, 96), (rows, 96), (96,)))
     for addend in (None, more):
         for gain in (None, weight):
             kept = h.clone()
-            got = KERNELS.norm(kept, addend, gain, 1e-5)
+            got = kernels.norm(kept, addend, gain, 1e-5)
             wide = h if addend is None else h + addend
             assert torch.equal(kept, wide)
             x = wide.float()
@@ -178,30 +262,28 @@ def test_the_norm_adds_first_and_rounds_where_the_module_does(dtype, rows):
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
-def test_the_gate_is_silu_times_up_far_out_too(dtype):
+def test_the_gate_is_silu_times_up_far_out_too(kernels, dtype, set_threads):
+    set_threads(3)
     gate = torch.tensor([*torch.linspace(-30, 30, 56).tolist(), -1e4, 1e4, -88.0, 88.5, torch.inf, -3e38, 0.0, -0.0])
     up = torch.randn(300, 64, generator=torch.Generator().manual_seed(0))
     x = torch.cat([gate.expand(300, 64), up], 1).to(dtype)
     want = torch.nn.functional.silu(x[:, :64]) * x[:, 64:]
-    torch.testing.assert_close(KERNELS.gated(x), want, atol=1e-30, rtol=3e-6 if dtype == torch.float32 else 2**-7)
+    torch.testing.assert_close(kernels.gated(x), want, atol=1e-30, rtol=3e-6 if dtype == torch.float32 else 2**-7)
     x[5, 3] = torch.nan
-    assert KERNELS.gated(x).isnan().nonzero().tolist() == [[5, 3]]
+    assert kernels.gated(x).isnan().nonzero().tolist() == [[5, 3]]
 
 
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
-def test_long_equal_prompts_change_no_bit_of_one_another_whatever_the_threads(dtype):
+def test_long_equal_prompts_change_no_bit_of_one_another_whatever_the_threads(dtype, set_threads):
     model = build("qwen3", gain=2.0, max_position_embeddings=1024).to(dtype)
     work = requests(prompts((400,) * 6), Sampling(max_tokens=12), group=2)
-    threads, done = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            crowd = run(EmbeddedEngine(model), work)
-            alone = [run(EmbeddedEngine(model), [r])[r.id] for r in work[::5]]
-            done += [{o.id: o for o in alone}, crowd]
-    finally:
-        torch.set_num_threads(threads)
+    done = []
+    for count in (1, 2, 3):
+        set_threads(count)
+        crowd = run(EmbeddedEngine(model), work)
+        alone = [run(EmbeddedEngine(model), [r])[r.id] for r in work[::5]]
+        done += [{o.id: o for o in alone}, crowd]
     for other in done:
         for i, o in other.items():
             assert o.tokens.tolist() == done[1][i].tokens.tolist()
@@ -257,11 +339,6 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "whet"
 
 
-def load():
-    """Without what this process has loaded already."""
-    return load_kernels.__wrapped__()
-
-
 def compiler(folder, body):
     """A program that stands for a compiler."""
     path = folder / "compiler"
@@ -282,6 +359,21 @@ def test_they_are_built_once_and_no_half_built_file_stays(cache, monkeypatch):
     monkeypatch.setenv("CXX", "g++ -DOLD")
     if shutil.which("g++"):
         assert isinstance(load(), Kernels) and all(x.suffix == ".so" for x in cache.iterdir())
+
+
+@needs_kernels
+@pytest.mark.parametrize("fault", ["cut short", "written by others", "in a folder of others"])
+def test_a_library_that_is_broken_or_could_be_another_users_is_not_loaded(cache, fault):
+    assert isinstance(load(), Kernels)
+    (built,) = cache.iterdir()
+    whole = built.read_bytes()
+    built.unlink()
+    built.write_bytes(whole[:100])
+    if fault != "cut short":
+        (built if fault == "written by others" else cache).chmod(0o777)
+    assert isinstance(load(), Kernels)
+    if fault == "in a folder of others":
+        assert built.read_bytes() == whole[:100]
 
 
 @needs_kernels

@@ -209,7 +209,7 @@ def test_in_bf16_a_request_gives_the_same_tokens_alone_and_in_a_crowd(form):
     work = requests(prompts(), Sampling(max_tokens=24), group=6)
     crowd = tokens(run(engine, work))
     other = [i for i in range(0, 30, 3) if tokens(run(engine, [work[i]]))[i] != crowd[i]]
-    assert len(other) <= 1  # a draw within rounding of a boundary aside
+    assert len(other) <= engine.paths["kernels"].startswith("torch")  # a draw within rounding of a boundary aside
 
 
 @EACH

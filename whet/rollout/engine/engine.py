@@ -38,8 +38,8 @@ STEPS = 4
 class EmbeddedEngine:
     """Continuous batching with shared prompts, on the trainer's own module.
 
-    Requests with equal prompts share one prefill and its KV. Draws follow Request.address, so a request
-    gives the same tokens alone and in a crowd (but for ties broken by the last bit of a logit).
+    Requests with equal prompts share one prefill and its KV. Draws follow Request.address, so a request gives the same
+    tokens alone and in a crowd (without native kernels, but for ties broken by the last bit of a logit).
     Args: model: a LoadedModel, or a module to load. decode: ids -> text, needed for stop strings only.
         max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
             None = as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
+from whet.errors import EngineError
 from whet.models.attention import Layout
 from whet.models.load import LoadedModel
 from whet.rollout.borrow import evaluating
@@ -83,7 +84,7 @@ class FusedForward:
         self._trunk = trunk
         self._head = Product([loaded.module.get_output_embeddings()], pack=refusal is None, kernels=trunk.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
-        self._seen = self._state()
+        self._seen, self._kinds = self._state(), self._kind()
         self._moved = 0
 
     def running(self) -> AbstractContextManager[None]:
@@ -107,6 +108,11 @@ class FusedForward:
         state = self._state()
         self._moved += [p for p, _ in state] != [p for p, _ in self._seen]
         if force or state != self._seen:
+            if self._kind() != self._kinds:
+                raise EngineError(
+                    "the model's weights have another dtype, device or shape than when the engine was built; build "
+                    "a new engine for them"
+                )
             self._trunk.refresh()
             self._head.refresh()
             self._seen = state
@@ -130,6 +136,10 @@ class FusedForward:
     def _state(self) -> tuple[tuple[int, int], ...]:
         """Where the weights lie and how often they were written: sees most changes that nobody announced."""
         return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights)
+
+    def _kind(self) -> list[tuple[object, ...]]:
+        """What must stay as it was when the engine was built."""
+        return [(p.dtype, p.device, p.shape, p.is_contiguous()) for p in self._weights]
 
 
 def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForward | FusedForward:

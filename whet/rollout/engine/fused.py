@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from whet.models.attention import Layout
 from whet.models.load import LoadedModel
 from whet.models.probe import PROBE, limit_for, probe_tokens
-from whet.rollout.borrow import evaluating
+from whet.rollout.borrow import evaluating, max_positions
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import PrefillLayout, Run
 from whet.rollout.engine.native import Kernels, load_kernels, unfit_sizes
@@ -140,7 +140,7 @@ class FusedTrunk:
         wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
         if wrong or type(trunk.embed_tokens) is not nn.Embedding:
             raise _UnfitError(f"its trunk differs in {', '.join(sorted(wrong)) or 'its embedding'}")
-        self._trunk = trunk
+        self._module, self._trunk = module, trunk
         self._norm = _Norm(trunk.norm)
         self.epoch = 0
         """Rises when the rotary tables move."""
@@ -230,11 +230,12 @@ class FusedTrunk:
     def _fitting_kernels(self) -> Kernels | str:
         """The native kernels, or why they don't fit."""
         weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
-        norms = [n for b in self._blocks for n in (b.before, b.after, *(b.qk_norms or ()))]
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return f"none for {weight.dtype} on {weight.device.type}"
-        if any(n.weight.dtype != weight.dtype for n in norms):
-            return "norms of another dtype"
+        if wrong := sorted(
+            n for n, p in self._module.named_parameters() if p.dtype != weight.dtype or not p.is_contiguous()
+        ):
+            return f"{', '.join(wrong[:3])}: of another dtype than the embedding, or not contiguous"
         if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
             return "soft-capped scores or sinks"
         if any(type(b.act).__name__ not in SILU for b in self._blocks):
@@ -249,7 +250,9 @@ class FusedTrunk:
         """Makes the rotary tables long enough for this many positions."""
         weight = self._trunk.embed_tokens.weight
         if positions > len(self._cos):
+            most = max_positions(self._module)  # beyond it some kinds of rotary embedding change all their angles
             count = 1 << (positions - 1).bit_length()
+            count = count if most is None else max(positions, min(count, most))
             cos, sin = self._trunk.rotary_emb(weight, torch.arange(count, device=weight.device).unsqueeze(0))
             low, high = sin[0].chunk(2, -1)
             self._cos, self._sin = cos[0].contiguous(), torch.cat([-low, high], -1)

@@ -10,6 +10,7 @@ Left out on purpose: systems other than Linux, and a wheel with binaries: one so
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -28,7 +29,8 @@ __all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "cache_folder",
 
 SOURCE = Path(__file__).with_name("kernels")
 """Folder; decode.cpp takes the others in."""
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-w")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
+         "-ffp-contract=off", "-w")  # fmt: skip
 BUILD_S = 120.0
 """Longest a compiler may take."""
 MOST = 256
@@ -116,11 +118,13 @@ class Kernels:
         return out
 
     def pack(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """A weight [out, in] in panels. Args: weight: contiguous. out: an earlier result to write into."""
+        """A weight [out, in] in panels. Args: weight: contiguous. out: an earlier result to write
+        into, where it fits."""
         outputs, inputs = weight.shape
         panel = 2 * self.lanes
-        if out is None:
-            out = weight.new_empty(-(-outputs // panel) * panel * inputs)
+        size = -(-outputs // panel) * panel * inputs
+        if out is None or (out.numel(), out.dtype) != (size, weight.dtype):
+            out = weight.new_empty(size)
         threads, half = torch.get_num_threads(), weight.dtype == torch.bfloat16
         self._pack(weight.data_ptr(), out.data_ptr(), inputs, outputs, threads, half)
         return out
@@ -175,7 +179,7 @@ def load_kernels() -> Kernels | str:
     runtime = _openmp()
     if runtime is None:
         return "torch has no GNU OpenMP here"
-    compiler = shlex.split(os.environ.get("CXX", "")) or [x for x in ("g++", "c++", "clang++") if shutil.which(x)][:1]
+    compiler = shlex.split(os.environ.get("CXX", "")) or [x for x in ("g++", "c++") if shutil.which(x)][:1]
     if not compiler:
         return "no C++ compiler (g++) is installed"
     try:
@@ -184,7 +188,8 @@ def load_kernels() -> Kernels | str:
         kernels = Kernels(_built(compiler, version), version)
     except (OSError, subprocess.SubprocessError, AttributeError, IndexError) as error:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
-        return f"building them failed: {said.strip().splitlines()[0]}"
+        lines = said.strip().splitlines() or [type(error).__name__]
+        return f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}"
     return _refusal(kernels) or kernels
 
 
@@ -221,12 +226,15 @@ def _built(compiler: list[str], version: str) -> ctypes.CDLL:
     sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
     parts = (*sources, version, " ".join(FLAGS), _processor())
     path = cache_folder() / f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
-    if path.exists():
-        return ctypes.CDLL(str(path))
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _own(path.parent):
+            raise PermissionError(f"{path.parent} can be written by others")
+        if path.exists() and _own(path):
+            with contextlib.suppress(OSError):  # cut short by a power cut: built anew
+                return ctypes.CDLL(str(path))
         room = tempfile.TemporaryDirectory(dir=path.parent)
-    except OSError:  # a home that can't be written: built for this process alone
+    except OSError:  # a home that can't be written, or that others can write: built for this process alone
         room = tempfile.TemporaryDirectory(prefix="whet-")
     with room as folder:
         part, made = Path(folder) / "decode.o", Path(folder) / path.name
@@ -235,6 +243,12 @@ def _built(compiler: list[str], version: str) -> ctypes.CDLL:
         if made.parent.parent == path.parent:
             made = made.replace(path)  # whole or not at all, whoever else builds
         return ctypes.CDLL(str(made))  # stays loaded when the folder goes
+
+
+def _own(path: Path) -> bool:
+    """Whether nobody else can write it: what lies there is loaded as code."""
+    found = path.lstat()
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
 def _processor() -> str:

@@ -82,6 +82,8 @@ class Product:
         """[n, in] -> [n, sum of out]."""
         if self._weight is not None:
             if self._kernels is not None and self.table is not None:
+                if x.dtype != self._weight.dtype:
+                    raise TypeError(f"a product of {self._weight.dtype} weights got {x.dtype}; give both one dtype")
                 return self._kernels.multiply(self.table, x.contiguous())
             if self._few:
                 return F.linear(x, self._weight, self._bias)

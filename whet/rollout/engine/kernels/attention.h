@@ -29,7 +29,7 @@ inline vec scores_of(const float* q, const T* k, int size) {
     vec a[W] = {};
     for (int c = 0; c < size; c += W) {
         vec x = load(q + c);
-        for (int j = 0; j < W; j++) a[j] += x * load(k + j * size + c);
+        for (int j = 0; j < W; j++) a[j] = fused(x, load(k + j * size + c), a[j]);
     }
     fold<W / 2>(a);
     return a[0];
@@ -45,7 +45,7 @@ inline void weigh(float* const* out, const float (*p)[BLOCK], const T* v, int co
         const T* row = v + j * size + at;
         for (int c = 0; c < C; c++) {
             vec x = load(row + c * W);
-            for (int q = 0; q < Q; q++) sums[q][c] += x * p[q][j];
+            for (int q = 0; q < Q; q++) sums[q][c] = fused(x, all(p[q][j]), sums[q][c]);
         }
     }
     for (int q = 0; q < Q; q++)
@@ -153,7 +153,7 @@ void turned(const T* x, const T* weight, float epsilon, const T* cos, const T* s
         vec squares{};
         for (int c = 0; c < size; c += W) {
             vec a = load(x + c);
-            squares += a * a;
+            squares = fused(a, a, squares);
         }
         float share = 1 / std::sqrt(sum(squares) / size + epsilon);
         for (int c = 0; c < size; c += W)
@@ -164,7 +164,7 @@ void turned(const T* x, const T* weight, float epsilon, const T* cos, const T* s
     std::memcpy(y + size, y, sizeof(float) * size / 2);
     for (int c = 0; c < size; c += W) {
         vec straight = round_as(load(y + c) * load(cos + c), kind);
-        store(out + c, round_as(straight + load(y + c + size / 2) * load(sin + c), kind));
+        store(out + c, round_as(fused(load(y + c + size / 2), load(sin + c), straight), kind));
     }
 }
 

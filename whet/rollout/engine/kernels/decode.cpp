@@ -3,7 +3,7 @@
 // Called from native.py, which builds this file with the machine's own compiler. Every result of a row is computed from
 // that row alone, in an order that depends on nothing else: a row gives the same bits alone and in a crowd, and with any
 // number of threads. Sums are in fp32; T is what is stored, float or bfloat16 (here its bits), rounded where
-// transformers rounds. Dim legend: n rows, H query heads, K KV heads, g = H / K, D head size, L places of a KV row,
+// transformers rounds but for the second product of a rotation. Dim legend: n rows, H query heads, K KV heads, g = H / K, D head size, L places of a KV row,
 // d hidden size, m width of the MLP.
 // Left out on purpose: soft-capped scores, sinks, partial rotary; the layout written in torch has them.
 
@@ -25,7 +25,7 @@ void norm(T* h, const T* more, const T* weight, T* out, int64_t rows, int64_t wi
                 a = round_as(a + load(more + row * width + c), kind);
                 store(x + c, a);
             }
-            squares += a * a;
+            squares = fused(a, a, squares);
         }
         float share = 1 / std::sqrt(sum(squares) / width + epsilon);
         for (int64_t c = 0; c < width; c += W) {

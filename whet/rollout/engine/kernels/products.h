@@ -17,9 +17,9 @@ inline void tile(const float* x, const float* w, int64_t in, vec (*sums)[2]) {
     for (int64_t i = 0; i < in; i++) {
         vec low = load(w + i * PANEL), high = load(w + i * PANEL + W);
         for (int r = 0; r < R; r++) {
-            float one = x[r * in + i];
-            a[r][0] += low * one;
-            a[r][1] += high * one;
+            vec one = all(x[r * in + i]);
+            a[r][0] = fused(low, one, a[r][0]);
+            a[r][1] = fused(high, one, a[r][1]);
         }
     }
     for (int r = 0; r < R; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
@@ -54,7 +54,7 @@ inline void tile(const bf16* x, const bf16* w, int64_t in, vec (*sums)[2]) {
             uint32_t bits[2] = {uint32_t(x[r * in + i]) << 16, uint32_t(x[r * in + i + 1]) << 16};
             float one[2];
             std::memcpy(one, bits, 8);
-            for (int c = 0; c < 2; c++) a[r][c] = a[r][c] + first[c] * one[0] + second[c] * one[1];
+            for (int c = 0; c < 2; c++) a[r][c] = fused(second[c], all(one[1]), fused(first[c], all(one[0]), a[r][c]));
         }
     }
     for (int r = 0; r < R; r++) sums[r][0] = a[r][0], sums[r][1] = a[r][1];
@@ -86,6 +86,7 @@ void tile_of(int rows, const T* x, const T* w, const T* bias, T* y, int64_t in, 
 // y [n, out] of x [n, in].
 template <class T>
 void multiply(const Product& p, const T* x, T* y, int64_t n, int threads) {
+    if (n == 0) return;
     const int64_t panels = (p.out + PANEL - 1) / PANEL, least = std::min<int64_t>(n, ROWS);
     // few panels and many threads: rows are shared out too
     const int64_t deep = (least + DEEP - 1) / DEEP, wanted = (2 * threads + panels - 1) / panels;

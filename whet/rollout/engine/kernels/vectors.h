@@ -1,7 +1,7 @@
 // Registers of floats, and what is loaded into them: floats, or bfloat16 by its bits.
 #pragma once
 
-#if defined(__AVX512BF16__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -44,6 +44,21 @@ inline void store(bf16* p, vec x) {  // to the nearest, ties to even; NaN stays 
 }
 #endif
 inline vec all(float x) { return vec{} + x; }
+
+// a * b + c with one rounding, where the processor can: written out, since a compiler that chooses by itself (-ffp-contract)
+// may choose differently in two loops over the same numbers.
+inline vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    for (int i = 0; i < W; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
 inline vec round_as(vec x, const float*) { return x; }
 inline vec round_as(vec x, const bf16*) {
 #if defined(__AVX512BF16__)
@@ -73,18 +88,18 @@ inline float largest(vec x) {
 // exp to about one unit in the last place; 0 below -87.3, and not more than exp(88.3).
 inline vec exponential(vec x) {
     vec y = pick(x < all(-87.3f), all(-87.3f), pick(x > all(88.3f), all(88.3f), x));
-    vec turns = y * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the sum's last bits are the rounded product
+    vec turns = fused(y, all(1.44269504f), all(12582912.0f));  // 1.5 * 2^23: the sum's last bits are the rounded product
     ints n = (ints)turns - (ints)all(12582912.0f);
     vec whole = turns - 12582912.0f;
-    vec r = y - whole * 0.693145752f;
-    r = r - whole * 1.42860677e-6f;
+    vec r = fused(whole, all(-0.693145752f), y);
+    r = fused(whole, all(-1.42860677e-6f), r);
     vec p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
+    p = fused(p, r, all(1.3981999507e-3f));
+    p = fused(p, r, all(8.3334519073e-3f));
+    p = fused(p, r, all(4.1665795894e-2f));
+    p = fused(p, r, all(1.6666665459e-1f));
+    p = fused(p, r, all(5.0000001201e-1f));
+    p = fused(p * r, r, r + 1.0f);
     vec out = (vec)((ints)p + (n << 23));
     return pick(x < all(-87.3f), vec{}, out);
 }
