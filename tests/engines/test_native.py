@@ -1,6 +1,7 @@
 """The native kernels: equal to plain formulas, a row's bits its own, and torch's kernels where they can't be had."""
 
 import os
+import platform
 import shutil
 import stat
 import weakref
@@ -32,7 +33,7 @@ def kernels(request, tmp_path_factory):
     if not BUILDS[request.param]:
         yield KERNELS
         return
-    if os.uname().machine != "x86_64":
+    if platform.machine() != "x86_64":
         pytest.skip("flags of x86-64")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -118,8 +119,7 @@ class Kernels:
         return out
 
     def pack(self, weight: Tensor, out: Tensor | None = None) -> Tensor:
-        """A weight [out, in] in panels. Args: weight: contiguous. out: an earlier result to write
-        into, where it fits."""
+        """A weight [out, in] in panels. Args: weight: contiguous. out: an earlier result to write into, if it fits."""
         outputs, inputs = weight.shape
         panel = 2 * self.lanes
         size = -(-outputs // panel) * panel * inputs
@@ -174,8 +174,8 @@ def load_kernels() -> Kernels | str:
     >>> isinstance(load_kernels(), (Kernels, str))
     True
     """
-    if os.uname().sysname != "Linux":
-        return f"no native kernels on {os.uname().sysname}"
+    if platform.system() != "Linux":
+        return f"no native kernels on {platform.system()}"
     runtime = _openmp()
     if runtime is None:
         return "torch has no GNU OpenMP here"
@@ -254,7 +254,7 @@ def _own(path: Path) -> bool:
 def _processor() -> str:
     """What -march=native looks at: a cache may be shared by unlike machines."""
     info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line for line in info if line.startswith(("flags", "Features"))), "") + os.uname().machine
+    return next((line for line in info if line.startswith(("flags", "Features"))), "") + platform.machine()
 
 
 def _refusal(kernels: Kernels) -> str | None:
