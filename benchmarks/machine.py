@@ -3,8 +3,8 @@
     python benchmarks/machine.py
 
 - decode: the products of one decode step of a 25 M model (8 layers of distinct weights, too large for the nearest
-  caches), for several numbers of rows, by the best kernel that torch reaches: its default, a weight stored transposed,
-  oneDNN, oneDNN with packed weights. Shares of the floor in rollout are of this rate.
+  caches), for several numbers of rows, by the best kernel: torch's default, a weight stored transposed, oneDNN, oneDNN
+  with packed weights, and whet's own. Shares of the floor in rollout are of this rate.
 - matmul: torch's default product of two 2048 x 2048 matrices. Utilisation in training is of this rate.
 - copy: bytes read plus bytes written per second by a copy that no cache holds.
 
@@ -97,6 +97,8 @@ def kernels(weights: list[Any], rows: int) -> dict[str, list[Callable[[Any], Any
     }
     if weights[0].device.type != "cpu":
         return found
+    if own := native(weights):
+        found["native"] = own
     try:
         ops = torch.ops.mkldnn
         pointwise, packed = ops._linear_pointwise, [ops._reorder_linear_weight(w, rows) for w in weights]
@@ -107,6 +109,24 @@ def kernels(weights: list[Any], rows: int) -> dict[str, list[Callable[[Any], Any
     except (AttributeError, RuntimeError, NotImplementedError):
         found = {name: fns for name, fns in found.items() if not name.startswith("onednn")}
     return found
+
+
+def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
+    """whet's own products, where they can be built."""
+    from torch import nn
+
+    from whet.rollout.engine.native import load_kernels
+    from whet.rollout.engine.packed import Product
+
+    loaded = load_kernels()
+    if isinstance(loaded, str):
+        return None
+    products = []
+    for w in weights:
+        layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
+        layer.weight = nn.Parameter(w, requires_grad=False)
+        products.append(Product([layer], pack=True, kernels=loaded))
+    return products
 
 
 def decode_rates(args: argparse.Namespace, dtype: str, rows: int) -> dict[str, Any]:
