@@ -222,7 +222,7 @@ def test_weights_that_the_kernels_would_misread_are_not_theirs(what):
     model = build(gain=1.0)
     norm = model.model.norm
     if what == "head in another dtype":
-        model.lm_head.double()
+        model.lm_head.double().register_forward_pre_hook(lambda _, x: (x[0].double(),))
     else:
         norm.weight = torch.nn.Parameter(torch.ones(1).expand(32))
     reason = EmbeddedEngine(model).paths["kernels"]
@@ -414,8 +414,8 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
         ("a / (1.0f + exponential(-a))", "a / (1.1f + exponential(-a))", "gates"),
         ("sum(squares) / width", "sum(squares) / (width + 1)", "norms"),
         ("made + 1, size", "made, size", "attention"),
-        ("a[r][1] += high * one", "a[r][1] += low * one", "products"),
-        ("p = p * r + 4.1665795894e-2f;", "p = p * r + 4.2e-1f;", "gates"),
+        ("fused(high, one, a[r][1])", "fused(low, one, a[r][1])", "products"),
+        ("all(4.1665795894e-2f)", "all(4.2e-1f)", "gates"),
     ],
 )
 def test_kernels_that_compute_something_else_are_not_used(cache, tmp_path, monkeypatch, old, new, part):
@@ -432,7 +432,7 @@ def test_kernels_that_compute_something_else_are_not_used(cache, tmp_path, monke
 @pytest.mark.parametrize(
     ("old", "new", "reason"),
     [
-        ("load(y + c + size / 2) * load(sin + c)", "load(y + c) * load(sin + c)", "a decode step differs by"),
+        ("load(y + c + size / 2), load(sin", "load(y + c), load(sin", "a decode step differs by"),
         ("norm(h, more, (const T*)l.after", "norm(h, (T*)nullptr, (const T*)l.after", "a decode step differs by"),
         ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and native.py name different fields"),
     ],
@@ -456,7 +456,7 @@ def test_a_step_that_differs_from_the_module_is_not_used(cache, tmp_path, monkey
     [
         ("qwen3", {"head_dim": 24, "hidden_size": 32}, "head size 24 is no multiple of "),
         ("qwen3", {"intermediate_size": 40}, "width 40 is no multiple of "),
-        ("llama", {"hidden_act": "gelu"}, "its activation is "),
+        ("llama", {"hidden_act": "gelu"}, "its activations are "),
         ("qwen3", {}, "native"),
         ("mistral_window", {}, "native"),
     ],
