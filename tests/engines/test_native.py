@@ -217,16 +217,20 @@ def test_a_model_that_changed_its_kind_behind_the_engine_is_refused(what):
 
 
 @needs_kernels
-@pytest.mark.parametrize("what", ["head in another dtype", "norm that is no plain row"])
-def test_weights_that_the_kernels_would_misread_are_not_theirs(what):
+def test_weights_that_the_kernels_would_misread_are_not_theirs():
     model = build(gain=1.0)
-    norm = model.model.norm
-    if what == "head in another dtype":
-        model.lm_head.double().register_forward_pre_hook(lambda _, x: (x[0].double(),))
-    else:
-        norm.weight = torch.nn.Parameter(torch.ones(1).expand(32))
-    reason = EmbeddedEngine(model).paths["kernels"]
-    assert "of another dtype than the embedding, or not contiguous" in reason
+    model.model.norm.weight = torch.nn.Parameter(torch.ones(1).expand(32))
+    assert "of another dtype than the embedding, or not contiguous" in EmbeddedEngine(model).paths["kernels"]
+
+
+def test_a_head_in_another_dtype_runs_as_the_module_does():
+    model = build(gain=3.0)
+    want = run(EmbeddedEngine(model), requests(prompts(), Sampling(max_tokens=5)))
+    model.lm_head.double().register_forward_pre_hook(lambda _, x: (x[0].double(),))
+    engine = EmbeddedEngine(model)
+    assert "its head has another dtype" in engine.paths["trunk"]
+    got = run(engine, requests(prompts(), Sampling(max_tokens=5)))
+    assert {i: o.tokens.tolist() for i, o in got.items()} == {i: o.tokens.tolist() for i, o in want.items()}
 
 
 @needs_kernels

@@ -170,6 +170,8 @@ class FusedTrunk:
         if not loaded.head.linear:
             return "only the module itself can make its logits"
         module = loaded.module
+        if module.get_output_embeddings().weight.dtype != module.get_input_embeddings().weight.dtype:  # pyright: ignore
+            return "its head has another dtype than its embedding"
         device = next(module.parameters()).device
         ids = torch.tensor([probe_tokens(module.config.vocab_size)], device=device)
         layout = _probe_layout(_Recorder, device)
