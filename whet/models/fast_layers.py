@@ -1,4 +1,4 @@
-"""Linear layers, gated MLPs and RMSNorms that train in less time and memory, in place of a Hugging Face module's own.
+"""Linear layers, gated MLPs and RMSNorms that train in less memory, in place of a Hugging Face module's own.
 
 `FastLayers(module).on()` gives the layers other forwards while it lasts, around forward and backward; the module and
 its parameters stay as they are. Each layer has been compared with its own forward before. On a CPU alone: in fp32
@@ -76,9 +76,10 @@ class FastLayers:
 def onednn_refusal() -> str | None:
     """Why fp32 products stay with torch's default library; None = oneDNN multiplies.
 
-    oneDNN is 1.12 to 1.2 times faster where the default is MKL, the processor has AVX-512 and is not Intel's: MKL has
-    no kernels of that width for it. The rule looks at the processor and not at the clock, so a repeated run takes the
-    same products; oneDNN's operator is private to torch, so it is tried first.
+    oneDNN is 1.12 to 1.2 times faster on one thread where the default is MKL, the processor has AVX-512 and is not
+    Intel's: MKL has no kernels of that width for it. On two threads a whole update was no faster. The rule looks at the
+    processor and not at the clock, so a repeated run takes the same products; oneDNN's operator is private to torch, so
+    it is tried first.
 
     >>> onednn_refusal() is None or isinstance(onednn_refusal(), str)
     True
