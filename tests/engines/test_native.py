@@ -344,6 +344,21 @@ def cache(tmp_path, monkeypatch):
     return tmp_path / "whet"
 
 
+@pytest.fixture
+def rewrite(tmp_path, monkeypatch):
+    """Puts other words into a copy of the kernels' source, which is what is built from then on."""
+
+    def change(old, new):
+        sources = {x.name: x.read_text() for x in native.SOURCE.iterdir()}
+        (tmp_path / "kernels").mkdir()
+        for name, text in sources.items():
+            (tmp_path / "kernels" / name).write_text(text.replace(old, new))
+        assert sum(old in text for text in sources.values()) == 1
+        monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels")
+
+    return change
+
+
 def compiler(folder, body):
     """A program that stands for a compiler."""
     path = folder / "compiler"
@@ -422,13 +437,8 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
         ("all(4.1665795894e-2f)", "all(4.2e-1f)", "gates"),
     ],
 )
-def test_kernels_that_compute_something_else_are_not_used(cache, tmp_path, monkeypatch, old, new, part):
-    sources = {x.name: x.read_text() for x in native.SOURCE.iterdir()}
-    (tmp_path / "kernels").mkdir()
-    for name, text in sources.items():
-        (tmp_path / "kernels" / name).write_text(text.replace(old, new))
-    assert sum(old in text for text in sources.values()) == 1
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels")
+def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, old, new, part):
+    rewrite(old, new)
     assert f"{part} in torch.float32 differ" in load()
 
 
@@ -441,13 +451,8 @@ def test_kernels_that_compute_something_else_are_not_used(cache, tmp_path, monke
         ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and native.py name different fields"),
     ],
 )
-def test_a_step_that_differs_from_the_module_is_not_used(cache, tmp_path, monkeypatch, old, new, reason):
-    sources = {x.name: x.read_text() for x in native.SOURCE.iterdir()}
-    (tmp_path / "kernels").mkdir()
-    for name, text in sources.items():
-        (tmp_path / "kernels" / name).write_text(text.replace(old, new))
-    assert sum(old in text for text in sources.values()) == 1
-    monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels")
+def test_a_step_that_differs_from_the_module_is_not_used(cache, rewrite, monkeypatch, old, new, reason):
+    rewrite(old, new)
     monkeypatch.setattr(fused, "load_kernels", load)
     engine = EmbeddedEngine(build(gain=1.0))
     assert reason in engine.paths["kernels"] and engine.paths["trunk"] == "fused"

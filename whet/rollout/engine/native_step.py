@@ -57,7 +57,6 @@ class NativeLayout(Layout):
         self.own = own
         self.step = StepTable()
         """Of the step that `begin` has set."""
-        self.rows = 0
         self._kept: dict[str, Any] = {}
         """Whatever a table points into, but for the stores."""
         self._layers: ctypes.Array[LayerTable] | None = None
@@ -66,19 +65,25 @@ class NativeLayout(Layout):
         self._epoch: tuple[int, ...] = ()
         self._renewed = self._width = 0
 
+    @property
+    def rows(self) -> int:
+        """Of a step."""
+        return self.step.rows
+
     def regroup(
         self,
         stores: dict[int, KVStore],
         buckets: np.ndarray,
         slots: np.ndarray,
         lengths: np.ndarray,
-        rows: None = None,
+        rows: int | None = None,
     ) -> None:
         """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
 
         Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
             rows: None: steps have no padding.
         """
+        assert rows is None, f"a native step has no padding, {rows} rows were asked for"
         order = np.lexsort((slots, buckets))
         b, s = buckets[order], slots[order]
         begins = np.flatnonzero(np.r_[True, (b[1:] != b[:-1]) | (s[1:] != s[:-1])])
@@ -87,8 +92,7 @@ class NativeLayout(Layout):
         for name, table in tables.items():
             self._kept[name] = table = np.ascontiguousarray(table, np.int64)
             setattr(self.step, name, table.ctypes.data)
-        self.rows = len(order)
-        self.step.rows, self.step.groups = self.rows, len(first)
+        self.step.rows, self.step.groups = len(order), len(first)
         self._prompts = [(stores[int(x)], slots[first[buckets[first] == x]]) for x in np.unique(buckets)]
         self._epoch = ()
 
@@ -130,11 +134,11 @@ class NativeLayout(Layout):
             self._layers = (LayerTable * len(made))(*(self.table(i, layer, h) for i, layer in enumerate(made)))
             widths = [(layer.products[0].width, layer.products[2].width, layer.products[3].inputs) for layer in made]
             self._width = max(h.shape[1], *(x for width in widths for x in width))
-        step, rows = self.step, len(h)
+        step = self.step
         more = self._room("more", h.numel(), h.dtype)
         step.hidden, step.more = h.data_ptr(), more.data_ptr()
         for name in ("wide", "narrow"):
-            setattr(step, name, self._room(name, rows * self._width, h.dtype).data_ptr())
+            setattr(step, name, self._room(name, len(h) * self._width, h.dtype).data_ptr())
         self.kernels.run(step, self._layers, h.dtype)
         return more[: h.numel()].view_as(h)
 

@@ -1,10 +1,10 @@
 // The decoder layers of a decode step on a CPU: products of few rows, attention over prompts and own tokens, norms.
 //
 // Called from native.py, which builds this file with the machine's own compiler. Every result of a row is computed from
-// that row alone, in an order that depends on nothing else: a row gives the same bits alone and in a crowd, and with any
+// that row alone, in an order that depends on nothing else: a row gives the same bits alone, in a crowd, and with any
 // number of threads. Sums are in fp32; T is what is stored, float or bfloat16 (here its bits), rounded where
-// transformers rounds but for the second product of a rotation. Dim legend: n rows, H query heads, K KV heads, g = H / K, D head size, L places of a KV row,
-// d hidden size, m width of the MLP.
+// transformers rounds but for the second product of a rotation. Dim legend: n rows, H query heads, K KV heads,
+// g = H / K, D head size, L places of a KV row, d hidden size, m width of the MLP.
 // Left out on purpose: soft-capped scores, sinks, partial rotary; the layout written in torch has them.
 
 #include "attention.h"
@@ -72,8 +72,8 @@ void run(const Step& s, const Layer* layers, int64_t count) {
 
 extern "C" {
 
-// What native.py must know, or know alike: numbers of one SIMD register (widths must be multiples of it), the largest head
-// size, bytes of the tables.
+// What native.py must know, or know alike: numbers of one SIMD register (widths must be multiples of it), the largest
+// head size, bytes of the tables.
 int64_t whet_fact(int64_t which) {
     const int64_t facts[] = {W, MOST, sizeof(Product), sizeof(Step), sizeof(Layer)};
     return facts[which];
