@@ -25,6 +25,7 @@ from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 from whet.heap import trim_heap
+from whet.inference_worker import InferenceWorker
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
@@ -37,11 +38,12 @@ from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import complete, describe_engine, grammars_of, make_engine, sampling_of
 from whet.rollout.constraint import Masks
+from whet.rollout.lengths import Lengths
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt, RolloutOutput, TokenBatch
 from whet.worker import Metrics, ModelWorker
 
-__all__ = ["InferenceWorker", "RLCluster"]
+__all__ = ["RLCluster"]
 
 log = logging.getLogger("whet")
 
@@ -118,6 +120,7 @@ class RLCluster:
         self.global_steps = 0
         self._calls = 0
         self._next_id = 0
+        self._lengths = Lengths()
         self._buffers: dict[tuple[int, str], MetricsBuffer] = {}
         self._external_logger: Callable[[MetricsBuffer], None] | None = None
 
@@ -273,6 +276,7 @@ class RLCluster:
         size = at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1
         groups: list[Group] = []
         self._masks.drop()
+        expected = self._lengths.of(domain, prompts)
         for start in range(0, len(prompts), size):
             part = prompts[start : start + size]
             groups += complete(
@@ -282,8 +286,10 @@ class RLCluster:
                 num_generations=num_generations,
                 address=(base * len(_DOMAIN) + _DOMAIN[domain], step, start),
                 first_id=self._next_id,
+                expected=expected[start : start + size],
             )
             self._next_id += len(part) * num_generations
+        self._lengths.note(domain, groups)
         return groups
 
     def generate(
@@ -460,12 +466,14 @@ class RLCluster:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed cluster needs besides its workers: counters, and what each role computes in."""
-        return {"next_id": self._next_id, "calls": self._calls, "dtypes": self.dtypes}
+        """What a resumed cluster needs besides its workers: counters, lengths, and what each role computes in."""
+        counters = {"next_id": self._next_id, "calls": self._calls}
+        return {**counters, "dtypes": self.dtypes, "lengths": self._lengths.state()}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Takes `state` back after the workers were loaded; the engine gets their weights."""
         self._next_id, self._calls, self.global_steps = state["next_id"], state["calls"], step
+        self._lengths.restore(state.get("lengths", {}))  # those of earlier versions have none
         self._update_engine()
 
     def describe(self) -> dict[str, Any]:
@@ -487,14 +495,3 @@ class RLCluster:
         self._engine.close()
         for worker in self._workers.values():
             worker.close()
-
-
-class InferenceWorker:
-    """The models that are only read, behind Tunix's verbs.
-
-    Args: cluster: whose reference and critic they are.
-    """
-
-    def __init__(self, cluster: RLCluster) -> None:
-        self.get_ref_per_token_logps = cluster.get_ref_per_token_logps
-        self.get_values = cluster.get_values

@@ -546,3 +546,40 @@ def test_a_default_token_budget_that_grows_is_logged_once(caplog):
     assert [w.max_tokens for w in made.workers.values()] == [2176, 2176]
     grown = [r.message for r in caplog.records if "max_tokens_per_microbatch" in r.message]
     assert len(grown) == 1 and "2176 instead of 2048" in grown[0]
+
+
+def expecting(c):
+    """Notes what each request of a cluster's engine expects."""
+    seen, submit = [], c.rollout.submit
+    c._engine = SimpleNamespace(submit=lambda rs: (seen.append([r.expected for r in rs]), submit(rs))[1],
+                                poll=c.rollout.poll, abort=c.rollout.abort, caps=c.rollout.caps,
+                                update=c.rollout.update, wake=c.rollout.wake)  # fmt: skip
+    return seen
+
+
+def test_a_row_drawn_again_expects_the_longest_completion_that_it_had():
+    stops = {"eos_tokens": list(range(60))}  # a random model draws one soon
+    c, prompts = cluster(rollout=stops), [prompt([5, 6], row=3), prompt([7], row=9)]
+    seen = expecting(c)
+    groups = c.sample(prompts, num_generations=2)
+    longest = [max(len(x.tokens) for x in g.completions) for g in groups]
+    assert longest[0] != longest[1]
+    c.sample(prompts[::-1], num_generations=2, step=1, mode=Mode.EVAL)  # whose lengths are others
+    again = c.sample(prompts[::-1], num_generations=2, step=1)
+    assert seen == [[None] * 4, [None] * 4, [longest[1]] * 2 + [longest[0]] * 2]
+    resumed = cluster(rollout=stops)
+    resumed.restore(c.state(), 2)
+    seen = expecting(resumed)
+    resumed.sample(prompts, num_generations=1, step=2)
+    assert seen == [[max(len(x.tokens) for x in g.completions) for g in again[::-1]]]
+
+
+def test_direct_calls_leave_no_lengths_behind():
+    c = cluster()
+    c.generate(PROMPTS)
+    assert c.state()["lengths"] == {}
+
+
+def test_a_checkpoint_without_lengths_is_taken():
+    c = cluster()
+    c.restore({k: v for k, v in c.state().items() if k != "lengths"}, 1)

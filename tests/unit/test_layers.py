@@ -14,7 +14,7 @@ LAYERS = [
     {"rollout"},
     {"rewards", "envs", "sampler"},
     {"worker", "offload", "role_trainer", "checkpoints"},
-    {"cluster"},
+    {"cluster", "inference_worker"},
     {"learners"},
     {"demo", "commands", "generate"},
     {"chat"},

@@ -22,10 +22,12 @@ from torch.autograd.function import once_differentiable
 
 from whet.observe.environment import environment
 
-__all__ = ["FastLayers", "linear", "onednn_refusal"]
+__all__ = ["FastLayers", "chunks", "linear", "onednn_refusal", "weight_grad", "wide_registers"]
 
 LEAST = 100_000_000
 """Multiplications of a product from which on oneDNN's own preparation for a new shape pays."""
+PART = 1 << 17
+"""Numbers of a tensor that several operations go through one after the other."""
 MLP_PARTS = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -76,10 +78,10 @@ class FastLayers:
 def onednn_refusal() -> str | None:
     """Why fp32 products stay with torch's default library; None = oneDNN multiplies.
 
-    oneDNN is 1.12 to 1.2 times faster on one thread where the default is MKL, the processor has AVX-512 and is not
-    Intel's: MKL has no kernels of that width for it. On two threads a whole update was no faster. The rule looks at the
-    processor and not at the clock, so a repeated run takes the same products; oneDNN's operator is private to torch, so
-    it is tried first.
+    oneDNN is faster where the default is MKL, the processor has AVX-512 and is not Intel's: MKL has no kernels of that
+    width for it. On Zen 5 (see `wide_registers`) it is so 2.1 times, on processors before 1.12 to 1.2 times with one
+    thread, and a whole update with two threads was no faster. The rule looks at the processor and not at the clock, so
+    a repeated run takes the same products; oneDNN's operator is private to torch, so it is tried first.
 
     >>> onednn_refusal() is None or isinstance(onednn_refusal(), str)
     True
@@ -103,8 +105,36 @@ def onednn_refusal() -> str | None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear by the faster library, without a gradient: [n I], [O I], [O] -> [n O]."""
-    large = x.dtype == torch.float32 and x.device.type == "cpu" and x.shape[0] * weight.numel() >= LEAST
+    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0  # oneDNN knows no empty sum
+    large = fits and x.shape[0] * weight.numel() >= LEAST
     return _onednn(x, weight, bias) if large and onednn_refusal() is None else F.linear(x, weight, bias)
+
+
+def chunks(rows: int, size: int) -> Iterator[slice]:
+    """Slices of `size` rows that cover `rows`.
+
+    >>> list(chunks(3, 2))
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
+    return (slice(a, min(a + size, rows)) for a in range(0, rows, size))
+
+
+def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
+    """gᵀ x, the gradient of a weight, by the faster library: [n O], [n I] -> [O I]."""
+    return linear(grad.t(), x.t()) if wide_registers() else grad.t() @ x
+
+
+@functools.cache
+def wide_registers() -> bool:
+    """Whether the processor works on whole AVX-512 registers at once where MKL uses half of one.
+
+    That is AMD's since family 26 (Zen 5): there oneDNN is twice as fast as MKL at every product. On those before, which
+    take a register in two halves, MKL is as fast at the gradients of weights, where oneDNN reorders both factors.
+
+    >>> wide_registers() in (True, False)
+    True
+    """
+    return onednn_refusal() is None and int(environment()["cpu"]["family"] or 0) >= 26
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -112,6 +142,11 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 # ---- the functions ---------------------------------------------------------------------------------------------------
+
+
+def _parts(rows: Tensor) -> Iterator[slice]:
+    """Rows [n, d] a few at a time, so that what is made of them stays in the cache."""
+    return chunks(len(rows), max(1, PART // max(1, rows.shape[1])))
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -125,7 +160,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x Wᵀ + b. The gradient of the weight stays with the default library, which is faster at it."""
+    """y = x Wᵀ + b."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -140,7 +175,7 @@ class _Linear(torch.autograd.Function):
         rows = _rows(grad)
         return (
             linear(rows, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if needs_x else None,
-            rows.t() @ _rows(x) if needs_weight else None,
+            weight_grad(rows, _rows(x)) if needs_weight else None,
             rows.sum(0) if needs_bias else None,
         )
 
@@ -151,19 +186,27 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        return linear(_rows(F.silu(gate).mul_(up)), weight, bias).view(*gate.shape[:-1], weight.shape[0])
+        g, u = _rows(gate), _rows(up)
+        inner = torch.empty_like(g)
+        for part in _parts(g):
+            torch.mul(F.silu(g[part]), u[part], out=inner[part])
+        return linear(inner, weight, bias).view(*gate.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         gate, up, weight = ctx.saved_tensors
         _, _, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = _rows(grad)
-        d = linear(rows, weight.t()).view_as(gate)  # of the product
-        act = F.silu(gate)
-        d_weight = rows.t() @ _rows(act * up) if needs_weight else None
-        d_gate = torch.ops.aten.silu_backward(d * up, gate)
-        return d_gate, act.mul_(d), d_weight, rows.sum(0) if needs_bias else None
+        rows, g, u = _rows(grad), _rows(gate), _rows(up)
+        d = linear(rows, weight.t())  # of the product, then of up
+        inner, d_gate = torch.empty_like(d), torch.empty_like(d)
+        for part in _parts(d):
+            act = F.silu(g[part])
+            torch.mul(act, u[part], out=inner[part])
+            torch.ops.aten.silu_backward.grad_input(d[part] * u[part], g[part], grad_input=d_gate[part])
+            d[part].mul_(act)
+        d_weight = weight_grad(rows, inner) if needs_weight else None
+        return d_gate.view_as(gate), d.view_as(up), d_weight, rows.sum(0) if needs_bias else None
 
 
 class _Norm(torch.autograd.Function):
@@ -185,16 +228,20 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, r = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        x, wide = _wide(x), _wide(grad)
-        part = wide * x
-        d_x = None
-        if needs_x:
-            inner = wide * weight
-            # no product of a matrix and a vector: a row's rounding must not depend on how many rows there are
-            slope = (inner * x).sum(-1, keepdim=True).mul_(r**3).div_(-x.shape[-1])
-            d_x = inner.mul_(r).addcmul_(x, slope).to(grad.dtype)
-        d_weight = _rows(part.mul_(r)).sum(0).to(weight.dtype) if needs_weight else None
-        return d_x, d_weight, None
+        x, rows, r, w = _rows(x), _rows(grad), _rows(r), _wide(weight)
+        d_x = torch.empty_like(rows) if needs_x else None
+        terms = rows.new_empty(rows.shape, dtype=w.dtype) if needs_weight else None
+        for part in _parts(rows):
+            a, b, c = _wide(x[part]), _wide(rows[part]), r[part]
+            if terms is not None:
+                torch.mul(b, a, out=terms[part]).mul_(c)
+            if d_x is not None:
+                inner = b * w
+                # no product of a matrix and a vector: a row's rounding must not depend on how many rows there are
+                slope = (inner * a).sum(-1, keepdim=True).mul_(c**3).div_(-x.shape[-1])
+                d_x[part] = inner.mul_(c).addcmul_(a, slope)
+        d_weight = None if terms is None else terms.sum(0).to(weight.dtype)
+        return None if d_x is None else d_x.view_as(grad), d_weight, None
 
 
 # ---- which layers ----------------------------------------------------------------------------------------------------

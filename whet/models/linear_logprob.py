@@ -8,7 +8,6 @@ and chunks over the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from whet.models.fast_layers import linear
+from whet.models.fast_layers import chunks, linear, weight_grad, wide_registers
 
 __all__ = ["CHUNK_BYTES", "HELD_BYTES", "chunks", "linear_logprob"]
 
@@ -76,15 +75,6 @@ def linear_logprob(
     return logprobs, entropies if entropy else None
 
 
-def chunks(rows: int, size: int) -> Iterator[slice]:
-    """Slices of `size` rows that cover `rows`.
-
-    >>> list(chunks(3, 2))
-    [slice(0, 2, None), slice(2, 3, None)]
-    """
-    return (slice(a, min(a + size, rows)) for a in range(0, rows, size))
-
-
 class _LinearLogprob(torch.autograd.Function):
     """See linear_logprob."""
 
@@ -137,10 +127,10 @@ class _LinearLogprob(torch.autograd.Function):
             d = d.to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[s] = linear(d, weight.t())
-            if d_weight is not None and d.dtype == d_weight.dtype:
+            if d_weight is not None and d.dtype == d_weight.dtype and not wide_registers():
                 d_weight.addmm_(d.t(), hidden[s])
             elif d_weight is not None:
-                d_weight += d.t() @ hidden[s]
+                d_weight += weight_grad(d, hidden[s])
         to = lambda x, like: None if x is None else x.to(like.dtype)
         return d_hidden, to(d_weight, weight), to(d_bias, bias), None, None
 

@@ -24,8 +24,8 @@ _FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asim
 def environment() -> dict[str, Any]:
     """The facts that the numbers of a run may depend on.
 
-    Returns: nested dicts of plain values: versions, platform, cpu (model, cores usable, the vector instructions that
-        matter), threads, devices, and the environment variables that change results. No names of users or hosts.
+    Returns: nested dicts of plain values: versions, platform, cpu (model, family, cores usable, the vector instructions
+        that matter), threads, devices, and the environment variables that change results. No names of users or hosts.
 
     >>> environment()["versions"]["whet"] == __version__
     True
@@ -80,6 +80,7 @@ def _cpu() -> dict[str, Any]:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "model": fields.get("model name") or platform.processor(),
+        "family": fields.get("cpu family"),
         "cores": usable,
         "flags": [f for f in _FLAGS if f in flags],
     }

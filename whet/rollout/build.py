@@ -136,11 +136,12 @@ def complete(
     num_generations: int,
     address: tuple[int, int, int],
     first_id: int,
+    expected: Sequence[int | None] | None = None,
 ) -> list[Group]:
     """Runs prompts through an engine to the end.
 
     Args: sampling: of all prompts, or of each. address: (seed, step, place of the first prompt). first_id: requests are
-        numbered from it.
+        numbered from it. expected: tokens that completions of each prompt may come to; None = no guess.
     Returns: a group per prompt, in order; completions in the order of generation.
     Raises: EngineError: the engine can't do what the sampling asks for, lost a request, or drew from logits that
         are not finite.
@@ -156,8 +157,9 @@ def complete(
             sampling=s,
             group=first_id + i * num_generations,
             address=(seed, step, start + i, g),
+            expected=guess,
         )
-        for i, (p, s) in enumerate(zip(prompts, each, strict=True))
+        for i, (p, s, guess) in enumerate(zip(prompts, each, expected or [None] * len(prompts), strict=True))
         for g in range(num_generations)
     ]
     done = _run(engine, requests)
