@@ -5,7 +5,7 @@
 - decode: the products of one decode step of a 25 M model (8 layers of distinct weights, too large for the nearest
   caches), for several numbers of rows, by the best kernel: torch's default, a weight stored transposed, oneDNN, oneDNN
   with packed weights, and whet's own. Shares of the floor in rollout are of this rate.
-- matmul: torch's default product of two 2048 x 2048 matrices. Utilisation in training is of this rate.
+- matmul: the product of two 2048 x 2048 matrices, by the same kernels. Utilisation in training is of the best.
 - copy: bytes read plus bytes written per second by a copy that no cache holds.
 
 Rates are the best of several trials, since whatever disturbs a trial only slows it down. bf16 entries are null, with
@@ -158,12 +158,18 @@ def decode_rates(args: argparse.Namespace, dtype: str, rows: int) -> dict[str, A
     return {"gflop_per_s": rates[best], "kernel": best, "all": rates}
 
 
-def matmul_rate(args: argparse.Namespace, dtype: str) -> float:
-    """GFLOP/s of torch's default product of two square matrices."""
+def matmul_rates(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    """GFLOP/s of every kernel for the product of two square matrices, and the best of them."""
     import torch
 
-    a, b = (torch.randn(args.size, args.size, dtype=getattr(torch, dtype), device=args.device) for _ in range(2))
-    return 2 * args.size**3 / seconds(lambda: torch.mm(a, b), device=args.device, trial_s=4 * args.trial_s) / 1e9
+    x, w = (torch.randn(args.size, args.size, dtype=getattr(torch, dtype), device=args.device) for _ in range(2))
+    flops = 2 * args.size**3
+    rates = {
+        name: flops / seconds(lambda fn=fns[0]: fn(x), device=args.device, trial_s=args.trial_s) / 1e9
+        for name, fns in kernels([w], args.size).items()
+    }
+    best = max(rates, key=lambda name: rates[name])
+    return {"gflop_per_s": rates[best], "kernel": best, "all": rates}
 
 
 def copy_rate(args: argparse.Namespace) -> float:
@@ -191,14 +197,15 @@ def main(argv: list[str] | None = None) -> None:
                 result["bfloat16_why_not"] = why_not
                 continue
             decode = {str(rows): decode_rates(args, dtype, rows) for rows in args.rows}
-            result[dtype] = {"decode": decode, f"matmul_{args.size}_gflop_per_s": matmul_rate(args, dtype)}
-            for rows, found in decode.items():
-                said = ", ".join(f"{name} {rate:.0f}" for name, rate in found["all"].items())
-                print(f"{dtype} decode of {rows} rows, GFLOP/s: {said}", flush=True)
-            print(
-                f"{dtype} {args.size} cubed, GFLOP/s: {result[dtype][f'matmul_{args.size}_gflop_per_s']:.0f}",
-                flush=True,
-            )
+            square = matmul_rates(args, dtype)
+            result[dtype] = {"decode": decode, f"matmul_{args.size}": square}
+            named = {
+                **{f"decode of {rows} rows": found for rows, found in decode.items()},
+                f"{args.size} cubed": square,
+            }
+            for name, found in named.items():
+                said = ", ".join(f"{kernel} {rate:.0f}" for kernel, rate in found["all"].items())
+                print(f"{dtype} {name}, GFLOP/s: {said}", flush=True)
     print(f"copy, GB/s read and written: {result['copy_gb_per_s']:.1f}")
     found = common.machine()
     result |= {"cpu": found["cpu"], "devices": found["devices"], "versions": found["versions"]}

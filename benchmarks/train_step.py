@@ -3,7 +3,7 @@
     python benchmarks/train_step.py
 
 The completions are given: those that the random model of grpo_step.py would draw. Reported are tokens per second,
-utilisation of this machine's own rate for large products, the peak of memory above the loaded model, and what each of
+utilisation of this machine's best rate for large products, the peak of memory above the loaded model, and what each of
 whet's mechanisms is worth: the cost without it over the cost with it. Each side runs in a process of its own, in turn.
 docs/benchmarks.md says how the figures are counted. The last line printed is the result as JSON.
 """
@@ -49,7 +49,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workloads", default="A,B,C,V", help=f"some of {','.join(WORKLOADS)}")
     parser.add_argument("--sides", default=",".join(SIDES), help="who runs; whet always does")
     parser.add_argument("--rounds", type=int, default=1, help="times each side runs")
-    parser.add_argument("--steps", type=int, default=1, help="updates measured in a round, after a small one")
+    parser.add_argument("--steps", type=int, default=1, help="updates measured in a round, after one for warm-up")
     parser.add_argument("--shape", default="25m", choices=list(tasks.SHAPES), help="size of the model that is made")
     parser.add_argument("--budget", type=int, default=None, help="tokens of one pass of whet; by default its own")
     parser.add_argument("--no-mechanisms", action="store_true", help="leave out the runs with a mechanism off")
@@ -65,15 +65,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def make_job(args: argparse.Namespace, name: str, model: Path, tokenizer: Any, seed: int) -> Job:
-    """The job of one round of a workload: rows with their completions, a small step first."""
+    """The job of one round of a workload: rows with their completions, one step more than are measured."""
     w = WORKLOADS[name]
-    small = dataclasses.replace(w, prompt=4, max_tokens=4, min_tokens=0)
-    rows = []
-    for part, steps in ((small, 1), (w, args.steps)):
-        found = tasks.make_rows(part, steps, tokenizer, seed)
-        completions = tasks.make_completions(part, len(found) * w.generations, seed)
-        for i, row in enumerate(found):
-            rows.append({**row, "completions": completions[i * w.generations : (i + 1) * w.generations]})
+    rows = tasks.make_rows(w, args.steps + 1, tokenizer, seed)
+    completions = tasks.make_completions(w, len(rows) * w.generations, seed)
+    for i, row in enumerate(rows):
+        row["completions"] = completions[i * w.generations : (i + 1) * w.generations]
     return Job(
         model=str(model),
         rows=rows,
@@ -128,13 +125,13 @@ def compare(rounds: list[dict[str, dict[str, Any]]], tokens: int, flops: float) 
 
     Args: rounds: for each, side (or "without <mechanism>") -> what its process said, and "rate". tokens, flops: of
         the measured steps of a round.
-    Returns: cost (seconds, tokens_per_s, utilisation, memory) by side; ratios of a side's time and memory to whet's,
-        with their spread over the rounds; grad_norm by side.
+    Returns: cost (seconds, tokens_per_s, utilisation, of_default, memory) by side; ratios of a side's time and memory
+        to whet's, with their spread over the rounds; grad_norm by side.
     """
     names = [n for n in rounds[0] if n != "rate"]
     time = {n: [sum(r[n]["seconds"]) for r in rounds] for n in names}
     memory = {n: [float(r[n]["memory"]) for r in rounds] for n in names}
-    rate = [r["rate"]["gflop_per_s"] * 1e9 for r in rounds]
+    rate, default = ([r["rate"][kind] * 1e9 for r in rounds] for kind in ("gflop_per_s", "default"))
     ratios = {
         n: {
             what: [x / y for x, y in zip(found[n], found["whet"], strict=True)]
@@ -149,6 +146,7 @@ def compare(rounds: list[dict[str, dict[str, Any]]], tokens: int, flops: float) 
                 "seconds": statistics.median(time[n]),
                 "tokens_per_s": statistics.median(tokens / t for t in time[n]),
                 "utilisation": statistics.median(flops / t / r for t, r in zip(time[n], rate, strict=True)),
+                "of_default": statistics.median(flops / t / r for t, r in zip(time[n], default, strict=True)),
                 "memory": statistics.median(memory[n]),
             }
             for n in names
@@ -157,6 +155,7 @@ def compare(rounds: list[dict[str, dict[str, Any]]], tokens: int, flops: float) 
         "spread": {n: {what: [min(v), max(v)] for what, v in found.items()} for n, found in ratios.items()},
         "grad_norm": {n: rounds[0][n]["grad_norm"] for n in names if "grad_norm" in rounds[0][n]},
         "gflop_per_s": statistics.median(rate) / 1e9,
+        "default_gflop_per_s": statistics.median(default) / 1e9,
     }
 
 
@@ -178,9 +177,10 @@ def run_workload(args: argparse.Namespace, name: str, model: Path, tokenizer: An
     found = compare(rounds, tokens, flops)
     for side, cost in found["cost"].items():
         ratio = "".join(f"   {what} x{v:.2f}" for what, v in found["ratios"].get(side, {}).items())
+        shares = f"utilisation {cost['utilisation']:.2f} ({cost['of_default']:.2f} of torch's product)"
         print(
-            f"{name} {side}: {cost['seconds']:.2f} s, {cost['tokens_per_s']:.0f} tokens/s, utilisation "
-            f"{cost['utilisation']:.2f}, memory {cost['memory'] / 2**20:.0f} MiB{ratio}",
+            f"{name} {side}: {cost['seconds']:.2f} s, {cost['tokens_per_s']:.0f} tokens/s, {shares}, memory "
+            f"{cost['memory'] / 2**20:.0f} MiB{ratio}",
             flush=True,
         )
     exact = all(r[s]["memory_exact"] for r, s in itertools.product(rounds, sides))

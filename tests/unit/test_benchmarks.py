@@ -180,6 +180,8 @@ def test_the_machines_rates_come_as_json_on_the_last_line_and_in_the_file(script
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     best = result["float32"]["decode"]["2"]
     assert best["gflop_per_s"] == max(best["all"].values()) == best["all"][best["kernel"]]
+    square = result["float32"]["matmul_64"]
+    assert square["gflop_per_s"] == max(square["all"].values()) and "torch" in square["all"]
     assert (result["bfloat16"] is None) == ("bfloat16_why_not" in result) and result["copy_gb_per_s"] > 0
     written = json.loads((tmp_path / f"machine-{result['kind']}.json").read_text())
     assert {"versions", "cpu", "commit"} <= set(written.pop("machine")) and written == result
@@ -231,9 +233,11 @@ def test_what_an_update_needs_leaves_out_groups_without_signal(scripts):
 
 def test_ratios_are_over_whet_and_utilisation_over_the_machines_own_rate(scripts):
     side = lambda seconds, memory: {"seconds": [seconds], "memory": memory, "grad_norm": 1.0}
-    rounds = [{"rate": {"gflop_per_s": 10.0}, "whet": side(t, 5), "naive": side(3.0, 20)} for t in (1.0, 2.0, 3.0)]
+    rate = {"gflop_per_s": 10.0, "default": 5.0}
+    rounds = [{"rate": rate, "whet": side(t, 5), "naive": side(3.0, 20)} for t in (1.0, 2.0, 3.0)]
     found = scripts["train_step"].compare(rounds, tokens=100, flops=1e10)
-    assert found["cost"]["whet"] == {"seconds": 2.0, "tokens_per_s": 50.0, "utilisation": 0.5, "memory": 5.0}
+    shares = {"utilisation": 0.5, "of_default": 1.0}
+    assert found["cost"]["whet"] == {"seconds": 2.0, "tokens_per_s": 50.0, **shares, "memory": 5.0}
     assert found["ratios"] == {"naive": {"time": 1.5, "memory": 4.0}}
     assert found["spread"]["naive"]["time"] == [1.0, 3.0]
 
