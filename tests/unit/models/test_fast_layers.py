@@ -250,6 +250,32 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
                 close(a.double(), b)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_work_done_in_parts_changes_no_bit(dtype, monkeypatch):
+    model = qwen(dtype)
+    want = run(model, FastLayers(model))
+    monkeypatch.setattr(fast_layers, "PART", 7 * 48)  # 30 rows: five parts, the last a short one
+    same(run(model, FastLayers(model)), want, 0.0)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_gradients_of_weights_are_those_of_the_default_library_where_another_makes_them(wide, monkeypatch):
+    torch.manual_seed(0)
+    grad, x, made = torch.randn(30, 40), torch.randn(30, 24), []
+    monkeypatch.setattr(fast_layers, "wide_registers", lambda: wide)
+    monkeypatch.setattr(fast_layers, "linear", lambda *factors: made.append(1) or linear(*factors))
+    want = grad.double().t() @ x.double()
+    assert (fast_layers.weight_grad(grad, x) - want).abs().max() < 1e-5 * want.abs().max()
+    assert len(made) == wide
+
+
+def test_only_a_processor_of_amd_with_whole_registers_is_taken_for_one(monkeypatch):
+    for family, refusal, wide in (("26", None, True), ("25", None, False), (None, None, False), ("26", "no", False)):
+        monkeypatch.setattr(fast_layers, "environment", lambda family=family: {"cpu": {"family": family}})
+        monkeypatch.setattr(fast_layers, "onednn_refusal", lambda refusal=refusal: refusal)
+        assert fast_layers.wide_registers.__wrapped__() is wide
+
+
 def test_an_expert_that_no_token_goes_to_has_gradients_of_zero():
     mlp = qwen().model.layers[0].mlp
     with FastLayers(mlp).on():
