@@ -252,10 +252,71 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_work_done_in_parts_changes_no_bit(dtype, monkeypatch):
-    model = qwen(dtype)
+    model = qwen(dtype, hidden_size=64, intermediate_size=64)  # torch's own tails, below 64 numbers, round differently
     want = run(model, FastLayers(model))
-    monkeypatch.setattr(fast_layers, "PART", 7 * 48)  # 30 rows: five parts, the last a short one
+    monkeypatch.setattr(fast_layers, "PART", 7 * 64)  # 30 rows: five parts, the last a short one
     same(run(model, FastLayers(model)), want, 0.0)
+
+
+class Clamped(nn.Module):
+    """An MLP whose gate stops at 10: the formula for all smaller numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(32, 48), nn.Linear(32, 48)
+        self.down_proj, self.act_fn = nn.Linear(48, 32), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x).clamp(max=10.0)) * self.up_proj(x))
+
+
+class LateRounding(nn.Module):
+    """A norm that meets its weight in fp32: the same bits as another's while the weight is 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(32, dtype=torch.bfloat16)), 1e-6
+
+    def forward(self, x):
+        wide = x.float()
+        return (self.weight * (wide * (wide.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())).to(x)
+
+
+class GatedNorm(nn.Module):
+    """A norm that takes a gate."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(32)), 1e-6
+
+    def forward(self, x, gate=None):
+        x = x if gate is None else x * nn.functional.silu(gate)
+        return self.weight * (x * (x.square().mean(-1, keepdim=True) + self.variance_epsilon).rsqrt())
+
+
+def silent():
+    """An MLP of another activation whose output is 0."""
+    mlp = Gemma2ForCausalLM(Gemma2Config(**SIZES)).model.layers[0].mlp
+    nn.init.zeros_(mlp.down_proj.weight)
+    return mlp
+
+
+@pytest.mark.parametrize("make", [Clamped, LateRounding, GatedNorm, silent])
+def test_what_one_trial_would_not_tell_apart_keeps_its_own_forward(make):
+    torch.manual_seed(0)
+    layer = make()
+    assert [found for found, run in FastLayers(layer)._layers if run.__name__ != "_run_linear"] == []
+
+
+def test_a_forward_of_the_users_own_on_the_last_part_of_an_mlp_is_run():
+    mlp = qwen().model.layers[0].mlp
+    seen, down = [], mlp.down_proj
+    down.forward = functools.partial(lambda layer, x: seen.append(1) or type(layer).forward(layer, x), down)
+    fast = FastLayers(mlp)
+    seen.clear()  # the trial's own call
+    with fast.on():
+        mlp(torch.randn(3, 32))
+    assert seen == [1]
 
 
 @pytest.mark.parametrize("wide", [False, True])
