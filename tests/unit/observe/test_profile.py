@@ -12,11 +12,13 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from whet.config import DataConfig, GRPOConfig, ProfilerOptions
+from whet.demo import small_model
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.observe import Trace
 from whet.observe.files import unwritable
 from whet.observe.profile import Cost, StepProfiler, costs, table
+from whet.rollout.engine.native import load_kernels
 
 X = torch.randn(64, 64)
 
@@ -224,3 +226,17 @@ def test_a_step_that_raises_leaves_no_mark_and_no_file(tmp_path):
 def test_a_negative_number_of_steps_is_refused():
     with pytest.raises(ConfigError, match="skip_first_n_steps must not be negative, got -1"):
         ProfilerOptions(skip_first_n_steps=-1)
+
+
+@pytest.mark.skipif(isinstance(load_kernels(), str), reason=f"no native kernels here: {load_kernels()}")
+def test_native_decode_steps_have_rows_of_their_own():
+    c = cluster(small_model(0), rollout={"eos_tokens": [1]})
+    prompts = [c.encoder()({"prompt": "1+1="}, 0)]
+    assert c.describe()["rollout"]["kernels"].startswith("native")
+
+    def body(trace):
+        with trace.span("rollout"):
+            c.sample(prompts)
+
+    found, _ = profiled(body)
+    assert calls(found, "rollout", "native: decoder layers") >= 1 <= calls(found, "rollout", "native: product")

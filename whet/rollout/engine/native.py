@@ -104,7 +104,7 @@ class Kernels:
 
         Args: step, layers: who sees what, and where everything lies. dtype: of what is stored.
         """
-        with record_function("whet: decoder layers"):
+        with record_function("native: decoder layers"):
             self._run(ctypes.addressof(step), ctypes.addressof(layers), len(layers), dtype == torch.bfloat16)
 
     def attend(self, step: StepTable, layer: LayerTable, qkv: Tensor) -> Tensor:
@@ -133,7 +133,7 @@ class Kernels:
         """[n, in] -> [n, out]. Args: product: a packed weight, with its bias. x: contiguous, of its dtype."""
         out = x.new_empty(x.shape[0], product.outputs)
         threads, half = torch.get_num_threads(), x.dtype == torch.bfloat16
-        with record_function("whet: product"):
+        with record_function("native: product"):
             self._multiply(ctypes.addressof(product), x.data_ptr(), out.data_ptr(), x.shape[0], threads, half)
         return out
 
