@@ -380,10 +380,9 @@ class RLCluster:
     def get_old_per_token_logps(
         self, prompt_tokens: Any, completion_tokens: Any, micro_batch_size: int | None = None
     ) -> Tensor:
-        """Log-probabilities under the policy that rolls out, with the cluster's own pad and end ids."""
-        return self.per_token_logps(
-            Role.ACTOR, prompt_tokens, completion_tokens, self.pad_id, self.eos_ids, micro_batch_size
-        )
+        """Log-probabilities under the policy that rolls out, with the cluster's own pad id, and training's stop ids."""
+        stops = self.sampling().stop_ids
+        return self.per_token_logps(Role.ACTOR, prompt_tokens, completion_tokens, self.pad_id, stops, micro_batch_size)
 
     def get_values(
         self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int | Sequence[int]
