@@ -221,7 +221,7 @@ class RLCluster:
 
     def sampling(self, mode: Mode = Mode.TRAIN) -> Sampling:
         """The engine's sampling parameters of a mode."""
-        return sampling_of(self.get_rollout_config(mode), self.eos_ids)
+        return sampling_of(self.get_rollout_config(mode), self.eos_ids, self.tokenizer)
 
     @property
     def pad_id(self) -> int:

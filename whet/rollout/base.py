@@ -58,7 +58,8 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     """Any of these ends a completion, and is part of it."""
     stop: tuple[str, ...] = ()
-    """Any of these in the decoded completion ends it; the text up to it, and the stop string, stay."""
+    """Any of these in the decoded completion ends it; the text up to it, and the stop string, stay. Special tokens are
+    not in that text: give their ids in stop_ids."""
     forbidden_ids: tuple[int, ...] = ()
     """Never drawn."""
     constraint: Constraint | None = None
