@@ -87,7 +87,7 @@ def make_engine(
         options are asked for, with the reason.
     """
     from whet.rollout import resolve_engine
-    from whet.rollout.compat import BaseRolloutAdapter
+    from whet.rollout.compat import BaseRolloutAdapter, prompt_text
 
     if spec == "vanilla" and not loaded.packable:
         log.warning("rollout_engine 'vanilla' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
@@ -112,7 +112,7 @@ def make_engine(
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
         inner = made(rollout_actor=loaded.module, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
-        return BaseRolloutAdapter(inner, decode=decode, rollout_config=config)
+        return BaseRolloutAdapter(inner, decode=functools.partial(prompt_text, tokenizer), rollout_config=config)
     engine = made(loaded, **options)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
