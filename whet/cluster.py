@@ -118,8 +118,8 @@ class RLCluster:
         }
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers)
         self.global_steps = 0
-        self._calls = 0
-        self._next_id = 0
+        self._calls = self._next_id = 0
+        self._resting = False
         self._lengths = Lengths()
         self._buffers: dict[tuple[int, str], MetricsBuffer] = {}
         self._external_logger: Callable[[MetricsBuffer], None] | None = None
@@ -269,6 +269,8 @@ class RLCluster:
             instead of the mode's and the run's. at_once: prompts given to the engine at once; no draw depends on it.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
+        if self._resting:  # asked between two updates: it draws from the weights as they are now
+            self._update_engine()
         domain = mode.value if isinstance(mode, Mode) else mode
         own = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
         config = self.get_rollout_config(own)
@@ -418,8 +420,10 @@ class RLCluster:
         return metrics
 
     def rest_engine(self) -> None:
-        """Frees what an engine on the CPU holds, until `sync_weights`: what it cached is of weights that now change."""
-        if self._engine.caps.sleep and self._engine.caps.shared_weights and self.actor.device.type == "cpu":
+        """Frees what an engine on the CPU holds, until it samples again: what it cached is of weights that change."""
+        caps = self._engine.caps
+        if not self._resting and caps.sleep and caps.shared_weights and self.actor.device.type == "cpu":
+            self._resting = True
             self._engine.sleep()
             trim_heap()
 
@@ -431,7 +435,7 @@ class RLCluster:
             self._update_engine()
 
     def _update_engine(self) -> None:
-        shared = self._engine.caps.shared_weights
+        self._resting, shared = False, self._engine.caps.shared_weights
         if self._engine.caps.sleep and shared:
             self._engine.wake()
         self._engine.update(self.actor.version, None if shared else self.actor.named_weights())
