@@ -114,7 +114,7 @@ class Request:
     with caps.conversations encodes only what is new. None = on its own. It changes no token."""
     expected: int | None = None
     """Tokens that its completion is expected to have, where the caller has a guess: long ones start first. None =
-    max_tokens. It changes no token."""
+    max_tokens. It changes no token, but for what "alone and in a crowd" changes (docs/exactness.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
