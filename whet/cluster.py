@@ -118,8 +118,8 @@ class RLCluster:
         }
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers)
         self.global_steps = 0
-        self._calls = 0
-        self._next_id = 0
+        self._calls = self._next_id = 0
+        self._resting = False
         self._lengths = Lengths()
         self._buffers: dict[tuple[int, str], MetricsBuffer] = {}
         self._external_logger: Callable[[MetricsBuffer], None] | None = None
@@ -221,7 +221,7 @@ class RLCluster:
 
     def sampling(self, mode: Mode = Mode.TRAIN) -> Sampling:
         """The engine's sampling parameters of a mode."""
-        return sampling_of(self.get_rollout_config(mode), self.eos_ids)
+        return sampling_of(self.get_rollout_config(mode), self.eos_ids, self.tokenizer)
 
     @property
     def pad_id(self) -> int:
@@ -269,6 +269,8 @@ class RLCluster:
             instead of the mode's and the run's. at_once: prompts given to the engine at once; no draw depends on it.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
+        if self._resting:  # asked between two updates: it draws from the weights as they are now
+            self._update_engine()
         domain = mode.value if isinstance(mode, Mode) else mode
         own = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
         config = self.get_rollout_config(own)
@@ -380,10 +382,9 @@ class RLCluster:
     def get_old_per_token_logps(
         self, prompt_tokens: Any, completion_tokens: Any, micro_batch_size: int | None = None
     ) -> Tensor:
-        """Log-probabilities under the policy that rolls out, with the cluster's own pad and end ids."""
-        return self.per_token_logps(
-            Role.ACTOR, prompt_tokens, completion_tokens, self.pad_id, self.eos_ids, micro_batch_size
-        )
+        """Log-probabilities under the policy that rolls out, with the cluster's own pad id, and training's stop ids."""
+        stops = self.sampling().stop_ids
+        return self.per_token_logps(Role.ACTOR, prompt_tokens, completion_tokens, self.pad_id, stops, micro_batch_size)
 
     def get_values(
         self, prompt_tokens: Any, completion_tokens: Any, pad_id: int, eos_id: int | Sequence[int]
@@ -419,8 +420,10 @@ class RLCluster:
         return metrics
 
     def rest_engine(self) -> None:
-        """Frees what an engine on the CPU holds, until `sync_weights`: what it cached is of weights that now change."""
-        if self._engine.caps.sleep and self._engine.caps.shared_weights and self.actor.device.type == "cpu":
+        """Frees what an engine on the CPU holds, until it samples again: what it cached is of weights that change."""
+        caps = self._engine.caps
+        if not self._resting and caps.sleep and caps.shared_weights and self.actor.device.type == "cpu":
+            self._resting = True
             self._engine.sleep()
             trim_heap()
 
@@ -432,7 +435,7 @@ class RLCluster:
             self._update_engine()
 
     def _update_engine(self) -> None:
-        shared = self._engine.caps.shared_weights
+        self._resting, shared = False, self._engine.caps.shared_weights
         if self._engine.caps.sleep and shared:
             self._engine.wake()
         self._engine.update(self.actor.version, None if shared else self.actor.named_weights())

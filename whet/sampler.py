@@ -268,7 +268,7 @@ class Sampler:
             generation_kwargs=kwargs,
             **given,
         )
-        return replace(sampling_of(config, self.eos_ids), return_logits=return_logits)
+        return replace(sampling_of(config, self.eos_ids, self.tokenizer), return_logits=return_logits)
 
     def encode(
         self,

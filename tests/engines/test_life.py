@@ -430,3 +430,17 @@ def test_stats_of_a_new_engine_are_zero(model):
     s = EmbeddedEngine(model, max_batch=3).stats()
     assert s == EngineStats(max_batch=3)
     assert (s.occupancy, s.kv_occupancy, s.mean_rows, s.kv_bytes_bound) == (0, 0, 0, None)
+
+
+@pytest.mark.parametrize("form", [{"native": False}, {"fast": False}], ids=["torch", "module"])
+def test_what_was_drawn_before_changes_no_bit_in_half_precision(form):
+    """A resumed run does not repeat the evaluation, whose longer completions made the rows longer."""
+    half = build(gain=3.0).to(torch.bfloat16)
+    work = requests(prompts((70, 9)), Sampling(max_tokens=24), group=3)
+    used, fresh = EmbeddedEngine(half, **form), EmbeddedEngine(half, **form)
+    run(used, requests(prompts((70, 5)), Sampling(max_tokens=150), group=2))
+    long = used._runner.own.length
+    got, want = run(used, work), run(fresh, work)
+    assert used._runner.own.length == fresh._runner.own.length < long
+    for i, o in want.items():
+        assert got[i].tokens.tolist() == o.tokens.tolist() and got[i].logprobs.tolist() == o.logprobs.tolist()

@@ -1,23 +1,24 @@
 """What several parts must agree on: names that reach the engine, checks on every way to it, folders, dtypes."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import cluster, tiny_model
+from helpers import END, PAD, cluster, tiny_model
 
 from whet import Sampler
 from whet.chat import Chat
 from whet.config import ProfilerOptions, RolloutConfig
 from whet.config.generate import ChatConfig
-from whet.errors import EngineError
+from whet.errors import ConfigError, EngineError
 from whet.models.load import load_model
 from whet.observe.profile import StepProfiler
 from whet.observe.trace import Trace
 from whet.rollout.base import Output, Request, Sampling, stream
 from whet.rollout.build import sampling_of
-from whet.rollout.compat import BaseRolloutAdapter
+from whet.rollout.compat import BaseRolloutAdapter, prompt_text
 from whet.rollout.constraint import Constraint
 from whet.rollout.simple import QueueEngine
 
@@ -100,6 +101,75 @@ def test_a_tunix_rollout_is_told_what_the_sampling_says():
     engine.submit([r])
     engine.poll()
     assert told == [(0.2, (97,))]
+
+
+class Asked:
+    """A rollout class of Tunix's kind that notes its prompts."""
+
+    def __init__(self, rollout_actor, tokenizer, mesh, rollout_config):
+        self.prompts = []
+
+    def generate(self, prompts, rollout_config):
+        self.prompts += prompts
+        tokens = [np.array([104, 105, END])] * len(prompts)
+        return SimpleNamespace(text=[], tokens=tokens, logprobs=None, left_padded_prompt_tokens=None)
+
+
+def test_a_tunix_rollout_is_given_a_chat_with_its_special_tokens():
+    c = cluster(engine=Asked, rollout={"max_prompt_length": 100})
+    chat = [{"role": "user", "content": "é\n ,"}]
+    out = c.generate([chat])
+    assert c.rollout._rollout.prompts == [
+        c.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    ]
+    assert c.rollout._rollout.prompts[0].startswith("<|im_start|>user") and out.text == ["hi"]
+
+
+def test_a_prompts_text_leaves_out_what_the_tokenizer_puts_before_every_text():
+    from tokenizers.processors import TemplateProcessing
+
+    from whet.data.tokenizer import byte_tokenizer
+
+    plain, own = byte_tokenizer(), byte_tokenizer()
+    begin = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", 258)])
+    own.backend_tokenizer.post_processor = begin  # pyright: ignore[reportAttributeAccessIssue]
+    assert own("hi").input_ids == [258, 104, 105]
+    for tokenizer, ids, text in (
+        (own, [258, 104, 105], "hi"),
+        (own, [258, 258, 104], "<|im_start|>h"),
+        (own, [258], ""),
+        (own, [104, 256], "h<|im_end|>"),  # cut on the left: its beginning is gone
+        (plain, [258, 104, 105], "<|im_start|>hi"),
+    ):
+        assert prompt_text(tokenizer, ids) == text
+        assert tokenizer(text).input_ids == ids or ids[0] == 104
+
+
+def test_old_logprobs_end_where_training_stops():
+    stops = tuple(range(60))
+    c = cluster(rollout={"eos_tokens": stops, "max_tokens_to_generate": 16})
+    out = c.generate(["1+1=", "a", "b", "what?"], seed=0)
+    assert any(t[-1] in stops and len(t) < 16 for t in out.tokens)
+    width = max(map(len, out.tokens))
+    completions = torch.tensor([[*t.tolist(), *[PAD] * (width - len(t))] for t in out.tokens])
+    old = c.get_old_per_token_logps(out.left_padded_prompt_tokens, completions)
+    want = c.get_actor_per_token_logps(out.left_padded_prompt_tokens, completions, PAD, stops)
+    assert torch.equal(old, want)
+    assert [int((row != 0).sum()) for row in old] == [len(t) for t in out.tokens]
+
+
+@pytest.mark.parametrize("stop", ["<|im_end|>", "x<|im_start|>y"])
+def test_a_stop_string_with_a_special_token_is_refused_with_the_ids_to_give(stop, tokenizer):
+    token = stop.strip("xy")
+    ids = sorted({END, tokenizer.convert_tokens_to_ids(token)})
+    special = f"stop={stop!r}: {token!r} is a special token"
+    words = re.escape(special) + r".*rollout\.eos_tokens.*" + re.escape(str(ids))
+    for rollout in ({"stop": (stop,)}, {"eval": {"stop": ("a", stop)}}):
+        with pytest.raises(ConfigError, match=words):
+            cluster(rollout=rollout)
+    with pytest.raises(ConfigError, match=words):
+        Sampler(tiny_model(), tokenizer)("a", 2, stop=stop)
+    assert cluster(rollout={"stop": ("im_end", "|", "é")}).sampling().stop == ("im_end", "|", "é")
 
 
 def test_padding_of_a_tokenizer_without_pad_and_end(tokenizer):

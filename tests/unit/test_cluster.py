@@ -536,6 +536,19 @@ def test_a_resting_engine_holds_no_memory_and_samples_again_after_the_sync():
     assert draw() == want
 
 
+def test_an_engine_rests_once_and_wakes_for_who_samples_before_the_sync(monkeypatch):
+    c, trims = cluster(), []
+    monkeypatch.setattr("whet.cluster.trim_heap", lambda: trims.append(c.rollout.stats().kv_bytes))
+    want = [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens]
+    c.rest_engine()
+    c.rest_engine()  # the next mini-batch
+    assert trims == [0]
+    assert [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens] == want
+    assert c.rollout.stats().kv_bytes > 0
+    c.rest_engine()
+    assert trims == [0, 0]
+
+
 def test_a_default_token_budget_that_grows_is_logged_once(caplog):
     long = {"max_prompt_length": 2000, "max_tokens_to_generate": 100}
     with caplog.at_level("INFO", "whet"):

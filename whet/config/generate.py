@@ -40,7 +40,7 @@ class SampledConfig:
     min_tokens: Int = 0
     """No stop token is drawn before this many tokens."""
     stop: Strings = ()
-    """Strings that end a completion; the text up to and with the string stays."""
+    """Strings that end a completion; the text up to and with the string stays. Special tokens go by id: eos_tokens."""
     eos_tokens: tuple[Int, ...] | None = None
     """Ids that end a completion; None = the model's and the tokenizer's."""
     forbidden_tokens: tuple[Int, ...] = ()

@@ -159,7 +159,7 @@ class RolloutConfig:
     min_tokens: Int = 0
     """No stop token is drawn before this many tokens."""
     stop: Strings = ()
-    """Strings that end a completion; the text up to and with the string stays."""
+    """Strings that end a completion; the text up to and with the string stays. Special tokens go by id: eos_tokens."""
     forbidden_tokens: tuple[Int, ...] = ()
     """Ids that are never drawn."""
     constraint: ConstraintConfig | None = None

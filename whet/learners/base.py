@@ -1,10 +1,10 @@
 """RLLearner: the loop of every reinforcement learner.
 
-    sample -> reward -> score -> assign_advantages -> minibatches -> update -> sync_weights -> after_step
+    sample -> reward -> batch -> score -> assign_advantages -> minibatches -> update -> sync_weights -> after_step
 
-GRPO and its relatives differ in `score`, `assign_advantages` and `update`, nowhere else. What surrounds a step (the
-order of the data, resuming, logging, evaluation, checkpoints) is in learners/run.py. Read `train`, then the method
-that you came for.
+GRPO and its relatives differ in `batch` (which tokens are trained), `score`, `assign_advantages` and `update`; `passes`
+says what they leave out. What surrounds a step (the order of the data, resuming, logging, evaluation, checkpoints) is
+in learners/run.py. Read `train`, then the method that you came for.
 
 Dim letters: N sequences, J trajectories, S tokens.
 """

@@ -5,7 +5,8 @@
     L   = Σ_t w_t l_t                                              loss_agg_mode, as weights w made once per mini-batch
 
 Source: DeepSeekMath, arXiv:2402.03300; agrees with Tunix's GRPOLearner. It differs in that old log-probabilities are
-those of the start of the step also where trainer and engine share weights, and that groups without signal are not run.
+those of the start of the step also where trainer and engine share weights, and that sequences without signal are not
+run.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ class GRPOLearner(RLLearner):
             "sampler": "skipped: the sampler's serve",
             "nowhere": "skipped: one update follows each rollout, so the ratio is 1",
         }
-        return {
+        found = {
             "old_logprobs": old[self.old_logprobs_from(num_groups)],
             "ref_logprobs": "runs: beta or force_compute_kl asks for it"
             if self.needs_reference
@@ -209,6 +210,10 @@ class GRPOLearner(RLLearner):
                 else "run: the KL, or a loss of your own, may have a gradient there"
             ),
         }
+        if self.algo_config.mask_truncated_completions:
+            why = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts theirs"
+            found["truncated completions"] = why
+        return found
 
     def assign_advantages(self, batch: TokenBatch) -> TokenBatch:
         """One advantage per trajectory, given to each of its tokens."""
@@ -223,11 +228,9 @@ class GRPOLearner(RLLearner):
         return batch.replace(advantages=advantages.index_select(0, batch.trajectory))
 
     def update(self, mini: TokenBatch) -> None:
-        """Weighs the tokens of the mini-batch, leaves out groups that have no gradient, and updates the actor."""
-        mini = self.cluster.actor_trainer.weighted(mini)
-        whole = mini
-        if self.skips:
-            mini = mini.select(with_signal(mini))
+        """Weighs the tokens of the mini-batch, leaves out sequences that have no gradient, and updates the actor."""
+        whole = self.cluster.actor_trainer.weighted(mini)
+        mini = whole.select(with_signal(whole) if self.skips else trained(whole))
         skipped = {"sequences": whole.num_sequences - mini.num_sequences, "tokens": whole.num_tokens - mini.num_tokens}
         self.metrics = merge(self.metrics, {f"skipped/{n}": Sum(float(v)) for n, v in skipped.items()})
         self.cluster.rest_engine()
@@ -267,10 +270,15 @@ class GRPOLearner(RLLearner):
 
 
 def with_signal(batch: TokenBatch) -> Tensor:
-    """The sequences of trajectories with a token whose advantage is not 0: Long [M]."""
+    """The sequences with a trained token whose advantage is not 0: Long [M]."""
     assert batch.advantages is not None
     size = segment_sum((batch.advantages * batch.mask).abs(), batch.sequence, batch.num_sequences)
     return (size > 0).nonzero().flatten()
+
+
+def trained(batch: TokenBatch) -> Tensor:
+    """The sequences with a token that is trained: Long [M]. All tokens of the others weigh 0, whatever the loss."""
+    return batch.sequence[batch.mask].unique()
 
 
 def named(value: Any, known: Mapping[str, Any], kind: str) -> Any:

@@ -58,7 +58,8 @@ class Sampling:
     stop_ids: tuple[int, ...] = ()
     """Any of these ends a completion, and is part of it."""
     stop: tuple[str, ...] = ()
-    """Any of these in the decoded completion ends it; the text up to it, and the stop string, stay."""
+    """Any of these in the decoded completion ends it; the text up to it, and the stop string, stay. Special tokens are
+    not in that text: give their ids in stop_ids."""
     forbidden_ids: tuple[int, ...] = ()
     """Never drawn."""
     constraint: Constraint | None = None
@@ -113,7 +114,7 @@ class Request:
     with caps.conversations encodes only what is new. None = on its own. It changes no token."""
     expected: int | None = None
     """Tokens that its completion is expected to have, where the caller has a guess: long ones start first. None =
-    max_tokens. It changes no token."""
+    max_tokens. It changes no token, but for what "alone and in a crowd" changes (docs/exactness.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

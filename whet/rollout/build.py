@@ -26,8 +26,15 @@ OWN_WEIGHTS = ("sglang", "sglang_jax", "vllm")
 """Adapters of other packages' engines; they read their options from the rollout configuration."""
 
 
-def sampling_of(config: RolloutConfig, eos_ids: Sequence[int]) -> Sampling:
-    """The sampling parameters of a rollout configuration; `eos_tokens` comes before the tokenizer's own end ids."""
+def sampling_of(config: RolloutConfig, eos_ids: Sequence[int], tokenizer: Any = None) -> Sampling:
+    """The sampling parameters of a rollout configuration; `eos_tokens` comes before the tokenizer's own end ids.
+
+    Args: config: of a mode. eos_ids: end ids of tokenizer and model. tokenizer: to check stop strings with, or None.
+    Raises: ConfigError: a stop string with a special token in it.
+    """
+    stop_ids = tuple(config.eos_tokens or eos_ids)
+    if tokenizer is not None:
+        _check_stop(config.stop, stop_ids, tokenizer)
     return Sampling(
         max_tokens=config.max_tokens_to_generate,
         min_tokens=config.min_tokens,
@@ -36,13 +43,26 @@ def sampling_of(config: RolloutConfig, eos_ids: Sequence[int]) -> Sampling:
         top_k=max(config.top_k or 0, 0),
         min_p=config.min_p,
         repetition_penalty=config.repetition_penalty,
-        stop_ids=tuple(config.eos_tokens or eos_ids),
+        stop_ids=stop_ids,
         stop=tuple(config.stop),
         forbidden_ids=tuple(config.forbidden_tokens),
         constraint=None if (c := config.constraint) is None else Constraint(kind=c.kind, text=c.text),
         logprob_support=config.logprob_support,
         generation_kwargs=frozen_options(config.generation_kwargs),
     )
+
+
+def _check_stop(strings: Sequence[str], stop_ids: Sequence[int], tokenizer: Any) -> None:
+    """Raises ConfigError for a stop string with a special token in it: the text that is searched has none."""
+    for string in strings:
+        for i in tokenizer(string, add_special_tokens=False).input_ids:
+            token, shown = (str(tokenizer.decode([i], skip_special_tokens=skip)) for skip in (False, True))
+            if token != shown and token in string:
+                raise ConfigError(
+                    f"stop={string!r}: {token!r} is a special token, which the decoded text leaves out, so the string "
+                    "would never be found; leave it out and put the token's id into rollout.eos_tokens "
+                    f"(Sampling.stop_ids): {sorted({*stop_ids, int(i)})}"
+                )
 
 
 def make_engine(
@@ -67,7 +87,7 @@ def make_engine(
         options are asked for, with the reason.
     """
     from whet.rollout import resolve_engine
-    from whet.rollout.compat import BaseRolloutAdapter
+    from whet.rollout.compat import BaseRolloutAdapter, prompt_text
 
     if spec == "vanilla" and not loaded.packable:
         log.warning("rollout_engine 'vanilla' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
@@ -92,7 +112,7 @@ def make_engine(
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
         inner = made(rollout_actor=loaded.module, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
-        return BaseRolloutAdapter(inner, decode=decode, rollout_config=config)
+        return BaseRolloutAdapter(inner, decode=functools.partial(prompt_text, tokenizer), rollout_config=config)
     engine = made(loaded, **options)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(

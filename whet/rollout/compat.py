@@ -1,7 +1,7 @@
 """A user's rollout class with Tunix's BaseRollout methods, as an engine.
 
 Such a class takes text and returns text, tokens and perhaps logprobs, for a whole batch at once. So prompt ids are
-decoded here, and what comes back is cut at the stop token and stamped with the policy version.
+decoded here, special tokens and all, and what comes back is cut at the stop token and stamped with the policy version.
 Left out on purpose: addressed draws and aborting, which that interface has no words for; sampling fields it does not
 know are refused, not dropped.
 """
@@ -22,7 +22,7 @@ from whet.errors import EngineError
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
 from whet.rollout.simple import QueueEngine
 
-__all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput"]
+__all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput", "prompt_text"]
 
 
 BEYOND = {
@@ -68,7 +68,8 @@ class BaseRollout(Protocol):
 class BaseRolloutAdapter(QueueEngine):
     """Makes an engine of a BaseRollout.
 
-    Args: rollout: an object, or a class or functools.partial, called without arguments. decode: prompt ids -> text.
+    Args: rollout: an object, or a class or functools.partial, called without arguments. decode: prompt ids -> text,
+            special tokens kept (`prompt_text`).
         rollout_config: given to generate with the Sampling's values set (a dataclass with Tunix's field names); None =
             a plain object with these names. Its return_logprobs says whether logprobs come back: where they do not,
             they are 0 and caps.logprobs is False.
@@ -147,6 +148,22 @@ class BaseRolloutAdapter(QueueEngine):
     def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Weights go to update_params."""
         self._rollout.update_params(weights)
+
+
+def prompt_text(tokenizer: Any, ids: Sequence[int]) -> str:
+    """The text that a tokenizer turns into a prompt's ids: with its special tokens, as a chat needs them.
+
+    Left out is only what the tokenizer itself puts before every text (bos), which would come twice.
+    Args: tokenizer: of transformers. ids: of the prompt.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> prompt_text(byte_tokenizer(), [258, 104, 105])
+    '<|im_start|>hi'
+    """
+    own = [int(i) for i in tokenizer("").input_ids]
+    other = (n for n, (a, b) in enumerate(zip(own, ids)) if a != b)
+    first = next(other, min(len(own), len(ids)))
+    return str(tokenizer.decode(list(ids[first:]), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def tunix_config(sampling: Sampling, config: Any = None) -> Any:

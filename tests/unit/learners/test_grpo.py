@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import END, cluster, gap, length_reward, random_batch, rows, same, tiny_model, weights_of
 
-from whet.config import DataConfig, GRPOConfig, Mode
+from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
 from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner, with_signal
 from whet.ops import clipped_surrogate, group_relative, mean_only, token_weights
@@ -166,6 +166,8 @@ def test_a_run_notes_which_passes_it_leaves_out_and_why(tmp_path, caplog):
     assert [what.split(":")[0] for what in made.passes(4).values()] == ["skipped", "runs", "run"]
     assert made.passes(4)["old_logprobs"] == "skipped: the sampler's serve"
     assert learner(use_rollout_logps=False).passes(4)["old_logprobs"].startswith("runs")
+    assert "truncated completions" not in noted
+    assert learner(mask_truncated_completions=True).passes(4)["truncated completions"].startswith("skipped: masked")
 
 
 # ---- groups without signal -----------------------------------------------------------------------------------------
@@ -243,6 +245,39 @@ def test_truncated_completions_are_left_out_where_asked(monkeypatch):
         assert mini.mask[mini.sequence == i].any().item() is not gone
     assert all_.mask.all()
     assert not same(weights_of(made.cluster.actor.module), weights_of(plain.cluster.actor.module))
+
+
+@pytest.mark.parametrize("algo", [{"beta": 0.1}, {"policy_loss_fn": clipped_surrogate}], ids=["kl", "own loss"])
+def test_completions_without_a_trained_token_are_not_run_whatever_the_loss(monkeypatch, algo):
+    ends = {"eos_tokens": tuple(range(225, 264))}
+    sgd = OptimConfig(name="sgd", lr=1.0)
+    leaving, running = (
+        learner(
+            cluster(reference=tiny_model(1), rollout=ends, actor_optimizer=sgd), mask_truncated_completions=True, **algo
+        )
+        for _ in range(2)
+    )
+    calls = [watch(monkeypatch, made.cluster.actor, "forward_backward") for made in (leaving, running)]
+    found = leaving.train(rows(4)).rows[0]
+    monkeypatch.setattr("whet.learners.grpo.trained", lambda batch: torch.arange(batch.num_sequences))
+    want = running.train(rows(4)).rows[0]
+    part, whole = (args[0] for ((args, _),) in calls)
+    assert 0 < part.num_sequences < whole.num_sequences == 16
+    assert found["skipped/sequences"] == 16 - part.num_sequences and want["skipped/sequences"] == 0
+    assert found["skipped/tokens"] == whole.num_tokens - part.num_tokens > 0
+    assert torch.equal(part.weights, whole.weights[whole.mask])
+    after = [weights_of(made.cluster.actor.module) for made in (leaving, running)]
+    assert gap(after[0], after[1]) < 1e-5 < gap(after[0], weights_of(tiny_model()))
+    for name in ("loss", "grad_norm", "entropy", "is_ratio/mean"):
+        assert found.get(name) == pytest.approx(want.get(name), abs=1e-5, rel=1e-5), name
+
+
+def test_a_step_whose_completions_are_all_masked_out_is_a_step_of_zero_gradients():
+    never = {"forbidden_tokens": (END,)}
+    made = learner(cluster(reference=tiny_model(1), rollout=never), beta=0.1, mask_truncated_completions=True)
+    row = made.train(rows(4)).rows[0]
+    assert row["grad_norm"] == 0.0 and row["skipped/sequences"] == 16.0
+    assert same(weights_of(made.cluster.actor.module), weights_of(tiny_model()))
 
 
 # ---- names ---------------------------------------------------------------------------------------------------------

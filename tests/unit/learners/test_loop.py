@@ -306,6 +306,28 @@ def test_training_hooks_are_called_from_start_to_end():
     assert calls == ["start", (1, True), (2, True), "end"]
 
 
+def test_a_hook_may_sample_between_two_updates_from_the_weights_as_they_are():
+    held, said, wanted = [], [], []
+
+    class Asking(TrainingHooks):
+        def on_train_step_start(self, trainer):
+            held.append(c.rollout.stats().kv_bytes)
+
+        def on_train_step_end(self, trainer, step, metrics):
+            other = tiny_model()
+            other.load_state_dict(c.actor.module.state_dict())
+            for made, found in ((c, said), (cluster(other), wanted)):
+                found.append([t.tolist() for t in made.generate(["a", "1+"], seed=1).tokens])
+
+    c, plain = cluster(mini_batch_size=1, lr=5e-2), cluster(mini_batch_size=1, lr=5e-2)
+    c.actor_trainer.with_training_hooks(Asking())
+    learner(c).train(rows(4))
+    assert said == wanted and len({str(s) for s in said}) > 1
+    assert held == [0] * 4  # it rests in every update
+    learner(plain).train(rows(4))
+    assert same(weights_of(c.actor.module), weights_of(plain.actor.module))
+
+
 def test_an_object_that_logs_gets_every_row():
     class Logger:
         def __init__(self):

@@ -193,7 +193,7 @@ class EmbeddedEngine:
             p.live += 1
         self._prefill(admitted)
         live = len(self._rows)
-        runner.own.reserve(live + len(admitted), runner.own.length)
+        runner.make_room(live, len(admitted))
         block = runner.enter(live, admitted, self._plans, self._allowed(admitted))
         columns = [(0, t.left, len(p.tokens), t.plan) for t, p in admitted]
         self._book = np.concatenate([self._book, np.array(columns, np.int64).T], 1)

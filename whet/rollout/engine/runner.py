@@ -76,6 +76,9 @@ class Runner:
         self.graphs: StepGraphs | None = None
         self.join = JOIN if join and self.device.type == "cpu" and kernels is None else 0
         """Longest prompt that is copied into its rows' own places."""
+        half = any(p.dtype.itemsize == 2 for p in module.parameters())
+        self.renews = half and self.device.type == "cpu" and kernels is None
+        """Whether an empty batch begins with an empty store of its own tokens."""
         self.joined = np.zeros(max_batch, np.int64)
         """Own places of each row that hold its prompt."""
 
@@ -83,6 +86,16 @@ class Runner:
         """From now on plain decode steps have fixed shapes, and are captured where the device can."""
         self.layout = DecodeLayout(self.own, self.device)
         self.graphs, self.layout.fixed, self.join = StepGraphs(self.device), FixedTensors(), 0
+
+    def make_room(self, live: int, count: int) -> None:
+        """Makes room for new rows. Args: live: rows there are. count: new ones.
+
+        Where attention reads all places of a row (DecodeLayout.attend), the last bits follow their number: so that what
+        was drawn before (an evaluation, which a resumed run does not repeat) changes none, it is begun anew.
+        """
+        if self.renews and not live:
+            self.own.drop()
+        self.own.reserve(live + count, self.own.length)
 
     def prefill(
         self, prefixes: Sequence[Prefix], taken: dict[int, int], between: Callable[[], None] = lambda: None

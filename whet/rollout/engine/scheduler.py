@@ -2,7 +2,7 @@
 
 Requests wait in the order of their submission; inside one submission whole groups are sorted so that the longest come
 first: they would otherwise run on alone at the end. Nothing here depends on the clock, and the order changes no token,
-since every draw has an address.
+since every draw has an address (but for what "alone and in a crowd" changes: docs/exactness.md).
 Memory is reserved for the longest a completion may become, so what was let in never has to leave. Earlier turns of a
 conversation are held in what is left over, and leave first.
 """
