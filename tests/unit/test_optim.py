@@ -194,6 +194,27 @@ def test_an_unknown_schedule_is_refused_at_once_with_the_nearest():
         Optim(Toy(), OptimConfig(schedule="cosin"))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "said"),
+    [
+        ("reduce_lr_on_plateau", {}, "TypeError.*metrics"),
+        ("cosine_with_min_lr", {}, "ValueError.*min_lr"),
+        ("warmup_stable_decay", {}, "TypeError.*num_decay_steps"),
+        ("cosine", {"min_lr": 0.1}, "TypeError.*min_lr"),
+        ("cosine", {"num_cycles": "two"}, "ValueError.*two"),  # used after the warm-up alone
+    ],
+)
+def test_arguments_that_a_schedule_can_not_be_stepped_with_are_refused_at_once(schedule, arguments, said):
+    config = OptimConfig(lr=0.5, schedule=schedule, schedule_kwargs=arguments, warmup_steps=3)
+    with pytest.raises(ConfigError, match=rf"optim\.schedule='{schedule}' with optim\.schedule_kwargs=.*{said}"):
+        Optim(Toy(), config)
+
+
+def test_a_schedule_that_has_no_end_needs_no_number_of_updates():
+    later = rates(OptimConfig(lr=1.0, schedule="inverse_sqrt", schedule_kwargs={"timescale": 1}), 4)
+    assert later == pytest.approx([1.0, 2**-0.5, 3**-0.5, 0.5])
+
+
 # ---- optimizers ----------------------------------------------------------------------------------------------------
 
 
