@@ -300,7 +300,7 @@ class Run:
         return row
 
     def _encode_eval(self) -> list[Prompt]:
-        rows = load_rows(self.eval_ds, split=self.learner.data.eval_split or self.learner.data.split)
+        rows = load_rows(self.eval_ds, split=None)
         encode, column = self._encoder(Mode.EVAL), self.learner.data.prompt_column
         stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
         prompts = [p for batch in stream for p in batch]
