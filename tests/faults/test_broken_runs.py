@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers import cluster, length_reward, rows, same, weights_of
 
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
+from whet.checkpoints import Checkpoints
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, OptimConfig, RoleConfig, RolloutConfig
 from whet.errors import CheckpointError, ConfigError, EngineError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.observe.store import RunFolder
@@ -46,6 +47,38 @@ def test_a_changed_configuration_is_refused_with_the_differences_and_can_be_allo
     run = learner(tmp_path, allow_config_change=True, **changes).train(rows(8))
     assert run.step == 2 and len(lines(tmp_path)) == 2
     assert "algo.epsilon: 0.2 -> 0.3" in caplog.text
+
+
+def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tmp_path, model_folder):
+    def train(seed=1, temperature=0.5, engine="vanilla", lr=1e-3, **training):
+        modes = {Mode.TRAIN: 1.0, Mode.EVAL: temperature}
+        c = cluster(
+            RoleConfig(model=model_folder, dtype="float32", optim=OptimConfig(lr=lr)),
+            engine=engine,
+            rollout={mode: RolloutConfig(max_tokens_to_generate=4, temperature=t) for mode, t in modes.items()},
+            **{"actor_optimizer": None, "run_dir": str(tmp_path), **training},
+        )
+        algo, data = GRPOConfig(num_generations=2, beta=0.0), DataConfig(batch_size=2)
+        return GRPOLearner(c, algo, length_reward, data_shuffle_seed=seed, data=data).train(rows(8))
+
+    train(max_steps=1)
+    for change, said in (
+        ({"seed": 2}, "data_shuffle_seed: 1 -> 2"),
+        ({"temperature": 0.0}, "temperature: 0.5 -> 0.0"),
+        ({"temperature": 1.0}, r"temperature: 0.5 -> \(none\)"),  # as in training
+        ({"engine": "hf"}, "rollout_engine: 'vanilla' -> 'hf'"),
+        ({"lr": 2e-3}, "actor.optim.lr: 0.001 -> 0.002"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            train(resume="latest", max_steps=2, **change)
+    assert train(resume="latest", max_steps=2).step == 2
+    folder = tmp_path / "checkpoints" / "step-000002"
+    state = Checkpoints.state(folder)
+    for name in ("actor", "rollout_engine", "from Python"):  # an earlier version noted none of them
+        del state["settings"][name]
+    torch.save(state, folder / "run.pt")
+    (folder / "sums.json").unlink()
+    assert train(resume="latest", max_steps=3, seed=2, lr=2e-3).step == 3
 
 
 def test_other_data_are_refused_whatever_may_change(tmp_path):
