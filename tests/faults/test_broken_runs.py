@@ -5,6 +5,7 @@ import json
 import os
 import stat
 
+import numpy as np
 import pytest
 import torch
 from helpers import cluster, length_reward, rows, same, weights_of
@@ -99,6 +100,29 @@ def test_a_prolonged_run_is_the_run_that_was_long_from_the_start(tmp_path):
     whole = learner(long, max_steps=4)
     whole.train(rows(8))
     assert same(weights_of(resumed.cluster.actor.module), weights_of(whole.cluster.actor.module))
+
+
+def test_an_evaluation_that_a_longer_run_never_makes_leaves_no_trace_in_it(tmp_path):
+    def train(name, **options):
+        at_the_end = CheckpointingOptions(save_interval_steps=100)
+        made = learner(tmp_path / name, reward=drawn, checkpointing_options=at_the_end, **options)
+        return weights_of(made.cluster.actor.module), made.train(rows(8), rows(3)).rows
+
+    def drawn(completions, **_):
+        return [r + 0.5 * np.random.random() for r in length_reward(completions)]
+
+    np.random.seed(0)
+    train("short", max_steps=2)
+    np.random.seed(7)  # another process
+    weights, found = train("short", max_steps=4, resume="latest")
+    np.random.seed(0)
+    whole_weights, whole = train("whole", max_steps=4)
+    assert [(r["step"], r["mode"]) for r in found if r["mode"] == "eval"] == [(n, "eval") for n in (0, 2, 4)]
+    found = [r for r in found if (r["step"], r["mode"]) != (2, "eval")]
+    assert [(r["step"], r["mode"], r["reward"]) for r in found] == [(r["step"], r["mode"], r["reward"]) for r in whole]
+    assert same(weights, whole_weights)
+    saved = [Checkpoints.state(tmp_path / n / "checkpoints" / "step-000004")["cluster"] for n in ("short", "whole")]
+    assert saved[0]["next_id"] == saved[1]["next_id"]
 
 
 def test_counters_go_on_where_the_checkpoint_left_them(tmp_path):

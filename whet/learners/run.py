@@ -432,9 +432,9 @@ class Run:
             trainer.hooks.on_train_end(trainer)
         if self.step == 0:
             raise DataError("the run ended without a single step: every prompt was dropped; raise max_prompt_length")
+        self.save()  # before an evaluation that a longer run never makes: its draws and lengths are not the next step's
         if self.eval_ds is not None and not any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows):
             self.evaluate(self.step)
-        self.save()
         if self.folder is not None:
             self.checkpoints.export(self.folder.path / "final", self.step, self.cluster.actor, self.cluster.tokenizer)
         options = self.cluster.perf_config
