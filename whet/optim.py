@@ -60,6 +60,7 @@ class Optim:
         self.made = settings_of(self.optimizer)
         self.updates = 0
         self.schedule: Any = None
+        self._taken_up = False
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
 
     def close(self) -> None:
@@ -74,9 +75,30 @@ class Optim:
         return self.masters
 
     def plan(self, total_updates: int | None) -> None:
-        """Tells the schedule how many updates there will be; `total_steps` of the configuration comes first."""
-        if self.schedule is None and self.total_updates is None:
-            self.total_updates = total_updates
+        """Tells the schedule how many updates there will be; `total_steps` of the configuration comes first.
+
+        The first time after `load`, a total other than the saved one makes the schedule anew over it, at the number of
+        updates taken.
+        """
+        taken_up, self._taken_up = self._taken_up, False
+        asked = None if self.config is None else self.config.total_steps
+        fresh = self.schedule is None and self.total_updates is None
+        if not (fresh or taken_up) or asked is not None or total_updates in (None, self.total_updates):
+            return
+        before, self.total_updates = self.total_updates, total_updates
+        if self.config is None or self.schedule is None or self.config.schedule in _ENDLESS:
+            return
+        place = self.schedule.state_dict()
+        self.schedule = self._scheduler()
+        self.schedule.load_state_dict(place)
+        self._set_rates()
+        log.warning(
+            "optim.schedule=%s now runs over %d updates, not %s as when it was saved; %d of them are taken",
+            self.config.schedule,
+            total_updates,
+            before,
+            self.updates,
+        )
 
     def _scheduler(self) -> Any:
         """Made at the first step, when the number of updates is known."""
@@ -165,7 +187,7 @@ class Optim:
 
     def _load_schedule(self, rest: Mapping[str, Any]) -> None:
         """The place in the schedule. Before the groups: making a schedule sets their rate to the first one."""
-        self.updates = rest["updates"]
+        self.updates, self._taken_up = rest["updates"], True
         asked = None if self.config is None else self.config.total_steps
         self.total_updates = rest["total_updates"] if asked is None else asked
         if rest["schedule"] is not None and (schedule := self._scheduler()) is not None:

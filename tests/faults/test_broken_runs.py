@@ -125,6 +125,18 @@ def test_an_evaluation_that_a_longer_run_never_makes_leaves_no_trace_in_it(tmp_p
     assert saved[0]["next_id"] == saved[1]["next_id"]
 
 
+def test_a_schedule_that_spans_the_run_spans_its_new_length_and_says_so(tmp_path, caplog):
+    def train(name, **options):
+        linear = OptimConfig(lr=1.0e-3, schedule="linear")
+        found = learner(tmp_path / name, actor_optimizer=linear, **options).train(rows(8)).rows
+        return [round(row["learning_rate"] * 1e3, 6) for row in found]
+
+    assert train("a", max_steps=2) == [1.0, 0.5]
+    assert "now runs over" not in caplog.text
+    assert train("a", max_steps=4, resume="latest") == [1.0, 0.5, 0.5, 0.25]
+    assert "optim.schedule=linear now runs over 4 updates, not 2 as when it was saved; 2 of them" in caplog.text
+
+
 def test_counters_go_on_where_the_checkpoint_left_them(tmp_path):
     short, long = tmp_path / "short", tmp_path / "long"
     learner(short, max_steps=1).train(rows(8))

@@ -314,6 +314,41 @@ def test_a_changed_setting_holds_after_a_resume_and_the_moments_stay(tmp_path):
     assert other.step()[1] == pytest.approx(0.3)  # the new schedule's rate at once, not from the second step on
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "total", "rates"),
+    [
+        ({"schedule": "linear"}, {"schedule": "linear"}, 12, [9 / 12, 8 / 12]),  # of 12 updates 3 are taken
+        ({"schedule": "linear"}, {"schedule": "linear"}, 4, [1 / 4, 0.0]),
+        ({"schedule": "linear"}, {"schedule": "linear"}, 6, [3 / 6, 2 / 6]),
+        ({"schedule": "linear"}, {"schedule": "linear"}, None, [3 / 6, 2 / 6]),
+        ({"schedule": "linear", "total_steps": 6}, {"schedule": "linear", "total_steps": 6}, 12, [3 / 6, 2 / 6]),
+        ({"schedule": "linear"}, {"schedule": "linear", "lr": 0.5}, 12, [4.5 / 12, 4 / 12]),
+        ({"schedule": "constant"}, {"schedule": "constant"}, 12, [1.0, 1.0]),
+        ({"warmup_steps": 4}, {"warmup_steps": 4}, 12, [3 / 4, 1.0]),
+    ],
+)
+def test_a_schedule_taken_up_for_another_number_of_updates_runs_over_it(tmp_path, caplog, before, after, total, rates):
+    optim = resumed(tmp_path, OptimConfig(**{"lr": 1.0, **before}), OptimConfig(**{"lr": 1.0, **after}))
+    optim.plan(total)
+    changed = rates not in ([3 / 6, 2 / 6], [1.0, 1.0], [3 / 4, 1.0])
+    assert (f"now runs over {total} updates, not 6" in caplog.text) == changed
+    optim.plan(100)  # a second run in the same process goes on with it
+    assert [optim.step()[1] for _ in rates] == pytest.approx(rates)
+    assert caplog.text.count("now runs over") == changed
+
+
+def test_a_schedule_made_anew_is_saved_with_its_total(tmp_path):
+    config = OptimConfig(lr=1.0, schedule="cosine")
+    first = resumed(tmp_path, config, config)
+    first.plan(10)
+    second = Optim(Toy(), config)
+    second.load(tmp_path / "o.safetensors", first.save(tmp_path / "o.safetensors"))
+    second.plan(10)
+    want = [(1 + math.cos(math.pi * t / 10)) / 2 for t in range(3, 6)]
+    for optim in (first, second):
+        assert [optim.step()[1] for _ in want] == pytest.approx(want)
+
+
 def test_settings_of_a_factory_that_did_not_change_stay_as_training_left_them(tmp_path):
     first, second = Optim(Toy(), make_rmsprop), Optim(Toy(), make_rmsprop)
     first.optimizer.param_groups[0]["lr"] = 0.125  # as a hook would set it

@@ -44,7 +44,8 @@ _FREE = (
     "trainer.checkpointing_options",
     "trainer.pbar_description",
 )
-"""Keys that a resumed run may change: they don't change what a step computes."""
+"""Keys that a resumed run may change: they don't change what a step computes. Of the run's length only a learning-rate
+schedule knows, which is made anew over another one, with a warning: see Optim.plan."""
 
 
 class RunFolder:
