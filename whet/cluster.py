@@ -152,15 +152,14 @@ class RLCluster:
             max_tokens=budget,
             enough_tokens=self.training_config.enough_tokens(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
+            given=given if isinstance(given, RoleConfig) else None,
         )
 
     def _worker_class(self, device: torch.device) -> type[ModelWorker]:
         """What works a model on a device, after offload_to_cpu."""
-        if not self.cluster_config.offload_to_cpu:
-            return ModelWorker
-        if device.type != "cpu":
+        if self.cluster_config.offload_to_cpu and device.type != "cpu":
             return OffloadedWorker
-        if not self._workers:
+        if self.cluster_config.offload_to_cpu and not self._workers:
             log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
         return ModelWorker
 

@@ -145,7 +145,7 @@ def data(config: RunConfig) -> tuple[Any, Any]:
     c = config.data
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
     if c.eval_path is not None:
-        return rows, load_rows(c.eval_path, split=c.eval_split or c.split)
+        return rows, load_rows(c.eval_path, split=c.eval_split, subset=c.subset)
     if c.eval_split is not None:
         return rows, load_rows(c.path, split=c.eval_split, subset=c.subset)
     return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)

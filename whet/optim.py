@@ -7,6 +7,7 @@ are written in place, so that an engine which reads them has nothing to fetch.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -23,6 +24,13 @@ from whet.errors import CheckpointError, ConfigError, lookup_error
 from whet.optimizers import flat_state, make_optimizer, set_setting, settings_of, whole_state
 
 __all__ = ["Optim"]
+
+log = logging.getLogger("whet")
+
+_ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
+"""Schedules that don't ask how many updates there will be."""
+_TRIAL_UPDATES = 1_000_000
+"""Of a schedule that is only tried; more than any warm-up or decay that its arguments may name."""
 
 
 class Optim:
@@ -47,11 +55,12 @@ class Optim:
                 self._hooks.append(p.register_post_accumulate_grad_hook(_adder(self.masters[name])))
         self.config = config if isinstance(config, OptimConfig) else None
         if self.config is not None:
-            _check_schedule(self.config.schedule)
+            _check_schedule(self.config)
         self.optimizer = make_optimizer(self.masters, config)
         self.made = settings_of(self.optimizer)
         self.updates = 0
         self.schedule: Any = None
+        self._taken_up = False
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
 
     def close(self) -> None:
@@ -66,28 +75,41 @@ class Optim:
         return self.masters
 
     def plan(self, total_updates: int | None) -> None:
-        """Tells the schedule how many updates there will be; `total_steps` of the configuration comes first."""
-        if self.schedule is None and self.total_updates is None:
-            self.total_updates = total_updates
+        """Tells the schedule how many updates there will be; `total_steps` of the configuration comes first.
+
+        The first time after `load`, a total other than the saved one makes the schedule anew over it, at the number of
+        updates taken.
+        """
+        taken_up, self._taken_up = self._taken_up, False
+        asked = None if self.config is None else self.config.total_steps
+        fresh = self.schedule is None and self.total_updates is None
+        if not (fresh or taken_up) or asked is not None or total_updates in (None, self.total_updates):
+            return
+        before, self.total_updates = self.total_updates, total_updates
+        if self.config is None or self.schedule is None or self.config.schedule in _ENDLESS:
+            return
+        place = self.schedule.state_dict()
+        self.schedule = self._scheduler()
+        self.schedule.load_state_dict(place)
+        self._set_rates()
+        log.warning(
+            "optim.schedule=%s now runs over %d updates, not %s as when it was saved; %d of them are taken",
+            self.config.schedule,
+            total_updates,
+            before,
+            self.updates,
+        )
 
     def _scheduler(self) -> Any:
         """Made at the first step, when the number of updates is known."""
-        from transformers import get_scheduler
-
         if self.config is None:
             return None
         name = self.config.schedule
-        if self.total_updates is None and name not in ("constant", "constant_with_warmup"):
+        if self.total_updates is None and name not in _ENDLESS:
             raise ConfigError(
                 f"optim.schedule={name!r} needs the number of updates; set optim.total_steps or trainer.max_steps"
             )
-        return get_scheduler(
-            name if not (name == "constant" and self.config.warmup_steps) else "constant_with_warmup",
-            self.optimizer,
-            num_warmup_steps=self.config.warmup_steps,
-            num_training_steps=self.total_updates,
-            scheduler_specific_kwargs=dict(self.config.schedule_kwargs),
-        )
+        return _made_schedule(self.config, self.optimizer, self.total_updates, self.config.warmup_steps)
 
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
@@ -165,7 +187,7 @@ class Optim:
 
     def _load_schedule(self, rest: Mapping[str, Any]) -> None:
         """The place in the schedule. Before the groups: making a schedule sets their rate to the first one."""
-        self.updates = rest["updates"]
+        self.updates, self._taken_up = rest["updates"], True
         asked = None if self.config is None else self.config.total_steps
         self.total_updates = rest["total_updates"] if asked is None else asked
         if rest["schedule"] is not None and (schedule := self._scheduler()) is not None:
@@ -213,10 +235,37 @@ def _adder(master: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
-def _check_schedule(name: str) -> None:
-    """Raises ConfigError for a schedule that transformers doesn't know."""
+def _made_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int | None, warmup: int) -> Any:
+    """The schedule of transformers that a configuration names."""
+    from transformers import get_scheduler
+
+    return get_scheduler(
+        "constant_with_warmup" if c.schedule == "constant" and warmup else c.schedule,
+        optimizer,
+        num_warmup_steps=warmup,
+        num_training_steps=total,
+        scheduler_specific_kwargs=dict(c.schedule_kwargs),
+    )
+
+
+def _check_schedule(c: OptimConfig) -> None:
+    """Raises ConfigError for a schedule that transformers doesn't know, or that fails at its first step.
+
+    It is tried on an optimizer of its own, also without warm-up, during which few arguments are used.
+    """
     from transformers import SchedulerType
 
     known = [kind.value for kind in SchedulerType]
-    if name not in known:
-        raise lookup_error("optim.schedule", name, known)
+    if c.schedule not in known:
+        raise lookup_error("optim.schedule", c.schedule, known)
+    for warmup in sorted({0, c.warmup_steps}):
+        trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=c.lr)
+        try:
+            schedule = _made_schedule(c, trial, c.total_steps or _TRIAL_UPDATES, warmup)
+            trial.step()
+            schedule.step()
+        except Exception as error:  # transformers checks few of its arguments: they fail where they are used
+            raise ConfigError(
+                f"optim.schedule={c.schedule!r} with optim.schedule_kwargs={dict(c.schedule_kwargs)!r} can't be "
+                f"stepped: {type(error).__name__}: {error}; mend the arguments, or take another schedule"
+            ) from error

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.config import OptimConfig
+from whet.config import OptimConfig, RoleConfig
 from whet.data.balance import model_cost
 from whet.data.packing import MicroBatch, plan_micro_batches
 from whet.errors import DataError
@@ -47,7 +47,7 @@ class ModelWorker:
         read (a reference). dtype: what the model computes in; None = as it is. support: the distribution whose
         logprobs are computed: the sampler's. max_tokens: token budget of a micro-batch. enough_tokens: from which on a
         larger micro-batch is no faster; None = unknown. max_sequences: sequences of a micro-batch at most; None = as
-        many as fit.
+        many as fit. given: what the worker is made from, for the run's settings; None = a module.
     """
 
     def __init__(
@@ -60,8 +60,10 @@ class ModelWorker:
         max_tokens: int = 16384,
         enough_tokens: int | None = None,
         max_sequences: int | None = None,
+        given: RoleConfig | None = None,
     ) -> None:
         self.loaded = loaded
+        self.given = given
         self.support = support or Support()
         self.allowed: Callable[[TokenBatch, MicroBatch], Tensor] | None = None
         """Gives uint8 [s, W], the tokens that each target was drawn from, where the support is constrained."""

@@ -5,11 +5,13 @@ import json
 import os
 import stat
 
+import numpy as np
 import pytest
 import torch
 from helpers import cluster, length_reward, rows, same, weights_of
 
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
+from whet.checkpoints import Checkpoints
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, OptimConfig, RoleConfig, RolloutConfig
 from whet.errors import CheckpointError, ConfigError, EngineError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.observe.store import RunFolder
@@ -48,6 +50,38 @@ def test_a_changed_configuration_is_refused_with_the_differences_and_can_be_allo
     assert "algo.epsilon: 0.2 -> 0.3" in caplog.text
 
 
+def test_what_a_run_from_python_has_beside_its_sections_may_not_change_either(tmp_path, model_folder):
+    def train(seed=1, temperature=0.5, engine="vanilla", lr=1e-3, **training):
+        modes = {Mode.TRAIN: 1.0, Mode.EVAL: temperature}
+        c = cluster(
+            RoleConfig(model=model_folder, dtype="float32", optim=OptimConfig(lr=lr)),
+            engine=engine,
+            rollout={mode: RolloutConfig(max_tokens_to_generate=4, temperature=t) for mode, t in modes.items()},
+            **{"actor_optimizer": None, "run_dir": str(tmp_path), **training},
+        )
+        algo, data = GRPOConfig(num_generations=2, beta=0.0), DataConfig(batch_size=2)
+        return GRPOLearner(c, algo, length_reward, data_shuffle_seed=seed, data=data).train(rows(8))
+
+    train(max_steps=1)
+    for change, said in (
+        ({"seed": 2}, "data_shuffle_seed: 1 -> 2"),
+        ({"temperature": 0.0}, "temperature: 0.5 -> 0.0"),
+        ({"temperature": 1.0}, r"temperature: 0.5 -> \(none\)"),  # as in training
+        ({"engine": "hf"}, "rollout_engine: 'vanilla' -> 'hf'"),
+        ({"lr": 2e-3}, "actor.optim.lr: 0.001 -> 0.002"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            train(resume="latest", max_steps=2, **change)
+    assert train(resume="latest", max_steps=2).step == 2
+    folder = tmp_path / "checkpoints" / "step-000002"
+    state = Checkpoints.state(folder)
+    for name in ("actor", "rollout_engine", "from Python"):  # an earlier version noted none of them
+        del state["settings"][name]
+    torch.save(state, folder / "run.pt")
+    (folder / "sums.json").unlink()
+    assert train(resume="latest", max_steps=3, seed=2, lr=2e-3).step == 3
+
+
 def test_other_data_are_refused_whatever_may_change(tmp_path):
     learner(tmp_path, max_steps=1).train(rows(8))
     with pytest.raises(CheckpointError, match="have rows 8, these have 6"):
@@ -66,6 +100,41 @@ def test_a_prolonged_run_is_the_run_that_was_long_from_the_start(tmp_path):
     whole = learner(long, max_steps=4)
     whole.train(rows(8))
     assert same(weights_of(resumed.cluster.actor.module), weights_of(whole.cluster.actor.module))
+
+
+def test_an_evaluation_that_a_longer_run_never_makes_leaves_no_trace_in_it(tmp_path):
+    def train(name, **options):
+        at_the_end = CheckpointingOptions(save_interval_steps=100)
+        made = learner(tmp_path / name, reward=drawn, checkpointing_options=at_the_end, **options)
+        return weights_of(made.cluster.actor.module), made.train(rows(8), rows(3)).rows
+
+    def drawn(completions, **_):
+        return [r + 0.5 * np.random.random() for r in length_reward(completions)]
+
+    np.random.seed(0)
+    train("short", max_steps=2)
+    np.random.seed(7)  # another process
+    weights, found = train("short", max_steps=4, resume="latest")
+    np.random.seed(0)
+    whole_weights, whole = train("whole", max_steps=4)
+    assert [(r["step"], r["mode"]) for r in found if r["mode"] == "eval"] == [(n, "eval") for n in (0, 2, 4)]
+    found = [r for r in found if (r["step"], r["mode"]) != (2, "eval")]
+    assert [(r["step"], r["mode"], r["reward"]) for r in found] == [(r["step"], r["mode"], r["reward"]) for r in whole]
+    assert same(weights, whole_weights)
+    saved = [Checkpoints.state(tmp_path / n / "checkpoints" / "step-000004")["cluster"] for n in ("short", "whole")]
+    assert saved[0]["next_id"] == saved[1]["next_id"]
+
+
+def test_a_schedule_that_spans_the_run_spans_its_new_length_and_says_so(tmp_path, caplog):
+    def train(name, **options):
+        linear = OptimConfig(lr=1.0e-3, schedule="linear")
+        found = learner(tmp_path / name, actor_optimizer=linear, **options).train(rows(8)).rows
+        return [round(row["learning_rate"] * 1e3, 6) for row in found]
+
+    assert train("a", max_steps=2) == [1.0, 0.5]
+    assert "now runs over" not in caplog.text
+    assert train("a", max_steps=4, resume="latest") == [1.0, 0.5, 0.5, 0.25]
+    assert "optim.schedule=linear now runs over 4 updates, not 2 as when it was saved; 2 of them" in caplog.text
 
 
 def test_counters_go_on_where_the_checkpoint_left_them(tmp_path):

@@ -148,6 +148,21 @@ def test_rows_are_held_out_once_and_never_trained_on(words, tmp_path):
     assert len(list(train)) == len(list(held)) == 10
 
 
+def test_evaluation_data_are_not_the_training_split_and_take_the_subset(words, tmp_path, monkeypatch):
+    for name in ("train", "test"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    folder = str(tmp_path / "set")
+    argv = [*words, f"data.eval_path={folder}", f"data.path={folder}"]
+    argv = [w for w in argv if not w.startswith("data=")]
+    assert commands.data(load_run(argv)) == ([{"prompt": "train"}], [{"prompt": "test"}])
+    assert commands.data(load_run([*argv, "data.eval_split=train"]))[1] == [{"prompt": "train"}]
+    asked = []
+    monkeypatch.setattr(commands, "load_rows", lambda source, **k: asked.append((source, k["split"], k["subset"])))
+    commands.data(load_run([*argv, "data.subset=main"]))
+    assert asked == [(folder, "train", "main"), (folder, None, "main")]
+
+
 def test_a_run_without_a_folder_gets_one_by_the_clock(words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     summary = commands.grpo(load_run([w for w in words if not w.startswith("trainer.run_dir")]))

@@ -194,6 +194,27 @@ def test_an_unknown_schedule_is_refused_at_once_with_the_nearest():
         Optim(Toy(), OptimConfig(schedule="cosin"))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "arguments", "said"),
+    [
+        ("reduce_lr_on_plateau", {}, "TypeError.*metrics"),
+        ("cosine_with_min_lr", {}, "ValueError.*min_lr"),
+        ("warmup_stable_decay", {}, "TypeError.*num_decay_steps"),
+        ("cosine", {"min_lr": 0.1}, "TypeError.*min_lr"),
+        ("cosine", {"num_cycles": "two"}, "ValueError.*two"),  # used after the warm-up alone
+    ],
+)
+def test_arguments_that_a_schedule_can_not_be_stepped_with_are_refused_at_once(schedule, arguments, said):
+    config = OptimConfig(lr=0.5, schedule=schedule, schedule_kwargs=arguments, warmup_steps=3)
+    with pytest.raises(ConfigError, match=rf"optim\.schedule='{schedule}' with optim\.schedule_kwargs=.*{said}"):
+        Optim(Toy(), config)
+
+
+def test_a_schedule_that_has_no_end_needs_no_number_of_updates():
+    later = rates(OptimConfig(lr=1.0, schedule="inverse_sqrt", schedule_kwargs={"timescale": 1}), 4)
+    assert later == pytest.approx([1.0, 2**-0.5, 3**-0.5, 0.5])
+
+
 # ---- optimizers ----------------------------------------------------------------------------------------------------
 
 
@@ -291,6 +312,41 @@ def test_a_changed_setting_holds_after_a_resume_and_the_moments_stay(tmp_path):
     assert [constant.step()[1] for _ in range(2)] == [0.25, 0.25]
     other = resumed(tmp_path, OptimConfig(lr=0.6), OptimConfig(lr=0.6, schedule="linear"))
     assert other.step()[1] == pytest.approx(0.3)  # the new schedule's rate at once, not from the second step on
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "total", "rates"),
+    [
+        ({"schedule": "linear"}, {"schedule": "linear"}, 12, [9 / 12, 8 / 12]),  # of 12 updates 3 are taken
+        ({"schedule": "linear"}, {"schedule": "linear"}, 4, [1 / 4, 0.0]),
+        ({"schedule": "linear"}, {"schedule": "linear"}, 6, [3 / 6, 2 / 6]),
+        ({"schedule": "linear"}, {"schedule": "linear"}, None, [3 / 6, 2 / 6]),
+        ({"schedule": "linear", "total_steps": 6}, {"schedule": "linear", "total_steps": 6}, 12, [3 / 6, 2 / 6]),
+        ({"schedule": "linear"}, {"schedule": "linear", "lr": 0.5}, 12, [4.5 / 12, 4 / 12]),
+        ({"schedule": "constant"}, {"schedule": "constant"}, 12, [1.0, 1.0]),
+        ({"warmup_steps": 4}, {"warmup_steps": 4}, 12, [3 / 4, 1.0]),
+    ],
+)
+def test_a_schedule_taken_up_for_another_number_of_updates_runs_over_it(tmp_path, caplog, before, after, total, rates):
+    optim = resumed(tmp_path, OptimConfig(**{"lr": 1.0, **before}), OptimConfig(**{"lr": 1.0, **after}))
+    optim.plan(total)
+    changed = rates not in ([3 / 6, 2 / 6], [1.0, 1.0], [3 / 4, 1.0])
+    assert (f"now runs over {total} updates, not 6" in caplog.text) == changed
+    optim.plan(100)  # a second run in the same process goes on with it
+    assert [optim.step()[1] for _ in rates] == pytest.approx(rates)
+    assert caplog.text.count("now runs over") == changed
+
+
+def test_a_schedule_made_anew_is_saved_with_its_total(tmp_path):
+    config = OptimConfig(lr=1.0, schedule="cosine")
+    first = resumed(tmp_path, config, config)
+    first.plan(10)
+    second = Optim(Toy(), config)
+    second.load(tmp_path / "o.safetensors", first.save(tmp_path / "o.safetensors"))
+    second.plan(10)
+    want = [(1 + math.cos(math.pi * t / 10)) / 2 for t in range(3, 6)]
+    for optim in (first, second):
+        assert [optim.step()[1] for _ in want] == pytest.approx(want)
 
 
 def test_settings_of_a_factory_that_did_not_change_stay_as_training_left_them(tmp_path):

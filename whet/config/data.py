@@ -15,13 +15,13 @@ class DataConfig:
     path: str | None = None
     """Hub name, folder, or a json, jsonl, csv, parquet or arrow file; None = given from Python."""
     subset: str | None = None
-    """Configuration of a hub data set, e.g. main; None = its only one."""
+    """Configuration of a hub data set, e.g. main, of eval_path too; None = its only one."""
     eval_path: str | None = None
     """The same for evaluation; None = path with eval_split, or a part cut off by eval_fraction."""
     split: str = "train"
     """Split to train on, where there are several."""
     eval_split: str | None = None
-    """Split to evaluate on."""
+    """Split to evaluate on; None = of eval_path the only one, or the only one named test, validation, dev or alike."""
     eval_fraction: Float = 0.0
     """Share of the rows kept for evaluation and not trained on. 0.0 = off."""
     batch_size: Count = 8

@@ -9,6 +9,7 @@ then exactly what was handed out).
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 import zlib
@@ -156,8 +157,8 @@ class PromptStream:
         self.epoch = self.batch = self.used = 0
         self.dropped_rows = 0
         self._check()
-        self.digest = _digest(self.source) if self.kind == "rows" else 0
-        """Of the encoded prompts in their order; 0 where they are not known beforehand."""
+        self.digest, self.columns_digest = _digests(self.source) if self.kind == "rows" else (0, 0)
+        """Of the encoded prompts in their order, and of their other columns; 0 where they are not known beforehand."""
 
     def _size(self, first: Any, asked: int | None) -> int:
         """Prompts of a batch."""
@@ -228,6 +229,7 @@ class PromptStream:
             "batch_size": self.batch_size,
             "rows": len(self.source) if self.kind == "rows" else -1,
             "digest": self.digest,
+            "columns_digest": self.columns_digest,
         }
 
     def restore(self, state: Mapping[str, int]) -> None:
@@ -236,7 +238,8 @@ class PromptStream:
         Raises: CheckpointError: the state is of other data or other settings, with the first difference.
         """
         now = self.state()
-        if missing := sorted(now.keys() - state.keys()):
+        newer = {"columns_digest"}  # checkpoints of earlier versions have none: there it is not compared
+        if missing := sorted(now.keys() - state.keys() - newer):
             raise CheckpointError(
                 f"the checkpoint's place in the data has no {', '.join(missing)}: another version of whet wrote it; go "
                 "on with that one, or start a new run"
@@ -251,6 +254,11 @@ class PromptStream:
             raise CheckpointError(
                 "the rows are not those of the checkpoint: as many, but a prompt was changed or moved; resume with the "
                 "same data, or start a new run"
+            )
+        if state.get("columns_digest", now["columns_digest"]) != now["columns_digest"]:
+            raise CheckpointError(
+                "the rows are not those of the checkpoint: the prompts are, but another column (an answer, say) was "
+                "changed; resume with the same data, or start a new run"
             )
         self.epoch, self.batch, self.used = int(state["epoch"]), int(state["batch"]), int(state["used"])
         self.dropped_rows = int(state["dropped_rows"])
@@ -348,13 +356,35 @@ def _encoded(rows: Any, encode: Encode) -> list[Any]:
     return out
 
 
-def _digest(rows: Iterable[Any]) -> int:
-    """A checksum of the prompts' tokens, place by place; rows that were not encoded count by their place alone."""
-    found = 0
+def _digests(rows: Iterable[Any]) -> tuple[int, int]:
+    """Checksums of the prompts' tokens and of their other columns, place by place; rows that were not encoded count by
+    their place alone.
+    """
+    prompts = columns = 0
     for row in rows:
         tokens = row.tokens.tobytes() if isinstance(row, Prompt) else b""
-        found = zlib.crc32(tokens, zlib.crc32(len(tokens).to_bytes(8, "little"), found))
-    return found
+        prompts = zlib.crc32(tokens, zlib.crc32(len(tokens).to_bytes(8, "little"), prompts))
+        columns = zlib.crc32(_rendered(row.columns) if isinstance(row, Prompt) else b"", columns)
+    return prompts, columns
+
+
+def _rendered(columns: Mapping[str, Any]) -> bytes:
+    """Columns as text that is the same in every process: JSON, and a type's name for what JSON doesn't know."""
+    try:
+        return _JSON.encode(dict(columns)).encode()
+    except (TypeError, ValueError, RecursionError):  # keys that can't be sorted, a value that holds itself
+        return _JSON.encode({str(name): type(value).__name__ for name, value in columns.items()}).encode()
+
+
+def _stand_in(value: Any) -> Any:
+    """What JSON is given for a value that it doesn't know: numpy's plain numbers and texts as Python's."""
+    plain = isinstance(value, np.ndarray | np.generic) and value.dtype.char in _PLAIN
+    return value.tolist() if plain else type(value).__name__
+
+
+_PLAIN = np.typecodes["AllInteger"] + "?efdU"
+"""Types of numpy whose values Python has too."""
+_JSON = json.JSONEncoder(sort_keys=True, skipkeys=True, default=_stand_in)
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:

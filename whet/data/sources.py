@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,17 @@ BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parqu
 """Suffixes of data files, and the builder of datasets that streams them."""
 SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 """Words in a file's name that say which split it holds."""
+EVAL_SPLITS = tuple(word for word in SPLITS if not word.startswith("train"))
+"""Splits to evaluate on."""
 
 
 def load_rows(
-    source: Any, *, split: str = "train", subset: str | None = None, streaming: bool = False, limit: int | None = None
+    source: Any,
+    *,
+    split: str | None = "train",
+    subset: str | None = None,
+    streaming: bool = False,
+    limit: int | None = None,
 ) -> Any:
     """The rows of a data set.
 
@@ -35,7 +42,8 @@ def load_rows(
             all where no name says a split); a .json, .jsonl, .csv, .parquet or .arrow file (it is the split, whatever
             its name); "package.module:function" or "file.py:function", called without arguments; or the rows
             themselves, as a list, a datasets.Dataset or any iterable, returned as they are.
-        split: which part of a hub data set, a folder or a DatasetDict.
+        split: which part of a hub data set, a folder or a DatasetDict; None = the part to evaluate on: the only one,
+            or the only one named test, validation, dev or the like.
         subset: the configuration of a hub data set that has several.
         streaming: read as the rows are asked for; the rows then have no length and can't be shuffled.
         limit: the first so many rows; None = all.
@@ -44,7 +52,8 @@ def load_rows(
         A list of dicts, a datasets.Dataset, a datasets.IterableDataset, or the iterable given.
 
     Raises:
-        DataError: nothing there (with the nearest names), no such split, a line that can't be read, no rows.
+        DataError: nothing there (with the nearest names), no such split or none that is for evaluation, a line that
+            can't be read, no rows.
         ConfigError: a function that can't be found, or a limit below 1.
 
     >>> load_rows([{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3}], limit=1)
@@ -61,7 +70,7 @@ def load_rows(
     return rows
 
 
-def _named(text: str, split: str, subset: str | None, streaming: bool) -> Any:
+def _named(text: str, split: str | None, subset: str | None, streaming: bool) -> Any:
     """The rows of a file, a folder, a function or a hub name."""
     path = Path(text).expanduser()
     if path.is_file():
@@ -77,20 +86,28 @@ def _named(text: str, split: str, subset: str | None, streaming: bool) -> Any:
     return _hub(text, split, subset, streaming)
 
 
-def _hub(name: str, split: str, subset: str | None, streaming: bool) -> Any:
+def _hub(name: str, split: str | None, subset: str | None, streaming: bool) -> Any:
     """The rows of a hub data set."""
     import datasets
 
+    if split is None:
+        names = _asked(name, "its splits", datasets.get_dataset_split_names, name, subset)
+        split = _eval_split(names, name)
+    return _asked(name, f"split {split!r}", datasets.load_dataset, name, subset, split=split, streaming=streaming)
+
+
+def _asked(name: str, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """What the hub answers. Raises DataError where it has nothing, or can't be reached."""
     try:
-        return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        return call(*args, **options)
     except (OSError, ValueError) as error:
         raise DataError(
-            f"{name!r} is no file or folder here{_beside(Path(name))}; and as a hub data set, split {split!r}: "
+            f"{name!r} is no file or folder here{_beside(Path(name))}; and as a hub data set, {what}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
-def _folder(path: Path, split: str, streaming: bool) -> Any:
+def _folder(path: Path, split: str | None, streaming: bool) -> Any:
     """The rows of a folder: saved by datasets, or holding data files of one format."""
     import datasets
 
@@ -100,12 +117,15 @@ def _folder(path: Path, split: str, streaming: bool) -> Any:
     files = sorted(p for where in (path, path / "data") for p in where.glob("*") if p.suffix in BUILDERS)
     if not files:
         raise DataError(f"folder {str(path)!r} holds no data; expected {', '.join(BUILDERS)} files or a saved Dataset")
-    chosen = [p for p in files if _says(p, split)]
     said = sorted({word for word in SPLITS for p in files if _says(p, word)})
-    if not chosen and (said or split != "train"):
+    if split is None and said:
+        others = [p.name for p in files if not any(_says(p, word) for word in said)]
+        split = _eval_split([*said, *others], path)
+    chosen = [p for p in files if split is not None and _says(p, split)]
+    if not chosen and (said or split not in (None, "train")):
         raise DataError(
             f"folder {str(path)!r} has no split {split!r}; its files: {', '.join(p.name for p in files[:8])}"
-            f"{nearest(split, said)}"
+            f"{nearest(str(split), said)}"
         )
     chosen = chosen or files
     if len({p.suffix for p in chosen}) > 1:
@@ -201,13 +221,28 @@ def _table(path: Path) -> Any:
         raise DataError(f"{path} can't be read as {path.suffix[1:]}: {error}") from error
 
 
-def _of_split(rows: Any, split: str, source: Any) -> Any:
+def _of_split(rows: Any, split: str | None, source: Any) -> Any:
     """One split of a DatasetDict (or a plain mapping of splits); anything else as it is."""
     if not isinstance(rows, Mapping):
         return rows
+    if split is None:
+        return rows[_eval_split(rows, source)]
     if split not in rows:
         raise DataError(f"{_called(source)} has no split {split!r}{nearest(split, rows)}; it has {', '.join(rows)}")
     return rows[split]
+
+
+def _eval_split(names: Iterable[Any], source: Any) -> Any:
+    """The split to evaluate on where none was named. Raises DataError where that is not clear."""
+    names = list(names)
+    found = names if len(names) == 1 else [name for name in names if name in EVAL_SPLITS]
+    if len(found) != 1:
+        raise DataError(
+            f"{_called(source)} has {', '.join(map(str, names)) or 'no split'}, and {len(found)} of them are named for "
+            "evaluation; say which: set data.eval_split, give data.eval_path one file, or from Python eval_ds one "
+            "split's rows"
+        )
+    return found[0]
 
 
 def _cut(rows: Any, limit: int | None) -> Any:

@@ -79,7 +79,8 @@ class RLLearner:
         """Trains until max_steps or the data's end.
 
         Args: train_ds: rows (a data set, a list of dicts, an iterable of them) or batches (dicts of lists with the key
-            "prompts"). eval_ds: the same; evaluated whole. skip_jit: nothing is compiled in this release.
+            "prompts"). eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
+            skip_jit: nothing is compiled in this release.
         Returns: the finished run: its step, its metrics by step, its folder.
         """
         run = Run(self, train_ds, eval_ds)

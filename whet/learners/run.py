@@ -172,16 +172,28 @@ class Run:
         self.folder.write_json("environment.json", now)
 
     def _settings(self) -> dict[str, Any]:
-        """The whole configuration as plain containers."""
-        learner = self.learner
+        """The whole configuration as plain containers; from Python without models that were given as modules."""
+        learner, cluster = self.learner, self.cluster
         if learner.settings is not None:
             return learner.settings
+        roles = {role.value: worker.given for role, worker in cluster.workers.items()}
         return {
+            **{name: dump_tree(given) for name, given in roles.items() if given is not None},
             "algo": dump_tree(learner.algo_config),
             "data": dump_tree(learner.data),
-            "rollout": dump_tree(self.cluster.get_rollout_config(Mode.TRAIN)),
+            "rollout": dump_tree(cluster.get_rollout_config(Mode.TRAIN)),
+            "rollout_engine": dump_tree(cluster.cluster_config.rollout_engine),
             "trainer": dump_tree(self.config),
         }
+
+    def _compared(self) -> dict[str, Any]:
+        """What a resume compares: the settings, and what from Python stands beside them and has no key there."""
+        rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
+        if isinstance(rollout, dict):  # else the section's own `eval` says how evaluation differs
+            usual, own = (dump_tree(self.cluster.get_rollout_config(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
+            evaluation = {name: value for name, value in own.items() if value != usual[name]}
+        beside = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
+        return _plain({**self.settings, "from Python": beside})
 
     # ---- the steps -----------------------------------------------------------------------------------------------
 
@@ -300,7 +312,7 @@ class Run:
         return row
 
     def _encode_eval(self) -> list[Prompt]:
-        rows = load_rows(self.eval_ds, split=self.learner.data.eval_split or self.learner.data.split)
+        rows = load_rows(self.eval_ds, split=None)
         encode, column = self._encoder(Mode.EVAL), self.learner.data.prompt_column
         stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
         prompts = [p for batch in stream for p in batch]
@@ -336,7 +348,7 @@ class Run:
             "tokens": self.tokens,
             "stream": self.stream.state(),
             "cluster": self.cluster.state(),
-            "settings": _plain(self.settings),
+            "settings": self._compared(),
             "random": _random_state(),
         }
         with self.cluster.trace.span("checkpoint"):
@@ -384,7 +396,7 @@ class Run:
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
         """Raises CheckpointError where the configuration is another, listing the differences."""
-        changed = changed_settings(state["settings"], _plain(self.settings))
+        changed = changed_settings(state["settings"], self._compared())
         if not changed:
             return
         if not self.config.allow_config_change:
@@ -420,9 +432,9 @@ class Run:
             trainer.hooks.on_train_end(trainer)
         if self.step == 0:
             raise DataError("the run ended without a single step: every prompt was dropped; raise max_prompt_length")
+        self.save()  # before an evaluation that a longer run never makes: its draws and lengths are not the next step's
         if self.eval_ds is not None and not any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows):
             self.evaluate(self.step)
-        self.save()
         if self.folder is not None:
             self.checkpoints.export(self.folder.path / "final", self.step, self.cluster.actor, self.cluster.tokenizer)
         options = self.cluster.perf_config

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from whet.config import diff, dump
+from whet.config import diff, dump, dump_tree
 from whet.errors import ConfigError, DataError
 from whet.observe.files import to_json, unwritable, write_atomic
 
@@ -44,7 +44,8 @@ _FREE = (
     "trainer.checkpointing_options",
     "trainer.pbar_description",
 )
-"""Keys that a resumed run may change: they don't change what a step computes."""
+"""Keys that a resumed run may change: they don't change what a step computes. Of the run's length only a learning-rate
+schedule knows, which is made anew over another one, with a warning: see Optim.plan."""
 
 
 class RunFolder:
@@ -201,12 +202,16 @@ def changed_settings(old: Any, new: Any) -> list[str]:
     """How a resumed run's configuration differs in what its steps compute.
 
     Args: old, new: configurations, or their trees.
-    Returns: "key: old -> new" for each key that differs; those that change no step, such as trainer.max_steps, left
-        out.
+    Returns: "key: old -> new" for each key that differs; left out are those that change no step, such as
+        trainer.max_steps, and sections that one side lacks: an earlier version noted fewer, and of a model that is
+        given as a module nothing is known.
 
     >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
     ['trainer.seed: 0 -> 1']
     """
+    old, new = dump_tree(old), dump_tree(new)
+    shared = old.keys() & new.keys()
+    old, new = ({k: v for k, v in side.items() if k in shared} for side in (old, new))
     return [change for change in diff(old, new) if not change.startswith(_FREE)]
 
 

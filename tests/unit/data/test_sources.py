@@ -173,6 +173,58 @@ def test_hub_names_take_split_and_subset(monkeypatch):
     assert asked == [(("openai/gsm8k", "main"), {"split": "test", "streaming": False})]
 
 
+SPLIT = datasets.Dataset.from_list(ROWS)
+
+
+def places(tmp_path, names):
+    """The same splits as a DatasetDict, as a plain mapping, saved, and as files; the first row says which it is."""
+    parts = {name: [{**ROWS[0], "prompt": name}, *ROWS] for name in names}
+    made = datasets.DatasetDict({name: datasets.Dataset.from_list(part) for name, part in parts.items()})
+    made.save_to_disk(str(tmp_path / "saved"))
+    for name, part in parts.items():
+        write(tmp_path / "files" / f"{name}-00000-of-00001.parquet", part)
+    return [made, parts, "saved", tmp_path / "files"]
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [(["train", "test"], "test"), (["dev", "train"], "dev"), (["train"], "train"), (["validation"], "validation")],
+)
+def test_evaluation_takes_the_only_split_that_is_for_it(tmp_path, names, taken):
+    for source in places(tmp_path, names):
+        assert load_rows(source, split=None)[0]["prompt"] == taken
+
+
+@pytest.mark.parametrize("names", [["train", "validation", "test"], ["train", "training"]])
+def test_evaluation_never_guesses_between_splits(tmp_path, names):
+    for source in places(tmp_path, names):
+        with pytest.raises(DataError, match=r"has .*train.* named for evaluation; say which: set data\.eval_split"):
+            load_rows(source, split=None)
+        assert load_rows(source, split=names[1])[0]["prompt"] == names[1]
+
+
+def test_evaluation_takes_what_has_no_splits_as_it_is(folder):
+    write(folder / "train.jsonl")
+    assert load_rows("train.jsonl", split=None) == load_rows(ROWS, split=None) == ROWS
+    write(folder / "set" / "some.jsonl")
+    assert load_rows("set", split=None) == ROWS
+    write(folder / "set" / "train.jsonl")
+    with pytest.raises(DataError, match=r"has train, some\.jsonl, and 0 of them"):
+        load_rows("set", split=None)
+
+
+def test_evaluation_asks_the_hub_for_the_splits_of_a_subset(monkeypatch):
+    asked = []
+    found = ["train", "test"]
+    monkeypatch.setattr(datasets, "get_dataset_split_names", lambda *a: asked.append(a) or found)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k["split"])) or SPLIT)
+    assert list(load_rows("openai/gsm8k", split=None, subset="main")) == ROWS
+    assert asked == [("openai/gsm8k", "main"), (("openai/gsm8k", "main"), "test")]
+    found[:] = ["train", "test", "validation"]
+    with pytest.raises(DataError, match=r"^'openai/gsm8k' has train, test, validation, and 2 of them"):
+        load_rows("openai/gsm8k", split=None)
+
+
 def test_no_rows_are_an_error(folder):
     (folder / "empty.jsonl").write_text("\n")
     for source in ("empty.jsonl", [], datasets.Dataset.from_list([])):

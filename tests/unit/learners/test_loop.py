@@ -245,6 +245,20 @@ def test_the_whole_evaluation_set_is_rolled_out_with_its_own_configuration(monke
     assert [row["step"] for row in run.rows if row["mode"] == "train"] == [1, 2, 3]
 
 
+def test_a_data_set_of_several_splits_is_evaluated_on_the_one_that_is_for_it():
+    seen = []
+
+    def reward(completions, split, mode, **_):
+        seen.append((Mode(mode).value, *set(split)))
+        return length_reward(completions)
+
+    splits = {name: rows(4, split=[name] * 4) for name in ("train", "test")}
+    learner(reward=reward).train(splits, splits)
+    assert set(seen) == {("train", "train"), ("eval", "test")}
+    with pytest.raises(DataError, match="2 of them are named for evaluation"):
+        learner(reward=reward).train(splits, {**splits, "validation": rows(2)})
+
+
 def test_evaluation_draws_several_completions_and_reports_the_best():
     two = {Mode.TRAIN: RolloutConfig(temperature=1.0), Mode.EVAL: RolloutConfig(num_generations_eval=3)}
     made = learner(cluster(rollout=two))

@@ -214,6 +214,12 @@ def test_what_saves_memory_or_looks_on_may_change_on_resume():
     ]
 
 
+def test_a_section_that_one_side_lacks_is_not_compared_and_a_key_is():
+    old, new = {"algo": {"beta": 0.0}}, {"algo": {"beta": 0.0, "extra": 1}, "actor": {"optim": {"lr": 1e-3}}}
+    assert changed_settings(old, new) == ["algo.extra: (none) -> 1"]
+    assert changed_settings(new, old) == ["algo.extra: 1 -> (none)"]
+
+
 # ---- the lock --------------------------------------------------------------------------------------------------------
 
 
