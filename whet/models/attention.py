@@ -202,7 +202,7 @@ class _Bucket:
         gaps = [self.above - len(a) for a in above]
         gaps = gaps[:1] if len(set(gaps)) == 1 else gaps  # one mask for all
         self.gaps = torch.tensor(gaps, device=device) if any(gaps) else None
-        self._masks: dict[tuple[int | None, torch.dtype, int], Tensor] = {}
+        self._masks: dict[tuple[int | None, torch.dtype], Tensor] = {}
 
     def window(self, window: int | None) -> int | None:
         """The window, where it hides anything at all."""
@@ -212,12 +212,12 @@ class _Bucket:
         """Whether causality says it all, without a mask."""
         return self.gaps is None and self.window(window) is None and (self.above == 0 or self.own == 1)
 
-    def mask(self, window: int | None, like: Tensor, dtype: torch.dtype, heads: int = 1) -> Tensor:
-        """[1 or m, 1, heads n, K], 0 or -inf. Place i is chain place above + i, so gaps on the left shift nothing."""
-        key = (self.window(window), dtype, heads)
+    def mask(self, window: int | None, like: Tensor, dtype: torch.dtype) -> Tensor:
+        """[1 or m, 1, n, K], 0 or -inf. Own place i is at chain place above + i, so gaps on the left shift nothing."""
+        key = (self.window(window), dtype)
         if key not in self._masks:
             with torch.inference_mode(False):  # it outlives this pass, and the next one may need a gradient
-                self._masks[key] = self._mask(key[0], like.device, dtype).repeat(1, 1, heads, 1)
+                self._masks[key] = self._mask(key[0], like.device, dtype)
         return self._masks[key]
 
     def _mask(self, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -337,22 +337,11 @@ def _take(x: Tensor, index: Tensor | None) -> Tensor:
     return rows if index is None else rows.index_select(0, index)
 
 
-def _block(rows: int) -> int:
-    """Queries that torch's operator for a CPU takes at once: more are faster."""
-    return 32 if rows < 192 else 64 if rows < 768 else 256
-
-
 def _fused(q: Tensor, k: Tensor, v: Tensor, bucket: _Bucket, scale: float, window: int | None) -> Tensor:
     """Attention by torch's operator on one bucket, without a mask where causality says it all."""
     grouped = q.shape[1] != k.shape[1]
     if bucket.plain(window):
         return F.scaled_dot_product_attention(q, k, v, is_causal=bucket.own > 1, scale=scale, enable_gqa=grouped)
-    heads, n = q.shape[1] // k.shape[1], q.shape[2]
-    if not q.is_cuda and _block(heads * n) > _block(n):  # the queries of a group of heads as those of one
-        mask = bucket.mask(window, q, q.dtype, heads)
-        rows = q.unflatten(1, (-1, heads)).flatten(2, 3)
-        out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
-        return out.unflatten(2, (heads, n)).flatten(1, 2)
     mask = bucket.mask(window, q, q.dtype)
     if grouped and q.is_cuda:  # the CUDA kernels that take a mask don't take grouped heads
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))

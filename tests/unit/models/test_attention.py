@@ -9,7 +9,6 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from whet.errors import ConfigError, DataError
-from whet.models import attention
 from whet.models.attention import ATTENTION, SegmentLayout, whet_attn
 
 PLAIN = {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
@@ -93,24 +92,6 @@ def test_attention_with_padded_buckets_equals_the_definition(tree, multiple):
     for window in (None, 4):
         agree(layout, window=window)
     agree(layout, softcap=0.7)
-
-
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("multiple", [1, 16])
-def test_heads_that_share_keys_and_ask_as_one_see_what_the_definition_says(tree, multiple, monkeypatch):
-    layout, heads, real = SegmentLayout(*TREES[tree], multiple=multiple), [], F.scaled_dot_product_attention
-    seen = lambda q, *rest, **how: heads.append(q.shape[1]) or real(q, *rest, **how)
-    monkeypatch.setattr(attention, "_block", lambda rows: rows)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", seen)
-    for window in (None, 4):
-        agree(layout, window=window)
-    if any(not b.plain(4) for b in layout._buckets):
-        assert 2 in heads  # those of keys
-
-
-def test_a_long_completion_asks_in_larger_blocks():
-    layout, tensors = SegmentLayout([5, 100, 100], [-1, 0, 0]), qkv(205, torch.float32, size=8, value_size=8)
-    torch.testing.assert_close(layout.attend(0, *tensors, **PLAIN), per_segment(layout, *tensors), atol=1e-6, rtol=1e-5)
 
 
 def test_lengths_of_any_kind_make_few_shapes_of_calls_where_buckets_are_padded():
