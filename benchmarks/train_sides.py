@@ -78,7 +78,7 @@ def run_whet(job: Job) -> dict[str, Any]:
 
 
 def whet_batch(job: Job, rows: list[dict[str, Any]], tokenizer: Any, *, skip: bool) -> Any:
-    """The rows as the learner would hand them to the worker: advantages, weights, groups without signal left out."""
+    """The rows as the learner would hand them to the worker: advantages, weights, completions without signal left out."""
     import numpy as np
 
     from whet.learners.grpo import with_signal
@@ -154,7 +154,7 @@ MECHANISMS: dict[str, Callable[[Any], None]] = {
     "skipping": lambda worker: None,
     "fast layers": _plain_layers,
 }
-"""What can be switched off in whet's worker; "skipping" (groups without signal) is where the batch is made."""
+"""What can be switched off in whet's worker; "skipping" (completions without signal) is where the batch is made."""
 
 
 # ---- the others ------------------------------------------------------------------------------------------------------
