@@ -78,7 +78,7 @@ def run_whet(job: Job) -> dict[str, Any]:
 
 
 def whet_batch(job: Job, rows: list[dict[str, Any]], tokenizer: Any, *, skip: bool) -> Any:
-    """The rows as the learner would hand them to the worker: advantages, weights, completions without signal left out."""
+    """The rows as the learner would hand them to the worker: advantages, weights, those without signal left out."""
     import numpy as np
 
     from whet.learners.grpo import with_signal
