@@ -129,10 +129,28 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
     return products
 
 
-def decode_rates(args: argparse.Namespace, dtype: str, rows: int) -> dict[str, Any]:
-    """GFLOP/s of every kernel for the products of one decode step, and the best of them."""
+def rates(args: argparse.Namespace, dtype: str, shapes: list[tuple[int, int]], rows: int) -> dict[str, Any]:
+    """GFLOP/s of every kernel for products of so many rows with weights of these shapes, and the best of them."""
     import torch
 
+    weights = [torch.randn(shape, dtype=getattr(torch, dtype), device=args.device) for shape in shapes]
+    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=args.device) for w in weights}
+    flops = sum(2 * rows * w.numel() for w in weights)
+    found = {}
+    for name, fns in kernels(weights, rows).items():
+        calls = list(zip(fns, [inputs[w.shape[1]] for w in weights], strict=True))
+
+        def step(calls: list[Any] = calls) -> None:
+            for fn, x in calls:
+                fn(x)
+
+        found[name] = flops / seconds(step, device=args.device, trial_s=args.trial_s) / 1e9
+    best = max(found, key=lambda name: found[name])
+    return {"gflop_per_s": found[best], "kernel": best, "all": found}
+
+
+def decode_rates(args: argparse.Namespace, dtype: str, rows: int) -> dict[str, Any]:
+    """The rates of the products of one decode step."""
     s = tasks.SHAPES[args.shape]
     qkv = (s["heads"] + 2 * s["kv_heads"]) * s["head"]
     shapes = [
@@ -141,35 +159,12 @@ def decode_rates(args: argparse.Namespace, dtype: str, rows: int) -> dict[str, A
         (2 * s["mlp"], s["width"]),
         (s["width"], s["mlp"]),
     ]
-    shapes *= s["layers"]
-    weights = [torch.randn(shape, dtype=getattr(torch, dtype), device=args.device) for shape in shapes]
-    inputs = {w.shape[1]: torch.randn(rows, w.shape[1], dtype=w.dtype, device=args.device) for w in weights}
-    flops = sum(2 * rows * w.numel() for w in weights)
-    rates = {}
-    for name, fns in kernels(weights, rows).items():
-        calls = list(zip(fns, [inputs[w.shape[1]] for w in weights], strict=True))
-
-        def step(calls: list[Any] = calls) -> None:
-            for fn, x in calls:
-                fn(x)
-
-        rates[name] = flops / seconds(step, device=args.device, trial_s=args.trial_s) / 1e9
-    best = max(rates, key=lambda name: rates[name])
-    return {"gflop_per_s": rates[best], "kernel": best, "all": rates}
+    return rates(args, dtype, shapes * s["layers"], rows)
 
 
 def matmul_rates(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    """GFLOP/s of every kernel for the product of two square matrices, and the best of them."""
-    import torch
-
-    x, w = (torch.randn(args.size, args.size, dtype=getattr(torch, dtype), device=args.device) for _ in range(2))
-    flops = 2 * args.size**3
-    rates = {
-        name: flops / seconds(lambda fn=fns[0]: fn(x), device=args.device, trial_s=args.trial_s) / 1e9
-        for name, fns in kernels([w], args.size).items()
-    }
-    best = max(rates, key=lambda name: rates[name])
-    return {"gflop_per_s": rates[best], "kernel": best, "all": rates}
+    """The rates of the product of two square matrices."""
+    return rates(args, dtype, [(args.size, args.size)], args.size)
 
 
 def copy_rate(args: argparse.Namespace) -> float:

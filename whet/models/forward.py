@@ -16,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError
+from whet.models.fast_layers import chunks
 from whet.models.heads import Head
-from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, chunks, linear_logprob
+from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, linear_logprob
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.support import Support, support_logits

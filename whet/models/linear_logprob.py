@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from whet.models.fast_layers import chunks, linear, weight_grad
 
-__all__ = ["CHUNK_BYTES", "HELD_BYTES", "chunks", "linear_logprob"]
+__all__ = ["CHUNK_BYTES", "HELD_BYTES", "linear_logprob"]
 
 CHUNK_BYTES = 100_000_000
 """Logits of one chunk."""
