@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = [
     {"errors", "_version"},
     {"heap", "places", "refs", "types", "metrics", "config"},
-    {"observe"},
+    {"observe", "native"},
     {"ops"},
     {"data", "models", "parallel", "optim", "optimizers"},
     {"rollout"},

@@ -125,7 +125,7 @@ def plan_micro_batches(
         whole = (prefix_lengths + lengths).tolist()
         rows = [Unit((i,), n, cost.of(n, targets=c + 1)) for i, (n, c) in enumerate(zip(whole, lengths.tolist()))]
         bins = pad(rows, max_tokens, most)
-        return [_on(_padded(batch, [u.sequences[0] for u in b]), device, attention) for b in bins]
+        return [_on(_padded(batch, [u.sequences[0] for u in b]), device) for b in bins]
     groups, trees = _groups(batch, prefix_lengths, shared_prefix)
 
     def parts(split: Split, room: int) -> list[Unit]:
@@ -136,7 +136,7 @@ def plan_micro_batches(
 
     rooms = _rooms(int((prefix_lengths + lengths).max(initial=1)), enough, max_tokens)
     bins = _bins(parts, _least(rooms, lambda room: sum(u.cost for u in parts(first_fit, room))), most)
-    return [_on(_packed(batch, units, multiple), device, attention) for units in bins]
+    return [_on(_packed(batch, units, multiple, attention), device) for units in bins]
 
 
 def _bins(parts: Callable[..., list[Unit]], room: int, most: int) -> list[list[Unit]]:
@@ -217,7 +217,7 @@ def _runs(batch: TokenBatch, sequences: Iterable[int]) -> list[np.ndarray]:
     return [np.concatenate([batch.prefix(i).numpy(), tokens[ends[i] - lengths[i] : ends[i] - 1]]) for i in sequences]
 
 
-def _packed(batch: TokenBatch, units: Sequence[Unit], multiple: int) -> MicroBatch:
+def _packed(batch: TokenBatch, units: Sequence[Unit], multiple: int, attention: str) -> MicroBatch:
     """One row: each unit a prefix followed by its completions, or a tree; a lone sequence is a single segment."""
     ids, lengths, parents, spans, sequences = [], [], [], [], []
     tokens, ends = batch.tokens.numpy(), batch.ends.tolist()
@@ -250,7 +250,7 @@ def _packed(batch: TokenBatch, units: Sequence[Unit], multiple: int) -> MicroBat
             lengths[root:], parents[root:] = [len(prefix) + len(completions[0])], [-1]
         ids += [prefix, *completions]
         place = at
-    layout = SegmentLayout(lengths, parents, multiple=multiple)
+    layout = SegmentLayout(lengths, parents, attention=attention, multiple=multiple)
     places = None
     if walks:
         straight = lambda a, p, b, c: np.concatenate([np.arange(a, a + p), np.arange(b, b + c)])
@@ -309,11 +309,10 @@ def _micro(
     )
 
 
-def _on(micro: MicroBatch, device: torch.device | str, attention: str) -> MicroBatch:
+def _on(micro: MicroBatch, device: torch.device | str) -> MicroBatch:
     """The same on a device."""
     if torch.device(device).type == "cpu":
         return micro
     columns = {f.name: vars(micro)[f.name] for f in dataclasses.fields(micro)}
     moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
-    layout = micro.layout and SegmentLayout(micro.layout.lengths, micro.layout.parents, device, attention=attention)
-    return dataclasses.replace(micro, layout=layout, **moved)
+    return dataclasses.replace(micro, layout=micro.layout and micro.layout.to(device), **moved)

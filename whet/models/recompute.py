@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from whet.errors import ConfigError, lookup_error
 from whet.models.fast_layers import onednn_refusal
+from whet.native.segments import OPERATOR
 
 __all__ = ["MODES", "checkpoint_activations"]
 
@@ -35,6 +36,7 @@ _DEAR = [
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_fused_attention_overrideable.default,
+    OPERATOR,
 ]
 """What "selective" holds. Not bmm: where attention is written out it makes the scores, quadratic in the length."""
 

@@ -1,39 +1,24 @@
-"""A CPU's decode step in C++ (kernels/), built by the machine's own compiler.
+"""A CPU's decode step in C++ (whet/native/kernels/decode.cpp).
 
 Torch's kernels for it are many, and each costs a call, a tensor and a pass over memory; one call of C++ takes the rows
-through all layers. It is built once per compiler, processor and version of the source, in about two seconds, and kept
-in the user's cache; it runs in torch's OpenMP threads. Where there is no compiler, or what it made differs from torch,
-`load_kernels` gives the reason and the same step runs through torch.
+through all layers. Where it can't be built, or what was built differs from torch, `load_kernels` gives the reason and
+the same step runs through torch.
 Dim legend: n rows, H query heads, K KV heads, D head size, d hidden size.
-Left out on purpose: systems other than Linux, and a wheel with binaries: one source fits every processor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-__all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "cache_folder", "load_kernels", "unfit_sizes"]
+from whet.native.build import Library, load_library
 
-SOURCE = Path(__file__).with_name("kernels")
-"""Folder; decode.cpp takes the others in."""
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
-         "-ffp-contract=off", "-w")  # fmt: skip
-BUILD_S = 120.0
-"""Longest a compiler may take."""
+__all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "load_kernels", "unfit_sizes"]
+
 MOST = 256
 """Largest head size; attention.h has it too."""
 
@@ -77,10 +62,10 @@ class LayerTable(ctypes.Structure):
 
 
 class Kernels:
-    """The functions of decode.cpp over tensors. Args: library: built from it. compiler: what built it."""
+    """The functions of decode.cpp over tensors. Args: found: the library. Raises: OSError: it is another version's."""
 
-    def __init__(self, library: ctypes.CDLL, compiler: str) -> None:
-        self.compiler = compiler
+    def __init__(self, found: Library) -> None:
+        library, self.compiler = found
         library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
         sizes = [library.whet_fact(i) for i in range(2, 5)]
         if library.whet_fact(1) != MOST or sizes != [ctypes.sizeof(t) for t in (ProductTable, StepTable, LayerTable)]:
@@ -174,22 +159,13 @@ def load_kernels() -> Kernels | str:
     >>> isinstance(load_kernels(), (Kernels, str))
     True
     """
-    if platform.system() != "Linux":
-        return f"no native kernels on {platform.system()}"
-    runtime = _openmp()
-    if runtime is None:
-        return "torch has no GNU OpenMP here"
-    compiler = shlex.split(os.environ.get("CXX", "")) or [x for x in ("g++", "c++") if shutil.which(x)][:1]
-    if not compiler:
-        return "no C++ compiler (g++) is installed"
+    found = load_library("decode")
+    if isinstance(found, str):
+        return found
     try:
-        version = _run(*compiler, "--version").splitlines()[0]
-        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
-        kernels = Kernels(_built(compiler, version), version)
-    except (OSError, subprocess.SubprocessError, AttributeError, IndexError) as error:
-        said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
-        lines = said.strip().splitlines() or [type(error).__name__]
-        return f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}"
+        kernels = Kernels(found)
+    except (OSError, AttributeError) as error:  # a damaged file, or another version's
+        return f"loading them failed: {error}"
     return _refusal(kernels) or kernels
 
 
@@ -198,63 +174,6 @@ def unfit_sizes(kernels: Kernels, head: int, widths: set[int]) -> str | None:
     wrong = [f"head size {head}"] if head % kernels.lanes or head > MOST else []
     wrong += [f"width {x}" for x in sorted(widths) if x % kernels.lanes]
     return f"{', '.join(wrong)} is no multiple of {kernels.lanes}, or too large" if wrong else None
-
-
-def cache_folder() -> Path:
-    """Where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache.
-
-    >>> cache_folder().name
-    'whet'
-    """
-    root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "whet"
-
-
-def _openmp() -> str | None:
-    """The GNU OpenMP library that torch has loaded."""
-    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    return next((path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])), None)
-
-
-def _run(*command: str) -> str:
-    """What a command prints. Raises: OSError, SubprocessError."""
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S).stdout
-
-
-def _built(compiler: list[str], version: str) -> ctypes.CDLL:
-    """The library, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
-    sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
-    parts = (*sources, version, " ".join(FLAGS), _processor())
-    path = cache_folder() / f"native-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if not _own(path.parent):
-            raise PermissionError(f"{path.parent} can be written by others")
-        if path.exists() and _own(path):
-            with contextlib.suppress(OSError):  # cut short by a power cut: built anew
-                return ctypes.CDLL(str(path))
-        room = tempfile.TemporaryDirectory(dir=path.parent)
-    except OSError:  # a home that can't be written, or that others can write: built for this process alone
-        room = tempfile.TemporaryDirectory(prefix="whet-")
-    with room as folder:
-        part, made = Path(folder) / "decode.o", Path(folder) / path.name
-        _run(*compiler, *FLAGS, "-c", str(SOURCE / "decode.cpp"), "-o", str(part))
-        _run(*compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
-        if made.parent.parent == path.parent:
-            made = made.replace(path)  # whole or not at all, whoever else builds
-        return ctypes.CDLL(str(made))  # stays loaded when the folder goes
-
-
-def _own(path: Path) -> bool:
-    """Whether nobody else can write it: what lies there is loaded as code."""
-    found = path.lstat()
-    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
-
-
-def _processor() -> str:
-    """What -march=native looks at: a cache may be shared by unlike machines."""
-    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    return next((line for line in info if line.startswith(("flags", "Features"))), "") + platform.machine()
 
 
 def _refusal(kernels: Kernels) -> str | None:

@@ -6,9 +6,7 @@
 
 namespace {
 
-constexpr int PANEL = 2 * W;             // outputs
-constexpr int DEEP = W == 16 ? 12 : 6;   // rows that fill the registers
-constexpr int64_t ROWS = 10 * DEEP;      // rows whose inputs stay in the cache
+constexpr int64_t ROWS = 10 * DEEP;  // rows whose inputs stay in the cache
 
 // Sums of R rows for one panel: y[r][o] = sum over i of x[r][i] w[i][o], in the order of i.
 template <int R>

@@ -1,0 +1,120 @@
+"""C++ built by the machine's own compiler, kept in the user's cache, and loaded.
+
+A source of kernels/ is built once per compiler, processor and version, in a few seconds; it runs in torch's OpenMP
+threads. Where there is no compiler, `load_library` gives the reason, and torch's kernels do the work.
+Left out on purpose: systems other than Linux, and a wheel with binaries: one source fits every processor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Library", "cache_folder", "load_library"]
+
+SOURCE = Path(__file__).with_name("kernels")
+"""Folder of the sources."""
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
+         "-ffp-contract=off", "-w")  # fmt: skip
+BUILD_S = 120.0
+"""Longest a compiler may take."""
+
+
+class Library(NamedTuple):
+    """A library that is loaded."""
+
+    handle: ctypes.CDLL
+    compiler: str
+    """First line of what built it says of itself."""
+
+
+def load_library(source: str) -> Library | str:
+    """A library of kernels/, built if it is not there yet.
+
+    Args: source: name of its .cpp. Returns: the library, or the reason why there is none.
+
+    >>> isinstance(load_library("decode"), (Library, str))
+    True
+    """
+    if platform.system() != "Linux":
+        return f"no native kernels on {platform.system()}"
+    runtime = _openmp()
+    if runtime is None:
+        return "torch has no GNU OpenMP here"
+    compiler = shlex.split(os.environ.get("CXX", "")) or [x for x in ("g++", "c++") if shutil.which(x)][:1]
+    if not compiler:
+        return "no C++ compiler (g++) is installed"
+    try:
+        version = _run(*compiler, "--version").splitlines()[0]
+        ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
+        return Library(_built(source, compiler, version), version)
+    except (OSError, subprocess.SubprocessError, IndexError) as error:
+        said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
+        lines = said.strip().splitlines() or [type(error).__name__]
+        return f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}"
+
+
+def cache_folder() -> Path:
+    """Where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache.
+
+    >>> cache_folder().name
+    'whet'
+    """
+    root = os.environ.get("XDG_CACHE_HOME")
+    return (Path(root) if root else Path.home() / ".cache") / "whet"
+
+
+def _openmp() -> str | None:
+    """The GNU OpenMP library that torch has loaded; whoever asks has imported torch."""
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    return next((path for line in maps if "libgomp" in (path := line.split(maxsplit=5)[-1])), None)
+
+
+def _run(*command: str) -> str:
+    """What a command prints. Raises: OSError, SubprocessError."""
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=BUILD_S).stdout
+
+
+def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
+    """The library, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
+    sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
+    parts = (*sources, version, " ".join(FLAGS), _processor())
+    path = cache_folder() / f"{source}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not _own(path.parent):
+            raise PermissionError(f"{path.parent} can be written by others")
+        if path.exists() and _own(path):
+            with contextlib.suppress(OSError):  # cut short by a power cut: built anew
+                return ctypes.CDLL(str(path))
+        room = tempfile.TemporaryDirectory(dir=path.parent)
+    except OSError:  # a home that can't be written, or that others can write: built for this process alone
+        room = tempfile.TemporaryDirectory(prefix="whet-")
+    with room as folder:
+        part, made = Path(folder) / f"{source}.o", Path(folder) / path.name
+        _run(*compiler, *FLAGS, "-c", str(SOURCE / f"{source}.cpp"), "-o", str(part))
+        _run(*compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
+        if made.parent.parent == path.parent:
+            made = made.replace(path)  # whole or not at all, whoever else builds
+        return ctypes.CDLL(str(made))  # stays loaded when the folder goes
+
+
+def _own(path: Path) -> bool:
+    """Whether nobody else can write it: what lies there is loaded as code."""
+    found = path.lstat()
+    return found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _processor() -> str:
+    """What -march=native looks at: a cache may be shared by unlike machines."""
+    info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line for line in info if line.startswith(("flags", "Features"))), "") + platform.machine()

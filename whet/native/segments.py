@@ -1,0 +1,273 @@
+"""Attention of training over a row of segments, in C++ (kernels/segments.cpp): forward, backward, and their tables.
+
+Torch's operator knows one sequence a row, so segments that share prefixes go to it as buckets of gathered and padded
+keys under masks; and its products are MKL's. Here a block of queries goes up the chain of its ancestors where they lie.
+Where it can't be built, or differs from the formula on a trial, `segment_kernels` gives the reason.
+Dim letters: T tokens, H query heads, K KV heads, g = H / K, D head size, E of values, b blocks.
+Left out on purpose: soft-capped scores, sinks and float64, which stay with torch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.profiler import record_function
+
+from whet.native.build import Library, load_library
+
+__all__ = ["OPERATOR", "SegmentKernels", "SegmentTables", "attend_segments", "segment_kernels", "segment_refusal"]
+
+log = logging.getLogger("whet")
+
+STRIPES = 8
+"""Most sums of a key's gradient that are held at once."""
+_long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = (("data", _pointer), ("token", _long), ("head", _long))
+
+
+class _Call(ctypes.Structure):
+    """`Call` of segments.cpp."""
+
+    _fields_ = (
+        *((name, _long) for name in ("heads", "kv", "size", "value_size", "threads", "stripes", "window")),
+        ("scale", _double),
+        *((name, _long) for name in ("key_blocks", "query_blocks", "room_keys")),
+        *((name, _pointer) for name in ("segments", "keys", "queries", "stripe_ends")),
+        *((name, _Tensor) for name in ("q", "k", "v", "out", "grad", "d_q", "d_k", "d_v")),
+        *((name, _pointer) for name in ("sums", "room")),
+    )
+
+
+class SegmentKernels:
+    """The functions of segments.cpp. Args: found: the library. Raises: OSError: it is another version's."""
+
+    def __init__(self, found: Library) -> None:
+        library, self.compiler = found
+        library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
+        self.queries, self.keys, self.wide, self.most, *sizes = (library.whet_fact(i) for i in range(7))
+        if sizes != [ctypes.sizeof(_Call), 3 * 8, 5 * 8]:
+            raise OSError("segments.cpp and segments.py name different fields")
+        self.room, self.forward, self.backward = library.whet_room, library.whet_forward, library.whet_backward
+        self.room.restype, self.room.argtypes = _long, (_pointer, _long, _long)
+        for function in (self.forward, self.backward):
+            function.restype, function.argtypes = None, (_pointer, _long)
+
+
+class SegmentTables:
+    """Segments of a row in blocks of queries and keys.
+
+    Args: kernels: say how large a block is. lengths, parents: as SegmentLayout has them. group: g.
+    """
+
+    def __init__(self, kernels: SegmentKernels, lengths: Sequence[int], parents: Sequence[int], group: int) -> None:
+        starts = list(itertools.accumulate(lengths, initial=0))
+        above: list[int] = []
+        segments, keys, queries, room = [], [], [], 0
+        for i, (n, parent) in enumerate(zip(lengths, parents, strict=True)):
+            above.append(above[parent] + lengths[parent] if parent >= 0 else 0)
+            segments.append((parent, above[i], len(keys)))
+            for a in range(0, n, kernels.keys):
+                count = min(kernels.keys, n - a)
+                keys.append((i, starts[i] + a, above[i] + a, count, room))
+                room += -(-count // kernels.wide) * kernels.wide
+            blocks = -(-n // (kernels.queries // group))
+            cuts = [n * j // blocks for j in range(blocks + 1)]  # of nearly the same length
+            queries += [(i, starts[i] + a, above[i] + a, b - a, 0) for a, b in itertools.pairwise(cuts)]
+        self.segments, self.keys, self.queries = (torch.tensor(x) for x in (segments, keys, queries))
+        self.room = room
+        self._work = (self.queries[:, 3] * (self.queries[:, 2] + self.queries[:, 3])).cumsum(0)
+
+    def stripe_ends(self, kv: int, threads: int) -> Tensor:
+        """Blocks of queries in stripes of like work, such that all threads have some: the last block of each, plus 1.
+
+        Args: kv: K. threads: of torch.
+        """
+        count = 1 if kv % threads == 0 else min(STRIPES, -(-2 * threads // kv), len(self._work))
+        ends = torch.searchsorted(self._work, self._work[-1] * torch.arange(1, count + 1) / count) + 1
+        return ends.clamp(max=len(self._work))
+
+
+@functools.cache
+def segment_kernels() -> SegmentKernels | str:
+    """The kernels, built if they are not there yet. Returns: them, or the reason why torch's operator must do.
+
+    >>> isinstance(segment_kernels(), (SegmentKernels, str))
+    True
+    """
+    kernels = _built()
+    reason = kernels if isinstance(kernels, str) else _trial(kernels)
+    if reason is not None:
+        log.info("attention of training stays in torch's operator: %s", reason)
+        return reason
+    return kernels
+
+
+@functools.cache
+def _built() -> SegmentKernels | str:
+    """The kernels before their trial."""
+    found = load_library("segments")
+    if isinstance(found, str):
+        return found
+    try:
+        return SegmentKernels(found)
+    except (OSError, AttributeError) as error:  # a damaged file, or another version's
+        return f"loading them failed: {error}"
+
+
+def segment_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the kernels can't serve a call. Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. Returns: None = they can."""
+    if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.bfloat16):
+        return f"{q.dtype} on {q.device.type}"
+    if q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return "the processor has matrix instructions for bf16, which torch's operator uses"
+    kernels = segment_kernels()
+    if isinstance(kernels, str):
+        return kernels
+    if max(q.shape[-1], v.shape[-1]) > kernels.most:
+        return f"head size {max(q.shape[-1], v.shape[-1])} is over {kernels.most}"
+    group = q.shape[1] // k.shape[1]
+    return None if group <= kernels.queries else f"{group} heads share a KV head, over {kernels.queries}"
+
+
+def attend_segments(
+    q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, *, scale: float, window: int | None
+) -> Tensor:
+    """softmax(scale q kᵀ) v over what each token sees: its ancestors' segments, and its own causally; with a gradient.
+
+    Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. tables: for g = H / K. scale: factor of the scores. window: a token
+        sees keys less than this many places back; None = all.
+    Returns: [1 H T E].
+    """
+    return _Attention.apply(q, k, v, tables, scale, window or 0)  # pyright: ignore[reportReturnType]
+
+
+class _Attention(torch.autograd.Function):
+    """One layer's attention; keeps its inputs, its output, and the log of each row's sum of exponentials."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tables: SegmentTables, scale: float, window: int) -> Tensor:
+        q, k, v = (_rows(x) for x in (q, k, v))
+        out, sums = OPERATOR(q, k, v, tables.segments, tables.keys, tables.queries, tables.room, scale, window)
+        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.tables, ctx.scale, ctx.window = tables, scale, window
+        return out.transpose(0, 1)[None]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, sums = ctx.saved_tensors
+        tables, threads = ctx.tables, torch.get_num_threads()
+        d_q, d_k, d_v = grads = [x.new_empty(x.shape) for x in (q, k, v)]
+        call = _call(q, k, v, out, tables.segments, tables.keys, tables.queries, tables.room, ctx.scale, ctx.window)
+        ends, grad = tables.stripe_ends(k.shape[1], threads), _rows(grad)
+        call.stripes, call.stripe_ends = len(ends), ends.data_ptr()
+        call.grad, call.d_q, call.d_k, call.d_v = (_view(x) for x in (grad, d_q, d_k, d_v))
+        with record_function("native: attention's gradient"):
+            _run(call, sums, back=True, half=q.dtype == torch.bfloat16)
+        return *(x.transpose(0, 1)[None] for x in grads), None, None, None
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    room: int,
+    scale: float,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    """[T H D], [T K D], [T K E] -> [T H E], and the log of the sum of exponentials [T H]."""
+    out = v.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    sums = q.new_empty(q.shape[:2], dtype=torch.float32)
+    call = _call(q, k, v, out, segments, keys, queries, room, scale, window)
+    _run(call, sums, back=False, half=q.dtype == torch.bfloat16)
+    return out, sums
+
+
+# An operator of torch's dispatcher, so that checkpoints may hold its result and profiles name it.
+_library = torch.library.Library("whet", "FRAGMENT")
+_library.define(
+    "attend_segments(Tensor q, Tensor k, Tensor v, Tensor segments, Tensor keys, Tensor queries, int room, float scale,"
+    " int window) -> (Tensor, Tensor)"
+)
+_library.impl("attend_segments", _attend, "CPU")
+OPERATOR = torch.ops.whet.attend_segments.default
+"""The forward pass, in torch's dispatcher."""
+
+
+def _rows(x: Tensor) -> Tensor:
+    """[1 H T D] -> [T H D], with the numbers of a head side by side."""
+    x = x[0].transpose(0, 1)
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def _view(x: Tensor) -> _Tensor:
+    return _Tensor(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def _call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    segments: Tensor,
+    keys: Tensor,
+    queries: Tensor,
+    room: int,
+    scale: float,
+    window: int,
+) -> _Call:
+    """What forward and backward share; the tensors must outlive the call."""
+    call = _Call(q.shape[1], k.shape[1], q.shape[2], v.shape[2], torch.get_num_threads(), 1, window, scale)
+    call.key_blocks, call.query_blocks, call.room_keys = len(keys), len(queries), room
+    call.segments, call.keys, call.queries = (x.data_ptr() for x in (segments, keys, queries))
+    call.q, call.k, call.v, call.out = (_view(x) for x in (q, k, v, out))
+    return call
+
+
+def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
+    """Runs the library, in room that is gone afterwards."""
+    kernels = _built()
+    assert not isinstance(kernels, str)
+    room = torch.empty(kernels.room(ctypes.addressof(call), back, half))
+    call.sums, call.room = sums.data_ptr(), room.data_ptr()
+    (kernels.backward if back else kernels.forward)(ctypes.addressof(call), half)
+
+
+def _trial(kernels: SegmentKernels) -> str | None:
+    """Why the kernels are not used: a result, or a gradient, that differs from the formula on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, parents, window = [37, 100, 5], [-1, 0, 1], 90
+    tables = SegmentTables(kernels, lengths, parents, 2)
+    place = torch.arange(sum(lengths))  # every segment the only child of the one before: one causal chain
+    seen = (place <= place[:, None]) & (place > place[:, None] - window)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        q, k, v, grad = (
+            torch.randn(1, n, len(place), size, generator=generator).to(dtype)
+            for n, size in ((4, 24), (2, 24), (2, 40), (4, 40))
+        )
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        wide = [x.detach().float().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            got = attend_segments(leaves[0], leaves[1], leaves[2], tables, scale=0.3, window=window)
+            keys, values = (x.repeat_interleave(2, 1) for x in wide[1:])
+            want = (wide[0] @ keys.mT * 0.3).masked_fill(~seen, -torch.inf).softmax(-1) @ values
+            found = torch.autograd.grad(got, leaves, grad)
+            wanted = torch.autograd.grad(want, wide, grad.float())
+        for x, y in zip((got, *found), (want, *wanted), strict=True):
+            if not bool((x.float() - y).abs().max() <= limit * y.abs().max()):
+                return f"attention in {dtype} differs from the formula on this machine"
+    return None
