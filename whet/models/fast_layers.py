@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from whet.native.elementwise import ElementwiseKernels, elementwise_kernels
 from whet.observe.environment import environment
 
 __all__ = ["FastLayers", "chunks", "linear", "onednn_refusal", "weight_grad", "wide_registers"]
@@ -148,11 +149,6 @@ def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 # ---- the functions ---------------------------------------------------------------------------------------------------
 
 
-def _parts(rows: Tensor) -> Iterator[slice]:
-    """Rows [n, d] a few at a time, so that what is made of them stays in the cache."""
-    return chunks(len(rows), max(1, PART // max(1, rows.shape[1])))
-
-
 def _rows(x: Tensor) -> Tensor:
     """[n I] of [..., I], where n may be 0: an expert that no token goes to."""
     return x.reshape(-1, x.shape[-1])
@@ -190,11 +186,7 @@ class _Gated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        g, u = _rows(gate), _rows(up)
-        inner = torch.empty_like(g)
-        for part in _parts(g):
-            torch.mul(F.silu(g[part]), u[part], out=inner[part])
-        return linear(inner, weight, bias).view(*gate.shape[:-1], weight.shape[0])
+        return linear(_gate(_rows(gate), _rows(up)), weight, bias).view(*gate.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -202,19 +194,13 @@ class _Gated(torch.autograd.Function):
         gate, up, weight = ctx.saved_tensors
         needs_gate, needs_up, needs_weight, needs_bias = ctx.needs_input_grad
         rows, g, u = _rows(grad), _rows(gate), _rows(up)
-        inner = torch.empty_like(g) if needs_weight else None
-        d = linear(rows, weight.t()) if needs_gate or needs_up else None  # of the product, then of up
-        d_gate = None if d is None else torch.empty_like(d)
-        for part in _parts(g):
-            act = F.silu(g[part])
-            if inner is not None:
-                torch.mul(act, u[part], out=inner[part])
-            if d is not None and d_gate is not None:
-                torch.ops.aten.silu_backward.grad_input(d[part] * u[part], g[part], grad_input=d_gate[part])
-                d[part].mul_(act)
+        if needs_gate or needs_up:
+            d_gate, d_up, inner = _gate_grads(g, u, linear(rows, weight.t()), needs_weight)
+        else:
+            d_gate, d_up, inner = None, None, _gate(g, u) if needs_weight else None
         like = lambda x, other: None if x is None else x.view_as(other)
         d_weight = None if inner is None else weight_grad(rows, inner)
-        return like(d_gate, gate), like(d, up), d_weight, rows.sum(0) if needs_bias else None
+        return like(d_gate, gate), like(d_up, up), d_weight, rows.sum(0) if needs_bias else None
 
 
 class _Norm(torch.autograd.Function):
@@ -225,31 +211,87 @@ class _Norm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-        wide = _wide(x)
-        length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        r = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        rows = _rows(x)
+        y, r = _norm(rows, weight, epsilon)
         ctx.save_for_backward(x, weight, r)
-        return (wide * r).to(x.dtype).mul_(weight)
+        return y.view_as(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, r = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        x, rows, r, w = _rows(x), _rows(grad), _rows(r), _wide(weight)
-        d_x = torch.empty_like(rows) if needs_x else None
-        terms = rows.new_empty(rows.shape, dtype=w.dtype) if needs_weight else None
-        for part in _parts(rows):
-            a, b, c = _wide(x[part]), _wide(rows[part]), r[part]
-            if terms is not None:
-                torch.mul(b, a, out=terms[part]).mul_(c)
-            if d_x is not None:
-                inner = b * w
-                # no product of a matrix and a vector: a row's rounding must not depend on how many rows there are
-                slope = (inner * a).sum(-1, keepdim=True).mul_(c**3).div_(-x.shape[-1])
-                d_x[part] = inner.mul_(c).addcmul_(a, slope)
-        d_weight = None if terms is None else terms.sum(0).to(weight.dtype)
-        return None if d_x is None else d_x.view_as(grad), d_weight, None
+        d_x, d_weight = _norm_grads(_rows(x), weight, r, _rows(grad), needs_x, needs_weight)
+        return None if d_x is None else d_x.view_as(grad), None if d_weight is None else d_weight.to(weight.dtype), None
+
+
+# ---- element by element: in one pass of C++, or by torch in parts that stay in the cache -----------------------------
+
+
+def _native(*tensors: Tensor) -> ElementwiseKernels | None:
+    """The kernels, if they can take these rows."""
+    kernels = elementwise_kernels()
+    return kernels if kernels is not None and kernels.fit(*tensors) else None
+
+
+def _parts(rows: Tensor) -> Iterator[slice]:
+    """Rows [n, d] a few at a time, so that what is made of them stays in the cache."""
+    return chunks(len(rows), max(1, PART // max(1, rows.shape[1])))
+
+
+def _gate(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, [n M]."""
+    if kernels := _native(gate, up):
+        return kernels.gated(gate, up)
+    inner = torch.empty_like(gate)
+    for part in _parts(gate):
+        torch.mul(F.silu(gate[part]), up[part], out=inner[part])
+    return inner
+
+
+def _gate_grads(gate: Tensor, up: Tensor, grad: Tensor, product: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Gradients of silu(gate) · up, that of up in the place of `grad`, and, where wanted, the product again."""
+    if kernels := _native(gate, up, grad):
+        return kernels.gated_grads(gate, up, grad, product=product)
+    inner, d_gate = torch.empty_like(gate) if product else None, torch.empty_like(grad)
+    for part in _parts(gate):
+        act = F.silu(gate[part])
+        if inner is not None:
+            torch.mul(act, up[part], out=inner[part])
+        torch.ops.aten.silu_backward.grad_input(grad[part] * up[part], gate[part], grad_input=d_gate[part])
+        grad[part].mul_(act)
+    return d_gate, grad, inner
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """(x r) w, [n d], and r, [n], in fp32 or float64."""
+    if kernels := _native(x, weight):
+        return kernels.norm(x, weight, epsilon)
+    wide = _wide(x)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    r = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+    return (wide * r).to(x.dtype).mul_(weight), r[:, 0]
+
+
+def _norm_grads(
+    x: Tensor, weight: Tensor, r: Tensor, grad: Tensor, of_x: bool, of_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of (x r) w, those wanted: [n d], and [d] in fp32 or float64."""
+    if kernels := _native(x, weight, grad):
+        return kernels.norm_grads(x, weight, r, grad, of_x=of_x, of_weight=of_weight)
+    w = _wide(weight)
+    d_x = torch.empty_like(grad) if of_x else None
+    terms = grad.new_empty(grad.shape, dtype=w.dtype) if of_weight else None
+    for part in _parts(grad):
+        a, b, c = _wide(x[part]), _wide(grad[part]), r[part, None]
+        if terms is not None:
+            torch.mul(b, a, out=terms[part]).mul_(c)
+        if d_x is not None:
+            inner = b * w
+            # no product of a matrix and a vector: a row's rounding must not depend on how many rows there are
+            slope = (inner * a).sum(-1, keepdim=True).mul_(c**3).div_(-x.shape[-1])
+            d_x[part] = inner.mul_(c).addcmul_(a, slope)
+    return d_x, None if terms is None else terms.sum(0)
 
 
 # ---- which layers ----------------------------------------------------------------------------------------------------

@@ -102,7 +102,7 @@ inline vec exponential(vec x) {
     p = fused(p, r, all(1.6666665459e-1f));
     p = fused(p, r, all(5.0000001201e-1f));
     p = fused(p * r, r, r + 1.0f);
-    vec out = (vec)((ints)p + (n << 23));
+    vec out = p * (vec)((n + 127) << 23);  // a product, so that NaN stays NaN
     return pick(x < all(-87.3f), vec{}, out);
 }
 

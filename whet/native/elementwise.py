@@ -1,0 +1,130 @@
+"""RMSNorms and gates of training in C++ (kernels/elementwise.cpp), each in one pass over memory, forward and backward.
+
+Through torch they are several operations, and in bf16 twice as many: each reads and writes all numbers again. Where
+they can't be built, or differ from torch on a trial, `elementwise_kernels` gives the reason.
+Dim letters: n rows, d numbers of a row.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whet.native.build import Library, load_library
+
+__all__ = ["ElementwiseKernels", "elementwise_kernels"]
+
+log = logging.getLogger("whet")
+_long, _pointer = ctypes.c_int64, ctypes.c_void_p
+
+
+class ElementwiseKernels:
+    """The functions of elementwise.cpp over tensors of one dtype, contiguous. Args: found: the library."""
+
+    def __init__(self, found: Library) -> None:
+        library, self.compiler = found
+        library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
+        self.lanes: int = library.whet_fact(0)
+        """Numbers side by side in a register: rows must be multiples of it."""
+        self._part: int = library.whet_fact(1)
+        self._norm, self._norm_back = library.whet_norm, library.whet_norm_back
+        self._gated, self._gated_back = library.whet_gated, library.whet_gated_back
+        self._norm.argtypes = (*(_pointer,) * 4, _long, _long, ctypes.c_double, _long, _long)
+        self._norm_back.argtypes = (*(_pointer,) * 6, *(_long,) * 4)
+        self._gated.argtypes = (*(_pointer,) * 3, *(_long,) * 3)
+        self._gated_back.argtypes = (*(_pointer,) * 5, *(_long,) * 3)
+        for function in (self._norm, self._norm_back, self._gated, self._gated_back):
+            function.restype = None
+
+    def fit(self, *tensors: Tensor) -> bool:
+        """Whether they can be taken: on a CPU, contiguous, fp32 or bf16 alike, in rows of whole registers."""
+        dtype = tensors[0].dtype
+        return dtype in (torch.float32, torch.bfloat16) and all(
+            x.dtype == dtype and x.device.type == "cpu" and x.shape[-1] % self.lanes == 0 and x.is_contiguous()
+            for x in tensors
+        )
+
+    def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """RMSNorm: y = (x r) w, r = (mean(x²) + ε)^-½. Args: x: [n d]. weight: [d]. Returns: y [n d], r [n] in fp32."""
+        y, r = torch.empty_like(x), x.new_empty(len(x), dtype=torch.float32)
+        pointers = (z.data_ptr() for z in (x, weight, y, r))
+        self._norm(*pointers, *x.shape, epsilon, torch.get_num_threads(), x.dtype == torch.bfloat16)
+        return y, r
+
+    def norm_grads(
+        self, x: Tensor, weight: Tensor, r: Tensor, grad: Tensor, *, of_x: bool, of_weight: bool
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """∂/∂x = r (g w) − x r³ mean(g w x), ∂/∂w = Σ g x r. Args: as norm has them; grad: g. of_x, of_weight: wanted.
+
+        Returns: [n d], and [d] in fp32; None where not wanted.
+        """
+        d_x = torch.empty_like(x) if of_x else None
+        parts = x.new_empty(-(-len(x) // self._part), x.shape[1], dtype=torch.float32) if of_weight else None
+        pointers = (None if z is None else z.data_ptr() for z in (x, weight, r, grad, d_x, parts))
+        self._norm_back(*pointers, *x.shape, torch.get_num_threads(), x.dtype == torch.bfloat16)
+        return d_x, None if parts is None else parts.sum(0)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) · up, [n d]."""
+        y = torch.empty_like(gate)
+        pointers = (z.data_ptr() for z in (gate, up, y))
+        self._gated(*pointers, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
+        return y
+
+    def gated_grads(
+        self, gate: Tensor, up: Tensor, grad: Tensor, *, product: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gradients of silu(gate) · up. Args: grad: of it; becomes that of up. product: also silu(gate) · up itself.
+
+        Returns: ∂/∂gate, ∂/∂up, the product.
+        """
+        d_gate, y = torch.empty_like(gate), torch.empty_like(gate) if product else None
+        pointers = (None if z is None else z.data_ptr() for z in (gate, up, grad, y, d_gate))
+        self._gated_back(*pointers, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
+        return d_gate, grad, y
+
+
+@functools.cache
+def elementwise_kernels() -> ElementwiseKernels | None:
+    """The kernels, built if they are not there yet; None where torch's operations must do, with the reason logged.
+
+    >>> elementwise_kernels() is None or elementwise_kernels().lanes in (8, 16)
+    True
+    """
+    found = load_library("elementwise")
+    if isinstance(found, str):
+        reason = found
+    else:
+        try:
+            kernels = ElementwiseKernels(found)
+            if (reason := _trial(kernels)) is None:
+                return kernels
+        except (OSError, AttributeError) as error:  # a damaged file, or another version's
+            reason = f"loading them failed: {error}"
+    log.info("norms and gates of training stay with torch: %s", reason)
+    return None
+
+
+def _trial(kernels: ElementwiseKernels) -> str | None:
+    """Why the kernels are not used: a result, or a gradient, that differs from torch's on this machine."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        x, up, grad, w = (torch.randn(*n, generator=generator).to(dtype) for n in (*[(300, 48)] * 3, (48,)))
+        a, b, weight = (z.detach().float().requires_grad_() for z in (x, up, w))
+        with torch.enable_grad():
+            want = a * (a.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
+            of_norm = torch.autograd.grad(want, (a, weight), grad.float())
+            product = F.silu(a) * b
+            of_gate = torch.autograd.grad(product, (a, b), grad.float())
+        y, r = kernels.norm(x, w, 1e-6)
+        found = (y, *kernels.norm_grads(x, w, r, grad, of_x=True, of_weight=True), kernels.gated(x, up))
+        found += kernels.gated_grads(x, up, grad.clone(), product=True)
+        for got, true in zip(found, (want, *of_norm, product, *of_gate, product), strict=True):
+            if got is None or not bool((got.float() - true).abs().max() <= limit * true.abs().max()):
+                return f"norms or gates in {dtype} differ from torch's on this machine"
+    return None
