@@ -14,6 +14,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -84,7 +85,8 @@ class SegmentTables:
             blocks = -(-n // (kernels.queries // group))
             cuts = [n * j // blocks for j in range(blocks + 1)]  # of nearly the same length
             queries += [(i, starts[i] + a, above[i] + a, b - a, 0) for a, b in itertools.pairwise(cuts)]
-        self.segments, self.keys, self.queries = (torch.tensor(x) for x in (segments, keys, queries))
+        with torch.inference_mode(False):  # they outlive this pass
+            self.segments, self.keys, self.queries = (torch.tensor(x, device="cpu") for x in (segments, keys, queries))
         self.room = room
         self._work = (self.queries[:, 3] * (self.queries[:, 2] + self.queries[:, 3])).cumsum(0)
 
@@ -106,7 +108,10 @@ def segment_kernels() -> SegmentKernels | str:
     True
     """
     kernels = _built()
-    reason = kernels if isinstance(kernels, str) else _trial(kernels)
+    reason = kernels if isinstance(kernels, str) else None
+    if not isinstance(kernels, str):
+        with ThreadPoolExecutor(1) as pool:  # where no hook, mode or grad state of the layer that asks reaches it
+            reason = pool.submit(_trial, kernels).result()
     if reason is not None:
         log.info("attention of training stays in torch's operator: %s", reason)
         return reason
