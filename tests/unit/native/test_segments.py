@@ -265,6 +265,19 @@ def test_torchs_default_dtype_changes_nothing(dtype):
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("dtype", LIMITS)
+@pytest.mark.parametrize("tree", [TREES["forks of forks"], TREES["one token"], LONG])
+def test_what_lay_in_the_memory_before_changes_no_bit(each_build, dtype, tree):
+    inputs = draw(tree, dtype, heads=6, kv=2, size=5, value_size=19)
+    for window in (None, 50):
+        want = native(tree, inputs, window=window)
+        torch.use_deterministic_algorithms(True)  # which fills what is empty with NaN
+        try:
+            assert same(native(tree, inputs, window=window), want)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
 # ---- what is no number -----------------------------------------------------------------------------------------------
 
 
