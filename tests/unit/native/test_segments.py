@@ -239,6 +239,16 @@ def test_a_gradient_that_is_not_asked_for_is_not_given():
     assert torch.equal(k.grad, native(tree, [q, k, v, grad])[2]) and q.grad is v.grad is None
 
 
+def test_a_gradient_of_a_gradient_is_refused():
+    q, k, v, grad = draw(TREES["one group"])
+    out = attend_segments(
+        q.requires_grad_(), k, v, SegmentTables(KERNELS, *TREES["one group"], 2), scale=0.3, window=None
+    )
+    (first,) = torch.autograd.grad(out, q, grad.requires_grad_(), create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        first.sum().backward()
+
+
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_a_gradient_of_zeros_gives_zeros(each_build, dtype):
     *inputs, grad = draw(TREES["forks of forks"], dtype)
