@@ -48,3 +48,34 @@ def model_folder(tmp_path_factory, tokenizer):
     tiny_model().save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+@pytest.fixture
+def set_threads():
+    """Sets torch's threads for a test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty cache of built kernels."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "whet"
+
+
+@pytest.fixture
+def rewrite(tmp_path, monkeypatch):
+    """Puts other words into a copy of the kernels' sources, which are what is built from then on."""
+    from whet.native import build
+
+    def change(old, new):
+        sources = {x.name: x.read_text() for x in build.SOURCE.iterdir()}
+        assert sum(old in text for text in sources.values()) == 1
+        (tmp_path / "kernels").mkdir()
+        for name, text in sources.items():
+            (tmp_path / "kernels" / name).write_text(text.replace(old, new))
+        monkeypatch.setattr(build, "SOURCE", tmp_path / "kernels")
+
+    return change

@@ -2,18 +2,18 @@
 
 import os
 import platform
-import shutil
-import stat
 import weakref
 
 import numpy as np
 import pytest
 import torch
+from builds import BUILDS, compiler
 from tiny import build, prompts, requests, run
 
 from whet.errors import EngineError
+from whet.native import build as native_build
 from whet.rollout.base import Sampling
-from whet.rollout.engine import EmbeddedEngine, fused, native
+from whet.rollout.engine import EmbeddedEngine, fused
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native import Kernels, load_kernels
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
@@ -21,8 +21,6 @@ from whet.rollout.engine.packed import Product
 
 KERNELS = load_kernels()
 needs_kernels = pytest.mark.skipif(isinstance(KERNELS, str), reason=str(KERNELS))
-BUILDS = {"whole": (), "no bf16 instructions": ("-mno-avx512bf16",), "256 bits": ("-mno-avx512f", "-mno-avx512bf16")}
-"""Flags by which a processor with everything stands for one with less."""
 LENGTHS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Largest difference by dtype, of numbers of size 1."""
 
@@ -37,19 +35,11 @@ def kernels(request, tmp_path_factory):
         pytest.skip("flags of x86-64")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        patch.setattr(native, "FLAGS", (*native.FLAGS, *BUILDS[request.param]))
+        patch.setattr(native_build, "FLAGS", (*native_build.FLAGS, *BUILDS[request.param]))
         made = load()
     assert isinstance(made, Kernels), made
     assert made.lanes == (8 if request.param == "256 bits" else KERNELS.lanes)
     yield made
-
-
-@pytest.fixture
-def set_threads():
-    """Sets torch's threads for a test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def load():
@@ -337,75 +327,8 @@ def test_no_keys_are_held_by_the_tables_of_an_engine_that_sleeps():
     assert keys() is None
 
 
-@pytest.fixture
-def cache(tmp_path, monkeypatch):
-    """An empty cache."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    return tmp_path / "whet"
-
-
-@pytest.fixture
-def rewrite(tmp_path, monkeypatch):
-    """Puts other words into a copy of the kernels' source, which is what is built from then on."""
-
-    def change(old, new):
-        sources = {x.name: x.read_text() for x in native.SOURCE.iterdir()}
-        (tmp_path / "kernels").mkdir()
-        for name, text in sources.items():
-            (tmp_path / "kernels" / name).write_text(text.replace(old, new))
-        assert sum(old in text for text in sources.values()) == 1
-        monkeypatch.setattr(native, "SOURCE", tmp_path / "kernels")
-
-    return change
-
-
-def compiler(folder, body):
-    """A program that stands for a compiler."""
-    path = folder / "compiler"
-    path.write_text(f"#!/bin/sh\n{body}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    return str(path)
-
-
-@needs_kernels
-def test_they_are_built_once_and_no_half_built_file_stays(cache, monkeypatch):
-    assert isinstance(load(), Kernels)
-    (built,) = cache.iterdir()
-    assert built.suffix == ".so" and stat.S_IMODE(cache.stat().st_mode) == 0o700
-    before = built.stat().st_mtime_ns
-    assert isinstance(load(), Kernels) and built.stat().st_mtime_ns == before
-    monkeypatch.setattr(native, "FLAGS", (*native.FLAGS, "-DNEW"))
-    assert isinstance(load(), Kernels) and len(list(cache.iterdir())) == 2
-    monkeypatch.setenv("CXX", "g++ -DOLD")
-    if shutil.which("g++"):
-        assert isinstance(load(), Kernels) and all(x.suffix == ".so" for x in cache.iterdir())
-
-
-@needs_kernels
-@pytest.mark.parametrize("fault", ["cut short", "written by others", "in a folder of others"])
-def test_a_library_that_is_broken_or_could_be_another_users_is_not_loaded(cache, fault):
-    assert isinstance(load(), Kernels)
-    (built,) = cache.iterdir()
-    whole = built.read_bytes()
-    built.unlink()
-    built.write_bytes(whole[:100])
-    if fault != "cut short":
-        (built if fault == "written by others" else cache).chmod(0o777)
-    assert isinstance(load(), Kernels)
-    if fault == "in a folder of others":
-        assert built.read_bytes() == whole[:100]
-
-
-@needs_kernels
-@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
-def test_a_home_that_cannot_be_written_costs_a_build_only(tmp_path, monkeypatch):
-    tmp_path.chmod(0o500)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert isinstance(load(), Kernels)
-
-
 def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path, monkeypatch):
-    if not os.path.exists("/proc/self/maps") or native._openmp() is None:
+    if not os.path.exists("/proc/self/maps") or native_build._openmp() is None:
         pytest.skip(str(load()))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))

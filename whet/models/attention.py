@@ -117,7 +117,8 @@ class SegmentLayout(Layout):
     @functools.cached_property
     def plain(self) -> BucketRow:
         """The segments as buckets of padded calls."""
-        return BucketRow(self.lengths, self.parents, self.position_ids.device, self.multiple)
+        with torch.inference_mode(False):  # they outlive this pass, and the next one may need a gradient
+            return BucketRow(self.lengths, self.parents, self.position_ids.device, self.multiple)
 
     @functools.cached_property
     def _flex(self) -> FlexRow:

@@ -9,11 +9,13 @@ Left out on purpose: soft-capped scores, sinks and float64, which stay with torc
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import functools
 import itertools
 import logging
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -84,9 +86,10 @@ class SegmentTables:
             blocks = -(-n // (kernels.queries // group))
             cuts = [n * j // blocks for j in range(blocks + 1)]  # of nearly the same length
             queries += [(i, starts[i] + a, above[i] + a, b - a, 0) for a, b in itertools.pairwise(cuts)]
-        self.segments, self.keys, self.queries = (torch.tensor(x) for x in (segments, keys, queries))
+        with torch.inference_mode(False):  # they outlive this pass
+            self.segments, self.keys, self.queries = (torch.tensor(x, device="cpu") for x in (segments, keys, queries))
         self.room = room
-        self._work = (self.queries[:, 3] * (self.queries[:, 2] + self.queries[:, 3])).cumsum(0)
+        self._work = list(itertools.accumulate(n * (place + n) for _, _, place, n, _ in queries))
 
     def stripe_ends(self, kv: int, threads: int) -> Tensor:
         """Blocks of queries in stripes of like work, such that all threads have some: the last block of each, plus 1.
@@ -94,8 +97,8 @@ class SegmentTables:
         Args: kv: K. threads: of torch.
         """
         count = 1 if kv % threads == 0 else min(STRIPES, -(-2 * threads // kv), len(self._work))
-        ends = torch.searchsorted(self._work, self._work[-1] * torch.arange(1, count + 1) / count) + 1
-        return ends.clamp(max=len(self._work))
+        ends = [bisect.bisect_left(self._work, self._work[-1] * i // count) + 1 for i in range(1, count + 1)]
+        return torch.tensor(ends, device="cpu")
 
 
 @functools.cache
@@ -106,7 +109,10 @@ def segment_kernels() -> SegmentKernels | str:
     True
     """
     kernels = _built()
-    reason = kernels if isinstance(kernels, str) else _trial(kernels)
+    reason = kernels if isinstance(kernels, str) else None
+    if not isinstance(kernels, str):
+        with ThreadPoolExecutor(1) as pool:  # where no hook, mode or grad state of the layer that asks reaches it
+            reason = pool.submit(_trial, kernels).result()
     if reason is not None:
         log.info("attention of training stays in torch's operator: %s", reason)
         return reason
@@ -242,7 +248,7 @@ def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
     """Runs the library, in room that is gone afterwards."""
     kernels = _built()
     assert not isinstance(kernels, str)
-    room = torch.empty(kernels.room(ctypes.addressof(call), back, half))
+    room = torch.empty(kernels.room(ctypes.addressof(call), back, half), dtype=torch.float32, device="cpu")
     call.sums, call.room = sums.data_ptr(), room.data_ptr()
     (kernels.backward if back else kernels.forward)(ctypes.addressof(call), half)
 

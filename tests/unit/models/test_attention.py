@@ -22,12 +22,9 @@ def oracle(layout, q, k, v, *, scale, window, softcap, sinks):
     family = []
     for i, p in enumerate(parents):
         family.append({i} | (family[p] if p >= 0 else set()))
-    T = len(segment)
-    seen = torch.zeros(T, T, dtype=torch.bool)
-    for i in range(T):
-        for j in range(T):
-            near = window is None or position[i] - position[j] < window
-            seen[i, j] = segment[j] in family[segment[i]] and position[j] <= position[i] and near
+    T, window = len(segment), 1 << 30 if window is None else window
+    sees = lambda i, j: segment[j] in family[segment[i]] and 0 <= position[i] - position[j] < window
+    seen = torch.tensor([[sees(i, j) for j in range(T)] for i in range(T)])
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * scale
     if softcap is not None:

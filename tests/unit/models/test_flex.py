@@ -14,6 +14,7 @@ from whet.models import attention, flex
 from whet.models.attention import SegmentLayout
 from whet.models.flex import FlexCase, FlexRow, flex_refusal, walk
 from whet.models.load import load_model
+from whet.native.segments import segment_kernels
 from whet.types import TokenBatch, TrainExample
 
 torch_flex = importlib.import_module("torch.nn.attention.flex_attention")  # the package has a function of that name
@@ -174,12 +175,18 @@ def test_lengths_windows_and_caps_share_a_kernel(backward, monkeypatch):
 # ---- the choice
 
 
-def test_a_cpu_is_refused_and_auto_is_plain_there(caplog):
+def test_a_cpu_is_refused_and_auto_is_native_there_where_it_can_be_had():
     assert "no backward pass on cpu" in flex_refusal(CASE._replace(device=torch.device("cpu")))
     tensors, how = inputs(9), {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
     tree = ([4, 2, 3], [-1, 0, 0])
-    auto, plain = (SegmentLayout(*tree, attention=a).attend(0, *tensors, **how) for a in ("auto", "plain"))
-    assert torch.equal(auto, plain)
+    auto, plain = (SegmentLayout(*tree, attention=a) for a in ("auto", "plain"))
+    torch.testing.assert_close(auto.attend(0, *tensors, **how), plain.attend(0, *tensors, **how), atol=1e-5, rtol=0)
+    native = not isinstance(segment_kernels(), str)
+    assert ("plain" in vars(auto), "_flex" in vars(auto)) == (not native, False)  # which tables were made
+    capped = {**how, "softcap": 0.7}  # what the native kernels leave to torch, to the bit
+    assert torch.equal(auto.attend(0, *tensors, **capped), plain.attend(0, *tensors, **capped))
+    wide = [x.double() for x in tensors]
+    assert torch.equal(auto.attend(0, *wide, **how), plain.attend(0, *wide, **how))
     with pytest.raises(ConfigError, match="no backward pass on cpu; set it to auto or plain"):
         SegmentLayout(*tree, attention="flex").attend(0, *tensors, **how)
 
@@ -270,8 +277,11 @@ def test_the_switch_reaches_the_layout():
         )
     )
     (micro,) = plan_micro_batches(batch, max_tokens=100)
-    moved = _on(micro, "meta", "plain").layout
-    assert moved is not None and moved.attention == "plain"
+    assert micro.layout is not None and micro.layout.attention == "auto"
+    (micro,) = plan_micro_batches(batch, max_tokens=100, attention="plain")
+    assert micro.layout is not None and micro.layout.attention == "plain"
+    moved = _on(micro, "meta").layout
+    assert moved is not None and moved.attention == "plain" and moved.position_ids.device.type == "meta"
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import load_model
 from whet.models.recompute import MODES, checkpoint_activations
+from whet.native import segments
+from whet.native.segments import segment_kernels
 
 BATCH = random_batch((9, [7, 3, 5]), (4, [6, 6]), seed=3)  # prompts shared by three and by two completions
 
@@ -28,9 +30,9 @@ def loaded_with(mode, **fields):
     return loaded
 
 
-def run(loaded, batch=BATCH):
+def run(loaded, batch=BATCH, attention="auto"):
     """One forward pass over a packed batch, as one number."""
-    (micro,) = plan_micro_batches(batch, max_tokens=4096, packable=loaded.packable)
+    (micro,) = plan_micro_batches(batch, max_tokens=4096, packable=loaded.packable, attention=attention)
     assert micro.layout is not None
     weights = torch.linspace(-1, 1, len(micro.targets))
     return (weights * token_stats(loaded, micro).logprobs).sum()
@@ -48,6 +50,7 @@ DEAR = (
     "aten.addmm.default",
     "mkldnn._linear_pointwise.default",
     "aten._scaled_dot_product_flash_attention_for_cpu.default",
+    "whet.attend_segments.default",
 )
 
 
@@ -119,6 +122,13 @@ def test_a_micro_batch_can_follow_another_before_the_step(mode):
     assert same(*grads)
 
 
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_the_trial_of_the_native_kernels_leaves_the_layer_that_asks_first_alone(mode):
+    _, expected = gradients("none")
+    segments.segment_kernels.cache_clear()
+    assert same(gradients(mode)[1], expected)
+
+
 # ---- less memory ---------------------------------------------------------------------------------------------------
 
 
@@ -140,18 +150,21 @@ def test_selective_runs_no_product_of_a_layer_twice_and_full_runs_all_of_them_tw
 
 
 @pytest.mark.parametrize("layers", ["own", "fast"])
-def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice(layers, monkeypatch):
+@pytest.mark.parametrize("attention", ["auto", "plain"])
+def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice(layers, attention, monkeypatch):
     monkeypatch.setattr(fast_layers, "LEAST", 0)
     runs = {}
     for mode in ("none", "selective"):
         loaded = loaded_with(mode, attention_bias=True)
         with Products() as seen, FastLayers(loaded.module).on() if layers == "fast" else nullcontext():
-            run(loaded).backward()
+            run(loaded, attention=attention).backward()
         runs[mode] = {name: seen.runs[name] for name in DEAR}
     assert runs["selective"] == runs["none"]
     onednn = layers == "fast" and fast_layers.onednn_refusal() is None
-    dear = {"aten._scaled_dot_product_flash_attention_for_cpu.default", DEAR[2 if onednn else 1]}
+    native = attention == "auto" and not isinstance(segment_kernels(), str)
+    dear = {DEAR[4 if native else 3], DEAR[2 if onednn else 1]}
     assert dear <= {name for name, n in runs["none"].items() if n}  # else nothing has been shown
+    assert not runs["none"][DEAR[3 if native else 4]]
 
 
 # ---- what stays as it is -------------------------------------------------------------------------------------------

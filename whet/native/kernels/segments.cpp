@@ -37,7 +37,7 @@ struct Call {
     int64_t key_blocks, query_blocks, room_keys;  // tokens of all blocks of keys, with room
     const Segment* segments;
     const Block *keys, *queries;
-    const int64_t* stripe_ends;  // [stripes + 1]: first block of queries of each
+    const int64_t* stripe_ends;  // [stripes]: last block of queries of each, plus 1
     Tensor q, k, v, out, grad, d_q, d_k, d_v;
     float* sums;  // [T, H]: log of the sum of exponentials
     float* room;

@@ -1,0 +1,113 @@
+"""A library is built once, kept where nobody else can write, and built anew when anything about it changed."""
+
+import os
+import platform
+import shutil
+import stat
+
+import pytest
+from builds import compiler
+
+from whet.native import build
+from whet.native.build import Library, load_library
+
+needs_compiler = pytest.mark.skipif(isinstance(load_library("decode"), str), reason="no kernels can be built here")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A source that is built in no time, and its header."""
+    path = tmp_path / "sources"
+    path.mkdir()
+    (path / "number.h").write_text("#define NUMBER 1\n")
+    (path / "number.cpp").write_text('#include "number.h"\nextern "C" int number() { return NUMBER; }\n')
+    monkeypatch.setattr(build, "SOURCE", path)
+    return path
+
+
+def number():
+    """What the library says."""
+    found = load_library("number")
+    assert isinstance(found, Library), found
+    return found.handle.number()
+
+
+@needs_compiler
+def test_it_is_built_once_and_no_half_built_file_stays(cache, folder, monkeypatch):
+    assert number() == 1
+    (built,) = cache.iterdir()
+    assert built.suffix == ".so" and stat.S_IMODE(cache.stat().st_mode) == 0o700
+    assert built.name.startswith("number-")
+    before = built.stat().st_mtime_ns
+    assert number() == 1 and built.stat().st_mtime_ns == before
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-DNEW"))
+    assert number() == 1 and len(list(cache.iterdir())) == 2
+    monkeypatch.setenv("CXX", "g++ -DOLD")
+    if shutil.which("g++"):
+        assert number() == 1 and all(x.suffix == ".so" for x in cache.iterdir())
+
+
+@needs_compiler
+def test_a_header_or_a_processor_that_changed_means_another_library(cache, folder, monkeypatch):
+    assert number() == 1
+    (folder / "number.h").write_text("#define NUMBER 2\n")
+    assert number() == 2
+    monkeypatch.setattr(build, "_processor", lambda: "another")
+    assert number() == 2 and len(list(cache.iterdir())) == 3
+
+
+@needs_compiler
+@pytest.mark.parametrize("fault", ["cut short", "written by others", "in a folder of others"])
+def test_a_library_that_is_broken_or_could_be_another_users_is_not_loaded(cache, folder, fault, tmp_path, monkeypatch):
+    assert number() == 1
+    (built,) = cache.iterdir()
+    again = tmp_path / "again" / "whet"  # a path that this process has not loaded before
+    again.mkdir(mode=0o700, parents=True)
+    broken = again / built.name
+    broken.write_bytes(built.read_bytes()[:100])
+    broken.chmod(0o700)
+    if fault != "cut short":
+        (broken if fault == "written by others" else again).chmod(0o777)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(again.parent))
+    assert number() == 1
+    if fault == "in a folder of others":
+        assert len(broken.read_bytes()) == 100
+    else:
+        assert len(broken.read_bytes()) > 100 and stat.S_IMODE(broken.stat().st_mode) & 0o022 == 0
+
+
+@needs_compiler
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
+def test_a_home_that_cannot_be_written_costs_a_build_only(tmp_path, folder, monkeypatch):
+    tmp_path.chmod(0o500)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert number() == 1
+
+
+@needs_compiler
+def test_the_reason_why_there_is_none_is_the_compilers(cache, folder, tmp_path, monkeypatch):
+    (folder / "number.cpp").write_text("int number() { return missing; }\n")
+    reason = load_library("number")
+    assert isinstance(reason, str) and reason.startswith("building them failed: ") and "missing" in reason
+    assert not list(cache.iterdir())
+    monkeypatch.setenv(
+        "CXX", compiler(tmp_path, "test $1 = --version && echo cc || { echo 'no such flag' >&2; exit 1; }")
+    )
+    assert load_library("number") == "building them failed: no such flag"
+    monkeypatch.setenv("CXX", compiler(tmp_path, "exit 0"))  # says no version
+    assert str(load_library("number")).startswith("building them failed: ")
+    monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
+    assert str(load_library("number")).startswith("building them failed: ")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert load_library("number") == "no C++ compiler (g++) is installed"
+    assert not list(cache.iterdir())
+
+
+def test_a_system_that_is_not_linux_or_a_torch_without_gnu_openmp_is_named(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "_openmp", lambda: None)
+        if platform.system() == "Linux":
+            assert load_library("decode") == "torch has no GNU OpenMP here"
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    assert load_library("decode") == "no native kernels on Darwin"
