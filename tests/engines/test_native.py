@@ -353,7 +353,7 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
 @pytest.mark.parametrize(
     ("old", "new", "part"),
     [
-        ("a / (1.0f + exponential(-a))", "a / (1.1f + exponential(-a))", "gates"),
+        ("x / (1.0f + exponential(-x))", "x / (1.1f + exponential(-x))", "gates"),
         ("sum(squares) / width", "sum(squares) / (width + 1)", "norms"),
         ("made + 1, size", "made, size", "attention"),
         ("fused(high, one, a[r][1])", "fused(low, one, a[r][1])", "products"),

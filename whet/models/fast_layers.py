@@ -231,7 +231,7 @@ class _Norm(torch.autograd.Function):
 def _native(*tensors: Tensor) -> ElementwiseKernels | None:
     """The kernels, if they can take these rows."""
     kernels = elementwise_kernels()
-    return kernels if kernels is not None and kernels.fit(*tensors) else None
+    return kernels if not isinstance(kernels, str) and kernels.fit(*tensors) else None
 
 
 def _parts(rows: Tensor) -> Iterator[slice]:

@@ -10,16 +10,22 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import logging
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
-__all__ = ["Library", "cache_folder", "load_library"]
+__all__ = ["Library", "cache_folder", "load_library", "load_made", "tried"]
+
+log = logging.getLogger("whet")
+K = TypeVar("K")
 
 SOURCE = Path(__file__).with_name("kernels")
 """Folder of the sources."""
@@ -61,6 +67,33 @@ def load_library(source: str) -> Library | str:
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         lines = said.strip().splitlines() or [type(error).__name__]
         return f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}"
+
+
+def load_made(source: str, make: Callable[[Library], K]) -> K | str:
+    """The functions of a library over tensors. Args: make: makes them. Returns: them, or why there are none."""
+    found = load_library(source)
+    if isinstance(found, str):
+        return found
+    try:
+        return make(found)
+    except (OSError, AttributeError) as error:  # a damaged file, or another version's
+        return f"loading them failed: {error}"
+
+
+def tried(kernels: K | str, trial: Callable[[K], str | None], what: str) -> K | str:
+    """Kernels that have passed a trial; else the reason, which is logged.
+
+    Args: kernels: as load_made gives them. trial: says why they are not to be used. It runs in a thread of its own,
+        where no hook, mode or grad state of the layer that asks first reaches it. what: what they compute.
+    """
+    reason = kernels if isinstance(kernels, str) else None
+    if not isinstance(kernels, str):
+        with ThreadPoolExecutor(1) as pool:
+            reason = pool.submit(trial, kernels).result()
+    if reason is not None:
+        log.info("%s runs through torch: %s", what, reason)
+        return reason
+    return kernels
 
 
 def cache_folder() -> Path:

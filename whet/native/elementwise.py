@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet.native.build import Library, load_library
+from whet.native.build import Library, load_made, tried
 
 __all__ = ["ElementwiseKernels", "elementwise_kernels"]
 
-log = logging.getLogger("whet")
 _long, _pointer = ctypes.c_int64, ctypes.c_void_p
 
 
@@ -90,24 +88,13 @@ class ElementwiseKernels:
 
 
 @functools.cache
-def elementwise_kernels() -> ElementwiseKernels | None:
-    """The kernels, built if they are not there yet; None where torch's operations must do, with the reason logged.
+def elementwise_kernels() -> ElementwiseKernels | str:
+    """The kernels, built if they are not there yet. Returns: them, or the reason why torch's operations must do.
 
-    >>> elementwise_kernels() is None or elementwise_kernels().lanes in (8, 16)
+    >>> isinstance(elementwise_kernels(), (ElementwiseKernels, str))
     True
     """
-    found = load_library("elementwise")
-    if isinstance(found, str):
-        reason = found
-    else:
-        try:
-            kernels = ElementwiseKernels(found)
-            if (reason := _trial(kernels)) is None:
-                return kernels
-        except (OSError, AttributeError) as error:  # a damaged file, or another version's
-            reason = f"loading them failed: {error}"
-    log.info("norms and gates of training stay with torch: %s", reason)
-    return None
+    return tried(load_made("elementwise", ElementwiseKernels), _trial, "norms and gates of training")
 
 
 def _trial(kernels: ElementwiseKernels) -> str | None:

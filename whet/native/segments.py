@@ -13,9 +13,7 @@ import bisect
 import ctypes
 import functools
 import itertools
-import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -23,11 +21,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from whet.native.build import Library, load_library
+from whet.native.build import Library, load_made, tried
 
 __all__ = ["OPERATOR", "SegmentKernels", "SegmentTables", "attend_segments", "segment_kernels", "segment_refusal"]
 
-log = logging.getLogger("whet")
 
 STRIPES = 8
 """Most sums of a key's gradient that are held at once."""
@@ -108,27 +105,13 @@ def segment_kernels() -> SegmentKernels | str:
     >>> isinstance(segment_kernels(), (SegmentKernels, str))
     True
     """
-    kernels = _built()
-    reason = kernels if isinstance(kernels, str) else None
-    if not isinstance(kernels, str):
-        with ThreadPoolExecutor(1) as pool:  # where no hook, mode or grad state of the layer that asks reaches it
-            reason = pool.submit(_trial, kernels).result()
-    if reason is not None:
-        log.info("attention of training stays in torch's operator: %s", reason)
-        return reason
-    return kernels
+    return tried(_built(), _trial, "attention of training")
 
 
 @functools.cache
 def _built() -> SegmentKernels | str:
     """The kernels before their trial."""
-    found = load_library("segments")
-    if isinstance(found, str):
-        return found
-    try:
-        return SegmentKernels(found)
-    except (OSError, AttributeError) as error:  # a damaged file, or another version's
-        return f"loading them failed: {error}"
+    return load_made("segments", SegmentKernels)
 
 
 def segment_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:

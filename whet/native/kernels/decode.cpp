@@ -43,7 +43,7 @@ void gated(const T* x, T* out, int64_t rows, int64_t width, int threads) {
         const T *gate = x + 2 * row * width, *up = gate + width;
         for (int64_t c = 0; c < width; c += W) {
             vec a = load(gate + c);
-            vec open = round_as(pick(a < all(-88.0f), vec{}, a / (1.0f + exponential(-a))), kind);
+            vec open = round_as(silu(a), kind);
             store(out + row * width + c, open * load(up + c));
         }
     }

@@ -47,17 +47,11 @@ void norm_back(const T* x, const T* w, const float* r, const T* g, T* d_x, float
     }
 }
 
-inline vec sigmoid(vec x) { return 1.0f / (1.0f + exponential(-x)); }
-// x sigmoid(x); where exp(-x) has reached its largest it is 0.
-template <class T> inline vec silu(vec x, const T* kind) {
-    return round_as(pick(x < all(-88.0f), vec{}, x * sigmoid(x)), kind);
-}
-
 // y = silu(gate) up.
 template <class T> void gated(const T* gate, const T* up, T* y, int64_t numbers, int threads) {
     const T* kind = nullptr;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && numbers > SMALL)
-    for (int64_t c = 0; c < numbers; c += W) store(y + c, silu(load(gate + c), kind) * load(up + c));
+    for (int64_t c = 0; c < numbers; c += W) store(y + c, round_as(silu(load(gate + c)), kind) * load(up + c));
 }
 
 // Of y = silu(gate) up, from its gradient g: y again, d_gate, and d_up in the place of g. y null: not wanted.
@@ -65,8 +59,8 @@ template <class T> void gated_back(const T* gate, const T* up, T* g, T* y, T* d_
     const T* kind = nullptr;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && numbers > SMALL)
     for (int64_t c = 0; c < numbers; c += W) {
-        const vec a = load(gate + c), b = load(up + c), slope = load(g + c), open = silu(a, kind);
-        const vec s = pick(a < all(-88.0f), vec{}, sigmoid(a));
+        const vec a = load(gate + c), b = load(up + c), slope = load(g + c);
+        const vec s = pick(a < all(-88.0f), vec{}, 1.0f / (1.0f + exponential(-a))), open = round_as(a * s, kind);
         if (y) store(y + c, open * b);
         store(d_gate + c, slope * b * s * fused(a, 1.0f - s, all(1.0f)));
         store(g + c, slope * open);

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from whet.native.build import Library, load_library
+from whet.native.build import Library, load_made, tried
 
 __all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "load_kernels", "unfit_sizes"]
 
@@ -159,14 +159,7 @@ def load_kernels() -> Kernels | str:
     >>> isinstance(load_kernels(), (Kernels, str))
     True
     """
-    found = load_library("decode")
-    if isinstance(found, str):
-        return found
-    try:
-        kernels = Kernels(found)
-    except (OSError, AttributeError) as error:  # a damaged file, or another version's
-        return f"loading them failed: {error}"
-    return _refusal(kernels) or kernels
+    return tried(load_made("decode", Kernels), _refusal, "the decode step")
 
 
 def unfit_sizes(kernels: Kernels, head: int, widths: set[int]) -> str | None:
