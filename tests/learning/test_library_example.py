@@ -1,3 +1,4 @@
+import statistics
 import sys
 from pathlib import Path
 
@@ -26,7 +27,8 @@ def one_thread():
 
 def test_the_library_learns_the_task_of_the_tutorial(example):
     assert example.main(seed=0, steps=5) < 0.35
-    assert example.main(seed=0, steps=60) > 0.9
+    # in a run of a few, one of the eight prompts is learned late; which seed's depends on the rounding of a processor
+    assert statistics.median(example.main(seed=seed, steps=60) for seed in range(3)) > 0.95
 
 
 def test_the_example_stays_under_40_lines():
