@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from whet.native.elementwise import ElementwiseKernels, elementwise_kernels
+from whet.native.layers import LayerKernels, layer_kernels
 from whet.observe.environment import environment
 
 __all__ = ["FastLayers", "chunks", "linear", "onednn_refusal", "weight_grad", "wide_registers"]
@@ -125,16 +125,22 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
 
 
 def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """gᵀ x, the gradient of a weight, by the faster library: [n O], [n I] -> [O I]."""
-    return linear(grad.t(), x.t()) if wide_registers() else grad.t() @ x
+    """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]."""
+    if not wide_registers() or grad.dtype != torch.float32 or grad.device.type != "cpu":
+        return grad.t() @ x
+    kernels = layer_kernels()
+    return (
+        linear(grad.t(), x.t()) if isinstance(kernels, str) else kernels.weight_grad(grad.contiguous(), x.contiguous())
+    )
 
 
 @functools.cache
 def wide_registers() -> bool:
     """Whether the processor works on whole AVX-512 registers at once where MKL uses half of one.
 
-    That is AMD's since family 26 (Zen 5): there oneDNN is twice as fast as MKL at every product. On those before, which
-    take a register in two halves, MKL is as fast at the gradients of weights, where oneDNN reorders both factors.
+    That is AMD's since family 26 (Zen 5): there oneDNN is twice as fast as MKL at every product, and a product of our
+    own as fast as it at the gradients of weights, where oneDNN copies both factors first. On processors before, which
+    take a register in two halves, MKL is as fast at these.
 
     >>> wide_registers() in (True, False)
     True
@@ -228,9 +234,9 @@ class _Norm(torch.autograd.Function):
 # ---- element by element: in one pass of C++, or by torch in parts that stay in the cache -----------------------------
 
 
-def _native(*tensors: Tensor) -> ElementwiseKernels | None:
+def _native(*tensors: Tensor) -> LayerKernels | None:
     """The kernels, if they can take these rows."""
-    kernels = elementwise_kernels()
+    kernels = layer_kernels()
     return kernels if not isinstance(kernels, str) and kernels.fit(*tensors) else None
 
 

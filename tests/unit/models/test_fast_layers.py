@@ -319,15 +319,20 @@ def test_a_forward_of_the_users_own_on_the_last_part_of_an_mlp_is_run():
     assert seen == [1]
 
 
-@pytest.mark.parametrize("wide", [False, True])
-def test_gradients_of_weights_are_those_of_the_default_library_where_another_makes_them(wide, monkeypatch):
+@pytest.mark.parametrize(("wide", "native"), [(False, True), (True, True), (True, False)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, dtype, monkeypatch):
     torch.manual_seed(0)
-    grad, x, made = torch.randn(30, 40), torch.randn(30, 24), []
+    grad, x, made = torch.randn(30, 40).to(dtype), torch.randn(24, 30).to(dtype).t(), []
     monkeypatch.setattr(fast_layers, "wide_registers", lambda: wide)
     monkeypatch.setattr(fast_layers, "linear", lambda *factors: made.append(1) or linear(*factors))
+    if not native:
+        monkeypatch.setattr(fast_layers, "layer_kernels", lambda: "no compiler")
     want = grad.double().t() @ x.double()
-    assert (fast_layers.weight_grad(grad, x) - want).abs().max() < 1e-5 * want.abs().max()
-    assert len(made) == wide
+    got = fast_layers.weight_grad(grad, x)
+    assert got.dtype == dtype
+    assert (got - want).abs().max() < {torch.bfloat16: 1e-2}.get(dtype, 1e-5) * want.abs().max()
+    assert len(made) == (wide and not native and dtype == torch.float32)
 
 
 def test_only_a_processor_of_amd_with_whole_registers_is_taken_for_one(monkeypatch):

@@ -45,7 +45,15 @@ inline void store(bf16* p, vec x) {  // to the nearest, ties to even; NaN stays 
     *reinterpret_cast<loose_halves*>(p) = __builtin_convertvector(rounded, loose_halves);
 }
 #endif
-inline vec all(float x) { return vec{} + x; }
+inline vec all(float x) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_set1_ps(x);
+#elif defined(__AVX__)
+    return (vec)_mm256_set1_ps(x);
+#else
+    return vec{} + x;
+#endif
+}
 
 // a * b + c with one rounding, where the processor can: written out, since a compiler that chooses by itself (-ffp-contract)
 // may choose differently in two loops over the same numbers.

@@ -1,7 +1,7 @@
-"""RMSNorms and gates of training in C++ (kernels/elementwise.cpp), each in one pass over memory, forward and backward.
+"""RMSNorms and gates of training in C++ (kernels/layers.cpp), each in one pass over memory, forward and backward.
 
 Through torch they are several operations, and in bf16 twice as many: each reads and writes all numbers again. Where
-they can't be built, or differ from torch on a trial, `elementwise_kernels` gives the reason.
+they can't be built, or differ from torch on a trial, `layer_kernels` gives the reason.
 Dim letters: n rows, d numbers of a row.
 """
 
@@ -16,27 +16,29 @@ from torch import Tensor
 
 from whet.native.build import Library, load_made, tried
 
-__all__ = ["ElementwiseKernels", "elementwise_kernels"]
+__all__ = ["LayerKernels", "layer_kernels"]
 
 _long, _pointer = ctypes.c_int64, ctypes.c_void_p
 
 
-class ElementwiseKernels:
-    """The functions of elementwise.cpp over tensors of one dtype, contiguous. Args: found: the library."""
+class LayerKernels:
+    """The functions of layers.cpp over tensors of one dtype, contiguous. Args: found: the library."""
 
     def __init__(self, found: Library) -> None:
         library, self.compiler = found
         library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
         self.lanes: int = library.whet_fact(0)
         """Numbers side by side in a register: rows must be multiples of it."""
-        self._part: int = library.whet_fact(1)
+        self._part, self._room = library.whet_fact(1), library.whet_fact(2)
+        self._weight_grad = library.whet_weight_grad
+        self._weight_grad.argtypes = (*(_pointer,) * 3, *(_long,) * 4, _pointer)
         self._norm, self._norm_back = library.whet_norm, library.whet_norm_back
         self._gated, self._gated_back = library.whet_gated, library.whet_gated_back
         self._norm.argtypes = (*(_pointer,) * 4, _long, _long, ctypes.c_double, _long, _long)
         self._norm_back.argtypes = (*(_pointer,) * 6, *(_long,) * 4)
         self._gated.argtypes = (*(_pointer,) * 3, *(_long,) * 3)
         self._gated_back.argtypes = (*(_pointer,) * 5, *(_long,) * 3)
-        for function in (self._norm, self._norm_back, self._gated, self._gated_back):
+        for function in (self._norm, self._norm_back, self._gated, self._gated_back, self._weight_grad):
             function.restype = None
 
     def fit(self, *tensors: Tensor) -> bool:
@@ -86,18 +88,28 @@ class ElementwiseKernels:
         self._gated_back(*pointers, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
         return d_gate, grad, y
 
+    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of a weight: gᵀ x. Args: grad: [n O]. x: [n I]; contiguous, fp32. Returns: [O I]."""
+        out, threads = x.new_empty(grad.shape[1], x.shape[1]), torch.get_num_threads()
+        if not len(x):
+            return out.zero_()
+        room = torch.empty(threads * self._room, dtype=torch.float32, device="cpu")
+        pointers = (z.data_ptr() for z in (grad, x, out))
+        self._weight_grad(*pointers, len(x), grad.shape[1], x.shape[1], threads, room.data_ptr())
+        return out
+
 
 @functools.cache
-def elementwise_kernels() -> ElementwiseKernels | str:
+def layer_kernels() -> LayerKernels | str:
     """The kernels, built if they are not there yet. Returns: them, or the reason why torch's operations must do.
 
-    >>> isinstance(elementwise_kernels(), (ElementwiseKernels, str))
+    >>> isinstance(layer_kernels(), (LayerKernels, str))
     True
     """
-    return tried(load_made("elementwise", ElementwiseKernels), _trial, "norms and gates of training")
+    return tried(load_made("layers", LayerKernels), _trial, "norms and gates of training")
 
 
-def _trial(kernels: ElementwiseKernels) -> str | None:
+def _trial(kernels: LayerKernels) -> str | None:
     """Why the kernels are not used: a result, or a gradient, that differs from torch's on this machine."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
