@@ -86,7 +86,8 @@ class RoleConfig:
     "selective" = all but matrix products and attention, "none". true is "full", false is "none"."""
     attention: Literal["auto", "flex", "plain"] = "auto"
     """What computes attention over packed rows: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto" =
-    flex on a GPU for rows with shared prefixes, windows, caps or sinks, if a probe finds that it agrees with plain."""
+    whet's own kernels on a CPU, and flex on a GPU for rows with shared prefixes, windows, caps or sinks, each after a
+    trial; else plain."""
     dropout: Bool = False
     """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
 

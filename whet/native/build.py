@@ -1,7 +1,7 @@
 """C++ built by the machine's own compiler, kept in the user's cache, and loaded.
 
 A source of kernels/ is built once per compiler, processor and version, in a few seconds; it runs in torch's OpenMP
-threads. Where there is no compiler, `load_library` gives the reason, and torch's kernels do the work.
+threads. Where there is no compiler, or WHET_NATIVE=0 is set, `load_library` gives the reason, and torch does the work.
 Left out on purpose: systems other than Linux, and a wheel with binaries: one source fits every processor.
 """
 
@@ -51,6 +51,8 @@ def load_library(source: str) -> Library | str:
     >>> isinstance(load_library("decode"), (Library, str))
     True
     """
+    if os.environ.get("WHET_NATIVE") == "0":
+        return "WHET_NATIVE=0 switches them off"
     if platform.system() != "Linux":
         return f"no native kernels on {platform.system()}"
     runtime = _openmp()

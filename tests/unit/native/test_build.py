@@ -111,3 +111,10 @@ def test_a_system_that_is_not_linux_or_a_torch_without_gnu_openmp_is_named(monke
             assert load_library("decode") == "torch has no GNU OpenMP here"
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     assert load_library("decode") == "no native kernels on Darwin"
+
+
+def test_a_variable_of_the_environment_switches_all_of_it_off(cache, monkeypatch):
+    monkeypatch.setenv("WHET_NATIVE", "0")
+    for source in ("decode", "segments", "layers"):
+        assert load_library(source) == "WHET_NATIVE=0 switches them off"
+    assert not list(cache.iterdir())
