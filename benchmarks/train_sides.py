@@ -7,6 +7,7 @@ updated weights. Prints what it measured as one JSON line, last.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -55,6 +56,8 @@ def run_whet(job: Job) -> dict[str, Any]:
     from whet.ops import grpo_objective
     from whet.worker import ModelWorker
 
+    if job.without == "native kernels":
+        os.environ["WHET_NATIVE"] = "0"
     loaded = load_model(job.model, device=job.device)
     memory = Resident(job.device)
     training = RLTrainingConfig(max_steps=1, max_tokens_per_microbatch=job.budget)
@@ -118,6 +121,7 @@ def _plan_with(**options: Any) -> Callable[[Any], None]:
 
         keep = {"max_tokens": worker.max_tokens, "packable": worker.loaded.packable}
         keep |= {"cost": worker.cost, "device": worker.device, "enough": worker.enough_tokens}
+        keep |= {"attention": worker.loaded.attention}
         if not options.get("packable", True):
             worker.module.set_attn_implementation("sdpa")
         worker.micro_batches = lambda batch, most: plan_micro_batches(batch, max_sequences=most, **{**keep, **options})
@@ -140,10 +144,11 @@ def _plain_head(worker: Any) -> None:
 
 def _plain_layers(worker: Any) -> None:
     """The module's own layers and torch's default products."""
-    from whet.models import fast_layers
+    from whet.models import fast_layers, linear_logprob
 
     worker.fast_layers = None
     fast_layers.LEAST = float("inf")
+    linear_logprob.weight_grad = lambda grad, x: grad.t() @ x
 
 
 MECHANISMS: dict[str, Callable[[Any], None]] = {
@@ -153,8 +158,10 @@ MECHANISMS: dict[str, Callable[[Any], None]] = {
     "fused head": _plain_head,
     "skipping": lambda worker: None,
     "fast layers": _plain_layers,
+    "native kernels": lambda worker: None,
 }
-"""What can be switched off in whet's worker; "skipping" (completions without signal) is where the batch is made."""
+"""What can be switched off in whet's worker. "skipping" (completions without signal) is where the batch is made, "native
+kernels" before anything asks for them."""
 
 
 # ---- the others ------------------------------------------------------------------------------------------------------

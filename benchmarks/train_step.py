@@ -34,11 +34,11 @@ WORKLOADS = {
 }
 """Those of grpo_step.py, and V: two prompts of A for a model with a large vocabulary."""
 WITHOUT = {
-    "A": ("shared prefixes", "packing", "fast layers"),
-    "B": ("shared prefixes",),
+    "A": ("shared prefixes", "packing", "fast layers", "native kernels"),
+    "B": ("shared prefixes", "native kernels"),
     "C": ("skipping",),
     "V": ("fused head",),
-    "tiny": ("shared prefixes", "packing", "fused head", "skipping", "fast layers"),
+    "tiny": ("shared prefixes", "packing", "fused head", "skipping", "fast layers", "native kernels"),
 }
 """The mechanisms that are switched off, each where it shows."""
 

@@ -479,8 +479,9 @@ class RLCluster:
         self._update_engine()
 
     def describe(self) -> dict[str, Any]:
-        """What was chosen for this machine: compute dtypes and the engine's paths."""
-        return {"compute_dtype": self.dtypes, "rollout": describe_engine(self._engine)}
+        """What was chosen for this machine: compute dtypes, the paths of training and those of the engine."""
+        training = {role.value: w.paths for role, w in self._workers.items()}
+        return {"compute_dtype": self.dtypes, "training": training, "rollout": describe_engine(self._engine)}
 
     @property
     def trainers(self) -> Mapping[Role, RoleTrainer]:

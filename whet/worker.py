@@ -25,6 +25,7 @@ from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import LoadedModel, save_model
+from whet.models.paths import training_paths
 from whet.ops import Support, aggregate
 from whet.optim import Optim
 from whet.parallel import load_state, read_state, save_state
@@ -36,7 +37,8 @@ Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 BF16_MULTIPLE = 32
-"""Of attention's shapes on a CPU: oneDNN prepares products in bf16 for each new one, and keeps megabytes of it."""
+"""Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
+megabytes of it."""
 _COLUMNS = ("mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "versions", "advantages", "values", "returns")
 
 
@@ -97,6 +99,11 @@ class ModelWorker:
     def dtype(self) -> torch.dtype:
         """What the model computes in."""
         return next(self.module.parameters()).dtype
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What its attention and its layers run on, in words; see models.paths."""
+        return training_paths(self.loaded)
 
     def plan(self, total_updates: int | None) -> None:
         """Tells the learning-rate schedule how many updates the run will make."""

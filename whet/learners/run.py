@@ -162,7 +162,7 @@ class Run:
         assert self.stream is not None
         now = {**environment(), **self.cluster.describe(), "passes": self.learner.passes(self.stream.batch_size)}
         before = noted_environment(self.folder.path)
-        parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "rollout")
+        parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "training", "rollout")
         changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
         if changed:
             old, new = ({k: e.get(k) for k in changed} for e in (before, now))

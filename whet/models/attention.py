@@ -20,7 +20,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.models.buckets import BucketRow
 from whet.models.flex import FlexCase, FlexRow, flex_refusal
-from whet.native.segments import SegmentTables, attend_segments, segment_kernels, segment_refusal
+from whet.native.build import note
+from whet.native.segments import SegmentTables, attend_segments, segment_refusal
 
 __all__ = ["ATTENTION", "KERNELS", "Layout", "SegmentLayout", "whet_attn"]
 
@@ -147,17 +148,18 @@ class SegmentLayout(Layout):
             )
         if self._by_flex(q, k, v, window, softcap, sinks):
             return self._flex.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
-        simple = self.attention == "auto" and softcap is None and sinks is None
-        if simple and segment_refusal(q, k, v) is None:
-            return attend_segments(q, k, v, self._table(q.shape[1] // k.shape[1]), scale=scale, window=window)
+        if self.attention == "auto" and not q.is_cuda:
+            capped = softcap is not None or sinks is not None
+            reason = "scores have caps or sinks" if capped else segment_refusal(q, k, v)
+            if reason is None:
+                return attend_segments(q, k, v, self._table(q.shape[1] // k.shape[1]), scale=scale, window=window)
+            note("attention of training", reason)
         return self.plain.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
 
     def _table(self, group: int) -> SegmentTables:
         """The native kernels' tables for so many query heads of a KV head."""
         if group not in self._tables:
-            kernels = segment_kernels()
-            assert not isinstance(kernels, str)
-            self._tables[group] = SegmentTables(kernels, self.lengths, self.parents, group)
+            self._tables[group] = SegmentTables(self.lengths, self.parents, group)
         return self._tables[group]
 
     def _by_flex(

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from whet.native.build import note
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.observe.environment import environment
 
@@ -126,7 +127,7 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
 
 def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
     """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]."""
-    if not wide_registers() or grad.dtype != torch.float32 or grad.device.type != "cpu":
+    if not wide_registers() or not grad.dtype == x.dtype == torch.float32 or grad.device.type != "cpu":
         return grad.t() @ x
     kernels = layer_kernels()
     return (
@@ -236,8 +237,13 @@ class _Norm(torch.autograd.Function):
 
 def _native(*tensors: Tensor) -> LayerKernels | None:
     """The kernels, if they can take these rows."""
+    if tensors[0].dtype not in (torch.float32, torch.bfloat16):
+        return None
     kernels = layer_kernels()
-    return kernels if not isinstance(kernels, str) and kernels.fit(*tensors) else None
+    if isinstance(kernels, str):
+        note("norms, gates and gradients of weights in training", kernels)
+        return None
+    return kernels if kernels.fit(*tensors) else None
 
 
 def _parts(rows: Tensor) -> Iterator[slice]:

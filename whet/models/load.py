@@ -52,7 +52,7 @@ class LoadedModel:
     head: Head
     name: str
     attention: str = "auto"
-    """What serves its layouts on a GPU, one of models.attention.KERNELS."""
+    """What serves its layouts, one of models.attention.KERNELS."""
 
 
 def load_model(

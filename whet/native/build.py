@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -22,7 +23,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-__all__ = ["Library", "cache_folder", "load_library", "load_made", "tried"]
+from torch import Tensor
+
+from whet.errors import ConfigError
+
+__all__ = ["Library", "cache_folder", "load_library", "load_made", "near", "note", "tried", "unmeasured", "wanted"]
 
 log = logging.getLogger("whet")
 K = TypeVar("K")
@@ -31,7 +36,9 @@ SOURCE = Path(__file__).with_name("kernels")
 """Folder of the sources."""
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math",
          "-ffp-contract=off", "-w")  # fmt: skip
-BUILD_S = 120.0
+ON, OFF = ("", "1", "true", "on", "yes"), ("0", "false", "off", "no")
+"""What WHET_NATIVE may say."""
+BUILD_S = 600.0
 """Longest a compiler may take."""
 
 
@@ -51,24 +58,32 @@ def load_library(source: str) -> Library | str:
     >>> isinstance(load_library("decode"), (Library, str))
     True
     """
-    if os.environ.get("WHET_NATIVE") == "0":
-        return "WHET_NATIVE=0 switches them off"
+    if not wanted():
+        return f"WHET_NATIVE={os.environ['WHET_NATIVE']} switches them off"
     if platform.system() != "Linux":
         return f"no native kernels on {platform.system()}"
     runtime = _openmp()
     if runtime is None:
         return "torch has no GNU OpenMP here"
-    compiler = shlex.split(os.environ.get("CXX", "")) or [x for x in ("g++", "c++") if shutil.which(x)][:1]
-    if not compiler:
-        return "no C++ compiler (g++) is installed"
     try:
+        compiler = shlex.split(os.environ.get("CXX", "")) or [x for x in ("g++", "c++") if shutil.which(x)][:1]
+        if not compiler:
+            return "no C++ compiler (g++) is installed"
         version = _run(*compiler, "--version").splitlines()[0]
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
         return Library(_built(source, compiler, version), version)
-    except (OSError, subprocess.SubprocessError, IndexError) as error:
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:  # ValueError: quotes in $CXX
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         lines = said.strip().splitlines() or [type(error).__name__]
         return f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}"
+
+
+def wanted() -> bool:
+    """Whether WHET_NATIVE leaves the kernels on, as it does where it is not set. Raises: ConfigError: another word."""
+    word = os.environ.get("WHET_NATIVE", "")
+    if word.lower() not in (*ON, *OFF):
+        raise ConfigError(f"WHET_NATIVE={word} in the environment must be 1 or 0; set it to 0 to do without kernels")
+    return word.lower() in ON
 
 
 def load_made(source: str, make: Callable[[Library], K]) -> K | str:
@@ -82,30 +97,46 @@ def load_made(source: str, make: Callable[[Library], K]) -> K | str:
         return f"loading them failed: {error}"
 
 
-def tried(kernels: K | str, trial: Callable[[K], str | None], what: str) -> K | str:
-    """Kernels that have passed a trial; else the reason, which is logged.
+def tried(kernels: K | str, trial: Callable[[K], str | None]) -> K | str:
+    """Kernels that have passed a trial; else the reason why they are not used.
 
     Args: kernels: as load_made gives them. trial: says why they are not to be used. It runs in a thread of its own,
-        where no hook, mode or grad state of the layer that asks first reaches it. what: what they compute.
+        where no hook, mode or grad state of the layer that asks first reaches it.
     """
-    reason = kernels if isinstance(kernels, str) else None
-    if not isinstance(kernels, str):
-        with ThreadPoolExecutor(1) as pool:
-            reason = pool.submit(trial, kernels).result()
-    if reason is not None:
-        log.info("%s runs through torch: %s", what, reason)
-        return reason
-    return kernels
+    if isinstance(kernels, str):
+        return kernels
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(trial, kernels).result() or kernels
+
+
+def near(got: Tensor, want: Tensor, limit: float) -> bool:
+    """Whether all numbers agree. Args: limit: of the difference, in parts of the largest."""
+    return bool((got.float() - want).abs().max() <= limit * want.abs().max())
+
+
+def unmeasured() -> str | None:
+    """Why kernels of training stay off: a processor on which nothing has been measured; None = it is of a known kind."""
+    machine = platform.machine()
+    return None if machine in ("x86_64", "AMD64") else f"they have not been measured on {machine}"
+
+
+@functools.cache
+def note(what: str, reason: str) -> None:
+    """Says once why something runs through torch."""
+    log.info("%s runs through torch: %s", what, reason)
 
 
 def cache_folder() -> Path:
-    """Where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache.
+    """Where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache. Raises: OSError: there is no home.
 
     >>> cache_folder().name
     'whet'
     """
     root = os.environ.get("XDG_CACHE_HOME")
-    return (Path(root) if root else Path.home() / ".cache") / "whet"
+    try:
+        return (Path(root) if root else Path.home() / ".cache") / "whet"
+    except RuntimeError as error:  # neither $HOME nor a user of this number
+        raise OSError(str(error)) from error
 
 
 def _openmp() -> str | None:
@@ -122,9 +153,10 @@ def _run(*command: str) -> str:
 def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
     """The library, after a build if it is not in the cache. Raises: OSError, SubprocessError."""
     sources = (x.read_text(encoding="utf-8") for x in sorted(SOURCE.iterdir()) if x.suffix in (".cpp", ".h"))
-    parts = (*sources, version, " ".join(FLAGS), _processor())
-    path = cache_folder() / f"{source}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
+    parts = (*sources, version, shlex.join(compiler), " ".join(FLAGS), _processor())
+    name = f"{source}-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
     try:
+        path = cache_folder() / name
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _own(path.parent):
             raise PermissionError(f"{path.parent} can be written by others")
@@ -132,10 +164,12 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
             with contextlib.suppress(OSError):  # cut short by a power cut: built anew
                 return ctypes.CDLL(str(path))
         room = tempfile.TemporaryDirectory(dir=path.parent)
-    except OSError:  # a home that can't be written, or that others can write: built for this process alone
-        room = tempfile.TemporaryDirectory(prefix="whet-")
+    except OSError as error:  # no home, or one that can't be written, or that others can write
+        path, room = Path(name), tempfile.TemporaryDirectory(prefix="whet-")
+        log.warning("native kernels can't be kept and are built for this process alone: %s", error)
+    log.info("building native kernels (%s) with %s: some seconds, once", source, compiler[0])
     with room as folder:
-        part, made = Path(folder) / f"{source}.o", Path(folder) / path.name
+        part, made = Path(folder) / f"{source}.o", Path(folder) / name
         _run(*compiler, *FLAGS, "-c", str(SOURCE / f"{source}.cpp"), "-o", str(part))
         _run(*compiler, "-shared", str(part), "-o", str(made))  # OpenMP is torch's, found when it is loaded
         if made.parent.parent == path.parent:

@@ -1,8 +1,9 @@
-"""RMSNorms and gates of training in C++ (kernels/layers.cpp), each in one pass over memory, forward and backward.
+"""RMSNorms, gates and gradients of weights in training, in C++ (kernels/layers.cpp).
 
-Through torch they are several operations, and in bf16 twice as many: each reads and writes all numbers again. Where
-they can't be built, or differ from torch on a trial, `layer_kernels` gives the reason.
-Dim letters: n rows, d numbers of a row.
+Norms and gates are one pass over memory, forward and backward. Through torch they are several operations, and in bf16
+twice as many: each reads and writes all numbers again. Where they can't be built, or differ from torch on a trial,
+`layer_kernels` gives the reason.
+Dim letters: n rows, d numbers of a row, I in, O out.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.profiler import record_function
 
-from whet.native.build import Library, load_made, tried
+from whet.native.build import Library, load_made, near, tried, unmeasured
 
 __all__ = ["LayerKernels", "layer_kernels"]
 
@@ -42,10 +44,17 @@ class LayerKernels:
             function.restype = None
 
     def fit(self, *tensors: Tensor) -> bool:
-        """Whether they can be taken: on a CPU, contiguous, fp32 or bf16 alike, in rows of whole registers."""
-        dtype = tensors[0].dtype
-        return dtype in (torch.float32, torch.bfloat16) and all(
-            x.dtype == dtype and x.device.type == "cpu" and x.shape[-1] % self.lanes == 0 and x.is_contiguous()
+        """Whether they can be taken: on a CPU, contiguous, fp32 or bf16 alike, of one shape (a weight: of one row).
+
+        Rows are of whole registers.
+        """
+        first = tensors[0]
+        whole = first.shape[-1] % self.lanes == 0 and first.dtype in (torch.float32, torch.bfloat16)
+        return whole and all(
+            x.dtype == first.dtype
+            and x.device.type == "cpu"
+            and x.shape in (first.shape, first.shape[-1:])
+            and x.is_contiguous()
             for x in tensors
         )
 
@@ -90,12 +99,17 @@ class LayerKernels:
 
     def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of a weight: gᵀ x. Args: grad: [n O]. x: [n I]; contiguous, fp32. Returns: [O I]."""
+        if not x.dtype == grad.dtype == torch.float32 or len(x) != len(grad):
+            raise ValueError(
+                f"{len(grad)} rows of {grad.dtype} and {len(x)} of {x.dtype}; as many of float32 are needed"
+            )
         out, threads = x.new_empty(grad.shape[1], x.shape[1]), torch.get_num_threads()
-        if not len(x):
+        if not (len(x) and out.numel()):
             return out.zero_()
         room = torch.empty(threads * self._room, dtype=torch.float32, device="cpu")
         pointers = (z.data_ptr() for z in (grad, x, out))
-        self._weight_grad(*pointers, len(x), grad.shape[1], x.shape[1], threads, room.data_ptr())
+        with record_function("native: gradient of a weight"):
+            self._weight_grad(*pointers, len(x), grad.shape[1], x.shape[1], threads, room.data_ptr())
         return out
 
 
@@ -106,7 +120,7 @@ def layer_kernels() -> LayerKernels | str:
     >>> isinstance(layer_kernels(), (LayerKernels, str))
     True
     """
-    return tried(load_made("layers", LayerKernels), _trial, "norms and gates of training")
+    return unmeasured() or tried(load_made("layers", LayerKernels), _trial)
 
 
 def _trial(kernels: LayerKernels) -> str | None:
@@ -124,6 +138,11 @@ def _trial(kernels: LayerKernels) -> str | None:
         found = (y, *kernels.norm_grads(x, w, r, grad, of_x=True, of_weight=True), kernels.gated(x, up))
         found += kernels.gated_grads(x, up, grad.clone(), product=True)
         for got, true in zip(found, (want, *of_norm, product, *of_gate, product), strict=True):
-            if got is None or not bool((got.float() - true).abs().max() <= limit * true.abs().max()):
+            if got is None or not near(got, true, limit):
                 return f"norms or gates in {dtype} differ from torch's on this machine"
+    grad, x = (
+        torch.randn(300, n, generator=generator) for n in (500, 600)
+    )  # several chunks and blocks, and their ends
+    if not near(kernels.weight_grad(grad, x), grad.t() @ x, 1e-5):
+        return "gradients of weights differ from torch's on this machine"
     return None

@@ -21,13 +21,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from whet.native.build import Library, load_made, tried
+from whet.native.build import Library, load_made, near, tried, unmeasured
+from whet.observe.environment import environment
 
 __all__ = ["OPERATOR", "SegmentKernels", "SegmentTables", "attend_segments", "segment_kernels", "segment_refusal"]
 
 
 STRIPES = 8
-"""Most sums of a key's gradient that are held at once."""
+"""Most sums of a key's gradient that are held at once,"""
+STRIPE_BYTES = 1 << 28
+"""and how large they may be together."""
 _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
 
@@ -66,10 +69,11 @@ class SegmentKernels:
 class SegmentTables:
     """Segments of a row in blocks of queries and keys.
 
-    Args: kernels: say how large a block is. lengths, parents: as SegmentLayout has them. group: g.
+    Args: lengths, parents: as SegmentLayout has them. group: g.
     """
 
-    def __init__(self, kernels: SegmentKernels, lengths: Sequence[int], parents: Sequence[int], group: int) -> None:
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int], group: int) -> None:
+        kernels = _kernels()
         starts = list(itertools.accumulate(lengths, initial=0))
         above: list[int] = []
         segments, keys, queries, room = [], [], [], 0
@@ -85,16 +89,20 @@ class SegmentTables:
             queries += [(i, starts[i] + a, above[i] + a, b - a, 0) for a, b in itertools.pairwise(cuts)]
         with torch.inference_mode(False):  # they outlive this pass
             self.segments, self.keys, self.queries = (torch.tensor(x, device="cpu") for x in (segments, keys, queries))
-        self.room = room
-        self._work = list(itertools.accumulate(n * (place + n) for _, _, place, n, _ in queries))
+        self.room, self.group, self.tokens = room, group, starts[-1]
+        self._blocks = [(place, n) for _, _, place, n, _ in queries]
 
-    def stripe_ends(self, kv: int, threads: int) -> Tensor:
-        """Blocks of queries in stripes of like work, such that all threads have some: the last block of each, plus 1.
+    def stripe_ends(self, kv: int, threads: int, *, window: int, sizes: int) -> Tensor:
+        """Blocks of queries in stripes of like work, so that more threads have some: the last block of each, plus 1.
 
-        Args: kv: K. threads: of torch.
+        Args: kv: K. threads: of torch; beyond STRIPES times K of them some have none. window: places back that are
+            seen; 0 = all. sizes: D + E; the stripes' sums of gradients must not be larger than STRIPE_BYTES.
         """
-        count = 1 if kv % threads == 0 else min(STRIPES, -(-2 * threads // kv), len(self._work))
-        ends = [bisect.bisect_left(self._work, self._work[-1] * i // count) + 1 for i in range(1, count + 1)]
+        count = 1 if kv % threads == 0 else min(STRIPES, -(-2 * threads // kv), len(self._blocks))
+        count = max(1, min(count, STRIPE_BYTES // (4 * kv * sizes * self.room)))
+        seen = lambda place, n: min(place + n, window + n) if window else place + n
+        work = list(itertools.accumulate(n * seen(place, n) for place, n in self._blocks))
+        ends = [bisect.bisect_left(work, work[-1] * i // count) + 1 for i in range(1, count + 1)]
         return torch.tensor(ends, device="cpu")
 
 
@@ -105,7 +113,7 @@ def segment_kernels() -> SegmentKernels | str:
     >>> isinstance(segment_kernels(), (SegmentKernels, str))
     True
     """
-    return tried(_built(), _trial, "attention of training")
+    return unmeasured() or tried(_built(), _trial)
 
 
 @functools.cache
@@ -114,18 +122,40 @@ def _built() -> SegmentKernels | str:
     return load_made("segments", SegmentKernels)
 
 
+def _kernels() -> SegmentKernels:
+    """Those that run, where they have been asked for before."""
+    kernels = _built()
+    assert not isinstance(kernels, str)
+    return kernels
+
+
+def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | str:
+    """The kernels for tensors of a kind, or the reason why torch's operator must do."""
+    if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
+        return f"there are none for {str(dtype).removeprefix('torch.')} on {device.type}"
+    if dtype == torch.bfloat16 and _matrix_instructions():
+        return "the processor has matrix instructions for bf16, which torch's operator uses"
+    return segment_kernels()
+
+
+@functools.cache
+def _matrix_instructions() -> bool:
+    """Whether the processor has AMX, which torch's products in bf16 take; torch's question for it is private."""
+    return "amx_bf16" in environment()["cpu"]["flags"]
+
+
 def segment_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Why the kernels can't serve a call. Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. Returns: None = they can."""
-    if q.device.type != "cpu" or not q.dtype == k.dtype == v.dtype or q.dtype not in (torch.float32, torch.bfloat16):
-        return f"{q.dtype} on {q.device.type}"
-    if q.dtype == torch.bfloat16 and torch.cpu._is_amx_tile_supported():
-        return "the processor has matrix instructions for bf16, which torch's operator uses"
-    kernels = segment_kernels()
+    if not q.dtype == k.dtype == v.dtype:
+        return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
+    kernels = kernels_for(q.device, q.dtype)
     if isinstance(kernels, str):
         return kernels
     if max(q.shape[-1], v.shape[-1]) > kernels.most:
         return f"head size {max(q.shape[-1], v.shape[-1])} is over {kernels.most}"
     group = q.shape[1] // k.shape[1]
+    if k.shape != (1, k.shape[1], *q.shape[2:]) or v.shape[:3] != k.shape[:3] or group * k.shape[1] != q.shape[1]:
+        return f"queries {list(q.shape)}, keys {list(k.shape)} and values {list(v.shape)} don't fit each other"
     return None if group <= kernels.queries else f"{group} heads share a KV head, over {kernels.queries}"
 
 
@@ -138,6 +168,8 @@ def attend_segments(
         sees keys less than this many places back; None = all.
     Returns: [1 H T E].
     """
+    if (q.shape[1] // k.shape[1], q.shape[2]) != (tables.group, tables.tokens):
+        raise ValueError(f"tables of {tables.tokens} tokens and groups of {tables.group} were given {list(q.shape)}")
     return _Attention.apply(q, k, v, tables, scale, window or 0)  # pyright: ignore[reportReturnType]
 
 
@@ -159,7 +191,10 @@ class _Attention(torch.autograd.Function):
         tables, threads = ctx.tables, torch.get_num_threads()
         d_q, d_k, d_v = grads = [x.new_empty(x.shape) for x in (q, k, v)]
         call = _call(q, k, v, out, tables.segments, tables.keys, tables.queries, tables.room, ctx.scale, ctx.window)
-        ends, grad = tables.stripe_ends(k.shape[1], threads), _rows(grad)
+        ends, grad = (
+            tables.stripe_ends(k.shape[1], threads, window=ctx.window, sizes=q.shape[2] + v.shape[2]),
+            _rows(grad),
+        )
         call.stripes, call.stripe_ends = len(ends), ends.data_ptr()
         call.grad, call.d_q, call.d_k, call.d_v = (_view(x) for x in (grad, d_q, d_k, d_v))
         with record_function("native: attention's gradient"):
@@ -229,18 +264,17 @@ def _call(
 
 def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
     """Runs the library, in room that is gone afterwards."""
-    kernels = _built()
-    assert not isinstance(kernels, str)
+    kernels = _kernels()
     room = torch.empty(kernels.room(ctypes.addressof(call), back, half), dtype=torch.float32, device="cpu")
     call.sums, call.room = sums.data_ptr(), room.data_ptr()
     (kernels.backward if back else kernels.forward)(ctypes.addressof(call), half)
 
 
-def _trial(kernels: SegmentKernels) -> str | None:
+def _trial(_: SegmentKernels) -> str | None:
     """Why the kernels are not used: a result, or a gradient, that differs from the formula on this machine."""
     generator = torch.Generator().manual_seed(0)
     lengths, parents, window = [37, 100, 5], [-1, 0, 1], 90
-    tables = SegmentTables(kernels, lengths, parents, 2)
+    tables = SegmentTables(lengths, parents, 2)
     place = torch.arange(sum(lengths))  # every segment the only child of the one before: one causal chain
     seen = (place <= place[:, None]) & (place > place[:, None] - window)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
@@ -257,6 +291,6 @@ def _trial(kernels: SegmentKernels) -> str | None:
             found = torch.autograd.grad(got, leaves, grad)
             wanted = torch.autograd.grad(want, wide, grad.float())
         for x, y in zip((got, *found), (want, *wanted), strict=True):
-            if not bool((x.float() - y).abs().max() <= limit * y.abs().max()):
+            if not near(x, y, limit):
                 return f"attention in {dtype} differs from the formula on this machine"
     return None

@@ -56,7 +56,8 @@ def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-_VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "PYTHONHASHSEED", "WORLD_SIZE", "RANK")
+_VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "PYTHONHASHSEED", "WHET_NATIVE", "CXX",
+              "WORLD_SIZE", "RANK")  # fmt: skip
 
 
 def _versions() -> dict[str, str | None]:

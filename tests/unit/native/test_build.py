@@ -8,6 +8,7 @@ import stat
 import pytest
 from builds import compiler
 
+from whet.errors import ConfigError
 from whet.native import build
 from whet.native.build import Library, load_library
 
@@ -113,8 +114,36 @@ def test_a_system_that_is_not_linux_or_a_torch_without_gnu_openmp_is_named(monke
     assert load_library("decode") == "no native kernels on Darwin"
 
 
-def test_a_variable_of_the_environment_switches_all_of_it_off(cache, monkeypatch):
-    monkeypatch.setenv("WHET_NATIVE", "0")
+@pytest.mark.parametrize("word", ["0", "false", "Off", "no"])
+def test_a_variable_of_the_environment_switches_all_of_it_off(cache, monkeypatch, word):
+    monkeypatch.setenv("WHET_NATIVE", word)
     for source in ("decode", "segments", "layers"):
-        assert load_library(source) == "WHET_NATIVE=0 switches them off"
+        assert load_library(source) == f"WHET_NATIVE={word} switches them off"
     assert not list(cache.iterdir())
+
+
+def test_another_word_in_it_is_refused(monkeypatch):
+    monkeypatch.setenv("WHET_NATIVE", "never")
+    with pytest.raises(ConfigError, match="WHET_NATIVE=never in the environment must be 1 or 0"):
+        load_library("decode")
+
+
+@needs_compiler
+def test_without_a_home_they_are_built_for_the_process_and_this_is_said(folder, monkeypatch, caplog):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(build.Path, "home", homeless)
+    with caplog.at_level("INFO", "whet"):
+        assert number() == 1
+    said = [r.getMessage() for r in caplog.records]
+    assert said[0] == (
+        "native kernels can't be kept and are built for this process alone: Could not determine home directory."
+    )
+    assert said[1].startswith("building native kernels (number) with ")
+
+
+def test_a_compiler_with_an_open_quote_is_a_reason_and_no_error(monkeypatch):
+    monkeypatch.setenv("CXX", "g++ 'open")
+    assert str(load_library("number")) == "building them failed: No closing quotation"

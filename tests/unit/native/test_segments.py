@@ -61,10 +61,10 @@ def each_build(request):
 @pytest.fixture
 def fresh():
     """Nothing has been built or tried, before and after."""
-    for function in (segments._built, segment_kernels):
+    for function in (segments._built, segment_kernels, build.note):
         function.cache_clear()
     yield
-    for function in (segments._built, segment_kernels):
+    for function in (segments._built, segment_kernels, build.note):
         function.cache_clear()
 
 
@@ -78,7 +78,7 @@ def draw(tree, dtype=torch.float32, heads=4, kv=2, size=8, value_size=6):
 def native(tree, inputs, scale=0.3, window=None):
     """Output and gradients by the kernels."""
     q, k, v = leaves = [x.detach().requires_grad_() for x in inputs[:3]]
-    tables = SegmentTables(KERNELS, *tree, q.shape[1] // k.shape[1])
+    tables = SegmentTables(*tree, q.shape[1] // k.shape[1])
     out = attend_segments(q, k, v, tables, scale=scale, window=window)
     return [out.detach(), *torch.autograd.grad(out, leaves, inputs[3])]
 
@@ -234,16 +234,14 @@ def test_a_gradient_that_is_not_asked_for_is_not_given():
     tree = TREES["one group"]
     q, k, v, grad = draw(tree)
     k.requires_grad_()
-    tables = SegmentTables(KERNELS, *tree, 2)
+    tables = SegmentTables(*tree, 2)
     attend_segments(q, k, v, tables, scale=0.3, window=None).backward(grad)
     assert torch.equal(k.grad, native(tree, [q, k, v, grad])[2]) and q.grad is v.grad is None
 
 
 def test_a_gradient_of_a_gradient_is_refused():
     q, k, v, grad = draw(TREES["one group"])
-    out = attend_segments(
-        q.requires_grad_(), k, v, SegmentTables(KERNELS, *TREES["one group"], 2), scale=0.3, window=None
-    )
+    out = attend_segments(q.requires_grad_(), k, v, SegmentTables(*TREES["one group"], 2), scale=0.3, window=None)
     (first,) = torch.autograd.grad(out, q, grad.requires_grad_(), create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         first.sum().backward()
@@ -260,7 +258,7 @@ def test_without_gradients_the_output_has_the_same_bits(mode):
     tree = TREES["forks of forks"]
     q, k, v, grad = draw(tree)
     with mode():
-        out = attend_segments(q.requires_grad_(), k, v, SegmentTables(KERNELS, *tree, 2), scale=0.3, window=None)
+        out = attend_segments(q.requires_grad_(), k, v, SegmentTables(*tree, 2), scale=0.3, window=None)
     assert not out.requires_grad and torch.equal(out, native(tree, [q, k, v, grad])[0])
 
 
@@ -377,7 +375,7 @@ def test_what_another_root_or_branch_holds_changes_no_bit(each_build, dtype, val
 
 @pytest.mark.parametrize("group", [1, 2, 5, 32, 33, 96])
 def test_blocks_hold_each_token_once_and_fit(group):
-    tables = SegmentTables(KERNELS, *LONG, group)
+    tables = SegmentTables(*LONG, group)
     starts = list(itertools.accumulate(LONG[0], initial=0))
     above = [0, 300, 320, 300]
     for blocks, most in ((tables.keys, KERNELS.keys), (tables.queries, KERNELS.queries // group)):
@@ -391,21 +389,63 @@ def test_blocks_hold_each_token_once_and_fit(group):
 
 @pytest.mark.parametrize("tree", [((1,), (-1,)), LONG, ((5781, 1), (-1, -1)), ((9000, *[1] * 40), (-1, *[0] * 40))])
 @pytest.mark.parametrize("kv", [1, 2, 3, 8])
-def test_stripes_hold_each_block_of_queries_once_and_give_all_threads_work(tree, kv):
-    tables = SegmentTables(KERNELS, *tree, 1)
+def test_stripes_hold_each_block_of_queries_once_and_give_work_to_as_many_threads_as_there_are_stripes(tree, kv):
+    tables = SegmentTables(*tree, 1)
     blocks = len(tables.queries)
-    for threads in (1, 2, 3, 4, 5, 8, 64):
-        ends = tables.stripe_ends(kv, threads).tolist()
+    for threads, window in itertools.product((1, 2, 3, 4, 5, 8, 64), (0, 7)):
+        ends = tables.stripe_ends(kv, threads, window=window, sizes=16).tolist()
         assert ends[-1] == blocks and ends == sorted(ends) and 1 <= len(ends) <= min(segments.STRIPES, blocks)
         assert len(ends) == 1 if kv % threads == 0 else kv * len(ends) >= min(threads, kv * blocks, 8 * kv)
 
 
-def test_stripes_have_like_work():
-    tables = SegmentTables(KERNELS, (4000,), (-1,), 1)
-    work = (tables.queries[:, 3] * (tables.queries[:, 2] + tables.queries[:, 3])).tolist()
-    ends = [0, *tables.stripe_ends(1, 4).tolist()]
+@pytest.mark.parametrize("window", [0, 200])
+def test_stripes_have_like_work(window):
+    tables = SegmentTables((4000,), (-1,), 1)
+    place, tokens = tables.queries[:, 2], tables.queries[:, 3]
+    work = (tokens * (place + tokens if window == 0 else (place + tokens).minimum(window + tokens))).tolist()
+    ends = [0, *tables.stripe_ends(1, 4, window=window, sizes=16).tolist()]
     parts = [sum(work[a:b]) for a, b in itertools.pairwise(ends)]
     assert len(parts) == 8 and max(parts) - min(parts) <= 2 * max(work)
+
+
+def test_stripes_are_fewer_where_their_sums_would_be_large(monkeypatch):
+    tables = SegmentTables((4000,), (-1,), 1)
+    monkeypatch.setattr(segments, "STRIPE_BYTES", 3 * 4 * 2 * 16 * tables.room)
+    assert len(tables.stripe_ends(2, 5, window=0, sizes=16)) == 3
+    monkeypatch.setattr(segments, "STRIPE_BYTES", 1)
+    assert len(tables.stripe_ends(2, 5, window=0, sizes=16)) == 1
+
+
+def test_a_row_with_one_visible_key_gives_its_value_and_its_gradient_to_the_bit():
+    generator = torch.Generator().manual_seed(5)
+    q, k, v, grad = (torch.randn(1, 1, 40, 16, generator=generator) for _ in range(4))
+    q, k = q * 100, k * 100
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attend_segments(*leaves, SegmentTables((40,), (-1,), 1), scale=0.3, window=1)
+    assert torch.equal(out, v)
+    d_q, _, d_v = torch.autograd.grad(out, leaves, grad)
+    assert torch.equal(d_v, grad) and d_q.abs().max() <= 1e-2 * (k * 0.3).abs().max() * 1e-4 * grad.abs().sum(-1).max()
+
+
+def test_long_sums_of_one_sign_round_like_short_ones():
+    tokens = 60_000
+    q, k = torch.zeros(1, 1, tokens, 8), torch.zeros(1, 1, tokens, 8)
+    v = (1 + torch.rand(1, 1, tokens, 8, generator=torch.Generator().manual_seed(0))).requires_grad_()
+    out = attend_segments(q, k, v, SegmentTables((tokens,), (-1,), 1), scale=1.0, window=4096)
+    want = v.detach().double()[0, 0].cumsum(0)
+    want[4096:] -= want[:-4096].clone()
+    want /= torch.arange(1, tokens + 1).clamp(max=4096)[:, None]
+    assert ((out[0, 0] - want).abs().max() <= 2e-6 * want.abs().max()).item()
+
+
+def test_shapes_that_do_not_fit_each_other_are_refused():
+    make = lambda heads, tokens, size: torch.randn(1, heads, tokens, size)
+    q = make(4, 9, 8)
+    for k, v in ((make(2, 8, 8), make(2, 8, 8)), (make(2, 9, 6), make(2, 9, 6)), (make(2, 9, 8), make(1, 9, 8)),
+                 (make(3, 9, 8), make(3, 9, 8)), (make(2, 9, 8), make(2, 7, 8))):  # fmt: skip
+        assert "don't fit each other" in segment_refusal(q, k, v)
+    with pytest.raises(ValueError, match="tables of 9 tokens and groups of 1 were given"):
+        attend_segments(q, make(2, 9, 8), make(2, 9, 8), SegmentTables((9,), (-1,), 1), scale=1.0, window=None)
 
 
 # ---- who is served ---------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ namespace {
 
 constexpr int BLOCK = 64;  // keys scored together
 constexpr int TILE = 16;   // queries that share them
-constexpr int MOST = 256;  // head size
 
 // Lanes of x and y summed in pairs, blocks of 2 * half lanes at a time: x's sums first in each block, then y's.
 template <int half, size_t... i>

@@ -11,7 +11,6 @@
 
 namespace {
 
-constexpr int MOST = 256;       // head size
 constexpr int LONG = MOST + W;  // an odd number of cache lines, so that rows of floats don't share their sets
 
 template <class T> struct Multiplied { typedef float C; };
@@ -53,12 +52,13 @@ inline void tile(const bf16* a, int64_t across, const bf16* b, int64_t down, int
 
 template <class C, int NEXT, int V, int R>
 void tile_into(const C* a, int64_t across, const C* b, int64_t down, int64_t steps, float* out, int64_t next, bool add) {
-    vec sums[R][V];
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < V; c++) sums[r][c] = add ? load(out + r * next + c * W) : vec{};
+    vec sums[R][V] = {};  // a sum of its own, added at the end: long sums are made of short ones, and round less
     tile<R, V, NEXT>(a, across, b, down, steps, sums);
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < V; c++) store(out + r * next + c * W, sums[r][c]);
+        for (int c = 0; c < V; c++) {
+            float* to = out + r * next + c * W;
+            store(to, add ? load(to) + sums[r][c] : sums[r][c]);
+        }
 }
 template <class C, int NEXT, int V, int R = DEEP>
 inline void tile_of(int rows, const C* a, int64_t across, const C* b, int64_t down, int64_t steps, float* out,

@@ -15,6 +15,8 @@ namespace {
 constexpr int64_t PART = 128;    // rows summed together
 constexpr int64_t SMALL = 8192;  // numbers that are not worth a second thread
 
+inline int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
 // r = 1 / sqrt(mean(x²) + epsilon), y = x r w.
 template <class T>
 void norm(const T* x, const T* w, T* y, float* r, int64_t n, int64_t d, float epsilon, int threads) {
@@ -32,9 +34,9 @@ void norm(const T* x, const T* w, T* y, float* r, int64_t n, int64_t d, float ep
 // d_x = r g w - x r³ mean(g w x), d_w = sum over rows of g x r, by parts. d_x or d_w null: not wanted.
 template <class T>
 void norm_back(const T* x, const T* w, const float* r, const T* g, T* d_x, float* d_w, int64_t n, int64_t d, int threads) {
-    const int64_t parts = (n + PART - 1) / PART;
+    const int64_t count = parts(n, PART);
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && n * d > SMALL)
-    for (int64_t p = 0; p < parts; p++) {
+    for (int64_t p = 0; p < count; p++) {
         float* of_part = d_w ? d_w + p * d : nullptr;
         if (d_w) std::memset(of_part, 0, sizeof(float) * d);
         for (int64_t i = p * PART; i < std::min(n, (p + 1) * PART); i++) {
@@ -63,7 +65,7 @@ template <class T> void gated_back(const T* gate, const T* up, T* g, T* y, T* d_
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1 && numbers > SMALL)
     for (int64_t c = 0; c < numbers; c += W) {
         const vec a = load(gate + c), b = load(up + c), slope = load(g + c);
-        const vec s = pick(a < all(-88.0f), vec{}, 1.0f / (1.0f + exponential(-a))), open = round_as(a * s, kind);
+        const vec s = sigmoid(a), open = round_as(silu(a), kind);
         if (y) store(y + c, open * b);
         store(d_gate + c, slope * b * s * fused(a, 1.0f - s, all(1.0f)));
         store(g + c, slope * open);
@@ -75,6 +77,7 @@ template <class T> void gated_back(const T* gate, const T* up, T* g, T* y, T* d_
 constexpr int64_t DEPTH = 128;         // rows of a chunk: a panel of them stays in the nearest cache
 constexpr int64_t TALL = 40 * DEEP;    // most outputs of a block,
 constexpr int64_t BROAD = 16 * PANEL;  // and inputs: a chunk of both stays in the cache of a core
+static_assert(TALL % DEEP == 0 && BROAD % PANEL == 0);
 
 // Columns first to end - 1 of a chunk of rows, `wide` of them side by side, with zeros behind the last.
 template <int wide>
@@ -115,7 +118,6 @@ inline void weight_block(const float* g, const float* x, float* sums, int64_t n,
     }
 }
 
-inline int64_t parts(int64_t n, int64_t size) { return (n + size - 1) / size; }
 // The size, a multiple, of parts of n that are nearly the same and none over `most`.
 inline int64_t even(int64_t n, int64_t most, int64_t multiple) {
     return up(parts(n, parts(n, std::max(most, multiple))), multiple);
@@ -128,7 +130,7 @@ inline void weight_grad(const float* g, const float* x, float* sums, int64_t n, 
         else broad = even(in, std::max<int64_t>(broad / 2, PANEL), PANEL);
     }
     const int64_t across = parts(in, broad);
-#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1)
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1 && n * out * in > 64 * SMALL)
     for (int64_t task = 0; task < parts(out, tall) * across; task++) {
         const int64_t o = task / across * tall, i = task % across * broad;
         weight_block(g, x, sums, n, out, in, o, std::min(out, o + tall), i, std::min(in, i + broad),

@@ -4,7 +4,8 @@
 // Called from whet/native/segments.py, which builds this file with the machine's own compiler. Queries go through in
 // blocks of the tokens of one segment, with all heads that share a KV head; keys in blocks of one segment. Scores are
 // never held beyond a block. Sums are in fp32; T is what is stored, float or bfloat16, and C what is multiplied
-// (blocks.h), so in bf16 weights and their gradients are rounded as torch's operator rounds them. Each sum has an order
+// (blocks.h): bf16 where the processor multiplies it, and then weights and their gradients are rounded as torch's operator
+// rounds them; else all but the inputs and outputs stays in fp32. Each sum has an order
 // that depends on the number of stripes alone. Dim legend: T tokens, H query heads, K KV heads, g = H / K, D head size,
 // E of values.
 // Left out on purpose: soft-capped scores and sinks, which the path written in torch has.
@@ -18,6 +19,7 @@ namespace {
 constexpr int QUERIES = 96;  // of a block: tokens times g
 constexpr int KEYS = 96;     // of a block
 constexpr int WIDE = 16;     // blocks of keys have room for a multiple of this
+static_assert(DEEP <= W && DEEP % 2 == 0 && QUERIES % DEEP == 0 && WIDE % W == 0 && KEYS % WIDE == 0);
 
 struct Tensor {
     void* data;           // T, heads of one token, numbers of one head side by side
@@ -299,7 +301,7 @@ inline void slopes(const float (*s)[KEYS], const float (*dp)[KEYS], int rows, in
         for (int j = 0; j < columns; j += W) {
             vec weight[step] = {}, slope[step] = {};
             for (int k = 0; k < step && r + k < rows; k++) {
-                vec x = exponential(fused(load(s[r + k] + j), all(scale), all(-sums[r + k])));
+                vec x = exponential(load(s[r + k] + j) * scale - sums[r + k]);  // rounded as in the forward pass
                 if (!sight.whole(r + k, columns)) x = pick(inside(lane, j, sight.begin[r + k], sight.end[r + k]), x, vec{});
                 weight[k] = x;
                 slope[k] = x * (load(dp[r + k] + j) - deltas[r + k]) * scale;

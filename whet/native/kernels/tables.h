@@ -1,4 +1,4 @@
-// What native.py fills in: the structures have their twins there, field by field.
+// What whet/rollout/engine/native.py fills in: the structures have their twins there, field by field.
 #pragma once
 
 #include <cstdint>

@@ -20,6 +20,7 @@ constexpr int W = 8;
 #endif
 constexpr int DEEP = W == 16 ? 12 : 6;  // rows of a product that fill the registers,
 constexpr int PANEL = 2 * W;            // with so many columns
+constexpr int MOST = 256;               // head size
 typedef float vec __attribute__((vector_size(4 * W)));
 typedef float loose_vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * W)));
@@ -114,7 +115,11 @@ inline vec exponential(vec x) {
     return pick(x < all(-87.3f), vec{}, out);
 }
 
-// x / (1 + exp(-x)); 0 where exp(-x) would leave the range.
-inline vec silu(vec x) { return pick(x < all(-88.0f), vec{}, x / (1.0f + exponential(-x))); }
+// 1 / (1 + exp(-x)); 0 where exp(-x) would leave the range.
+inline vec sigmoid(vec x) { return pick(x < all(-88.0f), vec{}, 1.0f / (1.0f + exponential(-x))); }
+// x / (1 + exp(-x)); 0 where exp(-x) would leave the range, and NaN for -inf, as in torch.
+inline vec silu(vec x) {
+    return pick((x < all(-88.0f)) & (x > all(-INFINITY)), vec{}, x / (1.0f + exponential(-x)));
+}
 
 }  // namespace

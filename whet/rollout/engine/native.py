@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from whet.native.build import Library, load_made, tried
+from whet.native.build import Library, load_made, near, tried
 
 __all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "load_kernels", "unfit_sizes"]
 
 MOST = 256
-"""Largest head size; attention.h has it too."""
+"""Largest head size; vectors.h has it too."""
 
 _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
@@ -159,7 +159,7 @@ def load_kernels() -> Kernels | str:
     >>> isinstance(load_kernels(), (Kernels, str))
     True
     """
-    return tried(load_made("decode", Kernels), _refusal, "the decode step")
+    return tried(load_made("decode", Kernels), _refusal)
 
 
 def unfit_sizes(kernels: Kernels, head: int, widths: set[int]) -> str | None:
@@ -176,24 +176,19 @@ def _refusal(kernels: Kernels) -> str | None:
         h, more = (torch.randn(3, 64, generator=generator).to(dtype) for _ in range(2))
         wide = (h.float() + more.float()).to(dtype).float()
         want = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-        if not _near(kernels.norm(h.clone(), more, None, 1e-6), want, limit):
+        if not near(kernels.norm(h.clone(), more, None, 1e-6), want, limit):
             return f"norms in {dtype} differ from torch's on this machine"
         gate, up = h.float().chunk(2, -1)
-        if not _near(kernels.gated(h), torch.nn.functional.silu(gate) * up, limit):
+        if not near(kernels.gated(h), torch.nn.functional.silu(gate) * up, limit):
             return f"gates in {dtype} differ from torch's on this machine"
         weight, bias, x = (torch.randn(*n, generator=generator).to(dtype) for n in ((70, 32), (70,), (29, 32)))
         panels = kernels.pack(weight)
         got = kernels.multiply(ProductTable(panels.data_ptr(), bias.data_ptr(), 32, 70), x)
-        if not _near(got, x.float() @ weight.float().T + bias.float(), limit):
+        if not near(got, x.float() @ weight.float().T + bias.float(), limit):
             return f"products in {dtype} differ from torch's on this machine"
-        if not all(_near(*_attended(kernels, dtype, size, generator), limit) for size in (16, 64)):
+        if not all(near(*_attended(kernels, dtype, size, generator), limit) for size in (16, 64)):
             return f"attention in {dtype} differs from torch's on this machine"
     return None
-
-
-def _near(got: Tensor, want: Tensor, limit: float) -> bool:
-    """Whether all numbers agree."""
-    return bool((got.float() - want).abs().max() <= limit * want.abs().max())
 
 
 def _attended(kernels: Kernels, dtype: torch.dtype, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
