@@ -42,11 +42,11 @@ class LayerKernels:
             function.restype = None
 
     def fit(self, *tensors: Tensor) -> bool:
-        """Whether they can be taken: on a CPU, contiguous, fp32 or bf16 alike, in rows of whole registers."""
-        dtype = tensors[0].dtype
-        return dtype in (torch.float32, torch.bfloat16) and all(
-            x.dtype == dtype and x.device.type == "cpu" and x.shape[-1] % self.lanes == 0 and x.is_contiguous()
-            for x in tensors
+        """Whether they can be taken: on a CPU, contiguous, fp32 or bf16 alike, in rows of as many whole registers."""
+        dtype, d = tensors[0].dtype, tensors[0].shape[-1]
+        known = dtype in (torch.float32, torch.bfloat16) and d % self.lanes == 0
+        return known and all(
+            x.dtype == dtype and x.device.type == "cpu" and x.shape[-1] == d and x.is_contiguous() for x in tensors
         )
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,7 @@ class LayerKernels:
     def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of a weight: gᵀ x. Args: grad: [n O]. x: [n I]; contiguous, fp32. Returns: [O I]."""
         out, threads = x.new_empty(grad.shape[1], x.shape[1]), torch.get_num_threads()
-        if not len(x):
+        if not len(x) or not out.numel():
             return out.zero_()
         room = torch.empty(threads * self._room, dtype=torch.float32, device="cpu")
         pointers = (z.data_ptr() for z in (grad, x, out))
@@ -126,4 +126,8 @@ def _trial(kernels: LayerKernels) -> str | None:
         for got, true in zip(found, (want, *of_norm, product, *of_gate, product), strict=True):
             if got is None or not bool((got.float() - true).abs().max() <= limit * true.abs().max()):
                 return f"norms or gates in {dtype} differ from torch's on this machine"
+    grad, x = (torch.randn(300, n, generator=generator).to(torch.float32) for n in (70, 40))
+    true = grad.t() @ x
+    if not bool((kernels.weight_grad(grad, x) - true).abs().max() <= 1e-5 * true.abs().max()):
+        return "gradients of weights differ from torch's on this machine"
     return None

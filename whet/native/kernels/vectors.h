@@ -114,7 +114,7 @@ inline vec exponential(vec x) {
     return pick(x < all(-87.3f), vec{}, out);
 }
 
-// x / (1 + exp(-x)); 0 where exp(-x) would leave the range.
-inline vec silu(vec x) { return pick(x < all(-88.0f), vec{}, x / (1.0f + exponential(-x))); }
+// x / (1 + exp(-x)); 0 where exp(-x) would leave the range, and NaN for -infinity, as torch has it.
+inline vec silu(vec x) { return pick(x < all(-88.0f), x * 0.0f, x / (1.0f + exponential(-x))); }
 
 }  // namespace
