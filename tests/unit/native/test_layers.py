@@ -388,24 +388,33 @@ WAYS = {
 }
 
 
+def by_layers(x, up, grad, w):
+    """All that the fast layers give, by name; the gradient is overwritten."""
+    y, r = fast_layers._norm(x, w, EPSILON)
+    d_x, d_w = fast_layers._norm_grads(x, w, r, grad, True, True)
+    gated = fast_layers._gate(x, up)
+    d_gate, d_up, product = fast_layers._gate_grads(x, up, grad, True)
+    found = {"norm": y, "r": r, "d_x": d_x, "d_w": d_w}
+    return found | {"gated": gated, "d_gate": d_gate, "d_up": d_up, "product": product}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_does_not_fit_goes_through_torch_with_equal_numbers(way, dtype, monkeypatch):
     x, up, grad, w = (WAYS[way](z) for z in draw(40, 48, dtype))
-
-    def run():
-        y, r = fast_layers._norm(x, w, EPSILON)
-        d_x, d_w = fast_layers._norm_grads(x, w, r, grad, True, True)
-        d_gate, d_up, product = fast_layers._gate_grads(x, up, grad.clone(), True)
-        found = {"norm": y, "r": r, "d_x": d_x, "d_w": d_w}
-        return found | {"gated": fast_layers._gate(x, up), "d_gate": d_gate, "d_up": d_up, "product": product}
-
     assert fast_layers._native(x, up) is None
-    got = run()
+    got = by_layers(x, up, grad.clone(), w)
     monkeypatch.setattr(fast_layers, "layer_kernels", lambda: "no compiler")
-    assert same(got, run())
+    assert same(got, by_layers(x, up, grad.clone(), w))
     if x.dtype == torch.float32:
         near(got, defined(x, up, grad, w), dtype)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_one_that_does_not_fit_beside_others_that_do_is_not_misread(which):
+    inputs = draw(40, 48)
+    mixed = [WAYS["every second"](x) if i == which else x.clone() for i, x in enumerate(inputs)]
+    near(by_layers(*mixed), defined(*inputs), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -413,11 +422,7 @@ def test_the_fast_layers_take_the_kernels_for_what_fits(dtype):
     x, up, grad, w = draw(40, 48, dtype)
     kernels = layer_kernels()
     want = native(kernels, x, up, grad, w)
-    y, r = fast_layers._norm(x, w, EPSILON)
-    d_x, d_w = fast_layers._norm_grads(x, w, r, grad, True, True)
-    d_gate, d_up, product = fast_layers._gate_grads(x, up, grad.clone(), True)
-    found = {"norm": y, "r": r, "d_x": d_x, "d_w": d_w}
-    found |= {"gated": fast_layers._gate(x, up), "d_gate": d_gate, "d_up": d_up, "product": product}
+    found = by_layers(x, up, grad.clone(), w)
     assert fast_layers._native(x, up) is kernels and same(found, want)
 
 
