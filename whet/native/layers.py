@@ -100,9 +100,8 @@ class LayerKernels:
     def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of a weight: gᵀ x. Args: grad: [n O]. x: [n I]; contiguous, fp32. Returns: [O I]."""
         if not x.dtype == grad.dtype == torch.float32 or len(x) != len(grad):
-            raise ValueError(
-                f"{len(grad)} rows of {grad.dtype} and {len(x)} of {x.dtype}; as many of float32 are needed"
-            )
+            given = f"{len(grad)} rows of {grad.dtype} and {len(x)} of {x.dtype}"
+            raise ValueError(f"{given} were given; pass as many of each, of float32")
         out, threads = x.new_empty(grad.shape[1], x.shape[1]), torch.get_num_threads()
         if not (len(x) and out.numel()):
             return out.zero_()
@@ -140,9 +139,8 @@ def _trial(kernels: LayerKernels) -> str | None:
         for got, true in zip(found, (want, *of_norm, product, *of_gate, product), strict=True):
             if got is None or not near(got, true, limit):
                 return f"norms or gates in {dtype} differ from torch's on this machine"
-    grad, x = (
-        torch.randn(300, n, generator=generator) for n in (500, 600)
-    )  # several chunks and blocks, and their ends
+    # rows, outputs and inputs of several chunks and blocks, and their ends
+    grad, x = (torch.randn(300, n, generator=generator).to(torch.float32) for n in (500, 600))
     if not near(kernels.weight_grad(grad, x), grad.t() @ x, 1e-5):
         return "gradients of weights differ from torch's on this machine"
     return None

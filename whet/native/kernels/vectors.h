@@ -117,9 +117,7 @@ inline vec exponential(vec x) {
 
 // 1 / (1 + exp(-x)); 0 where exp(-x) would leave the range.
 inline vec sigmoid(vec x) { return pick(x < all(-88.0f), vec{}, 1.0f / (1.0f + exponential(-x))); }
-// x / (1 + exp(-x)); 0 where exp(-x) would leave the range, and NaN for -inf, as in torch.
-inline vec silu(vec x) {
-    return pick((x < all(-88.0f)) & (x > all(-INFINITY)), vec{}, x / (1.0f + exponential(-x)));
-}
+// x / (1 + exp(-x)); 0 where exp(-x) would leave the range, and NaN for -infinity, as torch has it.
+inline vec silu(vec x) { return pick(x < all(-88.0f), x * 0.0f, x / (1.0f + exponential(-x))); }
 
 }  // namespace
