@@ -115,7 +115,7 @@ def near(got: Tensor, want: Tensor, limit: float) -> bool:
 
 
 def unmeasured() -> str | None:
-    """Why kernels of training stay off: a processor on which nothing has been measured; None = it is of a known kind."""
+    """Why kernels of training stay off: they have not been measured on this kind of processor; None = they have."""
     machine = platform.machine()
     return None if machine in ("x86_64", "AMD64") else f"they have not been measured on {machine}"
 

@@ -228,12 +228,18 @@ def formula(name, ins):
     return torch.einsum("...i,oi->...o", x, w) + b
 
 
+@pytest.mark.parametrize("width", [24, 48])
+@pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["linear", "gated", "norm"])
-def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_part_that_is_asked_for(name, layout):
+def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_part_that_is_asked_for(
+    name, layout, native, width, monkeypatch
+):
     torch.manual_seed(0)
-    inputs = [LAYOUTS[layout](24) for _ in range(2 if name == "gated" else 1)]
-    inputs += [torch.randn(24)] if name == "norm" else [torch.randn(40, 24), torch.randn(40)]
+    if not native:
+        monkeypatch.setattr(fast_layers, "layer_kernels", lambda: "no compiler")
+    inputs = [LAYOUTS[layout](width) for _ in range(2 if name == "gated" else 1)]
+    inputs += [torch.randn(width)] if name == "norm" else [torch.randn(40, width), torch.randn(40)]
     function = {"linear": fast_layers._Linear, "gated": fast_layers._Gated, "norm": fast_layers._Norm}[name].apply
     rest = (1e-3,) if name == "norm" else ()
     for asked in itertools.product([False, True], repeat=len(inputs)):
@@ -252,6 +258,7 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_work_done_in_parts_changes_no_bit(dtype, monkeypatch):
+    monkeypatch.setattr(fast_layers, "layer_kernels", lambda: "no compiler")  # they have no parts
     model = qwen(dtype, hidden_size=64, intermediate_size=64)  # torch's own tails, below 64 numbers, round differently
     want = run(model, FastLayers(model))
     monkeypatch.setattr(fast_layers, "PART", 7 * 64)  # 30 rows: five parts, the last a short one

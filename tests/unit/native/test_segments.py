@@ -469,7 +469,7 @@ def test_a_layout_takes_them_for_floats_and_torch_for_what_they_do_not_know():
         qkv = [x.to(dtype) for x in inputs[:3]]
         out, by_kernels = served(auto, *qkv)
         assert not by_kernels and torch.equal(out, plain.attend(0, *qkv, **PLAIN))
-        assert segment_refusal(*qkv) == f"{dtype} on cpu"
+        assert segment_refusal(*qkv) == f"there are none for {str(dtype).removeprefix('torch.')} on cpu"
     for how in ({"softcap": 0.7}, {"sinks": torch.zeros(4)}):
         assert torch.equal(*(x.attend(0, *inputs[:3], **PLAIN | how) for x in (auto, plain)))
     assert segment_refusal(inputs[0], inputs[1].double(), inputs[2]) is not None
@@ -497,7 +497,7 @@ def test_heads_beyond_the_limits_are_torchs(heads, size, value_size, reason):
 
 def test_bf16_is_torchs_where_the_processor_has_matrix_instructions(monkeypatch):
     for has, reason in ((True, "matrix instructions"), (False, None)):
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda has=has: has)
+        monkeypatch.setattr(segments, "_matrix_instructions", lambda has=has: has)
         half = segment_refusal(*draw(TREES["one token"], torch.bfloat16)[:3])
         assert (reason in half) if reason else half is None
         assert segment_refusal(*draw(TREES["one token"])[:3]) is None
