@@ -148,7 +148,7 @@ def _plain_layers(worker: Any) -> None:
 
     worker.fast_layers = None
     fast_layers.LEAST = float("inf")
-    linear_logprob.weight_grad = lambda grad, x: grad.t() @ x
+    linear_logprob.weight_grad = lambda grad, x, into=None: grad.t() @ x if into is None else into.addmm_(grad.t(), x)
 
 
 MECHANISMS: dict[str, Callable[[Any], None]] = {
@@ -160,8 +160,8 @@ MECHANISMS: dict[str, Callable[[Any], None]] = {
     "fast layers": _plain_layers,
     "native kernels": lambda worker: None,
 }
-"""What can be switched off in whet's worker. "skipping" (completions without signal) is where the batch is made, "native
-kernels" before anything asks for them."""
+"""What can be switched off in whet's worker. "skipping" (completions without signal) is where the batch is made, and
+"native kernels" before anything asks for them."""
 
 
 # ---- the others ------------------------------------------------------------------------------------------------------

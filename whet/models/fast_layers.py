@@ -125,14 +125,15 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
     return (slice(a, min(a + size, rows)) for a in range(0, rows, size))
 
 
-def weight_grad(grad: Tensor, x: Tensor) -> Tensor:
-    """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]."""
-    if not wide_registers() or not grad.dtype == x.dtype == torch.float32 or grad.device.type != "cpu":
-        return grad.t() @ x
-    kernels = layer_kernels()
-    return (
-        linear(grad.t(), x.t()) if isinstance(kernels, str) else kernels.weight_grad(grad.contiguous(), x.contiguous())
-    )
+def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
+    """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]; added to `into` where that is given."""
+    wide = wide_registers() and grad.dtype == x.dtype == torch.float32 and grad.device.type == "cpu"
+    kernels = layer_kernels() if wide else "torch's product is as fast"
+    if not isinstance(kernels, str):
+        return kernels.weight_grad(grad.contiguous(), x.contiguous(), into)
+    if into is not None:
+        return into.addmm_(grad.t(), x)
+    return linear(grad.t(), x.t()) if wide else grad.t() @ x
 
 
 @functools.cache

@@ -127,8 +127,8 @@ class _LinearLogprob(torch.autograd.Function):
             d = d.to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[s] = linear(d, weight.t())
-            if d_weight is not None and d.dtype == d_weight.dtype and plan.rows < len(hidden):
-                d_weight.addmm_(d.t(), hidden[s])  # a product of its own would be as large as the weight
+            if d_weight is not None and d.dtype == d_weight.dtype:
+                weight_grad(d, hidden[s], into=d_weight)  # a product of its own would be as large as the weight
             elif d_weight is not None:
                 d_weight += weight_grad(d, hidden[s])
         to = lambda x, like: None if x is None else x.to(like.dtype)

@@ -33,7 +33,7 @@ class LayerKernels:
         """Numbers side by side in a register: rows must be multiples of it."""
         self._part, self._room = library.whet_fact(1), library.whet_fact(2)
         self._weight_grad = library.whet_weight_grad
-        self._weight_grad.argtypes = (*(_pointer,) * 3, *(_long,) * 4, _pointer)
+        self._weight_grad.argtypes = (*(_pointer,) * 3, *(_long,) * 5, _pointer)
         self._norm, self._norm_back = library.whet_norm, library.whet_norm_back
         self._gated, self._gated_back = library.whet_gated, library.whet_gated_back
         self._norm.argtypes = (*(_pointer,) * 4, _long, _long, ctypes.c_double, _long, _long)
@@ -97,18 +97,23 @@ class LayerKernels:
         self._gated_back(*pointers, gate.numel(), torch.get_num_threads(), gate.dtype == torch.bfloat16)
         return d_gate, grad, y
 
-    def weight_grad(self, grad: Tensor, x: Tensor) -> Tensor:
-        """The gradient of a weight: gᵀ x. Args: grad: [n O]. x: [n I]; contiguous, fp32. Returns: [O I]."""
+    def weight_grad(self, grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
+        """The gradient of a weight, gᵀ x, all contiguous and fp32.
+
+        Args: grad: [n O]. x: [n I]. into: [O I], a sum that it is added to; None = a new one. Returns: [O I].
+        """
         if not x.dtype == grad.dtype == torch.float32 or len(x) != len(grad):
             given = f"{len(grad)} rows of {grad.dtype} and {len(x)} of {x.dtype}"
             raise ValueError(f"{given} were given; pass as many of each, of float32")
-        out, threads = x.new_empty(grad.shape[1], x.shape[1]), torch.get_num_threads()
+        out, threads = x.new_empty(grad.shape[1], x.shape[1]) if into is None else into, torch.get_num_threads()
+        if out.shape != (grad.shape[1], x.shape[1]) or out.dtype != torch.float32 or not out.is_contiguous():
+            raise ValueError(f"the sum is {list(out.shape)} in {out.dtype}; it must be [O, I], contiguous, float32")
         if not (len(x) and out.numel()):
-            return out.zero_()
+            return out.zero_() if into is None else out
         room = torch.empty(threads * self._room, dtype=torch.float32, device="cpu")
         pointers = (z.data_ptr() for z in (grad, x, out))
         with record_function("native: gradient of a weight"):
-            self._weight_grad(*pointers, len(x), grad.shape[1], x.shape[1], threads, room.data_ptr())
+            self._weight_grad(*pointers, len(x), *out.shape, into is not None, threads, room.data_ptr())
         return out
 
 

@@ -464,7 +464,7 @@ FP32, BF16 = "in torch.float32 differ from torch's on this machine", "in torch.b
         ("store(g + c, slope * open);", "", FP32),
         ("store(y + c, round_as(silu(load(gate + c)), kind) * load(up + c))", "store(y + c, load(up + c))", FP32),
         ("if (y) store(y + c, open * b);", "if (y) store(y + c, open);", FP32),
-        ("rows, to, in, from > 0);", "rows, to, in, false);", "gradients of weights differ from torch's"),
+        ("rows, to, in, add || from > 0);", "rows, to, in, false);", "gradients of weights differ from torch's"),
         ("return load(bits);", "return load(bits) * 1.1f;", BF16),
         ("void whet_gated_back(", "void whet_back(", "loading them failed: "),
     ],
@@ -514,3 +514,18 @@ def test_a_trial_sees_no_mode_of_who_asks_and_a_note_is_said_once(fresh, caplog)
             build.note("adding", reason)
     said = ["adding runs through torch: they differ", "adding runs through torch: no compiler"]
     assert [r.getMessage() for r in caplog.records] == said
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (129, 33, 70), (300, 500, 600)])
+def test_a_gradient_of_a_weight_is_added_to_a_sum_that_is_given(shape):
+    n, out, width = shape
+    kernels = layer_kernels()
+    generator = torch.Generator().manual_seed(0)
+    grad, x, before = (torch.randn(*s, generator=generator) for s in ((n, out), (n, width), (out, width)))
+    into = before.clone()
+    assert kernels.weight_grad(grad, x, into) is into
+    want = before.double() + grad.double().t() @ x.double()
+    assert (into - want).abs().max() <= 1e-6 * want.abs().max()
+    assert torch.equal(kernels.weight_grad(grad[:0], x[:0], into.clone()), into)
+    with pytest.raises(ValueError, match="must be"):
+        kernels.weight_grad(grad, x, into.double())

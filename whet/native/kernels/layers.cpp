@@ -95,7 +95,7 @@ inline void gathered(const float* x, int64_t next, int64_t rows, int64_t first, 
 
 // One block of sums[o][i] = sum over n of g[n][o] x[n][i]. room: TALL + BROAD times DEPTH.
 inline void weight_block(const float* g, const float* x, float* sums, int64_t n, int64_t out, int64_t in, int64_t o,
-                         int64_t o_end, int64_t i, int64_t i_end, float* room) {
+                         int64_t o_end, int64_t i, int64_t i_end, bool add, float* room) {
     float* panels = room + TALL * DEPTH;
     for (int64_t from = 0; from < n; from += DEPTH) {
         const int64_t rows = std::min(DEPTH, n - from);
@@ -107,12 +107,12 @@ inline void weight_block(const float* g, const float* x, float* sums, int64_t n,
                 const float *a = room + (r - o) * rows, *b = panels + (c - i) * rows;
                 float* to = sums + r * in + c;
                 if (columns == PANEL) {
-                    tile_of<float, 1, 2>(count, a, DEEP, b, PANEL, rows, to, in, from > 0);
+                    tile_of<float, 1, 2>(count, a, DEEP, b, PANEL, rows, to, in, add || from > 0);
                     continue;
                 }
                 float ends[DEEP][PANEL];
                 for (int k = 0; k < count; k++) std::memcpy(ends[k], to + k * in, sizeof(float) * columns);
-                tile_of<float, 1, 2>(count, a, DEEP, b, PANEL, rows, ends[0], PANEL, from > 0);
+                tile_of<float, 1, 2>(count, a, DEEP, b, PANEL, rows, ends[0], PANEL, add || from > 0);
                 for (int k = 0; k < count; k++) std::memcpy(to + k * in, ends[k], sizeof(float) * columns);
             }
     }
@@ -123,7 +123,8 @@ inline int64_t even(int64_t n, int64_t most, int64_t multiple) {
     return up(parts(n, parts(n, std::max(most, multiple))), multiple);
 }
 // sums [out, in] = gT x of g [n, out], x [n, in].
-inline void weight_grad(const float* g, const float* x, float* sums, int64_t n, int64_t out, int64_t in, int threads, float* room) {
+inline void weight_grad(const float* g, const float* x, float* sums, int64_t n, int64_t out, int64_t in, bool add,
+                        int threads, float* room) {
     int64_t tall = even(out, TALL, DEEP), broad = even(in, BROAD, PANEL);
     while (parts(out, tall) * parts(in, broad) < 3 * threads && (tall > 5 * DEEP || broad > PANEL)) {
         if (tall > broad) tall = even(out, tall / 2, DEEP);
@@ -133,7 +134,7 @@ inline void weight_grad(const float* g, const float* x, float* sums, int64_t n, 
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (threads > 1 && n * out * in > 64 * SMALL)
     for (int64_t task = 0; task < parts(out, tall) * across; task++) {
         const int64_t o = task / across * tall, i = task % across * broad;
-        weight_block(g, x, sums, n, out, in, o, std::min(out, o + tall), i, std::min(in, i + broad),
+        weight_block(g, x, sums, n, out, in, o, std::min(out, o + tall), i, std::min(in, i + broad), add,
                      room + omp_get_thread_num() * (TALL + BROAD) * DEPTH);
     }
 }
@@ -173,9 +174,9 @@ void whet_gated_back(const void* gate, const void* up, void* g, void* y, void* d
     else gated_back((const float*)gate, (const float*)up, (float*)g, (float*)y, (float*)d_gate, numbers, t);
 }
 
-// g [n, out], x [n, in] -> sums [out, in], all fp32. room: for each thread.
-void whet_weight_grad(const float* g, const float* x, float* sums, int64_t n, int64_t out, int64_t in, int64_t threads,
-                      float* room) {
-    weight_grad(g, x, sums, n, out, in, int(threads), room);
+// g [n, out], x [n, in] -> sums [out, in], all fp32; add: to what is there. room: for each thread.
+void whet_weight_grad(const float* g, const float* x, float* sums, int64_t n, int64_t out, int64_t in, int64_t add,
+                      int64_t threads, float* room) {
+    weight_grad(g, x, sums, n, out, in, add, int(threads), room);
 }
 }
