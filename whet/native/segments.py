@@ -24,8 +24,15 @@ from torch.profiler import record_function
 from whet.native.build import Library, load_made, near, tried, unmeasured
 from whet.observe.environment import environment
 
-__all__ = ["OPERATOR", "SegmentKernels", "SegmentTables", "attend_segments", "segment_kernels", "segment_refusal"]
-
+__all__ = [
+    "OPERATOR",
+    "SegmentKernels",
+    "SegmentTables",
+    "attend_segments",
+    "kernels_for",
+    "segment_kernels",
+    "segment_refusal",
+]
 
 STRIPES = 8
 """Most sums of a key's gradient that are held at once,"""
@@ -130,7 +137,11 @@ def _kernels() -> SegmentKernels:
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | str:
-    """The kernels for tensors of a kind, or the reason why torch's operator must do."""
+    """The kernels for tensors of a kind, or the reason why torch's operator must do.
+
+    >>> kernels_for(torch.device("cpu"), torch.float64)
+    'there are none for float64 on cpu'
+    """
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
         return f"there are none for {str(dtype).removeprefix('torch.')} on {device.type}"
     if dtype == torch.bfloat16 and _matrix_instructions():
@@ -191,10 +202,8 @@ class _Attention(torch.autograd.Function):
         tables, threads = ctx.tables, torch.get_num_threads()
         d_q, d_k, d_v = grads = [x.new_empty(x.shape) for x in (q, k, v)]
         call = _call(q, k, v, out, tables.segments, tables.keys, tables.queries, tables.room, ctx.scale, ctx.window)
-        ends, grad = (
-            tables.stripe_ends(k.shape[1], threads, window=ctx.window, sizes=q.shape[2] + v.shape[2]),
-            _rows(grad),
-        )
+        ends = tables.stripe_ends(k.shape[1], threads, window=ctx.window, sizes=q.shape[2] + v.shape[2])
+        grad = _rows(grad)  # a name of its own: it must outlive the call
         call.stripes, call.stripe_ends = len(ends), ends.data_ptr()
         call.grad, call.d_q, call.d_k, call.d_v = (_view(x) for x in (grad, d_q, d_k, d_v))
         with record_function("native: attention's gradient"):
