@@ -128,6 +128,14 @@ def test_sequence_level_averages_log_ratios_that_are_held_at_20():
     )
 
 
+def test_the_reference_gets_no_gradient():
+    ref = tensor([-1.0, -0.5], requires_grad=True)
+    logprobs = tensor([-0.5, -0.7], requires_grad=True)
+    x = inputs(logprobs, advantages=tensor([1.0, -1.0]), ref_logprobs=ref)
+    grpo_objective(x, beta=0.1, kl_mode="k3")[0].sum().backward()
+    assert ref.grad is None and logprobs.grad is not None
+
+
 def test_kl_is_added_per_token_and_reported_without_beta():
     x = inputs([-1.0, -2.0], ref_logprobs=[-2.0, -1.0], advantages=[1, 0])
     loss, metrics = grpo_objective(x, beta=0.1)
