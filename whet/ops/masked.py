@@ -119,7 +119,7 @@ def segment_mean(x: Tensor, mask: Tensor, segments: Tensor, num: int) -> Tensor:
 
 
 def _centred(x: Tensor, kept: Tensor) -> Tensor:
-    """x less its masked mean, in float64; 0 where masked out, and everywhere if all numbers kept are equal."""
+    """X less its masked mean, in float64; 0 where masked out, and everywhere if all numbers kept are equal."""
     x = x.double()
     high, low = x.detach().masked_fill(~kept, -torch.inf), x.detach().masked_fill(~kept, torch.inf)
     differs = (high.max() > low.min()) | (high != high).any() if x.numel() else kept.any()

@@ -112,7 +112,8 @@ def grpo_objective(
             old, x.need("sampler_logprobs"), mask=x.mask, threshold=sampler_is_threshold
         ).to(loss.dtype)
     if x.ref_logprobs is not None or beta != 0:
-        kl = kl_divergence(_kept(x, x.logprobs), _kept(x, x.need("ref_logprobs")).detach(), mode=kl_mode, clamp=kl_clamp)
+        ref = _kept(x, x.need("ref_logprobs")).detach()
+        kl = kl_divergence(_kept(x, x.logprobs), ref, mode=kl_mode, clamp=kl_clamp)
         loss = loss + beta * kl if beta != 0 else loss
         metrics = {**metrics, "kl": kl.detach(), "kl_loss": beta * kl.detach()}
     return loss, metrics
