@@ -5,7 +5,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import END, PAD, cluster, gap, length_reward, one_by_one, prompt, rows, same, tiny_model, weights_of
+from helpers import (
+    END,
+    PAD,
+    cluster,
+    gap,
+    grpo_objective,
+    length_reward,
+    one_by_one,
+    prompt,
+    rows,
+    same,
+    tiny_model,
+    weights_of,
+)
 from transformers import BloomConfig, BloomForCausalLM
 
 import whet
@@ -14,7 +27,7 @@ from whet.data.padded import completion_mask, padded_batch, prompt_mask
 from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.observe.buffer import MetricsBuffer
-from whet.ops import group_relative, grpo_objective
+from whet.ops import group_relative
 from whet.rollout.base import EngineCaps, Output
 from whet.rollout.hf import HFEngine
 from whet.rollout.simple import QueueEngine

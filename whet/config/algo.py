@@ -67,10 +67,19 @@ class GRPOConfig(AlgorithmConfig):
     """The constant of the modes that divide by one; None = their default."""
     use_rollout_logps: Bool = True
     """Old logprobs are the sampler's; off, the trainer computes them from the weights at the start of the step."""
-    sampler_is: Literal["token"] | str | None = None
-    """"token" = weight each token by trainer / sampler probability, truncated; None = off."""
+    sampler_is: str | Fn | None = None
+    """Correction for a sampler that differs from the trainer: "token" weighs each token by trainer / sampler
+    probability, truncated; a function or "package.module:function" of LossInputs gives a weight for each; None = off."""
     sampler_is_threshold: Float = 2.0
     """Greatest such weight."""
+    loss_masks: tuple[str | Fn, ...] = ()
+    """Multiply the policy loss by 0 or 1: off-policy, functions of LossInputs, "package.module:function"."""
+    off_policy_mask_threshold: Float = 0.5
+    """Of loss_masks=[off-policy]: bad completions whose mean log(sampler / policy) is above it are not learned from."""
+    entropy_coef: Float = 0.0
+    """c: weight of the entropy bonus at each token; 0.0 = none."""
+    loss_agg_units: Literal["trained", "all"] = "trained"
+    """What a loss_agg_mode with a mean over sequences divides by: those with a trained token, or all, as TRL does."""
     force_compute_kl: Bool = False
     """Compute the KL to the reference as a metric also when beta is 0.0."""
     mask_truncated_completions: Bool = False
@@ -86,11 +95,11 @@ class GRPOConfig(AlgorithmConfig):
                 f"num_generations must be greater than 1, got {self.num_generations}: "
                 "a completion is compared with its group"
             )
-        if self.sampler_is not in (None, "token"):
+        if isinstance(self.sampler_is, str) and self.sampler_is != "token" and ":" not in self.sampler_is:
             raise ConfigError(f"sampler_is should be None or 'token'. Received: {self.sampler_is!r}")
         if self.sampler_is_threshold <= 0:
             raise ConfigError(f"sampler_is_threshold must be positive, got {self.sampler_is_threshold!r}; 2.0 is usual")
-        for name in ("beta", "epsilon", "epsilon_high"):
+        for name in ("beta", "epsilon", "epsilon_high", "off_policy_mask_threshold"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value!r}")
