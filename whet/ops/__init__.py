@@ -17,6 +17,7 @@ from whet.ops.corrections import mismatch_metrics, truncated_weights
 from whet.ops.kl import KL_MODES, kl_divergence
 from whet.ops.logprobs import entropy, selective_log_softmax
 from whet.ops.masked import (
+    masked_column,
     masked_mean,
     masked_sum,
     masked_var,
@@ -65,6 +66,7 @@ __all__ = [
     "group_spread",
     "kl_divergence",
     "leave_one_out",
+    "masked_column",
     "masked_mean",
     "masked_sum",
     "masked_var",

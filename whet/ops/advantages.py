@@ -37,8 +37,12 @@ _SCALES = ("std", "none", "batch")
 class AdvantageInputs:
     """What an estimator is given: a whole step's rewards, and the tokens that they were given for.
 
-    Example: two completions of one prompt, 2 and 1 tokens: rewards [1., 0.], group_of [0, 0], lengths [2, 1],
-    trajectory [0, 0, 1], mask all True, table {"exact": [1., 0.]}.
+    Example: two completions of one prompt, of 2 and 1 tokens.
+
+    >>> from torch import tensor
+    >>> AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 1]),
+    ...                 mask=tensor([True, True, True]), table={"exact": tensor([1., 0.])}).lengths
+    tensor([2, 1])
     """
 
     rewards: Tensor

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "masked_column",
     "masked_mean",
     "masked_sum",
     "masked_var",
@@ -19,6 +20,18 @@ __all__ = [
     "segment_mean",
     "segment_sum",
 ]
+
+
+def masked_column(x: Tensor, mask: Tensor) -> Tensor:
+    """The same numbers in fp32 or wider, 0 where masked out: NaN there reaches neither a loss nor its gradient.
+
+    Args: x [S]. mask: Bool [S].
+    Returns: [S], fp32 or wider.
+
+    >>> masked_column(torch.tensor([1., torch.nan]), torch.tensor([True, False]))
+    tensor([1., 0.])
+    """
+    return torch.where(mask.bool(), x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:

@@ -17,8 +17,8 @@ from torch import Tensor
 from whet.errors import ConfigError, DataError
 from whet.ops.corrections import truncated_weights
 from whet.ops.kl import kl_divergence
-from whet.ops.masked import segment_mean
-from whet.ops.policy_losses import LossOutput, clipped_surrogate, masked_column
+from whet.ops.masked import masked_column, segment_mean
+from whet.ops.policy_losses import LossOutput, clipped_surrogate
 from whet.types import LossInputs
 
 __all__ = ["CORRECTIONS", "TOKEN_MASKS", "Objective", "off_policy_mask", "reference_kl", "truncated_importance"]
@@ -36,8 +36,8 @@ class Objective:
     l = surrogate · Π factors + β · KL(π, π_ref) − c · H(π), each piece at the token.
     Call it with LossInputs: it needs what its pieces need, ref_logprobs where β ≠ 0 (without β they give the metric
     alone), entropy where c ≠ 0.
-    Returns: (loss [s], metrics [s] each): the surrogate's own, pg_loss (surrogate · factors), kl where there is a
-        reference. (w · loss).sum() is (w · pg_loss).sum() + β (w · kl).sum() − c (w · entropy).sum() for any weights w.
+    Returns: (loss [s], metrics [s] each): the surrogate's own, pg_loss/corrected (surrogate · factors), kl where there
+        is a reference. The loss is their sum, pg_loss/corrected + β kl − c entropy, under any weights.
     Raises: DataError: a missing column, or a piece whose shape is not [s].
     Source: GRPO arXiv:2402.03300; entropy bonus PPO arXiv:1707.06347. Agrees with Tunix's grpo_loss_fn, where the
         correction too is a factor of the surrogate and not of the KL.
@@ -67,13 +67,13 @@ class Objective:
         policy = _per_token("the policy loss", policy, x)
         for factor in self.factors:
             policy = policy * _per_token("a factor of the loss", factor(x), x).detach().to(policy.dtype)
-        loss, metrics = policy, {**metrics, "pg_loss": policy.detach()}
+        loss, metrics = policy, {**metrics, "pg_loss/corrected": policy.detach()}
         if self.kl is not None and (self.beta != 0 or x.ref_logprobs is not None):
             kl = _per_token("the KL", self.kl(x), x)
             loss = loss + self.beta * kl if self.beta != 0 else loss
             metrics["kl"] = kl.detach()
         if self.entropy_coef != 0:
-            loss = loss - self.entropy_coef * masked_column(x, x.need("entropy"))
+            loss = loss - self.entropy_coef * masked_column(x.need("entropy"), x.mask)
         return loss, metrics
 
 
@@ -92,8 +92,8 @@ def reference_kl(x: LossInputs, *, kl_loss_mode: str = "kl", kl_clamp_value: flo
     >>> reference_kl(x, kl_loss_mode="mse_kl")
     tensor([0.5000])
     """
-    ref = masked_column(x, x.need("ref_logprobs")).detach()
-    return kl_divergence(masked_column(x, x.logprobs), ref, mode=kl_loss_mode, clamp=kl_clamp_value)
+    ref = masked_column(x.need("ref_logprobs"), x.mask).detach()
+    return kl_divergence(masked_column(x.logprobs, x.mask), ref, mode=kl_loss_mode, clamp=kl_clamp_value)
 
 
 def truncated_importance(x: LossInputs, *, sampler_is_threshold: float = 2.0) -> Tensor:
@@ -132,7 +132,7 @@ def off_policy_mask(x: LossInputs, *, off_policy_mask_threshold: float) -> Tenso
     """
     if not off_policy_mask_threshold >= 0:
         raise ConfigError(f"off_policy_mask_threshold {off_policy_mask_threshold!r} must be at least 0; None = off")
-    gap = masked_column(x, x.need("sampler_logprobs")) - masked_column(x, x.logprobs).detach()
+    gap = masked_column(x.need("sampler_logprobs"), x.mask) - masked_column(x.logprobs, x.mask).detach()
     drift = segment_mean(gap, x.mask, x.sequence, len(x.sequence)).index_select(0, x.sequence)
     return ((x.need("advantages") >= 0) | (drift <= off_policy_mask_threshold)).to(gap.dtype)
 

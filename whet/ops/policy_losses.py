@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, lookup_error
-from whet.ops.masked import segment_mean
+from whet.ops.masked import masked_column, segment_mean
 from whet.types import LossInputs
 
-__all__ = ["POLICY_LOSSES", "LossOutput", "clipped_surrogate", "masked_column", "nll"]
+__all__ = ["POLICY_LOSSES", "clipped_surrogate", "nll"]
 
 LossOutput = tuple[Tensor, dict[str, Tensor]]
+"""(loss [s], {metric: [s]})."""
 
 
 def clipped_surrogate(
@@ -53,7 +54,7 @@ def clipped_surrogate(
     tensor([-2.4000])
     """
     _check(epsilon, epsilon_high, epsilon_c, level)
-    advantages = masked_column(x, x.need("advantages")).detach()
+    advantages = masked_column(x.need("advantages"), x.mask).detach()
     log_ratio, used = _log_ratios(x, level)
     ratio = used.exp()
     low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
@@ -81,11 +82,6 @@ def _clip_metrics(ratio: Tensor, advantages: Tensor, low: float, high: float, le
     return {f"{name}/high": too_high, f"{name}/low": too_low, f"{name}/region": too_low | too_high}
 
 
-def masked_column(x: LossInputs, column: Tensor) -> Tensor:
-    """The column in fp32 or wider, 0 where masked out: NaN there reaches neither the loss nor the gradient."""
-    return torch.where(x.mask, column.to(torch.promote_types(column.dtype, torch.float32)), 0.0)
-
-
 def nll(x: LossInputs) -> LossOutput:
     """Negative log-likelihood, the loss of supervised training.
 
@@ -96,7 +92,7 @@ def nll(x: LossInputs) -> LossOutput:
     >>> nll(LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.5])))[0]
     tensor([1.5000])
     """
-    loss = -masked_column(x, x.logprobs)
+    loss = -masked_column(x.logprobs, x.mask)
     return loss, {"nll": loss.detach()}
 
 
@@ -110,8 +106,8 @@ POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
 
 def _log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     """Log π − log π_old before any clip, and the log of the importance ratio; [s] and [s]; 0 where masked out."""
-    logprobs = masked_column(x, x.logprobs)
-    old = logprobs.detach() if x.old_logprobs is None else masked_column(x, x.old_logprobs).detach()
+    logprobs = masked_column(x.logprobs, x.mask)
+    old = logprobs.detach() if x.old_logprobs is None else masked_column(x.old_logprobs, x.mask).detach()
     log_ratio = logprobs - old
     clipped = log_ratio.clamp(-20.0, 20.0)
     if level == "token":
