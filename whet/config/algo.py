@@ -69,7 +69,7 @@ class GRPOConfig(AlgorithmConfig):
     """Old logprobs are the sampler's; off, the trainer computes them from the weights at the start of the step."""
     sampler_is: str | Fn | None = None
     """Correction for a sampler that differs from the trainer: "token" weighs each token by trainer / sampler
-    probability, truncated; a function or "package.module:function" of LossInputs gives a weight for each; None = off."""
+    probability, truncated; a function or "package.module:function" of LossInputs gives each its weight; None = off."""
     sampler_is_threshold: Float = 2.0
     """Greatest such weight."""
     loss_masks: tuple[str | Fn, ...] = ()
