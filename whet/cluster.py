@@ -112,7 +112,7 @@ class RLCluster:
         )
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         self._trainers = {
-            role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate)
+            role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
             for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value))
             if role in self._workers
         }

@@ -5,6 +5,7 @@ WhetError
 ├── DataError        (ValueError)    what the user brought: rows, columns, prompts, tensors of the wrong shape
 ├── RewardError      (RuntimeError)  what a reward function returned, raised or never returned
 ├── EngineError      (RuntimeError)  generation: a request that can't fit, an engine that failed
+├── TrainingError    (RuntimeError)  a run whose numbers went wrong: gradients that are not finite
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
 
 A message says the value, the rule and the fix.
@@ -21,6 +22,7 @@ __all__ = [
     "DataError",
     "EngineError",
     "RewardError",
+    "TrainingError",
     "WhetError",
     "lookup_error",
     "nearest",
@@ -45,6 +47,10 @@ class RewardError(WhetError, RuntimeError):
 
 class EngineError(WhetError, RuntimeError):
     """Generation failed or a request could never be served."""
+
+
+class TrainingError(WhetError, RuntimeError):
+    """A run went wrong in its numbers, not in what was asked for: it diverged."""
 
 
 class CheckpointError(WhetError, RuntimeError):

@@ -254,7 +254,7 @@ def test_update_critic_moves_the_values_towards_the_returns():
     prompts, completions = out.left_padded_prompt_tokens, right_padded(out.tokens)
     zeros = torch.zeros(completions.shape)
     data = example(c, out, returns=zeros + 0.1, old_values=zeros)
-    losses = [c.update_critic([data])["loss"].value for _ in range(10)]
+    losses = [c.update_critic([data])["critic/loss"].value for _ in range(10)]
     assert losses[0] == pytest.approx(0.005)  # half of 0.1 squared
     assert losses[-1] < losses[0] / 2
     assert c.critic_trainer.train_steps == 10

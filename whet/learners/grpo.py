@@ -152,10 +152,13 @@ class GRPOLearner(RLLearner):
         return batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence))
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        """Old log-probabilities where several updates follow one rollout, the reference's where beta is not 0."""
+        """Old log-probabilities where several updates follow one rollout, or a token that is trained was drawn from an
+        earlier policy; the reference's where beta is not 0.
+        """
         c, cluster = self.algo_config, self.cluster
-        self.unmoved = True  # until the first update of the step: sampler and trainer are the same policy
-        source = self.old_logprobs_from(batch.num_groups)
+        stale = batch.versions[batch.mask & (batch.versions != cluster.actor.version)].unique().tolist()
+        self.unmoved = not stale  # until the first update of the step sampler and trainer are the same policy
+        source = self.old_logprobs_from(batch.num_groups, stale)
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
@@ -173,18 +176,27 @@ class GRPOLearner(RLLearner):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         return batch
 
-    def old_logprobs_from(self, num_groups: int) -> Literal["trainer", "sampler", "nowhere"]:
+    def old_logprobs_from(
+        self, num_groups: int, stale: Sequence[int] = ()
+    ) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
 
-        Args: num_groups: of the step.
-        Raises: EngineError: several updates follow a rollout of an engine that reports no logprobs.
+        Args: num_groups: of the step. stale: the policy versions of trained tokens, other than the actor's own now.
+        Raises: EngineError: several updates follow a rollout of an engine that reports no logprobs, or tokens are
+            stale.
         """
         c, caps = self.algo_config, self.cluster.rollout.caps
         if c.sampler_is is not None or not c.use_rollout_logps:
             return "trainer"
         updates = self.updates_of(num_groups)
-        if caps.logprobs and not (updates == 1 and caps.shared_weights):
+        if caps.logprobs and (stale or updates > 1 or not caps.shared_weights):
             return "sampler"
+        if stale:
+            raise EngineError(
+                f"the rollout holds tokens of policy {', '.join(map(str, stale))} while the actor's is "
+                f"{self.cluster.actor.version}, and the engine reports no logprobs of them; let the engine stamp the "
+                "version that sync_weights gave it, or set use_rollout_logps=False to recompute them"
+            )
         if updates > 1:
             raise EngineError(
                 "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
@@ -197,7 +209,7 @@ class GRPOLearner(RLLearner):
         old = {
             "trainer": "runs: sampler_is, or use_rollout_logps=false, asks for the trainer's own",
             "sampler": "skipped: the sampler's serve",
-            "nowhere": "skipped: one update follows each rollout, so the ratio is 1",
+            "nowhere": "skipped: one update follows each rollout, so the ratio is 1 (unless a token is stale)",
         }
         found = {
             "old_logprobs": old[self.old_logprobs_from(num_groups)],

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
+from whet.ops import segment_count, segment_mean
 from whet.rollout.base import EngineStats
 from whet.types import Group, TokenBatch
 
@@ -25,6 +27,7 @@ __all__ = [
     "rewarded_metrics",
     "rollout_metrics",
     "spread",
+    "trajectory_advantages",
 ]
 
 
@@ -96,10 +99,17 @@ def advantage_metrics(advantages: Tensor) -> dict[str, Metric]:
     }
 
 
+def trajectory_advantages(batch: TokenBatch) -> np.ndarray:
+    """The advantage of each trajectory: float64 [J], the mean over its trained tokens; NaN where it has none."""
+    assert batch.advantages is not None
+    trajectory, number = batch.trajectory, len(batch.group_of)
+    means = segment_mean(batch.advantages.double(), batch.mask, trajectory, number)
+    return means.masked_fill(segment_count(batch.mask, trajectory, number) == 0, torch.nan).numpy()
+
+
 def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
     """What the store keeps of a step: the columns of its completions, and what each reward function gave them."""
     pairs = [(g.prompt, c) for g in rewarded.groups for c in g.completions]
-    advantages = None if batch.advantages is None else batch.advantages.index_select(0, batch.starts).tolist()
     trajectories = batch.trajectory_of.numpy()
     columns: dict[str, list[Any]] = {
         "row": [p.row for p, _ in pairs],
@@ -112,8 +122,8 @@ def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str,
         "finish_reason": [c.finish_reason for _, c in pairs],
         "version": [int(c.versions.max()) for _, c in pairs],
     }
-    if advantages is not None:
-        columns["advantage"] = advantages
+    if batch.advantages is not None:
+        columns["advantage"] = trajectory_advantages(batch)[trajectories].tolist()
     names = {n for g in rewarded.groups for n in g.rewards}
     rewards = {n: np.concatenate([g.rewards[n] for g in rewarded.groups])[trajectories] for n in sorted(names)}
     return columns, rewards
