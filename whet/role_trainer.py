@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from whet.config import Role
 from whet.errors import TrainingError, lookup_error
@@ -12,7 +12,7 @@ from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights
 from whet.ops.weighting import Weighting
 from whet.types import TokenBatch, TrainExample
-from whet.worker import Loss, Metrics, ModelWorker
+from whet.worker import REDUCTIONS, Loss, Metrics, ModelWorker
 
 __all__ = ["DataHooks", "RoleTrainer", "TrainingHooks", "lower_rate"]
 
@@ -83,6 +83,7 @@ class RoleTrainer:
         self.loss = loss
         self.loss_agg_mode = loss_agg_mode
         self.loss_agg_norm = loss_agg_norm
+        self.loss_agg_units: Literal["trained", "all"] = "trained"
         self.accumulate = accumulate
         self.entropy = False
         self.reductions: dict[str, dict[str, str]] = {}
@@ -101,16 +102,23 @@ class RoleTrainer:
         *,
         loss_agg_mode: str | Weighting | None = None,
         loss_agg_norm: float | None = None,
+        loss_agg_units: Literal["trained", "all"] | None = None,
         entropy: bool | None = None,
     ) -> RoleTrainer:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`, or the first alone if not has_aux.
 
-        Args: loss_agg_mode, loss_agg_norm: with it, how token losses become one number. entropy: x.entropy is needed.
+        Args:
+            loss: of every token.
+            has_aux: it returns metrics too.
+            loss_agg_mode, loss_agg_norm: how token losses become one number.
+            loss_agg_units: which trajectories a mean over them counts: those with a trained token, or all.
+            entropy: the loss needs x.entropy.
         """
         self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
         if loss_agg_mode is not None or loss_agg_norm is not None:
             self.loss_agg_norm = loss_agg_norm
+        self.loss_agg_units = loss_agg_units or self.loss_agg_units
         self.entropy = self.entropy if entropy is None else entropy
         return self
 
@@ -122,8 +130,8 @@ class RoleTrainer:
     def with_rl_metrics_to_log(self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]]) -> RoleTrainer:
         """Sets what becomes of the loss's metrics; one that isn't named is logged as its mean.
 
-        Args: metrics: name -> "mean", "max", "min" or "weighted" (the sum under the token weights); several of them,
-            logged as name/how; or {label: how}.
+        Args: metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
+            "sequence_mean", ...); several of them, logged as name/how; or {label: how}.
         Raises: ConfigError: another word.
         """
         for name, how in metrics.items():
@@ -131,8 +139,8 @@ class RoleTrainer:
             if not isinstance(labels, Mapping):
                 labels = {f"{name}/{h}": h for h in labels}
             for h in labels.values():
-                if h not in ("mean", "max", "min", "weighted"):
-                    raise lookup_error(f"reduction of metric {name}", h, ("mean", "max", "min", "weighted"))
+                if h not in REDUCTIONS:
+                    raise lookup_error(f"reduction of metric {name}", h, REDUCTIONS)
             self.reductions[name] = dict(labels)
         return self
 
@@ -160,7 +168,10 @@ class RoleTrainer:
         """The batch with its token weights: made from all of it, once per optimizer step."""
         if batch.weights is not None:
             return batch
-        weights = token_weights(batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm)
+        units = float(len(batch.group_of)) if self.loss_agg_units == "all" else None
+        weights = token_weights(
+            batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm, num_units=units
+        )
         return batch.replace(weights=weights)
 
     def update(self, batch: TokenBatch) -> Metrics:

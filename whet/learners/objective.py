@@ -23,12 +23,22 @@ from whet.ops import (
     KL_MODES,
     POLICY_LOSSES,
     TOKEN_MASKS,
+    AdvantageInputs,
     Objective,
     reference_kl,
 )
 from whet.refs import is_ref, resolve_ref
+from whet.types import TokenBatch
 
-__all__ = ["make_estimator", "make_objective", "resolve_name", "surrogate_name", "with_fields"]
+__all__ = [
+    "advantage_inputs",
+    "make_estimator",
+    "make_objective",
+    "ratio_level",
+    "resolve_name",
+    "surrogate_name",
+    "with_fields",
+]
 
 
 def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
@@ -65,6 +75,23 @@ def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[...
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     """The advantage estimator of a configuration."""
     return with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator"), config)
+
+
+def advantage_inputs(batch: TokenBatch) -> AdvantageInputs:
+    """What a step's batch gives an estimator."""
+    return AdvantageInputs(
+        rewards=batch.rewards,
+        group_of=batch.group_of,
+        trajectory=batch.trajectory,
+        mask=batch.mask,
+        values=batch.values,
+    )
+
+
+def ratio_level(objective: Objective) -> str:
+    """What has one importance ratio: a "token", or a whole "sequence"."""
+    surrogate = objective.surrogate
+    return surrogate.keywords.get("level", "token") if isinstance(surrogate, functools.partial) else "token"
 
 
 def surrogate_name(config: GRPOConfig) -> Any:
