@@ -80,7 +80,7 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
 
     Args: estimator: fn(x) -> [J] or [S], or fn(rewards, group_ids) -> [J]: it has two arguments without a default.
         x: a whole step.
-    Returns: fp32 [S], 0 where masked out.
+    Returns: fp32 [S], finite.
     Raises: DataError: another shape, or a number that is not finite at a trained token.
 
     >>> from torch import tensor
@@ -90,21 +90,22 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
     (tensor([ 0.5000,  0.5000, -0.5000]), tensor([2., 2., 0.]))
     """
     plain = _num_required(estimator) == 2
-    found = torch.as_tensor(estimator(x.rewards, x.group_of) if plain else estimator(x)).detach()
-    if found.shape not in (x.rewards.shape, x.mask.shape):
+    found = torch.as_tensor(estimator(x.rewards, x.group_of) if plain else estimator(x)).detach().float()
+    wanted = f"give one finite number for each of the {len(x.rewards)} rewards (0 where a reward is NaN)"
+    if found.shape == x.rewards.shape:
+        found = found.index_select(0, x.trajectory)
+    elif found.shape != x.mask.shape:
         raise DataError(
-            f"the advantage estimator gave an array of shape {list(found.shape)}; give one finite number for each of "
-            f"the {len(x.rewards)} rewards (0 where a reward is NaN), or for each of the {len(x.mask)} tokens"
+            f"the advantage estimator gave an array of shape {list(found.shape)}; {wanted}, or for each of the "
+            f"{len(x.mask)} tokens"
         )
-    of_tokens = found.shape == x.mask.shape and found.shape != x.rewards.shape
-    found = (found if of_tokens else found.index_select(0, x.trajectory)).float()
-    bad = ~found.isfinite() & x.mask
-    if bad.any():
+    bad = ~found.isfinite()
+    if (bad & x.mask).any():
         raise DataError(
-            f"the advantage estimator gave {int(bad.sum())} numbers that are not finite for {len(x.mask)} tokens, the "
-            f"first at token {int(bad.nonzero()[0])}; give a finite number everywhere, 0 where a reward is NaN"
+            f"the advantage estimator gave numbers that are not finite for {int((bad & x.mask).sum())} of "
+            f"{len(x.mask)} tokens, the first at token {int((bad & x.mask).nonzero()[0])}; {wanted}, or for each token"
         )
-    return torch.where(x.mask, found, 0.0)
+    return found.masked_fill(bad, 0.0)
 
 
 def _num_required(fn: Callable[..., Any]) -> int:

@@ -131,21 +131,22 @@ def step(**columns):
 def test_an_estimator_of_two_arguments_is_given_rewards_and_groups():
     mine = lambda r, g: r + 10 * g  # whatever their names
     assert estimate(mine, step()).tolist() == [1, 1, 0, 12, 15, 15]
-    assert estimate(functools.partial(group_relative, scale="none"), step()).tolist() == [0.5, 0.5, 0, -1.5, 1.5, 1.5]
+    plain = functools.partial(group_relative, scale="none")
+    assert estimate(plain, step()).tolist() == [0.5, 0.5, -0.5, -1.5, 1.5, 1.5]
 
 
 def test_an_estimator_of_one_argument_is_given_the_record():
     x = step(table={"a": tensor([1.0, 2.0, 3.0, 4.0])}, token_rewards=torch.arange(6.0))
     assert x.lengths.tolist() == [2, 0, 1, 2]
-    assert estimate(lambda x: x.table["a"], x).tolist() == [1, 1, 0, 3, 4, 4]
-    assert estimate(lambda x, *, gamma=2.0: gamma * x.need("token_rewards"), x).tolist() == [0, 2, 0, 6, 8, 10]
+    assert estimate(lambda x: x.table["a"], x).tolist() == [1, 1, 2, 3, 4, 4]
+    assert estimate(lambda x, *, gamma=2.0: gamma * x.need("token_rewards"), x).tolist() == [0, 2, 4, 6, 8, 10]
 
 
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
         (lambda r, g: r[:2], r"shape \[2\]; give one finite number for each of the 4 rewards .* 6 tokens"),
-        (lambda r, g: r / 0, "numbers that are not finite for 6 tokens, the first at token 0"),
+        (lambda r, g: r / 0, "not finite for 5 of 6 tokens, the first at token 0; give one finite number"),
         (lambda x: x.need("values"), "needs values, which this batch does not have"),
     ],
 )
