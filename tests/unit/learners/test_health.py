@@ -65,10 +65,10 @@ def watch(health, first, last, sampled, row=FINE):
 
 SILENT = {
     "none": ({"rewards": (None, None)}, r"all rewards are None: judge applied to no completion; look at the columns"),
-    "failed": ({"rewards": "fail", "on_error": "none"}, r"all rewards are None, since judge failed .*on_reward_error=none"),
+    "failed": ({"rewards": "fail", "on_error": "none"}, r"all rewards are None, since judge failed .*on_reward_error"),
     "equal": ({"rewards": (1.0, 1.0)}, r"rewards within each group are all equal; check judge and algo.reward_weights"),
     "some none": ({"rewards": (1.0, None)}, r"are all equal \(1 of 2 are None\); .*algo.num_generations"),
-    "same": ({"rewards": (1.0, 1.0), "alike": True}, r"the completions of each group are all the same.*rollout.temperature"),
+    "same": ({"rewards": (1.0, 1.0), "alike": True}, r"of each group are all the same, .*rollout.temperature"),
     "masked": ({"trained": False}, r"no completion ended by itself.*mask_truncated_completions.*max_tokens_to_gen"),
     "estimator": (
         {"estimator": lambda r, g: torch.zeros(len(r))},
