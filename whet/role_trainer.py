@@ -241,8 +241,8 @@ class RoleTrainer:
 def lower_rate(role: Role = Role.ACTOR) -> str:
     """How a run that went wrong is taken up again with a lower learning rate, for messages.
 
-    >>> lower_rate()[:72]
-    'resume from an earlier checkpoint (trainer.resume=<its step-* folder>) '
+    >>> lower_rate(Role.CRITIC)[:70]
+    'resume from an earlier checkpoint (trainer.resume=<its step-* folder>)'
     """
     name = role.value
     return (

@@ -28,6 +28,7 @@ from whet.data.order import PromptStream
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
+from whet.learners.health import Health
 from whet.learners.interrupts import Interrupts
 from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Mean, Metric, flat, merge
@@ -69,7 +70,7 @@ class Run:
         self.profiler = StepProfiler(self.config.profiling, folder=self.config.run_dir, trace=self.cluster.trace)
         self.tokens = 0
         self._eval_prompts: list[Prompt] | None = None
-        self._silent = 0
+        self.health = Health(self.cluster)
         self._stop = Interrupts()
 
     # ---- opening -------------------------------------------------------------------------------------------------
@@ -238,7 +239,7 @@ class Run:
         }
         self._log(step, Mode.TRAIN, row)
         self._store(step, Mode.TRAIN, rewarded, batch)
-        self._watch_signal(row["frac_reward_zero_std"], rewarded)
+        self.health.watch(step, row, rewarded, batch)
         shown = {n: row[n] for n in self.cluster.actor_trainer.displayed if n in row}
         speed = row["perf/tokens_per_second"]
         assert self.progress is not None
@@ -247,19 +248,6 @@ class Run:
             self.evaluate(step)
         if self._save_due(step):
             self.save()
-
-    def _watch_signal(self, without: float, rewarded: Rewarded) -> None:
-        """Says so where three steps in a row had no group whose rewards differ: nothing is learned from them."""
-        self._silent = self._silent + 1 if without == 1.0 else 0
-        if self._silent == 3:
-            group, text = rewarded.groups[0], rewarded.texts[0][0]
-            log.warning(
-                "3 steps without a group whose rewards differ: nothing is learned. To %.80r the model said %.80r, "
-                "reward %s. Look at completions/; check the reward, raise algo.num_generations or the temperature",
-                group.prompt.source,
-                text,
-                rewarded.total[0],
-            )
 
     def _epoch(self) -> float:
         """Passes over the data so far; NaN where it has no length."""
@@ -348,6 +336,7 @@ class Run:
             "tokens": self.tokens,
             "stream": self.stream.state(),
             "cluster": self.cluster.state(),
+            "health": self.health.state(),
             "settings": self._compared(),
             "random": _random_state(),
         }
@@ -390,6 +379,7 @@ class Run:
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)
         self.cluster.restore(state["cluster"], self.step)
+        self.health.restore(state.get("health", {}))  # those of earlier versions have none
         self.checkpoints.discard(after=self.step)
         _set_random_state(state["random"])
         log.info("resumed from %s: step %d is done", checkpoint, self.step)

@@ -31,7 +31,8 @@ def call_metric_fns(
 
     Args:
         fns: called one after the other. prompts, completions [N]: as reward functions see them.
-        advantages, rewards: one per trajectory (advantages also one per token). columns: [N] each, and whatever else.
+        advantages, rewards: one per trajectory (advantages also one per token); NaN where no token is trained, and
+            where no reward function applied. columns: [N] each, and whatever else.
 
     Returns:
         name -> (value, aggregation): the aggregation joins the values of a step (e.g. numpy.mean); None = as it is.
