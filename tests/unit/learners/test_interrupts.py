@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import signal
 import threading
+import time
 
 import pytest
 from helpers import cluster, length_reward, rows
@@ -84,7 +85,7 @@ def test_a_child_goes_on_with_the_step_until_a_second_ctrl_c_and_sigterm_ends_it
     assert exit_of(raised, *passed) == 7
     assert exit_of(raised, *passed, signal.SIGINT) == 8
     assert exit_of(raised, signal.SIGTERM) == -signal.SIGTERM
-    assert exit_of(interrupts._take, signal.SIGTERM, None) == -signal.SIGTERM  # one that no hook of a fork was called in
+    assert exit_of(interrupts._take, signal.SIGTERM, None) == -signal.SIGTERM  # where no hook of a fork ran
     assert not interrupts.asked
 
 
@@ -97,17 +98,28 @@ def test_a_child_that_outlives_its_run_is_hung_up_as_any_other(interrupts):
     assert exit_of(orphaned, interrupts) == -signal.SIGHUP
 
 
+BUSY = FORK.Event()
+
+
+def never_done():
+    BUSY.set()
+    while True:
+        time.sleep(60)
+
+
 def test_a_pool_that_a_thread_makes_while_a_run_listens_ends(interrupts):
     found = []
 
     def pooled():
         with FORK.Pool(2) as pool:
             found.append(pool.map(abs, [-1, 2]))
+            pool.apply_async(never_done)
+            assert BUSY.wait(60)
         pool.join()
 
     thread = threading.Thread(target=pooled, daemon=True)
     thread.start()
-    thread.join(60)
+    thread.join(20)
     assert found == [[1, 2]] and not thread.is_alive()
 
 
