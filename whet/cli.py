@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
     Args: argv: the words after the program's name; None = the process's own.
-    Returns: the exit status: 0, 2 for an error that whet explains, 130 for Ctrl-C.
+    Returns: the exit status: 0, 2 for an error that whet explains, 130 for Ctrl-C and a run
+        that a signal has stopped.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     open_descriptors()
