@@ -53,9 +53,10 @@ def generate(config: GenerateConfig) -> int:
                 try:
                     show_group(group, sampler, alone=len(prompts) == config.num_generations == 1, file=file)
                 except OSError as error:
-                    if file is None:
+                    if file is None and isinstance(error, BrokenPipeError):
                         raise
-                    raise ConfigError(f"out={out} can't be written after {count} completions: {error}") from error
+                    place = "standard output" if file is None else f"out={out}"
+                    raise ConfigError(f"{place} can't be written after {count} completions: {error}") from error
                 count += len(group.completions)
                 tokens += sum(len(c.tokens) for c in group.completions)
     took = time.monotonic() - start

@@ -37,6 +37,7 @@ from whet.observe.loggers import Loggers
 from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, changed_settings, holds_steps
+from whet.observe.trace import timeline_folder
 from whet.rewards.manager import RewardManager
 from whet.rollout.fit import check_fit
 from whet.types import Prompt, TokenBatch
@@ -142,6 +143,7 @@ class Run:
             self._refuse_old_checkpoints()
         assert self.stream is not None
         total, updates = self.total_steps, self.learner.updates_of(self.stream.batch_size)
+        self.timeline = timeline_folder(self.cluster.perf_config, c.run_dir)
         self.profiler.expect(None if total is None else total - self.step)
         for trainer in self.cluster.trainers.values():
             trainer.worker.plan(None if total is None else total * updates)
@@ -427,11 +429,8 @@ class Run:
             self.evaluate(self.step)
         if self.folder is not None:
             self.checkpoints.export(self.folder.path / "final", self.step, self.cluster.actor, self.cluster.tokenizer)
-        options = self.cluster.perf_config
-        if options is not None and options.enable_trace_writer and (options.trace_dir or self.folder):
-            place = Path(options.trace_dir) if options.trace_dir else self.folder.path  # pyright: ignore[reportOptionalMemberAccess]
-            place.mkdir(parents=True, exist_ok=True)
-            self.cluster.trace.write(place / "trace.json")
+        if self.timeline is not None:
+            self.cluster.trace.write(self.timeline / "trace.json")
 
 
 def _counted(encode: PromptEncoder) -> str:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, ConfigError
 
-__all__ = ["to_json", "unwritable", "write_atomic"]
+__all__ = ["to_json", "unwritable", "usable_folder", "write_atomic"]
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
@@ -41,6 +42,22 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def usable_folder(path: str | Path, key: str) -> Path:
+    """A folder that files can be written to, made where it is not there: found out before a run, not after it.
+
+    Args: path: the folder. key: where it was given, for the message.
+    Returns: its absolute path: a reward function may change the working folder.
+    Raises: ConfigError: it can't be made or written.
+    """
+    folder = Path(path).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"{key}={path} can't be written: {error}; set its rights, or give another folder") from error
+    return folder
 
 
 def unwritable(path: Path, error: OSError) -> CheckpointError:
