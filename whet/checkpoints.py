@@ -92,8 +92,8 @@ class Checkpoints:
     def load(self, folder: Path) -> None:
         """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit."""
         updates = self.state(folder)["updates"]
-        if lacking := [role.value for role in self.trainers if role.value not in updates]:
-            raise CheckpointError(f"{folder} has no state of the {lacking[0]}; resume with the roles it was saved with")
+        if absent := [role.value for role in self.trainers if role.value not in updates]:
+            raise CheckpointError(f"{folder}/run.pt has no updates of the {absent[0]}; resume with the roles it has")
         for role, trainer in self.trainers.items():
             trainer.worker.load(folder / role.value)
             trainer.train_steps = updates[role.value]
