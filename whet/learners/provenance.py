@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -130,10 +131,9 @@ def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) ->
     sizes = ["none" if side is None else f"{side[0]} prompts" if side else "?" for side in (before, now)]
     if sizes[0] != sizes[1] or before is None or now is None:
         return " -> ".join(sizes)
-    same = before[1:2] == now[1:2]
-    return "the same prompts, but another column (an answer, say) was changed" if same else (
-        "as many prompts, but one was changed or moved"
-    )
+    if before[1:2] != now[1:2]:
+        return "as many prompts, but one was changed or moved"
+    return "the same prompts, but another column (an answer, say) was changed"
 
 
 def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
@@ -233,12 +233,16 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     import tokenizers
     import transformers
 
-    tokens = sorted((i, token) for token, i in tokenizer.get_vocab().items())
+    ids = tokenizer.get_vocab()
+    vocabulary = hashlib.sha256("\0".join(sorted(ids, key=ids.__getitem__)).encode("utf-8", "surrogatepass"))
+    vocabulary.update(np.array([*sorted(ids.values()), *sorted(tokenizer.all_special_ids)]).tobytes())
     rules = None
     if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         rules = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
+        if isinstance(rules["model"].get("vocab"), dict):  # half a second of a large one, and compared already
+            del rules["model"]["vocab"]
     return {
-        "vocabulary": _digest([tokens, sorted(tokenizer.all_special_ids)]),
+        "vocabulary": vocabulary.hexdigest(),
         "chat_template": _digest(tokenizer.chat_template),
         "rules": _digest(rules),
         "versions": [transformers.__version__, tokenizers.__version__],
@@ -246,6 +250,7 @@ def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
 
 
 def _digest(tree: Any) -> str:
+    """Of plain containers."""
     return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
 
 
