@@ -9,17 +9,18 @@ from typing import Any
 import torch
 
 from whet.config import Role
+from whet.errors import CheckpointError
 from whet.parallel.checkpoint import (
     checkpoints,
     discard,
     find_checkpoint,
     publish,
-    read_state,
     saved,
     sweep,
     verify,
     write_folder,
 )
+from whet.parallel.run_state import FORMAT, read_run_state
 from whet.role_trainer import RoleTrainer
 from whet.worker import ModelWorker
 
@@ -71,7 +72,7 @@ class Checkpoints:
                 trainer.worker.save(folder / role.value)
                 tokenizer.save_pretrained(folder / role.value)
             updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
-            torch.save({**state, "updates": updates}, folder / "run.pt")
+            torch.save({"format": FORMAT, **state, "updates": updates}, folder / "run.pt")
 
         return publish(self.root, step, write, keep=keep)
 
@@ -91,6 +92,8 @@ class Checkpoints:
     def load(self, folder: Path) -> None:
         """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit."""
         updates = self.state(folder)["updates"]
+        if absent := [role.value for role in self.trainers if role.value not in updates]:
+            raise CheckpointError(f"{folder}/run.pt has no updates of the {absent[0]}; resume with the roles it has")
         for role, trainer in self.trainers.items():
             trainer.worker.load(folder / role.value)
             trainer.train_steps = updates[role.value]
@@ -103,6 +106,4 @@ class Checkpoints:
     @staticmethod
     def state(folder: Path) -> dict[str, Any]:
         """The run's own state in a checkpoint. Raises CheckpointError where it is not what `save` wrote."""
-        return read_state(
-            folder / "run.pt", needs=("cluster", "random", "settings", "step", "stream", "tokens", "updates")
-        )
+        return read_run_state(folder / "run.pt")

@@ -13,7 +13,6 @@ and perf/ alone.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,15 +20,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.errors import CheckpointError, ConfigError, DataError
+from whet.learners.generators import random_state, set_random_state
 from whet.learners.health import Health
 from whet.learners.interrupts import Interrupts
+from whet.learners.provenance import check_reads, plain, reads
 from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Mean, Metric, flat, merge
 from whet.observe.environment import environment, noted_environment
@@ -70,6 +70,7 @@ class Run:
         self.progress: Progress | None = None
         self.profiler = StepProfiler(self.config.profiling, folder=self.config.run_dir, trace=self.cluster.trace)
         self.tokens = 0
+        self.reads: dict[str, Any] | None = None
         self._eval_prompts: list[Prompt] | None = None
         self.health = Health(self.cluster)
         self._stop = Interrupts()
@@ -132,6 +133,8 @@ class Run:
                 "data.eval_path, data.eval_split or data.eval_fraction",
                 c.eval_every_n_steps,
             )
+        if self.checkpoints.root is not None or c.resume is not None:
+            self.reads = reads(self.learner, self._eval_prompts)  # before the first update: what is given, not made
         if c.run_dir is not None:
             self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
             self.folder.write_config(self.settings)
@@ -196,7 +199,7 @@ class Run:
             usual, own = (dump_tree(self.cluster.get_rollout_config(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
             evaluation = {name: value for name, value in own.items() if value != usual[name]}
         beside = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
-        return _plain({**self.settings, "from Python": beside})
+        return plain({**self.settings, "from Python": beside})
 
     # ---- the steps -----------------------------------------------------------------------------------------------
 
@@ -340,7 +343,8 @@ class Run:
             "cluster": self.cluster.state(),
             "health": self.health.state(),
             "settings": self._compared(),
-            "random": _random_state(),
+            "reads": self.reads,
+            "random": random_state(),
         }
         with self.cluster.trace.span("checkpoint"):
             tokenizer = self.cluster.tokenizer
@@ -377,13 +381,15 @@ class Run:
         state = self.checkpoints.state(checkpoint)
         self._check_settings(state)
         assert self.stream is not None
+        assert self.reads is not None
+        check_reads(state.get("reads"), self.reads, allow=self.config.allow_config_change)
         self.stream.restore(state["stream"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)
         self.cluster.restore(state["cluster"], self.step)
         self.health.restore(state.get("health", {}))  # those of earlier versions have none
+        set_random_state(state["random"])
         self.checkpoints.discard(after=self.step)
-        _set_random_state(state["random"])
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
@@ -437,29 +443,3 @@ def _counted(encode: PromptEncoder) -> str:
     """What became of prompts over the limit, for the log; "" where there were none."""
     found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
     return f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
-
-
-def _plain(tree: Any) -> Any:
-    """A configuration tree without anything that a weights_only file could not hold."""
-    if isinstance(tree, Mapping):
-        return {str(k): _plain(v) for k, v in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_plain(v) for v in tree]
-    return tree if isinstance(tree, str | int | float | bool | None) else repr(tree)
-
-
-def _random_state() -> dict[str, Any]:
-    """The global generators, for reward functions that draw from them; whet itself never does."""
-    kind, keys, place, has_gauss, cached = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (str(kind), [int(k) for k in keys], int(place), int(has_gauss), float(cached)),  # pyright: ignore[reportArgumentType]
-        "torch": torch.get_rng_state(),
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, place, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
-    torch.set_rng_state(state["torch"])
