@@ -17,11 +17,12 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["PassCost", "Split", "Unit", "first_fit", "level", "model_cost", "pack", "pad"]
+__all__ = ["NO_CAP", "PassCost", "Split", "Unit", "first_fit", "level", "model_cost", "pack", "pad"]
 
 ROUNDS = 12
 """Halvings of the range in which the smallest cap lies."""
-NO_CAP = np.iinfo(np.int64).max
+NO_CAP = int(np.iinfo(np.int64).max)
+"""More than any batch has of anything."""
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.data.balance import PassCost, Split, Unit, first_fit, pack, pad
+from whet.data.balance import NO_CAP, PassCost, Split, Unit, first_fit, pack, pad
 from whet.data.tree import Family, families, grow
 from whet.errors import ConfigError, DataError
 from whet.models.attention import SegmentLayout
@@ -120,7 +120,8 @@ def plan_micro_batches(
     prefix_lengths = batch.prefix_lengths.numpy()[batch.prefix_of.numpy()]  # [N]
     lengths = batch.lengths.numpy() - 1  # without the last token
     _check_lengths(prefix_lengths, lengths, max_tokens)
-    most = max_sequences or len(lengths)
+    max_tokens = min(max_tokens, NO_CAP)  # limits may be as large as one likes
+    most = min(max_sequences or len(lengths), len(lengths))
     if not packable:
         whole = (prefix_lengths + lengths).tolist()
         rows = [Unit((i,), n, cost.of(n, targets=c + 1)) for i, (n, c) in enumerate(zip(whole, lengths.tolist()))]
@@ -134,7 +135,8 @@ def plan_micro_batches(
             units += _parts(ids, int(prefix_lengths[ids[0]]), lengths[ids].tolist(), room, most, cost, split)
         return units
 
-    rooms = _rooms(int((prefix_lengths + lengths).max(initial=1)), enough, max_tokens)
+    unsplit = _unsplit(groups, trees, prefix_lengths, lengths)
+    rooms = _rooms(int((prefix_lengths + lengths).max(initial=1)), unsplit, enough, max_tokens)
     bins = _bins(parts, _least(rooms, lambda room: sum(u.cost for u in parts(first_fit, room))), most)
     return [_on(_packed(batch, units, multiple, attention), device) for units in bins]
 
@@ -146,11 +148,25 @@ def _bins(parts: Callable[..., list[Unit]], room: int, most: int) -> list[list[U
     return min(plans, key=lambda bins: (len(bins), max((sum(u.cost for u in b) for b in bins), default=0)))
 
 
-def _rooms(longest: int, enough: int | None, max_tokens: int) -> list[int]:
-    """Token budgets that come into question: max_tokens, and from `enough` on those below it by eighths of `enough`."""
+def _unsplit(
+    groups: Sequence[Sequence[int]], trees: Sequence[Family], prefix_lengths: np.ndarray, lengths: np.ndarray
+) -> int:
+    """A token budget from which on no group and no tree is split for its tokens: larger ones give the same parts."""
+    whole = [int(prefix_lengths[ids[0]] + lengths[ids].sum()) for ids in groups]
+    return max([*whole, *(int(tree.lengths.sum()) for tree in trees)], default=1)
+
+
+def _rooms(longest: int, unsplit: int, enough: int | None, max_tokens: int) -> list[int]:
+    """Token budgets that come into question: max_tokens, and from `enough` on those below it by eighths of `enough`.
+
+    Args: longest: tokens of the longest sequence; none below it. unsplit: none beyond the first that reaches it, so
+        that a limit which the batch is far from costs nothing.
+    """
     if enough is None or enough >= max_tokens:
         return [max_tokens]
-    return [n for n in range(enough, max_tokens, max(1, enough // 8)) if n >= longest] + [max_tokens]
+    step = max(1, enough // 8)
+    end = min(max_tokens, max(unsplit, longest, enough) + step)
+    return [n for n in range(enough, end, step) if n >= longest] + [max_tokens] * (end == max_tokens)
 
 
 def _least(rooms: Sequence[int], cost: Callable[[int], int]) -> int:

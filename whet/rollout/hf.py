@@ -114,8 +114,8 @@ class HFEngine(QueueEngine):
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
         options = Processors(plan.sampling, place_of(batch[0], device)) if plan.sampling.generation_kwargs else None
         matchers = [self._grammars.start(r) if self._grammars else None for r in batch]
-        size = (plan.sampling.max_tokens, len(batch))
-        tokens, logprobs, raw = np.zeros(size, np.int64), np.zeros(size, np.float32), []
+        tokens, logprobs = np.zeros((0, len(batch)), np.int64), np.zeros((0, len(batch)), np.float32)
+        raw: list[np.ndarray] = []
         ended: dict[int, tuple[int, str]] = {}
         cache, fresh = None, ids
         for step in range(plan.sampling.max_tokens):
@@ -130,10 +130,11 @@ class HFEngine(QueueEngine):
                 seen.scatter_(1, token.unsqueeze(1), True)
             fresh = token.unsqueeze(1)
             ids = torch.cat([ids, fresh], 1)
-            tokens[step], logprobs[step] = token.cpu().numpy(), logprob.cpu().numpy()
+            tokens = np.concatenate([tokens, token.cpu().numpy()[None]])
+            logprobs = np.concatenate([logprobs, logprob.cpu().numpy()[None]])
             if plan.sampling.return_logits:
                 raw.append(logits.float().cpu().numpy())
-            self._look(batch, tokens[: step + 1], ended)
+            self._look(batch, tokens, ended)
             self._follow(matchers, tokens[step], step + 1, ended)
             if len(ended) == len(batch):
                 break

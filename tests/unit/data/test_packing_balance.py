@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import random_batch
+from helpers import forest, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -17,7 +17,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from whet.data.balance import PassCost, Unit, model_cost, pack, pad
+from whet.data import packing
+from whet.data.balance import PassCost, Unit, first_fit, model_cost, pack, pad
 from whet.data.packing import plan_micro_batches
 
 DEAR = PassCost(token=20, pair=3, target=7)
@@ -194,3 +195,22 @@ def test_a_short_prefix_is_repeated_where_that_costs_less_than_a_hundredth():
 def test_enough_below_the_longest_sequence_gives_it_the_room_it_needs():
     sizes = sizes_of([(2, [59]), (2, [9]), (2, [9]), (2, [9])], max_tokens=100, enough=16)
     assert sizes[0] == 60 and max(sizes[1:]) <= 60
+
+
+@pytest.mark.parametrize("batch", [random_batch((40, [41] * 8), (3, [9, 70])), forest(3, 12)], ids=["groups", "trees"])
+@pytest.mark.parametrize("most", [10**30, 3])
+def test_a_budget_that_a_batch_does_not_reach_costs_nothing_and_changes_nothing(batch, most, monkeypatch):
+    asked = []
+
+    def counted_fit(*how):
+        asked.append(how)
+        assert len(asked) < 2000, "candidates follow the limit"
+        return first_fit(*how)
+
+    def planned(max_tokens):
+        asked.clear()
+        plans = plan_micro_batches(batch, max_tokens=max_tokens, max_sequences=most, enough=90, cost=DEAR)
+        return [(m.input_ids.tolist(), m.sequences.tolist()) for m in plans], len(asked)
+
+    monkeypatch.setattr(packing, "first_fit", counted_fit)
+    assert planned(2000) == planned(10**7) == planned(10**30)

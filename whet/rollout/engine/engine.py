@@ -99,8 +99,7 @@ class EmbeddedEngine:
         self._entering: list[tuple[Task, Prefix]] = []  # let in by the scheduler, and not yet rows
         self._book = np.zeros((4, 0), np.int64)
         """[4, n], a column for each live row."""
-        self._tokens = np.zeros((max_batch, 0), np.int32)
-        self._logprobs = np.zeros((max_batch, 0), np.float32)
+        self._tokens, self._logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
         self._prefixes: dict[bytes, Prefix] = {}
         self._shelf = Shelf(max_batch if kv_cache_tokens is None else None)
         self._done: list[Output] = []
@@ -194,6 +193,7 @@ class EmbeddedEngine:
         self._prefill(admitted)
         live = len(self._rows)
         runner.make_room(live, len(admitted))
+        self._room(live + len(admitted), 0)
         block = runner.enter(live, admitted, self._plans, self._allowed(admitted))
         columns = [(0, t.left, len(p.tokens), t.plan) for t, p in admitted]
         self._book = np.concatenate([self._book, np.array(columns, np.int64).T], 1)
@@ -255,7 +255,7 @@ class EmbeddedEngine:
         steps, count = block.tokens.shape
         rows = np.arange(first, first + count)
         made = self._book[MADE, first : first + count]
-        self._room(int(made.max()) + steps)
+        self._room(first + count, int(made.max()) + steps)
         columns = made[:, None] + np.arange(steps)
         self._tokens[rows[:, None], columns] = block.tokens.T
         self._logprobs[rows[:, None], columns] = block.logprobs.T
@@ -267,10 +267,10 @@ class EmbeddedEngine:
         if ended:
             self._leave(ended)
 
-    def _room(self, columns: int) -> None:
-        """Makes the host's buffers wide enough."""
-        if (missing := columns - self._tokens.shape[1]) > 0:
-            pad = ((0, 0), (0, max(missing, self._tokens.shape[1], 64)))
+    def _room(self, rows: int, columns: int) -> None:
+        """Makes the host's buffers large enough."""
+        if rows > (have := self._tokens.shape)[0] or columns > have[1]:
+            pad = [(0, max(n - h, h, 64) if n > h else 0) for n, h in zip((rows, columns), have, strict=True)]
             self._tokens, self._logprobs = np.pad(self._tokens, pad), np.pad(self._logprobs, pad)
 
     def _ended(self, block: Block, first: int) -> dict[int, FinishReason]:

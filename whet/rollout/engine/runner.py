@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from whet.models.load import LoadedModel
@@ -31,6 +32,8 @@ __all__ = ["Block", "Runner"]
 
 JOIN = 64
 """Longest prompt that is copied into its rows: beyond it, reading it once for a group is worth more."""
+ROWS = 256
+"""Rows that there is room for at first; more come when they are wanted, however many max_batch allows."""
 TOKEN, POSITION, OWN, PLACE, KEY = range(5)
 """Rows of the state: last token, its position, own tokens before it, completion tokens up to it, address key."""
 
@@ -70,7 +73,8 @@ class Runner:
         self.stores: dict[int, KVStore] = {}
         kernels = self.forward.kernels
         self.layout = DecodeLayout(self.own, self.device) if kernels is None else NativeLayout(kernels, self.own)
-        self.state = torch.zeros(5, max_batch, dtype=torch.long, device=self.device)
+        rows = min(max_batch, ROWS)
+        self.state = torch.zeros(5, rows, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
         self.groups: list[tuple[Plan, Tensor | None]] = []
         self.graphs: StepGraphs | None = None
@@ -79,7 +83,7 @@ class Runner:
         half = any(p.dtype.itemsize == 2 for p in module.parameters())
         self.renews = half and self.device.type == "cpu" and kernels is None
         """Whether an empty batch begins with an empty store of its own tokens."""
-        self.joined = np.zeros(max_batch, np.int64)
+        self.joined = np.zeros(rows, np.int64)
         """Own places of each row that hold its prompt."""
 
     def fix_shapes(self) -> None:
@@ -96,6 +100,11 @@ class Runner:
         if self.renews and not live:
             self.own.drop()
         self.own.reserve(live + count, self.own.length)
+        rows = self.state.shape[1]
+        if live + count > rows:
+            more = min(1 << (live + count - 1).bit_length(), self.max_batch) - rows
+            self.state, self.joined = F.pad(self.state, (0, more)), np.pad(self.joined, (0, more))
+            self.seen = None if self.seen is None else F.pad(self.seen, (0, 0, 0, more))
 
     def prefill(
         self, prefixes: Sequence[Prefix], taken: dict[int, int], between: Callable[[], None] = lambda: None
@@ -203,7 +212,8 @@ class Runner:
         self.state[:, rows] = torch.from_numpy(state).to(self.device)
         if any(plans[t.plan].support.penalises for t, _ in admitted):
             if self.seen is None:
-                self.seen = torch.zeros(self.max_batch, self.vocabulary, dtype=torch.bool, device=self.device)
+                shape = (self.state.shape[1], self.vocabulary)
+                self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
             contexts = [torch.from_numpy(p.tokens.astype(np.int64)).to(self.device) for _, p in admitted]
             self.seen[rows] = seen_tokens(contexts, self.vocabulary)
         logits = self.forward.logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
@@ -302,7 +312,8 @@ class Runner:
         """Changes when anything that a fixed step reads has moved."""
         assert isinstance(self.layout, DecodeLayout) and self.layout.fixed is not None
         stores = (x for bucket, s in sorted(self.stores.items()) for x in (bucket, s.epoch))
-        return (self.layout.fixed.epoch, self.forward.epoch, self.own.epoch, *self.layout.asked, *stores)
+        own = (self.state.shape[1], self.own.epoch)
+        return (self.layout.fixed.epoch, self.forward.epoch, *own, *self.layout.asked, *stores)
 
     def _grouped(self, indices: list[int], plans: Sequence[Plan]) -> list[tuple[Plan, Tensor | None]]:
         """Rows by plan; None = all rows."""
