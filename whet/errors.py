@@ -26,6 +26,7 @@ __all__ = [
     "WhetError",
     "lookup_error",
     "nearest",
+    "shown",
 ]
 
 
@@ -81,3 +82,18 @@ def lookup_error(kind: str, word: object, known: Iterable[str]) -> ConfigError:
     """
     known = sorted(known)
     return ConfigError(f"unknown {kind} {word!r}{nearest(str(word), known) or '.'} Known: {', '.join(known)}")
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A value as messages show it: its repr, cut where it is long; its type where it has none.
+
+    Args: value: anything. most: characters that are kept.
+
+    >>> shown("a" * 9, most=5), shown(10**5000)
+    ("'aaaa...", '<int>')
+    """
+    try:
+        text = repr(value)
+    except Exception:  # of a number with thousands of digits, of what is nested deeply, of a class of the user's own
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}..."

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import numpy as np
 
 from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
+from whet.data.reading import each, reading
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
 from whet.types import Prompt
 
@@ -146,7 +147,8 @@ class PromptStream:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
         self.encode, self.prompt_column = encode, prompt_column
-        self.once = iter(source) is source
+        with reading("the data", "mend what makes the rows"):
+            self.once = iter(source) is source
         first, source = _peek(source, self.once)
         self.kind: Literal["rows", "batches", "stream"] = (
             "batches" if is_batch(first, prompt_column) else "rows" if _has_places(source) else "stream"
@@ -292,7 +294,7 @@ class PromptStream:
 
         Raises: CheckpointError: they are fewer, or others.
         """
-        items, told = iter(self.source), time.monotonic()
+        items, told = each(self.source, "the data"), time.monotonic()
         what = "batches" if self.kind == "batches" else "rows"
         self.read_digest = count = 0
         for count, item in enumerate(islice(items, used), 1):
@@ -347,7 +349,7 @@ class PromptStream:
         """The rest of an epoch of what is read in its own order; `used` counts the items read."""
         items, self._items = self._items, None
         if items is None:
-            items = islice(iter(self.source), self.used, None)
+            items = islice(each(self.source, "the data"), self.used, None)
         return self._read_batches(items) if self.kind == "batches" else self._read_rows(items)
 
     def _read_batches(self, items: Iterator[Mapping[str, Any]]) -> Iterator[list[Any]]:
@@ -398,7 +400,7 @@ class PromptStream:
 def _encoded(rows: Any, encode: Encode) -> list[Any]:
     """All rows, encoded, without those that were dropped; says how far it is where that takes long."""
     out, told = [], time.monotonic()
-    for place, row in enumerate(rows):
+    for place, row in enumerate(each(rows, "the data")):
         made = encode(row, place)
         if made is not None:
             out.append(made)
@@ -457,7 +459,7 @@ def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
     """The first item, and a source that still has it."""
     if isinstance(source, Mapping | str):
         raise DataError(f"data of type {type(source).__name__}; give a list of rows, a Dataset or an iterable of them")
-    items = iter(source)
+    items = each(source, "the data")
     try:
         first = next(items)
     except StopIteration:
