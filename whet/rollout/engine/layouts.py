@@ -232,6 +232,14 @@ class DecodeLayout(Layout):
         """Bool [n, 1]: joined rows, where others have prompts to look at."""
         self.fixed: FixedTensors | None = None
         """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was made for the last step."""
+        self._own_bias: dict[int | None, Tensor | None] = {}
+        self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
+        self._write_at: dict[int, Tensor] = {}
+        self._bags: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def regroup(
         self,
@@ -308,10 +316,7 @@ class DecodeLayout(Layout):
         self.position_ids = position.unsqueeze(1)
         self._made = made
         self._longest, self._furthest, self._equal = longest + 1, furthest, equal
-        self._own_bias: dict[int | None, Tensor | None] = {}
-        self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
-        self._write_at: dict[int, Tensor] = {}
-        self._bags: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self.forget()
         if len(self._range) < self.own.length:
             self._range = torch.arange(2 * self.own.length, device=self.device)
 
