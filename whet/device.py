@@ -28,7 +28,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def empty_cache(device: torch.device) -> None:
-    """Gives freed memory of a GPU back to the driver, which waits for the device; for the ends of phases, not of passes.
+    """Gives freed memory of a GPU back to the driver, and waits for the device: for the end of a phase, not of a pass.
 
     Args: device: any.
 

@@ -21,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+
 class RuleError(BaseException):
     """A rule was broken: nothing may catch it, as nothing could catch what a GPU would do."""
 
