@@ -20,8 +20,9 @@ from whet.ops.uniform import address_key, uniform
 from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.layouts import JOINED, DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.layouts import JOINED, DecodeLayout
 from whet.rollout.engine.native_step import NativeLayout
+from whet.rollout.engine.prefill import PrefillLayout, Run
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
 from whet.rollout.engine.shelf import Held
