@@ -25,6 +25,7 @@ from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
+from whet.device import memory_metrics
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.learners.generators import random_state, set_random_state
 from whet.learners.health import Health
@@ -238,6 +239,7 @@ class Run:
             "epoch": self._epoch(),
             "optim/updates": float(self.cluster.actor_trainer.train_steps),
             **self.cluster.trace.times(),
+            **memory_metrics(self.cluster.actor.device),
             "time/step": seconds,
             "perf/global_step_time": seconds,
             "perf/tokens_per_second": batch.num_tokens / max(seconds, 1e-9),
