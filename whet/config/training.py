@@ -189,6 +189,10 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Checks the ranges and refuses what is not there."""
+        for name in ("run_dir", "checkpoint_root_directory", "resume"):
+            given = vars(self)[name]
+            if given is not None and not given.strip():
+                raise ConfigError(f"{name} is empty; give it a folder, or leave it out (null in YAML)")
         if self.eval_every_n_steps < 0:
             raise ConfigError(f"eval_every_n_steps must not be negative, got {self.eval_every_n_steps}; 0 is never")
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from whet.observe.files import write_atomic
+from whet.observe.files import unwritable, write_atomic
 
 __all__ = ["Trace"]
 
@@ -73,7 +73,12 @@ class Trace:
     def write(self, path: str | Path) -> None:
         """Writes the timeline as Chrome trace JSON, whole or not at all.
 
-        Args: path: the file, in a folder that is there.
+        Args: path: the file; its folder is made where it is missing.
+        Raises: CheckpointError: it can't be written.
         """
-        events = sorted(self._events, key=lambda e: e["ts"])
-        write_atomic(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+        path, events = Path(path), sorted(self._events, key=lambda e: e["ts"])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
+        write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
