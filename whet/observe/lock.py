@@ -42,13 +42,15 @@ class FolderLock:
 
     def release(self) -> None:
         """Lets others take it."""
-        if self._handle is None:
-            return
-        if _same_file(self._handle, self.path):  # not one by which somebody took the folder over
+        if self._handle is not None:
+            self._let_go(self._handle)
+            self._handle = None
+
+    def _let_go(self, handle: int) -> None:
+        if _same_file(handle, self.path):  # not one by which somebody took the folder over
             with suppress(OSError):
                 self.path.unlink()
-        os.close(self._handle)
-        self._handle = None
+        os.close(handle)
 
     def _taken(self) -> int:
         while True:
@@ -56,24 +58,34 @@ class FolderLock:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):
-                holder = _holder(os.pread(handle, 4096, 0))
-                gone = holder and holder["host"] == socket.gethostname() and not _alive(holder)
-                if gone and _same_file(handle, self.path):
-                    self.path.unlink(missing_ok=True)
+                self._check_gone(handle)
+                continue
+            except OSError as error:
                 os.close(handle)
-                if gone:
-                    continue
+                raise OSError(f"{self.path} can't be locked: {error}") from error
+            if not _same_file(handle, self.path):  # one that was replaced meanwhile
+                os.close(handle)
+                continue
+            try:
+                os.ftruncate(handle, 0)
+                os.pwrite(handle, json.dumps(_me()).encode(), 0)
+            except BaseException:
+                self._let_go(handle)
+                raise
+            return handle
+
+    def _check_gone(self, handle: int) -> None:
+        """Takes the file away from a holder that has ended. Raises ConfigError where it may live."""
+        try:
+            holder = _holder(os.pread(handle, 4096, 0))
+            if not holder or holder["host"] != socket.gethostname() or _alive(holder):
                 who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
                 raise ConfigError(
                     f"{self.path.parent} is in use by {who}; end it, or set another {self._setting}"
                 ) from None
-            except OSError as error:
-                os.close(handle)
-                raise OSError(f"{self.path} can't be locked: {error}") from error
-            if _same_file(handle, self.path):  # not one that was replaced meanwhile
-                os.ftruncate(handle, 0)
-                os.pwrite(handle, json.dumps(_me()).encode(), 0)
-                return handle
+            if _same_file(handle, self.path):
+                self.path.unlink(missing_ok=True)
+        finally:
             os.close(handle)
 
     def _opened(self) -> int:

@@ -7,6 +7,7 @@ without torch), Weights & Biases, trackio and JSONL. A logger that fails is drop
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import time
@@ -16,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from whet.config import MetricsLoggerOptions
 from whet.errors import ConfigError, lookup_error
-from whet.observe.files import to_json
+from whet.observe.files import append_to, to_json
 from whet.refs import is_ref, resolve_ref
 
 __all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb"]
@@ -46,7 +47,8 @@ class Jsonl:
     def __init__(
         self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], *, path: str = ""
     ) -> None:
-        self._file = Path(path or folder / "log.jsonl").open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        file = Path(path).open("ab") if path else append_to(folder / "log.jsonl")  # noqa: SIM115 - closed by close()
+        self._file = io.TextIOWrapper(file, encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line; NaN becomes null."""

@@ -89,6 +89,17 @@ def test_a_lock_says_who_holds_it_and_believes_no_nonsense(tmp_path):
     assert names(tmp_path) == []
 
 
+def test_a_lock_that_the_disk_does_not_take_locks_nobody_out(tmp_path, monkeypatch):
+    def full(handle, data, place):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(ConfigError, match="can't be written: .*No space left"):
+        RunFolder(tmp_path)
+    monkeypatch.undo()
+    RunFolder(tmp_path).close()
+
+
 def test_a_lock_that_was_taken_over_is_left_to_who_took_it(tmp_path):
     held = FolderLock(tmp_path, "x")
     (tmp_path / ".lock").unlink()
