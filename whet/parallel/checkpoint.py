@@ -29,7 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whet.errors import CheckpointError
-from whet.observe.files import create, is_temporary, read_json, remove, temporary, write_atomic
+from whet.observe.files import is_temporary, read_json, remove, temporary, write_atomic
 from whet.observe.files import sync as _fsync
 from whet.observe.lock import FolderLock
 
@@ -371,8 +371,7 @@ def write_state(state: Mapping[str, Any], path: Path) -> None:
     """
     made = io.BytesIO()
     torch.save(dict(state), made)
-    with create(path) as file:
-        file.write(made.getbuffer())
+    path.write_bytes(made.getbuffer())
 
 
 def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:

@@ -94,7 +94,7 @@ def test_a_lock_that_the_disk_does_not_take_locks_nobody_out(tmp_path, monkeypat
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(ConfigError, match="can't be written: .*No space left"):
+    with pytest.raises(ConfigError, match=r"can't be written: .*No space left"):
         RunFolder(tmp_path)
     monkeypatch.undo()
     RunFolder(tmp_path).close()

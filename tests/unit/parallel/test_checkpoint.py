@@ -447,12 +447,11 @@ def test_a_state_file_that_holds_no_dict_is_refused(tmp_path, content):
         read_state(tmp_path / "run.pt")
 
 
-def test_a_state_that_the_disk_does_not_take_is_the_systems_error(tmp_path, monkeypatch):
+def test_a_state_that_the_disk_does_not_take_is_the_systems_error(tmp_path):
     write_state({"a": torch.arange(3)}, tmp_path / "a.pt")
     assert read_state(tmp_path / "a.pt")["a"].tolist() == [0, 1, 2]
-    monkeypatch.setattr(module, "create", lambda path: open("/dev/full", "wb"))
     with pytest.raises(OSError, match="No space left"):
-        write_state({"a": 1}, tmp_path / "b.pt")
+        write_state({"a": 1}, Path("/dev/full"))
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------
