@@ -43,7 +43,8 @@ def model_folder(source: str | Path) -> str:
     for part in (folder / "final", folder / "actor"):
         if (part / "config.json").is_file():
             return str(part)
-    whole = [p for p in (*folder.glob("checkpoints/step-*"), *folder.glob("step-*")) if (p / "actor").is_dir()]
+    steps = (*folder.glob("checkpoints/step-*[0-9]"), *folder.glob("step-*[0-9]"))
+    whole = [p for p in steps if (p / "actor").is_dir()]
     run = (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists()
     what = "is a run that has not finished" if run else "holds checkpoints, and no model itself"
     if whole:

@@ -28,7 +28,7 @@ from whet.models.load import LoadedModel, save_model
 from whet.models.paths import training_paths
 from whet.ops import Support, aggregate, segment_count, segment_mean
 from whet.optim import Optim
-from whet.parallel import load_state, read_state, save_state
+from whet.parallel import load_state, read_state, save_state, write_state
 from whet.types import LossInputs, TokenBatch, TokenStats
 
 __all__ = ["REDUCTIONS", "Loss", "Metrics", "ModelWorker", "Reductions"]
@@ -271,7 +271,7 @@ class ModelWorker:
         state: dict[str, Any] = {"version": self.version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
-        torch.save(state, folder / "state.pt")
+        write_state(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""

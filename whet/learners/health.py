@@ -108,8 +108,8 @@ class Health:
                 f"{lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta keeps it from there"
             )
         return (
-            f"the policy draws evenly from all {self._choices()} tokens (entropy {seen.row['entropy/token_mean']:.6g}), as a "
-            f"model of random weights does; if it has once done better, {lower_rate(Role.ACTOR)}"
+            f"the policy draws evenly from all {self._choices()} tokens (entropy "
+            f"{seen.row['entropy/token_mean']:.6g}), as a model of random weights does; if it has once done better, {lower_rate(Role.ACTOR)}"
         )
 
     def _entropy(self, row: Mapping[str, float]) -> dict[str, bool | None]:

@@ -138,13 +138,14 @@ class Run:
             self.reads = reads(self.learner, self._eval_prompts)  # before the first update: what is given, not made
         if c.run_dir is not None:
             self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
-            self.folder.write_config(self.settings)
-            self._note_environment(resumed=self.step > 0)
-            self.rows = self.folder.rows()
         elif c.resume is not None:
             self._resume()
         if c.resume is None:
             self._refuse_old_checkpoints()
+        if self.folder is not None:
+            self.folder.write_config(self.settings)
+            self._note_environment(resumed=self.step > 0)
+            self.rows = self.folder.rows()
         assert self.stream is not None
         total, updates = self.total_steps, self.learner.updates_of(self.stream.batch_size)
         self.timeline = timeline_folder(self.cluster.perf_config, c.run_dir)
@@ -356,6 +357,7 @@ class Run:
     def _refuse_old_checkpoints(self) -> None:
         """Raises ConfigError where a new run would take another's checkpoints for its own."""
         root = self.checkpoints.root
+        self.checkpoints.open()
         if self.checkpoints.exist():
             raise ConfigError(
                 f"{root} holds the checkpoints of a run; set trainer.resume=latest to go on with it, or another folder"
@@ -364,7 +366,7 @@ class Run:
     def _resume(self) -> int:
         """Takes up the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
         assert self.config.resume is not None
-        self.checkpoints.sweep()
+        self.checkpoints.open()
         checkpoint = self.checkpoints.find(self.config.resume)
         if checkpoint is None:
             log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
@@ -423,6 +425,7 @@ class Run:
             self.progress.__exit__()
         if self.loggers is not None:
             self.loggers.close()
+        self.checkpoints.close()
         if self.folder is not None:
             self.folder.close()
 

@@ -8,6 +8,7 @@ fails later is dropped with a warning and ends no run.
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import time
@@ -17,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from whet.config import MetricsLoggerOptions
 from whet.errors import ConfigError, lookup_error
-from whet.observe.files import to_json, usable_folder
+from whet.observe.files import append_to, to_json, usable_folder
 from whet.refs import is_ref, resolve_ref
 
 __all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb"]
@@ -47,7 +48,8 @@ class Jsonl:
     def __init__(
         self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], *, path: str = ""
     ) -> None:
-        self._file = Path(path or folder / "log.jsonl").open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        file = Path(path).open("ab") if path else append_to(folder / "log.jsonl")  # noqa: SIM115 - closed by close()
+        self._file = io.TextIOWrapper(file, encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line; NaN becomes null."""

@@ -26,7 +26,7 @@ from typing import Any
 
 from whet.config import ProfilerOptions
 from whet.errors import CheckpointError
-from whet.observe.files import usable_folder, write_atomic
+from whet.observe.files import create, temporary, usable_folder, write_atomic
 from whet.observe.trace import Trace
 
 __all__ = ["Cost", "StepProfiler", "costs", "table"]
@@ -120,13 +120,14 @@ class StepProfiler:
             log.warning("the profile of step %d is not written: there is no run_dir, and no log_dir", number)
             return
         name = f"profile-step-{number:06d}"
-        temporary = self.folder / f".{name}.json.gz"
+        half = temporary(self.folder / f"{name}.json.gz")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{table(found)}\n".encode())
-            seen.export_chrome_trace(str(temporary))
-            _check_whole(temporary)
-            temporary.replace(self.folder / f"{name}.json.gz")
+            create(half).close()  # torch writes into it: nobody else's file, by a name that could be foreseen
+            seen.export_chrome_trace(str(half))
+            _check_whole(half)
+            half.replace(self.folder / f"{name}.json.gz")
         except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: torch's own, and CheckpointError
             why = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
             log.warning(
@@ -138,7 +139,7 @@ class StepProfiler:
                 tempfile.gettempdir(),
             )
             with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                half.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Says so where the run was over before the steps that were to be profiled."""

@@ -93,10 +93,12 @@ class Trace:
     def write(self, path: str | Path) -> None:
         """Writes the timeline as Chrome trace JSON, whole or not at all; where that fails it warns.
 
-        Args: path: the file, in a folder that is there.
+        Args: path: the file; its folder is made where it is missing.
         """
-        events = sorted(self._events, key=lambda e: e["ts"])
+        path, events = Path(path), sorted(self._events, key=lambda e: e["ts"])
         try:
-            write_atomic(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
-        except CheckpointError as error:  # it only shows what was done
-            log.warning("the timeline is not written, nothing else is lost: %s can't be: %s", path, error.__cause__)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+        except (CheckpointError, OSError) as error:  # it only shows what was done
+            cause = error.__cause__ or error
+            log.warning("the timeline is not written, nothing else is lost: %s can't be: %s", path, cause)
