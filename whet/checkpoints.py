@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import Role
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, ConfigError
 from whet.observe.lock import FolderLock
 from whet.parallel.checkpoint import (
     discard,

@@ -103,13 +103,14 @@ class Health:
             )
         if name == "certain":
             return (
-                f"the policy is certain of every token (entropy {seen.row['entropy/token_mean']:.3g}), so all completions of a "
-                "prompt are the same and nothing more is learned. Where the reward is not yet what it should be: "
+                f"the policy is certain of every token (entropy {seen.row['entropy/token_mean']:.3g}), so all "
+                "completions of a prompt are the same and nothing more is learned. Where the reward is not yet what it should be: "
                 f"{lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta keeps it from there"
             )
         return (
             f"the policy draws evenly from all {self._choices()} tokens (entropy "
-            f"{seen.row['entropy/token_mean']:.6g}), as a model of random weights does; if it has once done better, {lower_rate(Role.ACTOR)}"
+            f"{seen.row['entropy/token_mean']:.6g}), as a model of random weights does; if it has once done better, "
+            f"{lower_rate(Role.ACTOR)}"
         )
 
     def _entropy(self, row: Mapping[str, float]) -> dict[str, bool | None]:

@@ -7,7 +7,6 @@ within the data) is that reader's.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import CheckpointError
-from whet.parallel.checkpoint import read_state
+from whet.parallel.checkpoint import read_state, step_of
 
 __all__ = ["FORMAT", "read_run_state"]
 
@@ -44,17 +43,19 @@ def read_run_state(path: Path) -> dict[str, Any]:
         )
     if missing := [name for name in _FIELDS if name not in state]:
         raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
+    step, named = state["step"], step_of(path.parent)
+    if named is not None and (type(step) is not int or step != named):
+        raise CheckpointError(
+            f"{path} says that it is of step {step!r:.40}, its folder is named {path.parent.name}; give the folder its "
+            "own name back, or resume from another"
+        )
     for name, (what, holds) in _FIELDS.items():
         _check(path, name, state[name], what, holds)
     for name, (what, holds) in _CLUSTER.items():
         if name in state["cluster"] or name != "lengths":  # which the earliest versions had none of
             _check(path, f"cluster.{name}", state["cluster"].get(name), what, holds)
-    named = re.fullmatch(r"step-(\d+)", path.parent.name)
-    if named and int(named[1]) != state["step"]:
-        raise CheckpointError(
-            f"{path} is of step {state['step']}, and its folder is named {named[0]}; give the folder its own name "
-            "back, or resume from another"
-        )
+    if "health" in state:  # which earlier versions had none of
+        _check(path, "health", state["health"], "since when warnings go on", _health)
     return state
 
 
@@ -72,6 +73,12 @@ def _count(value: Any) -> bool:
 
 def _mapping(value: Any, holds: Callable[[Any], bool] = lambda _: True) -> bool:
     return isinstance(value, Mapping) and all(isinstance(key, str) and holds(x) for key, x in value.items())
+
+
+def _health(value: Any) -> bool:
+    pair = lambda x: isinstance(x, list) and len(x) == 2 and all(_count(n) for n in x)
+    parts = {"since": lambda x: _mapping(x, pair), "skipped": lambda x: _mapping(x, _count)}
+    return _mapping(value) and all(name in parts and parts[name](part) for name, part in value.items())
 
 
 def _lengths(value: Any) -> bool:
