@@ -139,9 +139,9 @@ class Checkpoints:
                 f"{folder / 'run.pt'} is not what this version saves: its updates are {updates!r:.80}; resume from "
                 "another"
             )
-        for (role, trainer), count in zip(self.trainers.items(), counts):
+        for role, trainer in self.trainers.items():
             trainer.worker.load(folder / role.value)
-            trainer.train_steps = count
+            trainer.train_steps = updates[role.value]
         if self._is_own(folder):
             self.run = run_of(folder)
 

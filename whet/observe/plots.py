@@ -52,6 +52,7 @@ def series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str) -
     ([1], [0.5])
     """
     for name in names:
+        pairs: list[tuple[Any, float | None]]
         pairs = [(r.get("step"), finite(r.get(name))) for r in rows if r.get("mode") == mode]
         found = [(step, value) for step, value in pairs if finite(step) is not None and value is not None]
         if found:

@@ -8,11 +8,13 @@ import threading
 
 import pytest
 
+from whet.config import MetricsLoggerOptions
 from whet.errors import CheckpointError, ConfigError
 from whet.observe import RunFolder, Trace, environment, plot_curves
 from whet.observe.environment import noted_environment
 from whet.observe.files import create, is_temporary, read_json, temporary, write_atomic
 from whet.observe.lock import FolderLock
+from whet.observe.loggers import Jsonl
 from whet.observe.plots import series
 
 HUGE, DEEP = "9" * 5000, "[" * 200_000
@@ -307,3 +309,15 @@ def test_one_of_many_that_begin_at_once_gets_the_folder(tmp_path):
     for t in threads:
         t.join()
     assert sum(isinstance(x, FolderLock) for x in got) == 1 and len(got) == 8
+
+
+def test_the_lines_of_a_logger_go_to_no_file_elsewhere_unless_it_is_named(tmp_path, victim):
+    options = MetricsLoggerOptions()
+    (tmp_path / "log.jsonl").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic link"):
+        Jsonl(tmp_path, options, {})
+    (tmp_path / "named").symlink_to(tmp_path / "wanted")
+    logger = Jsonl(tmp_path, options, {}, path=str(tmp_path / "named"))
+    logger.log(1, {"a": 0.5})
+    logger.close()
+    assert (tmp_path / "wanted").read_text() == '{"step": 1, "a": 0.5}\n'
