@@ -19,12 +19,12 @@ __all__ = ["empty_cache", "memory_metrics", "on_device"]
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
     """Makes a GPU the current one for a while, since graphs, streams and new threads begin on the current device.
 
-    Args: device: any; of kinds without a current one nothing changes.
+    Args: device: any; of kinds without a current one, and for "cuda" without a number, nothing changes.
 
     >>> with on_device(torch.device("cpu")):
     ...     pass
     """
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    return torch.cuda.device(device) if device.type == "cuda" and device.index is not None else nullcontext()
 
 
 def empty_cache(device: torch.device) -> None:
