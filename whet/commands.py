@@ -152,6 +152,8 @@ def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
 def data(config: RunConfig) -> tuple[Any, Any]:
     """Training and evaluation rows of a configuration; the latter None where none are asked for."""
     c = config.data
+    if c.streaming and c.shuffle:
+        log.warning("data.shuffle has no effect on a stream, which keeps its own order; data.shuffle=false says so")
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
     if c.eval_path is not None:
         return rows, load_rows(c.eval_path, split=c.eval_split, subset=c.subset)

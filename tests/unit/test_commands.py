@@ -63,6 +63,17 @@ def words(tmp_path, model_folder):
     ]
 
 
+def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, caplog):
+    streamed = [*words, "data.streaming=true"]
+    rows, _ = commands.data(load_run(streamed))
+    assert [row["answer"] for row in rows] == list(range(1, 11))
+    assert "data.shuffle has no effect on a stream, which keeps its own order" in caplog.text
+    caplog.clear()
+    commands.data(load_run([*streamed, "data.shuffle=false"]))
+    commands.data(load_run(words))
+    assert caplog.text == ""
+
+
 def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, words):
     done = subprocess.run(
         [sys.executable, "-m", "whet.cli", "grpo", *words, "data.eval_fraction=0.2"],

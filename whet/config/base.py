@@ -117,7 +117,7 @@ def _path(cls: type, loc: tuple[Any, ...], given: Any) -> tuple[str, ...]:
             isinstance(given, list | tuple) and isinstance(part, int) and part < len(given)
         ):
             given = given[part]
-        elif section is None or part not in (f.name for f in dataclasses.fields(section)):
+        elif section is None or part not in [f.name for f in dataclasses.fields(section)]:
             continue
         path = (*path, str(part))
     return path

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from whet.data.reading import reading, said
 from whet.errors import DataError, WhetError
 
@@ -195,7 +197,7 @@ def _table(path: Path) -> pa.Table:
     if path.suffix == ".csv":
         return csv.read_csv(path, **_csv_options())
     if path.suffix == ".parquet":
-        return parquet.read_table(path, partitioning=None)
+        return parquet.ParquetFile(path).read()
     with pa.memory_map(str(path)) as file:
         try:
             return pa.ipc.open_stream(file).read_all()  # as datasets writes it
@@ -234,22 +236,23 @@ def _csv_options() -> dict[str, Any]:
     }
 
 
-def _table_rows(path: Path) -> Iterator[dict[str, Any]]:
+def _table_rows(path: Path) -> Iterator[Any]:
     """The rows of a csv, parquet or arrow file, read a part at a time, with the features that datasets noted there."""
     import datasets
     import pyarrow as pa
 
+    before = 0
     with _readable(path):
         for part in _parts(path)[1]:
             for start in range(0, len(part), BATCH):
                 table = pa.Table.from_batches([part.slice(start, BATCH)])
-                yield from datasets.Dataset(_checked(table, path))
+                yield from datasets.Dataset(_checked(table, path, before))
+                before += len(table)
 
 
-def _checked(table: pa.Table, path: Path) -> pa.Table:
-    """The table, if it is sound, and each column can be told from the others."""
+def _checked(table: pa.Table, path: Path, before: int = 0) -> pa.Table:
+    """The table, if it is sound, and each column can be told from the others; `before`: rows of the file before it."""
     import pyarrow as pa
-    from pyarrow import compute
 
     twice = [name for name in table.column_names if table.column_names.count(name) > 1]
     if twice:
@@ -257,11 +260,10 @@ def _checked(table: pa.Table, path: Path) -> pa.Table:
     for field in table.schema if path.suffix == ".csv" else ():
         if pa.types.is_binary(field.type):  # what pyarrow calls text that is not UTF-8
             raise ValueError(f"column {field.name!r} is not UTF-8")
-        if pa.types.is_floating(field.type) and compute.any(compute.is_inf(table[field.name])).as_py():
-            row = compute.index(compute.is_inf(table[field.name]), True).as_py()
+        if pa.types.is_floating(field.type) and len(beyond := np.flatnonzero(np.isinf(table[field.name].to_numpy()))):
             raise DataError(
-                f"{path}, row {row}: column {field.name!r} holds a number beyond floating point; write it as a text in "
-                "a .jsonl file"
+                f"{path}, row {before + beyond[0]}: column {field.name!r} holds a number beyond floating point; write "
+                "it as a text in a .jsonl file"
             )
     return sound(table)
 

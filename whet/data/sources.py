@@ -112,14 +112,14 @@ def _check_hub(name: str) -> None:
 
     Raises: DataError: nobody answers. Whatever else goes wrong is left to datasets.
     """
-    import datasets
+    from datasets import config
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
         return
     log.info("%r is no file or folder here; asking the hub for a data set of that name", name)
     kept = (
-        Path(datasets.config.HF_DATASETS_CACHE) / name.replace("/", "___"),
+        Path(config.HF_DATASETS_CACHE) / name.replace("/", "___"),
         Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}",
     )
     if any(path.is_dir() for path in kept):
