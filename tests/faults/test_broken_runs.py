@@ -437,13 +437,14 @@ def _made(folder):
 
 
 def test_updates_that_are_none_are_refused(tmp_path):
-    made = learner(tmp_path / "run").cluster
-    folder = _made(tmp_path / "step-000001")
-    needs = ("cluster", "random", "settings", "stream", "tokens")
+    made = learner(tmp_path / "run", max_steps=1)
+    made.train(rows(8))
+    path = tmp_path / "run" / "checkpoints" / "step-000001" / "run.pt"
+    state = torch.load(path, weights_only=True)
     for updates in (None, {}, {"actor": "1"}, {"actor": -1}, [1]):
-        torch.save({**dict.fromkeys(needs), "step": 1, "updates": updates}, folder / "run.pt")
-        with pytest.raises(CheckpointError, match=r"run\.pt is not what this version saves: its updates are"):
-            made.checkpoints.load(folder)
+        torch.save({**state, "updates": updates}, path)
+        with pytest.raises(CheckpointError, match=r"run\.pt (is not what this version saves: its|has .* as) updates"):
+            made.cluster.checkpoints.load(path.parent)
 
 
 def test_a_folder_whose_files_have_gone_is_no_checkpoint_of_the_run_that_begins_anew(tmp_path, caplog):

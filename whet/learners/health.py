@@ -104,8 +104,8 @@ class Health:
         if name == "certain":
             return (
                 f"the policy is certain of every token (entropy {seen.row['entropy/token_mean']:.3g}), so all "
-                "completions of a prompt are the same and nothing more is learned. Where the reward is not yet what it should be: "
-                f"{lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta keeps it from there"
+                "completions of a prompt are the same and nothing more is learned. Where the reward is not yet what it "
+                f"should be: {lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta keeps it from there"
             )
         return (
             f"the policy draws evenly from all {self._choices()} tokens (entropy "
