@@ -358,7 +358,7 @@ def test_latest_finds_nothing_in_a_new_folder_and_says_so(make, tmp_path, caplog
     caplog.set_level(logging.INFO, "whet")
     run = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
     assert run._resume() == -1 and "no checkpoint in" in caplog.text
-    half = tmp_path / "checkpoints" / ".tmp-000009-x"
+    half = tmp_path / "checkpoints" / ".tmp-000009-a"
     half.mkdir(parents=True)
     run.checkpoints.open()
     run.checkpoints.close()
