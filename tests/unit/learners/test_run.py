@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+import yaml
 from helpers import cluster, length_reward, rows, tiny_model
 
 from whet.checkpoints import Checkpoints
@@ -114,6 +115,27 @@ def test_an_evaluation_stands_before_the_first_step_and_not_before_a_later_one(m
         run._open()
         run._close()
         assert evals_of(run) == found
+
+
+def test_an_open_run_has_its_configuration_on_the_disk_its_loggers_and_what_a_step_leaves_out(make, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "whet")
+    with Run(make(run_dir=str(tmp_path), loggers=["jsonl"], metrics_prefix="mine", max_steps=1), rows(4)) as run:
+        assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["metrics_prefix"] == "mine"
+        for name, what in run.learner.passes(2).items():
+            assert f"{name}: {what}" in caplog.messages
+        step(run)
+    logged = json.loads((tmp_path / "log.jsonl").read_text())
+    assert logged["mine/train/reward"] == run.rows[0]["reward"]
+
+
+def test_a_run_without_a_folder_goes_on_from_a_checkpoint_all_the_same(make, tmp_path):
+    options = {"checkpoint_root_directory": str(tmp_path / "checkpoints"), "checkpointing_options": EACH_STEP}
+    with Run(make(max_steps=1, **options), rows(8)) as run:
+        step(run)
+    with Run(make(max_steps=2, resume="latest", **options), rows(8)) as run:
+        assert (run.step, run.folder) == (1, None)
+        step(run)
+    assert run.step == 2 and saved(tmp_path) == ["step-000001", "step-000002"]
 
 
 def test_what_the_environment_was_is_compared_on_a_resume_alone(make, tmp_path, caplog):
@@ -248,6 +270,8 @@ def test_evaluations_and_checkpoints_come_where_they_are_due(make, tmp_path):
         step(run)
     assert evals_of(run) == [0, 3, 6, 7]
     assert saved(tmp_path) == ["step-000002", "step-000004", "step-000006", "step-000007"]
+    stored = [f"eval-{n:06d}.parquet" for n in (0, 3, 6, 7)] + [f"train-{n:06d}.parquet" for n in range(1, 8)]
+    assert sorted(p.name for p in (tmp_path / "completions").iterdir()) == stored
     with Run(make(), rows(4), rows(1)) as run:  # eval_every_n_steps=0: before and after alone
         step(run)
     assert evals_of(run) == [0, 2]
@@ -352,6 +376,10 @@ def test_a_new_run_leaves_anothers_checkpoints_alone_and_a_resumed_one_its_folde
     other = str(tmp_path / "a" / "checkpoints" / "step-000001")
     with pytest.raises(CheckpointError, match="b holds steps of its own"):
         Run(make(run_dir=str(tmp_path / "b"), resume=other), rows(8)).__enter__()
+    run = Run(make(run_dir=str(tmp_path / "c"), resume=other), rows(8))
+    run._open()
+    run._close()
+    assert run.step == 1  # which has no steps yet
 
 
 def test_latest_finds_nothing_in_a_new_folder_and_says_so(make, tmp_path, caplog):
@@ -368,6 +396,8 @@ def test_latest_finds_nothing_in_a_new_folder_and_says_so(make, tmp_path, caplog
 def test_a_changed_configuration_is_refused_or_said(make, tmp_path, caplog):
     with Run(make(run_dir=str(tmp_path), max_steps=1, checkpointing_options=EACH_STEP), rows(8)) as run:
         step(run)
+    with pytest.raises(CheckpointError, match="evaluation data: none -> 2 prompts"):
+        Run(make(run_dir=str(tmp_path), resume="latest"), rows(8), rows(2))._open()
     changed = {"run_dir": str(tmp_path), "resume": "latest", "reward_timeout_s": 7.0, "max_steps": 2}
     with (
         pytest.raises(CheckpointError, match=r"trainer\.reward_timeout_s: 60\.0 -> 7\.0\nresume with the same one"),
