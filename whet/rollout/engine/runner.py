@@ -271,10 +271,10 @@ class Runner:
         self.forward.reach(furthest + steps)
         self.state[:, n:rows] = 0
         plans = [plan for plan, _ in self.groups]
-        fixed = self.graphs is not None and self.graphs.refusal is None
-        if fixed and len(plans) == 1 and plans[0].support.plain and self.seen is None and not keep:
+        graphs = None if self.graphs is None or self.graphs.refusal else self.graphs
+        if graphs is not None and len(plans) == 1 and plans[0].support.plain and self.seen is None and not keep:
             for _ in range(steps):
-                step = self.graphs.step((rows, id(plans[0])), self._epoch(), lambda: self._fixed_step(rows))
+                step = graphs.step((rows, id(plans[0])), self._epoch(), lambda: self._fixed_step(rows))
                 tokens.append(step[0][:n].clone())
                 logprobs.append(step[1][:n].clone())
             return self._read(tokens, logprobs, None)
@@ -399,6 +399,7 @@ class Runner:
     def drop(self) -> None:
         """Frees KV and all that depends on it."""
         if self.graphs is not None:
+            assert isinstance(self.layout, DecodeLayout)
             self.layout.forget()  # it may hold what a graph worked in
             self.graphs.clear()
         for store in (self.own, *self.stores.values()):
