@@ -33,14 +33,15 @@ __all__ = [
     "Seed",
     "Size",
     "Strings",
+    "Temperature",
     "Text",
     "Tree",
 ]
 
 DEEPEST = 64
 """Levels that lists and mappings may lie in each other; what walks them stays far from Python's own limit."""
-LARGEST = 3.4e38
-"""Of a number with a fraction: what fp32 holds."""
+LARGEST, SMALLEST = 3.4e38, 1.2e-38
+"""What fp32 holds, besides 0."""
 
 
 def _is_bool(value: Any) -> bool:
@@ -101,6 +102,22 @@ def _float(value: Any, *, least: float, most: float, unit: str) -> float:
     return number
 
 
+def _fp32(value: Any) -> float:
+    number = _float(value, least=-LARGEST, most=LARGEST, unit=", what fp32 holds")
+    if 0 < abs(number) < SMALLEST:
+        raise ValueError(f"must be 0 or further from it than {SMALLEST}, as fp32 has it, got {shown(value)}")
+    return number
+
+
+def _temperature(value: Any) -> float:
+    number = _fp32(value)
+    if number < 0:
+        raise ValueError(f"must not be negative, got {number!r}; 0.0 is greedy")
+    if number and not 1e-6 <= number <= 1e6:
+        raise ValueError(f"must be 0.0 (greedy) or between 1e-06 and 1e+06, got {number!r}")
+    return number
+
+
 def _bool(value: Any) -> bool:
     if _is_bool(value):
         return bool(value)
@@ -148,7 +165,6 @@ def _plain(value: Any, depth: int = 0) -> Any:
 
 
 _whole64 = functools.partial(_int, least=-(2**63), rule="an integer of 64 bits, -2**63 to 2**63 - 1")
-_fp32 = functools.partial(_float, least=-LARGEST, most=LARGEST, unit=", what fp32 holds")
 _seconds = functools.partial(_float, least=0, most=threading.TIMEOUT_MAX, unit=" seconds")
 _seed = functools.partial(_int, least=0, rule="an integer between 0 and 2**63 - 1")
 
@@ -166,6 +182,8 @@ Float = Annotated[float, BeforeValidator(_fp32)]
 """A finite number that fp32 holds."""
 Seconds = Annotated[float, BeforeValidator(_seconds)]
 """A time between 0 and threading.TIMEOUT_MAX, almost three centuries on Linux."""
+Temperature = Annotated[float, BeforeValidator(_temperature)]
+"""What logits are divided by: 0.0, or a number that neither flattens nor blows them up beyond fp32."""
 Bool = Annotated[bool, BeforeValidator(_bool)]
 """True or false, nothing that merely looks like it."""
 Text = Annotated[str, AfterValidator(_text)]
@@ -195,6 +213,7 @@ SPOKEN = {
     "Seed": "int",
     "Size": "positive int",
     "Strings": "list of str",
+    "Temperature": "float",
     "Text": "str",
     "Tree": "dict[str, Any]",
 }

@@ -7,7 +7,20 @@ from dataclasses import field
 from typing import Any, Literal, TypeVar
 
 from whet.config.base import check, config
-from whet.config.fields import Bool, Count, Float, Int, Name, Number, Seed, Size, Strings, Text, Tree
+from whet.config.fields import (
+    Bool,
+    Count,
+    Float,
+    Int,
+    Name,
+    Number,
+    Seed,
+    Size,
+    Strings,
+    Temperature,
+    Text,
+    Tree,
+)
 from whet.config.loader import tree
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
@@ -28,7 +41,7 @@ class SampledConfig:
     """Folder or hub name of the tokenizer; None = the model's."""
     max_tokens: Count | None = None
     """Longest completion in tokens, stop token included; None = 256, or what the model leaves."""
-    temperature: Float | None = None
+    temperature: Temperature | None = None
     """Divides the logits; 0 = greedy. None = 0.7, or 0 for a beam search, which draws nothing."""
     top_p: Float | None = None
     """Smallest set of tokens with this probability; None = off."""
@@ -132,7 +145,7 @@ class GenerateConfig(SampledConfig):
 class ChatConfig(SampledConfig):
     """Everything that `whet chat` needs."""
 
-    temperature: Float = 0.7
+    temperature: Temperature = 0.7
     """Divides the logits; 0 = greedy."""
     apply_chat_template: Bool | None = None
     """Whether turns go through the chat template; None = where there is one. false = plain text goes on."""

@@ -26,6 +26,7 @@ from whet.config.fields import (
     Seed,
     Size,
     Strings,
+    Temperature,
     Text,
     Tree,
 )
@@ -139,7 +140,7 @@ class RolloutConfig:
 
     max_tokens_to_generate: Count = 64
     """Longest completion in tokens, stop token included."""
-    temperature: Float = 0.9
+    temperature: Temperature = 0.9
     """Divides the logits; 0.0 = greedy."""
     top_p: Float | None = 1.0
     """Smallest set of tokens with this probability; 1.0 or None = off."""
@@ -309,8 +310,6 @@ class RolloutConfig:
                 raise ConfigError("\n".join(f"eval.{line}" for line in str(error).splitlines())) from None
 
     def _check_ranges(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"temperature must not be negative, got {self.temperature!r}; 0.0 is greedy")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise ConfigError(f"top_p must lie in (0, 1], got {self.top_p!r}; 1.0 turns it off")
         if self.top_k is not None and self.top_k < 1 and self.top_k not in (-1, 0):

@@ -22,9 +22,10 @@ for _ in range(10_000):
 VALUES = {
     "none": None, "true": True, "empty": "", "word": "x", "blank": " ", "list": [], "mapping": {}, "nan": float("nan"),
     "inf": float("inf"), "-inf": float("-inf"), "-1": -1, "0": 0, "1": 1, "0.5": 0.5, "2**63": 2**63, "1e300": 1e300,
-    "-1e300": -1e300, "10**400": 10**400, "10**5000": 10**5000, "10**9": 10**9, "deep": DEEP, "itself": ITSELF,
-    "nested": [[1]], "deep mapping": {"a": DEEP}, "number key": {1: {2.5: None}}, "huge inside": {"a": [10**5000]},
-    "nan inside": {"a": float("nan")}, "short": [0.9], "long": [0.9, 0.9, 0.9], "surrogate": "\ud800", "nul": "a\0b",
+    "-1e300": -1e300, "1e-300": 1e-300, "10**400": 10**400, "10**5000": 10**5000, "10**9": 10**9, "deep": DEEP,
+    "itself": ITSELF, "nested": [[1]], "deep mapping": {"a": DEEP}, "number key": {1: {2.5: None}},
+    "huge inside": {"a": [10**5000]}, "nan inside": {"a": float("nan")}, "short": [0.9], "long": [0.9, 0.9, 0.9],
+    "surrogate": "\ud800", "nul": "a\0b",
     "object": object(), "bytes": b"x", "set": {1}, "complex": 1j,
 }  # fmt: skip
 WORDS = [
