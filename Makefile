@@ -37,7 +37,7 @@ lint: $(STAMP)  ## ruff and pyright
 	$(BIN)/python -m pyright
 
 docs: $(STAMP)  ## write the generated pages again
-	$(BIN)/python -m whet.config.tunix > docs/from-tunix.md
+	$(BIN)/python -m whet.tunix.fields > docs/from-tunix.md
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

@@ -210,8 +210,8 @@ def rest(device: Any) -> dict[str, Any]:
     """An engine that sleeps has given back what it took."""
     import torch
 
-    from whet.device import empty_cache, memory_metrics
     from whet.rollout.engine.engine import EmbeddedEngine
+    from whet.util.device import empty_cache, memory_metrics
 
     engine = EmbeddedEngine(_model("Qwen3").to(device), max_batch=24)
     seen = []
@@ -275,7 +275,7 @@ def update(device: Any, shape: str = "qwen3-0.6b", batch: int = 32, most: int = 
 
     import whet
     from whet.config import ClusterConfig, DataConfig, RLTrainingConfig, RoleConfig, RolloutConfig
-    from whet.device import memory_metrics
+    from whet.util.device import memory_metrics
 
     tokenizer = tasks.char_tokenizer()
     with tempfile.TemporaryDirectory() as folder:
@@ -309,7 +309,7 @@ def offload(device: Any) -> dict[str, Any]:
     """What lies on the host between uses comes back to the bit."""
     import torch
 
-    from whet.offload import Offload
+    from whet.train.offload import Offload
 
     kinds = (torch.float32, torch.bfloat16, torch.int64)
     here = [torch.randn(300, 40, device=device).mul(9).to(dtype).t() for dtype in kinds]

@@ -115,7 +115,7 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
     """whet's own products, where they can be built."""
     from torch import nn
 
-    from whet.rollout.engine.native import load_kernels
+    from whet.native.decode import load_kernels
     from whet.rollout.engine.packed import Product
 
     loaded = load_kernels()

@@ -54,7 +54,7 @@ def run_whet(job: Job) -> dict[str, Any]:
     from whet.config import OptimConfig, RLTrainingConfig
     from whet.models.load import load_model
     from whet.ops import grpo_objective
-    from whet.worker import ModelWorker
+    from whet.train.worker import ModelWorker
 
     if job.without == "native kernels":
         os.environ["WHET_NATIVE"] = "0"

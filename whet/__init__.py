@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     )
     from whet.learners.base import RLLearner
     from whet.learners.grpo import GRPOLearner, GrpoLearner
-    from whet.observe.buffer import MetricsBuffer
-    from whet.sampler import CacheConfig, Sampler, SamplerOutput
+    from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
+    from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.types import Completion, Group, LossInputs, Prompt, RolloutOutput, TokenBatch, TrainExample
 
 __all__ = [
@@ -118,8 +118,8 @@ _MODULES = {
     ),
     "whet.learners.base": ("RLLearner",),
     "whet.learners.grpo": ("GRPOLearner", "GrpoLearner"),
-    "whet.observe.buffer": ("MetricsBuffer",),
-    "whet.sampler": ("CacheConfig", "Sampler", "SamplerOutput"),
+    "whet.tunix.metrics_buffer": ("MetricsBuffer",),
+    "whet.rollout.sampler": ("CacheConfig", "Sampler", "SamplerOutput"),
     "whet.types": ("Completion", "Group", "LossInputs", "Prompt", "RolloutOutput", "TokenBatch", "TrainExample"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -17,33 +17,33 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from whet.checkpoints import Checkpoints
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
 from whet.data.packing import MicroBatch
-from whet.data.padded import padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
-from whet.device import empty_cache
 from whet.errors import ConfigError
-from whet.heap import trim_heap
-from whet.inference_worker import InferenceWorker
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
-from whet.observe.buffer import MetricsBuffer
 from whet.observe.trace import Trace
-from whet.offload import OffloadedWorker
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
-from whet.role_trainer import RoleTrainer
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import complete, describe_engine, grammars_of, make_engine, sampling_of
 from whet.rollout.constraint import Masks
-from whet.rollout.lengths import Lengths
+from whet.rollout.length_history import LengthHistory
 from whet.rollout.rest import Rest
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
+from whet.train.checkpoints import Checkpoints
+from whet.train.offload import OffloadedWorker
+from whet.train.role_trainer import RoleTrainer
+from whet.train.worker import Metrics, ModelWorker
+from whet.tunix.inference_worker import InferenceWorker
+from whet.tunix.metrics_buffer import MetricsBuffer
+from whet.tunix.padded import padded_batch, unpacked
 from whet.types import Group, Message, Prompt, RolloutOutput, TokenBatch
-from whet.worker import Metrics, ModelWorker
+from whet.util.device import empty_cache
+from whet.util.memory import release_freed_memory
 
 __all__ = ["RLCluster"]
 
@@ -122,7 +122,7 @@ class RLCluster:
         self.global_steps = 0
         self._calls = self._next_id = 0
         self._rest = Rest(self._engine, self.actor.device)
-        self._lengths = Lengths()
+        self._lengths = LengthHistory()
         self._buffers: dict[tuple[int, str], MetricsBuffer] = {}
         self._external_logger: Callable[[MetricsBuffer], None] | None = None
 
@@ -426,7 +426,7 @@ class RLCluster:
             self._give_back()
 
     def _give_back(self) -> None:
-        trim_heap()  # freed memory leaves the process: the next phase takes its own elsewhere
+        release_freed_memory()  # freed memory leaves the process: the next phase takes its own elsewhere
         empty_cache(self.actor.device)
 
     def sync_weights(self) -> None:

@@ -182,8 +182,8 @@ def warm_start(folder: str, seed: int, *, steps: int = 1100, demonstrations: int
     from whet.data.tokenizer import byte_tokenizer
     from whet.models.load import load_model
     from whet.ops import nll
-    from whet.role_trainer import RoleTrainer
-    from whet.worker import ModelWorker
+    from whet.train.role_trainer import RoleTrainer
+    from whet.train.worker import ModelWorker
 
     if (Path(folder) / "warm_start.txt").is_file():
         return folder

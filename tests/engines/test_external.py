@@ -11,7 +11,7 @@ from tiny import build
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.probe import probe_tokens
+from whet.models.selfcheck import probe_tokens
 from whet.rollout import resolve_engine
 from whet.rollout.base import Request, Sampling
 from whet.rollout.external import (

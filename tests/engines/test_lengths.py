@@ -1,7 +1,7 @@
 from helpers import completion, prompt
 
-from whet.rollout import lengths
-from whet.rollout.lengths import Lengths
+from whet.rollout import length_history as lengths
+from whet.rollout.length_history import LengthHistory
 from whet.types import Group
 
 
@@ -14,7 +14,7 @@ def known(found, rows, kind="train"):
 
 
 def test_each_kind_remembers_its_own_rows():
-    found = Lengths()
+    found = LengthHistory()
     found.note("train", [group(0, 2, 5), group(4, 1)])
     found.note("eval", [group(0, 3)])
     found.note("train", [group(4, 6, 2)])
@@ -23,7 +23,7 @@ def test_each_kind_remembers_its_own_rows():
 
 
 def test_a_checkpoint_holds_what_is_known():
-    found, other = Lengths(), Lengths()
+    found, other = LengthHistory(), LengthHistory()
     found.note("train", [group(0, 2), group(4, 1)])
     other.note("train", [group(1, 1)])
     other.restore(found.state())
@@ -32,7 +32,7 @@ def test_a_checkpoint_holds_what_is_known():
 
 def test_the_rows_seen_longest_ago_are_forgotten_first(monkeypatch):
     monkeypatch.setattr(lengths, "MOST", 2)
-    found = Lengths()
+    found = LengthHistory()
     for row in (0, 1, 0, 2):
         found.note("train", [group(row, row + 1)])
     assert known(found, [0, 1, 2]) == [1, None, 3]

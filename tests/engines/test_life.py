@@ -10,7 +10,7 @@ from tiny import FORMS, VOCABULARY, build, drain, letters, prompts, requests, ru
 from whet.errors import EngineError
 from whet.rollout.base import EngineStats, Request, Sampling, stream
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.engine.shelf import Held, Shelf
+from whet.rollout.engine.conversation_cache import ConversationCache, Held
 
 EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 STOPS = tuple(range(0, VOCABULARY, 6))
@@ -411,7 +411,7 @@ def held(n):
 
 
 def test_a_shelf_drops_the_oldest_first_and_what_is_asked_for_last():
-    shelf = Shelf(3)
+    shelf = ConversationCache(3)
     for c, n in enumerate((5, 6, 7, 8)):
         shelf.put(c, held(n), None)
     assert [c for c in range(4) if shelf.get(c)] == [1, 2, 3] and shelf.tokens == 21

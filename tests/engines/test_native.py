@@ -12,10 +12,10 @@ from tiny import build, prompts, requests, run
 
 from whet.errors import EngineError
 from whet.native import build as native_build
+from whet.native.decode import Kernels, load_kernels
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine, fused
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.native import Kernels, load_kernels
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
 

@@ -19,8 +19,8 @@ from whet.rollout.engine import EmbeddedEngine, forward, packed
 from whet.rollout.engine.forward import FusedForward, ModuleForward, make_forward
 from whet.rollout.engine.packed import Product, pack_refusal
 from whet.rollout.hf import HFEngine
+from whet.train.worker import ModelWorker
 from whet.types import Prompt, TokenBatch
-from whet.worker import ModelWorker
 
 PLAIN = Sampling(max_tokens=8)
 EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -14,7 +14,7 @@ from whet.errors import ConfigError, DataError, EngineError
 from whet.rollout.base import EngineCaps
 from whet.rollout.constraint import Grammars
 from whet.rollout.hf import HFEngine
-from whet.sampler import Sampler
+from whet.rollout.sampler import Sampler
 from whet.types import TokenBatch
 
 REGEX = {"regex": "[a-c]{2,5}(=[0-9]+)?"}

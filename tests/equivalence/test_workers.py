@@ -7,7 +7,7 @@ from helpers import gap
 from whet.config import OptimConfig
 from whet.models.load import load_model
 from whet.ops import nll
-from whet.worker import ModelWorker
+from whet.train.worker import ModelWorker
 
 
 def gradients(family, *, fast):

@@ -11,14 +11,14 @@ import pytest
 import torch
 from helpers import cluster, length_reward, rows, same, weights_of
 
-from whet.checkpoints import Checkpoints
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, OptimConfig, RoleConfig, RolloutConfig
 from whet.errors import CheckpointError, ConfigError, EngineError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.observe.store import RunFolder
 from whet.ops import clipped_surrogate
 from whet.parallel import checkpoint
-from whet.worker import ModelWorker
+from whet.train.checkpoints import Checkpoints
+from whet.train.worker import ModelWorker
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)
 

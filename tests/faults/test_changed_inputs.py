@@ -10,10 +10,10 @@ import torch
 from helpers import cluster, length_reward, rows, tiny_model
 from transformers import AutoTokenizer
 
-from whet.checkpoints import Checkpoints
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.errors import CheckpointError
 from whet.learners.grpo import GRPOLearner
+from whet.train.checkpoints import Checkpoints
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)
 

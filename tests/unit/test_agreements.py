@@ -9,7 +9,7 @@ import torch
 from helpers import END, PAD, cluster, tiny_model
 
 from whet import Sampler
-from whet.chat import Chat
+from whet.cli.chat import Chat
 from whet.config import ProfilerOptions, RolloutConfig
 from whet.config.generate import ChatConfig
 from whet.errors import ConfigError, EngineError
@@ -28,7 +28,7 @@ def test_top_k_of_minus_one_is_off():
 
 
 def test_a_sampler_takes_fp32_on_a_gpu_that_only_emulates_bf16(monkeypatch):
-    from whet import sampler
+    from whet.rollout import sampler
 
     seen = []
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)

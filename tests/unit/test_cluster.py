@@ -23,16 +23,16 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import whet
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig, RoleConfig, RolloutConfig
-from whet.data.padded import completion_mask, padded_batch, prompt_mask
 from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
-from whet.observe.buffer import MetricsBuffer
 from whet.ops import group_relative
 from whet.rollout.base import EngineCaps, Output
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
 from whet.rollout.rest import Rest
 from whet.rollout.simple import QueueEngine
+from whet.tunix.metrics_buffer import MetricsBuffer
+from whet.tunix.padded import completion_mask, padded_batch, prompt_mask
 from whet.types import TokenBatch, TrainExample
 
 PROMPTS = ["1+1=", "what?", "a", "1+1="]
@@ -553,7 +553,7 @@ def test_a_resting_engine_holds_no_memory_and_samples_again_after_the_sync():
 
 def test_an_engine_rests_once_and_wakes_for_who_samples_before_the_sync(monkeypatch):
     c, trims = cluster(), []
-    monkeypatch.setattr("whet.cluster.trim_heap", lambda: trims.append(c.rollout.stats().kv_bytes))
+    monkeypatch.setattr("whet.cluster.release_freed_memory", lambda: trims.append(c.rollout.stats().kv_bytes))
     want = [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens]
     c.rest_engine()
     c.rest_engine()  # the next mini-batch

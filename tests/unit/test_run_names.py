@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from whet import commands
+from whet.cli import commands
 from whet.config import RLTrainingConfig, load_run
 from whet.errors import ConfigError
-from whet.places import model_folder
+from whet.util.model_paths import model_folder
 
 
 @pytest.mark.parametrize("name", ["run_dir", "checkpoint_root_directory", "resume"])

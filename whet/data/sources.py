@@ -19,8 +19,8 @@ from typing import Any
 from whet.data.files import FORMATS, read_files, sound, stream_files
 from whet.data.reading import reading, said
 from whet.errors import ConfigError, DataError, WhetError, nearest, shown
-from whet.places import hub_silence
-from whet.refs import is_ref, resolve_ref
+from whet.util.model_paths import hub_silence
+from whet.util.refs import is_ref, resolve_ref
 
 __all__ = ["load_rows"]
 

@@ -22,7 +22,7 @@ from torch import nn
 from whet.cluster import RLCluster
 from whet.config import Role
 from whet.ops import Support
-from whet.role_trainer import lower_rate
+from whet.train.role_trainer import lower_rate
 from whet.types import TokenBatch
 
 if TYPE_CHECKING:

@@ -27,8 +27,8 @@ from whet.ops import (
     Objective,
     reference_kl,
 )
-from whet.refs import is_ref, resolve_ref
 from whet.types import TokenBatch
+from whet.util.refs import is_ref, resolve_ref
 
 __all__ = [
     "advantage_inputs",

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from whet.config import diff
 from whet.data.order import digests
 from whet.errors import CheckpointError, ConfigError
-from whet.refs import is_ref, resolve_ref
 from whet.rewards.manager import RewardManager
+from whet.util.refs import is_ref, resolve_ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

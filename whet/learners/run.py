@@ -25,7 +25,6 @@ from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
-from whet.device import memory_metrics
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.learners.generators import random_state, set_random_state
 from whet.learners.health import Health
@@ -42,6 +41,7 @@ from whet.observe.trace import timeline_folder
 from whet.rewards.manager import RewardManager
 from whet.rollout.fit import check_fit
 from whet.types import Prompt, TokenBatch
+from whet.util.device import memory_metrics
 
 if TYPE_CHECKING:
     from whet.learners.base import RLLearner

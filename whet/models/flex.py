@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from whet.device import on_device
+from whet.util.device import on_device
 
 __all__ = ["FlexCase", "FlexRow", "flex_failed", "flex_refusal", "walk"]
 

@@ -24,8 +24,8 @@ from transformers.utils.hub import cached_file
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.models.attention import ATTENTION, KERNELS, SegmentLayout
 from whet.models.heads import Head, detect_head, with_value_head
-from whet.models.probe import limit_for, probe_tokens
-from whet.places import check_hub, model_folder
+from whet.models.selfcheck import limit_for, probe_tokens
+from whet.util.model_paths import check_hub, model_folder
 
 __all__ = ["LoadedModel", "load_model", "save_model", "usable_device"]
 

@@ -1,6 +1,5 @@
 """What a run shows of itself: progress, loggers, the run folder, the time trace. Nothing here changes training."""
 
-from whet.observe.buffer import MetricsBuffer
 from whet.observe.environment import environment
 from whet.observe.loggers import Logger, Loggers
 from whet.observe.plots import plot_curves
@@ -12,7 +11,6 @@ from whet.observe.trace import Trace
 __all__ = [
     "Logger",
     "Loggers",
-    "MetricsBuffer",
     "Progress",
     "RunFolder",
     "StepProfiler",

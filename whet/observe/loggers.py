@@ -19,7 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from whet.config import MetricsLoggerOptions
 from whet.errors import ConfigError, lookup_error
 from whet.observe.files import append_to, to_json, usable_folder
-from whet.refs import is_ref, resolve_ref
+from whet.util.refs import is_ref, resolve_ref
 
 __all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb"]
 

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from whet.streams import Stderr
+from whet.util.streams import Stderr
 
 __all__ = ["Progress", "setup_logging", "sparkline"]
 

@@ -15,10 +15,10 @@ import numpy as np
 
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Max, Mean, Metric, Min, Sum
-from whet.refs import is_ref, resolve_ref
 from whet.rewards.contract import OnError, RewardFn, RewardInputs, call_rewards, function_name, keywords
 from whet.rewards.text import REWARDS
 from whet.types import Group
+from whet.util.refs import is_ref, resolve_ref
 
 __all__ = ["REWARD_MANAGERS", "RewardManager", "Rewarded", "resolve_reward", "resolve_reward_manager", "reward_metrics"]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 
 from whet.errors import ConfigError, lookup_error
-from whet.refs import resolve_ref
+from whet.util.refs import resolve_ref
 
 __all__ = ["ENGINES", "resolve_engine"]
 

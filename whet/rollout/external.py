@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import ConfigError, EngineError
-from whet.models.probe import limit_for
+from whet.models.modes import evaluating, native_attention
+from whet.models.selfcheck import limit_for
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.uniform import address_key
 from whet.rollout.base import Output, Piece, Request, Sampling, support_of
-from whet.rollout.borrow import evaluating, own_attention
 from whet.rollout.requests import completed_string
 from whet.types import FinishReason
 
@@ -297,7 +297,7 @@ def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[fl
     """
     device = next(module.parameters()).device
     ids = torch.tensor([list(tokens)], device=device)
-    with own_attention(module), evaluating(module):
+    with native_attention(module), evaluating(module):
         logits = module(input_ids=ids, use_cache=False).logits[0, :-1].float()
     own = selective_log_softmax(logits, ids[0, 1:]).cpu()
     apart = float((own - torch.tensor(list(found))).abs().mean())

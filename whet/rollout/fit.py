@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from whet.errors import DataError
-from whet.rollout.borrow import max_positions
+from whet.models.modes import max_positions
 from whet.types import Prompt
 
 __all__ = ["check_fit"]

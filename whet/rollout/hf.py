@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from whet.errors import ConfigError
 from whet.models.load import LoadedModel
+from whet.models.modes import evaluating, max_positions, native_attention
 from whet.ops.uniform import address_key
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.beams import beam_search
-from whet.rollout.borrow import evaluating, max_positions, own_attention
 from whet.rollout.constraint import Grammars, Matcher
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.options import Processors, check_options, num_beams, place_of
@@ -100,7 +100,7 @@ class HFEngine(QueueEngine):
         batch = alike[: max(1, self._batch_size // beams)]
         taken = {r.id for r in batch}
         self._queue = deque(r for r in self._queue if r.id not in taken)
-        with torch.no_grad(), own_attention(self._module), evaluating(self._module):
+        with torch.no_grad(), native_attention(self._module), evaluating(self._module):
             if beams > 1:
                 return self._count(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
             return self._count(batch, self._generate(batch, make_plan(first.sampling)))

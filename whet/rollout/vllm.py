@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel
-from whet.models.probe import probe_tokens
+from whet.models.selfcheck import probe_tokens
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (

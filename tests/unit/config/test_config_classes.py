@@ -22,8 +22,8 @@ from whet.config import (
     field_docs,
 )
 from whet.config.rollout import ConstraintConfig
-from whet.config.tunix import REQUIRED, TUNIX_FIELDS, page
 from whet.errors import ConfigError
+from whet.tunix.fields import REQUIRED, TUNIX_FIELDS, page
 
 CLASSES = [*TUNIX_FIELDS, OptimConfig, DataConfig, RunConfig]
 
@@ -306,7 +306,7 @@ def test_every_tunix_field_is_there_or_refused_with_a_reason(cls):
 
 def test_the_page_for_tunix_users_is_current(pytestconfig):
     text = (pytestconfig.rootpath / "docs" / "from-tunix.md").read_text()
-    assert text == page(), "run: python -m whet.config.tunix > docs/from-tunix.md"
+    assert text == page(), "run: python -m whet.tunix.fields > docs/from-tunix.md"
     assert REQUIRED in text
 
 

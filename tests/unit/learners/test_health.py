@@ -14,7 +14,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.health import AGAIN, Health, most_choices
 from whet.ops import Support, group_relative
 from whet.rewards.manager import RewardManager
-from whet.role_trainer import MOST_SKIPPED
+from whet.train.role_trainer import MOST_SKIPPED
 from whet.types import Group, TokenBatch
 
 FINE = {"grad_norm": 1.0, "entropy/token_mean": 2.0}

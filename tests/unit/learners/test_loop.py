@@ -12,7 +12,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.metrics import merge
-from whet.role_trainer import DataHooks, TrainingHooks
+from whet.train.role_trainer import DataHooks, TrainingHooks
 
 
 def learner(c=None, reward=length_reward, *, shuffle_seed=None, data=None, **algo):

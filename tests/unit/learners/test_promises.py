@@ -11,7 +11,7 @@ from whet.config import OptimConfig, RoleConfig
 from whet.errors import ConfigError, DataError
 from whet.models.load import load_model, save_model
 from whet.ops import token_weights
-from whet.worker import ModelWorker
+from whet.train.worker import ModelWorker
 
 
 def learner(c=None, *, reward=length_reward, data=None, **algo):

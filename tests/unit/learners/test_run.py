@@ -10,14 +10,14 @@ import torch
 import yaml
 from helpers import cluster, length_reward, rows, tiny_model
 
-from whet.checkpoints import Checkpoints
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, PerfMetricsOptions, ProfilerOptions
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.learners import run as run_module
 from whet.learners.grpo import GRPOLearner
 from whet.learners.run import Run
 from whet.observe.store import RunFolder
-from whet.role_trainer import TrainingHooks
+from whet.train.checkpoints import Checkpoints
+from whet.train.role_trainer import TrainingHooks
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)
 NEVER = CheckpointingOptions(save_interval_s=1e9)

@@ -15,10 +15,10 @@ from whet.config import DataConfig, GRPOConfig, ProfilerOptions
 from whet.demo import small_model
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
+from whet.native.decode import load_kernels
 from whet.observe import Trace
 from whet.observe.files import unwritable
 from whet.observe.profile import Cost, StepProfiler, costs, table
-from whet.rollout.engine.native import load_kernels
 
 X = torch.randn(64, 64)
 

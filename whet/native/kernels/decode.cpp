@@ -1,6 +1,6 @@
 // The decoder layers of a decode step on a CPU: products of few rows, attention over prompts and own tokens, norms.
 //
-// Called from whet/rollout/engine/native.py, built with the machine's own compiler. Every result of a row is computed from
+// Called from whet/native/decode.py, built with the machine's own compiler. Every result of a row is computed from
 // that row alone, in an order that depends on nothing else: a row gives the same bits alone, in a crowd, and with any
 // number of threads. Sums are in fp32; T is what is stored, float or bfloat16 (here its bits), rounded where
 // transformers rounds but for the second product of a rotation. Dim legend: n rows, H query heads, K KV heads,

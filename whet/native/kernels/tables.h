@@ -1,4 +1,4 @@
-// What whet/rollout/engine/native.py fills in: the structures have their twins there, field by field.
+// What whet/native/decode.py fills in: the structures have their twins there, field by field.
 #pragma once
 
 #include <cstdint>

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.device import on_device
+from whet.util.device import on_device
 
 __all__ = ["FixedTensors", "StepGraphs", "bucket_rows"]
 

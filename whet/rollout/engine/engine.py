@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
 from whet.models.load import LoadedModel, load_model
+from whet.models.modes import max_positions
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
-from whet.rollout.borrow import max_positions
 from whet.rollout.constraint import Grammars
+from whet.rollout.engine.conversation_cache import ConversationCache, Held, common_length
 from whet.rollout.engine.runner import Block, Runner
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
-from whet.rollout.engine.shelf import Held, Shelf, common_length
 from whet.rollout.requests import Plan, check_request, completed_string, make_plan
 from whet.types import FinishReason
 
@@ -101,7 +101,7 @@ class EmbeddedEngine:
         """[4, n], a column for each live row."""
         self._tokens, self._logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
         self._prefixes: dict[bytes, Prefix] = {}
-        self._shelf = Shelf(max_batch if kv_cache_tokens is None else None)
+        self._shelf = ConversationCache(max_batch if kv_cache_tokens is None else None)
         self._done: list[Output] = []
         self._stale = True
         self._renew = self._asleep = self._closed = False

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from whet.device import on_device
 from whet.errors import EngineError
 from whet.models.attention import Layout
 from whet.models.load import LoadedModel
-from whet.rollout.borrow import evaluating
+from whet.models.modes import evaluating
+from whet.native.decode import Kernels
 from whet.rollout.engine.fused import FusedTrunk
-from whet.rollout.engine.native import Kernels
 from whet.rollout.engine.packed import Product, pack_refusal
+from whet.util.device import on_device
 
 __all__ = ["FusedForward", "ModuleForward", "make_forward"]
 

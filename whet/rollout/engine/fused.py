@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from whet.models.attention import Layout
 from whet.models.load import LoadedModel
-from whet.models.probe import PROBE, limit_for, probe_tokens
-from whet.rollout.borrow import evaluating, max_positions
+from whet.models.modes import evaluating, max_positions
+from whet.models.selfcheck import PROBE, limit_for, probe_tokens
+from whet.native.decode import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.native import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
 from whet.rollout.engine.prefill import PrefillLayout, Run

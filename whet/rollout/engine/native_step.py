@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from whet.models.attention import Layout
+from whet.native.decode import Kernels, LayerTable, ProductTable, StepTable
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.native import Kernels, LayerTable, ProductTable, StepTable
 from whet.rollout.engine.packed import Product
 
 __all__ = ["NativeLayer", "NativeLayout"]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from whet.rollout.engine.native import Kernels, ProductTable
+from whet.native.decode import Kernels, ProductTable
 
 __all__ = ["Product", "pack_refusal"]
 

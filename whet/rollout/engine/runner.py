@@ -18,6 +18,7 @@ from torch import Tensor
 
 from whet.models.load import LoadedModel
 from whet.ops.uniform import address_key, uniform
+from whet.rollout.engine.conversation_cache import Held
 from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
@@ -26,7 +27,6 @@ from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, Run
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
-from whet.rollout.engine.shelf import Held
 from whet.rollout.requests import Plan
 
 __all__ = ["Block", "Runner"]

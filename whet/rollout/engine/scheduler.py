@@ -19,8 +19,8 @@ from torch import Tensor
 from whet.errors import EngineError
 from whet.rollout.base import Output, Piece, Request
 from whet.rollout.constraint import Matcher
+from whet.rollout.engine.conversation_cache import ConversationCache, Held, common_length
 from whet.rollout.engine.kv_cache import bucket_length
-from whet.rollout.engine.shelf import Held, Shelf, common_length
 from whet.types import FinishReason
 
 __all__ = ["Part", "Prefix", "Scheduler", "Task"]
@@ -157,7 +157,7 @@ class Scheduler:
         return out
 
     def admit(
-        self, *, live: int, longest: int, prefixes: dict[bytes, Prefix], shelf: Shelf, idle: int
+        self, *, live: int, longest: int, prefixes: dict[bytes, Prefix], shelf: ConversationCache, idle: int
     ) -> list[tuple[Task, Prefix]]:
         """Lets tasks in, first come first served, while slots and memory last.
 
@@ -201,7 +201,7 @@ class Scheduler:
             return bucket_length(length)
         return min(bucket_length(length), self.kv_cache_tokens - task.left)
 
-    def _fits(self, places: int, task: Task, out: Sequence[tuple[Task, Prefix]], shelf: Shelf) -> bool:
+    def _fits(self, places: int, task: Task, out: Sequence[tuple[Task, Prefix]], shelf: ConversationCache) -> bool:
         """Whether a task fits beside the others with so many places in use, once earlier turns have left for it."""
         if self.kv_cache_tokens is None:
             return True

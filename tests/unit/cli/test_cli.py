@@ -1,0 +1,248 @@
+import io
+import os
+import subprocess
+import sys
+import types
+
+import pytest
+
+from whet._version import __version__
+from whet.cli import VERBS, main
+from whet.config import RunConfig
+from whet.errors import ConfigError, DataError
+
+WHOLE = ["model=m", "data=d.jsonl", "reward=exact_match"]
+
+
+def whole():
+    return {"actor": {"model": "m"}, "data": {"path": "d.jsonl"}, "reward": "exact_match"}
+
+
+@pytest.fixture
+def verbs(monkeypatch):
+    """whet.cli.commands with verbs that only note what they were called with."""
+    calls = []
+    fake = types.SimpleNamespace(grpo=lambda config: calls.append(config), demo=lambda words: calls.append(words))
+    monkeypatch.setitem(sys.modules, "whet.cli.commands", fake)
+    monkeypatch.setattr("whet.cli.commands", fake, raising=False)
+    monkeypatch.setattr("whet.observe.progress.setup_logging", lambda: None)
+    return calls
+
+
+def failing(monkeypatch, error):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("whet.cli.commands.grpo", fail)
+
+
+def test_grpo_is_given_the_checked_configuration(verbs):
+    assert main(["grpo", *WHOLE, "algo.beta=0.0"]) == 0
+    assert verbs == [RunConfig(**whole(), algo={"beta": 0.0})]
+
+
+def test_the_demo_is_given_its_words(verbs):
+    assert main(["demo", "seed=3"]) == 0 and verbs == [["seed=3"]]
+
+
+def test_profile_is_a_flag_of_both_verbs_that_train(verbs):
+    assert main(["grpo", "--profile", *WHOLE]) == 0 and main(["demo", "--profile", "seed=3"]) == 0
+    assert verbs == [RunConfig(**whole(), trainer={"profile": True}), ["trainer.profile=true", "seed=3"]]
+
+
+def test_print_config_prints_yaml_and_runs_nothing(verbs, capsys, tmp_path):
+    assert main(["grpo", "--print_config", *WHOLE]) == 0
+    text = capsys.readouterr().out
+    (tmp_path / "c.yaml").write_text(text)
+    assert verbs == [] and main(["grpo", "--config", str(tmp_path / "c.yaml")]) == 0
+    assert verbs == [RunConfig(**whole())]
+
+
+@pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
+def test_help_lists_every_verb(words, capsys):
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {verb}" in text for verb in VERBS)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, capsys):
+    status = main([verb, "--help"])
+    assert status == 0 and capsys.readouterr().out.strip()
+
+
+def test_help_of_grpo_lists_keys_with_their_docstrings(capsys):
+    main(["grpo", "--help"])
+    text = capsys.readouterr().out
+    assert "  data.batch_size=8  (positive int)\n      Prompts of one step." in text
+
+
+def test_the_version(capsys):
+    assert main(["version"]) == 0 and capsys.readouterr().out == f"whet {__version__}\n"
+
+
+def test_an_unknown_verb_names_the_nearest(capsys):
+    assert main(["grop"]) == 2
+    known = "chat, demo, generate, grpo, version"
+    assert capsys.readouterr().err == f"whet: unknown verb 'grop'; did you mean grpo? Known: {known}\n"
+
+
+def test_wrong_keys_are_one_message_with_status_2(verbs, capsys):
+    assert main(["grpo", "actor.lrr=3", "trainer.max_steps=0"]) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and "Traceback" not in out.err and verbs == []
+    assert out.err.splitlines()[0] == "whet grpo:" and len(out.err.splitlines()) == 3
+
+
+def test_whet_debug_shows_where_an_error_came_from(verbs, monkeypatch):
+    monkeypatch.setenv("WHET_DEBUG", "1")
+    with pytest.raises(ConfigError):
+        main(["grpo", "actor.lrr=3"])
+
+
+def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(verbs, monkeypatch, capsys):
+    failing(monkeypatch, DataError("no column 'prompt'"))
+    assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "whet grpo: no column 'prompt'\n"
+    failing(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["grpo", *WHOLE])
+
+
+def test_ctrl_c_is_status_130(verbs, monkeypatch, capsys):
+    failing(monkeypatch, KeyboardInterrupt())
+    assert main(["grpo", *WHOLE]) == 130 and "Traceback" not in capsys.readouterr().err
+
+
+def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(verbs, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    assert main(["version"]) == 0 and main(["grpo", "x=1"]) == 2
+    assert capsys.readouterr() == ("", "")
+    failing(monkeypatch, DataError("rank 1's own"))
+    assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "[rank 1] whet grpo: rank 1's own\n"
+
+
+def test_the_module_runs_as_a_program_and_help_imports_the_standard_library_alone():
+    code = (
+        "import sys; from whet.cli import main; main(['--help']); "
+        "heavy = {'torch', 'transformers', 'pydantic', 'yaml', 'numpy'} & set(sys.modules); sys.exit(len(heavy))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    out = subprocess.run([sys.executable, "-m", "whet.cli", "version"], capture_output=True, text=True)
+    assert out.returncode == 0 and out.stdout == f"whet {__version__}\n"
+
+
+def test_the_package_runs_as_a_program():
+    out = subprocess.run([sys.executable, "-m", "whet", "version"], capture_output=True, text=True)
+    assert out.returncode == 0 and out.stdout == f"whet {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["grpo", "--profil"], "unknown flag --profil; did you mean --profile?"),
+        (["grpo", "--profil", "model=m"], "unknown flag --profil; did you mean --profile?"),
+        (["demo", "--profil"], "unknown flag --profil; did you mean --profile?"),
+        (["grpo", "--print-conf"], "unknown flag --print-conf; did you mean --print_config?"),
+        (["grpo", "--confg", "run.yaml"], "unknown flag --confg; did you mean --config?"),
+        (["generate", "--profile", "model=m"], "no --profile here; it is for whet demo and whet grpo"),
+        (["demo", "--print-config"], "no --print-config here; it is for whet chat and whet generate and whet grpo"),
+    ],
+)
+def test_a_flag_that_is_misspelt_or_another_verbs_is_named_and_takes_no_value(verbs, capsys, words, said):
+    assert main(words) == 2 and verbs == []
+    assert capsys.readouterr().err == f"whet {words[0]}: {said}\n"
+
+
+def test_keys_whose_names_are_near_a_flags_are_keys(verbs, capsys):
+    from whet.config.generate import GenerateConfig, load_sampled
+
+    assert load_sampled(GenerateConfig, ["--prompts", "a.jsonl"]).prompts == "a.jsonl"
+    assert main(["generate", "--prompts", "nowhere.jsonl"]) == 2
+    assert capsys.readouterr().err == "whet generate: no model; write model=<folder, run folder or hub name>\n"
+
+
+def test_a_section_given_at_the_top_is_named_where_it_lies(verbs, capsys):
+    assert main(["grpo", *WHOLE, "constraint={regex: a}"]) == 2
+    assert capsys.readouterr().err == "whet grpo: unknown key constraint; did you mean rollout.constraint?\n"
+    assert main(["grpo", *WHOLE, "constraint.regex=a"]) == 2
+    assert "did you mean rollout.constraint?" in capsys.readouterr().err
+
+
+def test_closed_streams_are_no_traceback(model_folder):
+    def run(words, closed):
+        line = f"{sys.executable} -m whet {words} {closed}"
+        return subprocess.run(line, shell=True, capture_output=True, text=True)
+
+    asked = run(f"generate model={model_folder} prompt=-", "<&-")
+    assert asked.returncode == 2
+    said = "prompt=- reads standard input, which is closed; pipe a prompt in, or write prompt=TEXT"
+    assert asked.stderr == f"whet generate: {said}\n"
+    talk = run(f"chat model={model_folder}", "<&-")
+    assert talk.returncode == 2
+    assert talk.stderr.startswith("whet chat: a chat reads standard input, which is closed")
+    assert run("version", ">&-").returncode == 0 and run("grop", "2>&-").returncode == 2
+
+
+# ---- output that nobody takes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dead(monkeypatch):
+    """Makes both output streams pipes whose reader has gone."""
+    made = []
+
+    def make():  # in the test: pytest sets the streams anew after the fixtures
+        for name in ("stdout", "stderr"):
+            reader, writer = os.pipe()
+            os.close(reader)
+            made.append(open(writer, "w"))
+            monkeypatch.setattr(sys, name, made[-1])
+
+    yield make
+    for stream in made:
+        stream.close()
+
+
+def test_training_goes_on_whatever_becomes_of_what_it_prints(verbs, monkeypatch, dead):
+    def prints(_):
+        for _ in range(2):
+            print("to nobody", flush=True)
+            print("to nobody", file=sys.stderr, flush=True)
+        verbs.append("done")
+
+    monkeypatch.setattr("whet.cli.commands.grpo", prints)
+    monkeypatch.setattr("whet.cli.commands.demo", prints)
+    dead()
+    assert main(["grpo", *WHOLE]) == main(["demo"]) == 0 and verbs == ["done", "done"]
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_a_broken_pipe_of_a_run_itself_is_no_success(verbs, monkeypatch, dead, prints):
+    def fails(_):
+        if prints:
+            print("to nobody", flush=True)
+        raise BrokenPipeError("a server's")
+
+    monkeypatch.setattr("whet.cli.commands.grpo", fails)
+    dead()
+    with pytest.raises(BrokenPipeError, match="a server's"):
+        main(["grpo", *WHOLE])
+
+
+def test_with_a_dead_stderr_the_status_is_what_it_would_be(verbs, monkeypatch, dead):
+    failing(monkeypatch, KeyboardInterrupt("stopped after step 3"))
+    dead()
+    assert main(["grpo", *WHOLE]) == 130 and main(["grop"]) == 2
+
+
+@pytest.mark.parametrize("words", [["version"], ["grpo", "--help"], ["grpo", "--print_config", *WHOLE]])
+def test_what_only_prints_ends_quietly_where_nobody_reads_on_and_in_words_on_a_full_disk(
+    words, dead, monkeypatch
+):
+    dead()
+    assert main(words) == 0
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(words) == 2
+    assert "standard output can't be written: [Errno 28] No space left on device" in said.getvalue()

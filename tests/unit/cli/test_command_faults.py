@@ -1,0 +1,81 @@
+"""Faults on the way in and out of the commands: expressions, files that are taken or full, sums that are none."""
+
+import json
+
+import pytest
+
+from whet.config import load_run
+from whet.config.generate import GenerateConfig, load_sampled
+from whet.errors import CheckpointError, ConfigError
+from whet.parallel.checkpoint import verify
+
+
+@pytest.mark.parametrize("text", ["[0-9]+", "[0-9]{1,4}", "#[0-9]+", "yes: [0-9]", "12", r"\d+"])
+def test_an_expression_is_taken_as_it_stands(text):
+    assert load_sampled(GenerateConfig, [f"constraint.regex={text}"]).constraint.regex == text
+    assert load_run([f"rollout.constraint.regex={text}"]).rollout.constraint.regex == text
+    assert load_sampled(GenerateConfig, [f"constraint.regex='{text}'"]).constraint.regex == text
+
+
+def test_words_of_set_keep_backslashes_and_say_what_is_open():
+    from whet.cli.chat import _words
+
+    assert _words(r"constraint.regex=\d+ seed=3") == [r"constraint.regex=\d+", "seed=3"]
+    assert _words("constraint='{regex: a}'") == ["constraint={regex: a}"]
+    assert _words('constraint={regex: "[0-9 ]+"} seed=3') == ['constraint={regex: "[0-9 ]+"}', "seed=3"]
+    assert _words('stop=["a b", "}"]  seed=3') == ['stop=["a b", "}"]', "seed=3"]
+    assert _words("constraint.regex=[0-9]{1,2}'x' a") == ["constraint.regex=[0-9]{1,2}x", "a"]
+    assert _words("") == [] and _words("a={b c") == ["a={b", "c"]
+    for line in ("'", "a='b", "seed=3 stop='a"):
+        with pytest.raises(ConfigError, match="close the quotation"):
+            _words(line)
+
+
+@pytest.mark.parametrize("content", ["[1, 2]", '{"run.pt": null}'])
+def test_sums_that_are_no_sums_are_an_error_in_words(tmp_path, content):
+    (tmp_path / "run.pt").write_text("x")
+    (tmp_path / "sums.json").write_text(content)
+    with pytest.raises(CheckpointError, match="earlier step"):
+        verify(tmp_path)
+
+
+def _run(tmp_path, monkeypatch, before=lambda: None, **keys):
+    from whet import Sampler
+    from whet.cli import generate as g
+    from whet.demo import small_model
+
+    def opened(*_, **__):
+        before()
+        return Sampler(small_model(seed=0), "byte")
+
+    monkeypatch.setattr(g, "open_sampler", opened)
+    return g.generate(GenerateConfig(model="m", prompt=("a", "b"), max_tokens=2, **keys))
+
+
+def test_a_file_that_another_process_has_made_meanwhile_is_kept(tmp_path, monkeypatch):
+    out = tmp_path / "o.jsonl"
+    with pytest.raises(ConfigError, match="another process"):
+        _run(tmp_path, monkeypatch, lambda: out.write_text("theirs\n"), out=str(out))
+    assert out.read_text() == "theirs\n"
+    _run(tmp_path, monkeypatch, out=str(out), overwrite=True)
+    assert [json.loads(x)["row"] for x in out.read_text().splitlines()] == [0, 1]
+
+
+@pytest.mark.parametrize("where", ["folder", "full"])
+def test_an_output_that_cannot_be_written_is_an_error_in_words(tmp_path, monkeypatch, where):
+    out = tmp_path / "o.jsonl"
+    out.mkdir() if where == "folder" else out.symlink_to("/dev/full")
+    with pytest.raises(ConfigError, match="can't be written"):
+        _run(tmp_path, monkeypatch, out=str(out), overwrite=True)
+
+
+def test_what_a_killed_command_has_left_stops_no_later_one(tmp_path):
+    from whet.cli.generate import _opened
+
+    out = tmp_path / "o.jsonl"
+    for path in (out, tmp_path / ".o.jsonl.tmp"):
+        path.write_text("old\n")
+    with _opened(out, overwrite=True) as file:
+        file.write("new\n")
+        assert out.read_text() == "old\n"
+    assert out.read_text() == "new\n" and len(list(tmp_path.iterdir())) == 2

@@ -1,0 +1,231 @@
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pandas
+import pytest
+import yaml
+from datasets import load_dataset
+from helpers import same, weights_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from whet.cli import commands, main
+from whet.config import load_run
+
+REWARD = """
+def digits(prompts, completions, answer, **columns):
+    return [float(sum(c.isdigit() for c in text)) + len(text) % 3 for text in completions]
+
+def turns(prompts, completions, **columns):
+    assert prompts[0][-1]["role"] == "user"
+    return [float(len(c[0]["content"])) for c in completions]
+"""
+QUICK = [
+    "rollout.max_tokens_to_generate=6",
+    "rollout.temperature=1.0",
+    "data.batch_size=4",
+    "actor.lr=1e-2",
+    "actor.dtype=float32",
+    "trainer.max_steps=2",
+    "algo.beta=0.0",
+]
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before():
+    """The command line sets handlers on the root logger, with a stderr that ends with the test."""
+    root, own = logging.getLogger(), logging.getLogger("whet")
+    before = root.handlers[:], root.level, own.level
+    yield
+    root.handlers[:], root.level = before[:2]
+    own.setLevel(before[2])
+
+
+@pytest.fixture
+def words(tmp_path, model_folder):
+    """The words of a small run, in a folder of its own."""
+    rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(10)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    chats = [{"messages": [{"role": "user", "content": row["prompt"]}]} for row in rows]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in chats))
+    (tmp_path / "rewards.py").write_text(REWARD)
+    return [
+        f"model={model_folder}",
+        f"data={tmp_path / 'rows.jsonl'}",
+        f"reward={tmp_path / 'rewards.py'}:digits",
+        f"trainer.run_dir={tmp_path / 'run'}",
+        *QUICK,
+    ]
+
+
+def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, caplog):
+    streamed = [*words, "data.streaming=true"]
+    rows, _ = commands.data(load_run(streamed))
+    assert [row["answer"] for row in rows] == list(range(1, 11))
+    assert "data.shuffle has no effect on a stream, which keeps its own order" in caplog.text
+    caplog.clear()
+    commands.data(load_run([*streamed, "data.shuffle=false"]))
+    commands.data(load_run(words))
+    assert caplog.text == ""
+
+
+def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, words):
+    done = subprocess.run(
+        [sys.executable, "-m", "whet.cli", "grpo", *words, "data.eval_fraction=0.2"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    folder = tmp_path / "run"
+    names = {p.name for p in folder.iterdir()}
+    assert {"config.yaml", "environment.json", "metrics.jsonl", "completions", "checkpoints", "final"} <= names
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["steps"] == 2 and summary["eval_prompts"] == 2
+    assert {"eval_reward_before", "eval_reward_after", "reward_first", "reward_last"} <= summary.keys()
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["actor"]["optim"]["lr"] == 0.01 and config["data"]["batch_size"] == 4
+    assert "versions" in json.loads((folder / "environment.json").read_text())
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["mode"]) for row in rows] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]
+    files = sorted(str(p) for p in (folder / "completions").iterdir())
+    table = pandas.read_parquet(files[-1])
+    assert {"prompt", "completion", "reward", "reward/digits", "advantage", "tokens"} <= set(table.columns)
+    assert len(load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))) == 24
+    AutoModelForCausalLM.from_pretrained(folder / "final")
+    assert AutoTokenizer.from_pretrained(folder / "final").eos_token_id == 256
+    assert (folder / "checkpoints" / "step-000002" / "run.pt").is_file()
+
+
+def test_a_closed_session_ends_a_run_with_a_checkpoint_though_its_output_is_gone_and_its_reward_forks(tmp_path, words):
+    """As a user has it: the reward's workers, the terminal's signal to the whole group, nobody who reads on."""
+    (tmp_path / "pooled.py").write_text(
+        "import multiprocessing, time\n"
+        "def late(text):\n"
+        "    time.sleep(0.1)\n"
+        "    return float(len(text) % 3)\n"
+        "def pooled(completions, **_):\n"
+        "    print('to nobody', flush=True)\n"
+        "    with multiprocessing.get_context('fork').Pool(2) as pool:\n"
+        "        return pool.map(late, completions[:4], 1) * (len(completions) // 4)\n"
+    )
+    changed = [w for w in words if not w.startswith(("reward=", "trainer.max"))]
+    changed += [f"reward={tmp_path / 'pooled.py'}:pooled", "trainer.max_steps=1000"]
+    rows = tmp_path / "run" / "metrics.jsonl"
+    with open("/dev/full", "w") as full:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "whet.cli", "grpo", *changed],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            cwd=tmp_path,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    child.stdout.close()
+    try:
+        until = time.monotonic() + 100
+        while not (rows.is_file() and rows.read_text()) and child.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        os.killpg(child.pid, signal.SIGHUP)
+        assert child.wait(60) == 130
+    finally:
+        child.kill()
+    steps = len(rows.read_text().splitlines())
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:06d}\n"
+
+
+def test_conversations_train_in_process_and_the_same_command_goes_on(tmp_path, words):
+    chats = [w for w in words if not w.startswith(("data=", "reward="))]
+    chats += [f"data={tmp_path / 'chats.jsonl'}", f"reward={tmp_path / 'rewards.py'}:turns", "trainer.seed=3"]
+    assert main(["grpo", *chats]) == 0
+    table = pandas.read_parquet(tmp_path / "run" / "completions" / "train-000002.parquet")
+    assert json.loads(table.prompt[0])[0]["role"] == "user"
+    assert main(["grpo", *chats, "trainer.resume=latest", "trainer.max_steps=3"]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+
+
+def test_the_written_configuration_gives_the_same_run_again(tmp_path, words):
+    assert main(["grpo", *words]) == 0
+    again = ["--config", str(tmp_path / "run" / "config.yaml"), f"trainer.run_dir={tmp_path / 'again'}"]
+    assert main(["grpo", *again]) == 0
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name / "final") for name in ("run", "again")]
+    assert same(*map(weights_of, models))
+
+
+@pytest.mark.parametrize(
+    ("change", "words_"),
+    [
+        (("model=", None), "no model; write model="),
+        (("data=", None), "no data; write data="),
+        (("reward=", None), "no reward; write reward="),
+        (("model=", "model=/nowhere/at/all"), "/nowhere/at/all"),
+        (("reward=", "reward=exact_mach"), "did you mean exact_match"),
+        (("data.batch_size", "data.batch_sise=4"), "did you mean batch_size"),
+        (("trainer.max", "trainer.mini_batch_size=3"), "must be a multiple of mini_batch_size=3"),
+        (("algo.beta", "algo.num_generations=1"), "num_generations must be greater than 1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_message_with_status_2(words, change, words_, capsys):
+    start, new = change
+    changed = [w for w in words if not w.startswith(start)] + ([] if new is None else [new])
+    assert main(["grpo", *changed]) == 2
+    said = capsys.readouterr().err
+    assert words_ in said and "Traceback" not in said
+
+
+def test_a_reference_is_loaded_only_for_the_divergence(words):
+    with_kl = [w for w in words if not w.startswith("algo.beta")]
+    for argv, roles in ((words, {"actor"}), ([*with_kl, "algo.beta=0.1"], {"actor", "reference"})):
+        learner, train, held = commands.build(load_run(argv))
+        assert {role.value for role in learner.cluster.workers} == roles
+        assert len(list(train)) == 10 and held is None
+
+
+def test_rows_are_held_out_once_and_never_trained_on(words, tmp_path):
+    train, held = commands.data(load_run([*words, "data.eval_fraction=0.3"]))
+    train, held = [r["prompt"] for r in train], [r["prompt"] for r in held]
+    assert len(held) == 3 and len(train) == 7 and not set(train) & set(held)
+    train, held = commands.data(load_run([*words, f"data.eval_path={tmp_path / 'chats.jsonl'}"]))
+    assert len(list(train)) == len(list(held)) == 10
+
+
+def test_evaluation_data_are_not_the_training_split_and_take_the_subset(words, tmp_path, monkeypatch):
+    for name in ("train", "test"):
+        (tmp_path / "set").mkdir(exist_ok=True)
+        (tmp_path / "set" / f"{name}.jsonl").write_text(json.dumps({"prompt": name}) + "\n")
+    folder = str(tmp_path / "set")
+    argv = [*words, f"data.eval_path={folder}", f"data.path={folder}"]
+    argv = [w for w in argv if not w.startswith("data=")]
+    assert commands.data(load_run(argv)) == ([{"prompt": "train"}], [{"prompt": "test"}])
+    assert commands.data(load_run([*argv, "data.eval_split=train"]))[1] == [{"prompt": "train"}]
+    asked = []
+    monkeypatch.setattr(commands, "load_rows", lambda source, **k: asked.append((source, k["split"], k["subset"])))
+    commands.data(load_run([*argv, "data.subset=main"]))
+    assert asked == [(folder, "train", "main"), (folder, None, "main")]
+
+
+def test_a_run_without_a_folder_gets_one_by_the_clock(words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    summary = commands.grpo(load_run([w for w in words if not w.startswith("trainer.run_dir")]))
+    assert summary["run_dir"].startswith("runs/") and (tmp_path / summary["run_dir"] / "summary.json").is_file()
+
+
+def test_a_model_can_be_made_by_a_function_in_the_run_folder(words, tmp_path, model_folder):
+    (tmp_path / "make.py").write_text(
+        "import shutil\n"
+        "def model(folder, seed):\n"
+        f"    shutil.copytree({model_folder!r}, folder, dirs_exist_ok=True)\n"
+        "    return folder\n"
+    )
+    made = [w for w in words if not w.startswith("model=")] + [f"model={tmp_path / 'make.py'}:model"]
+    assert main(["grpo", *made]) == 0
+    assert (tmp_path / "run" / "start" / "config.json").is_file()
+    assert main(["grpo", *made, "trainer.max_steps=3", "trainer.resume=latest"]) == 0

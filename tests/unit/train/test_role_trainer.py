@@ -1,0 +1,244 @@
+import pytest
+import torch
+from helpers import completion, gap, one_by_one, prompt, random_batch, same, tiny_model, weights_of
+
+from whet.config import OptimConfig
+from whet.errors import ConfigError, TrainingError
+from whet.models.load import load_model
+from whet.ops import clipped_surrogate, nll, token_weights
+from whet.train.role_trainer import DataHooks, RoleTrainer, TrainingHooks
+from whet.train.worker import ModelWorker
+from whet.tunix.padded import left_padded
+from whet.types import Group, TokenBatch, TrainExample
+
+
+def trainer(**options):
+    worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(name="sgd", lr=0.1, max_grad_norm=0.0))
+    return RoleTrainer(worker, **{"loss": clipped_surrogate, **options})
+
+
+def batches(count=4):
+    return [random_batch((3, [4, 2 + i]), seed=i) for i in range(count)]
+
+
+class Noted(TrainingHooks):
+    def __init__(self):
+        self.calls = []
+
+    def on_train_step_start(self, trainer):
+        self.calls.append(("start", trainer.train_steps))
+
+    def on_train_step_end(self, trainer, step, metrics):
+        self.calls.append(("end", step, metrics["loss"].value))
+
+    def on_eval_step_start(self, trainer):
+        self.calls.append(("eval start",))
+
+    def on_eval_step_end(self, trainer, metrics):
+        self.calls.append(("eval end", metrics["loss"].value))
+
+
+def test_an_update_is_one_step_down_the_gradient_of_the_weighted_loss():
+    batch = random_batch((3, [4, 2]), (2, [5]))
+    t = trainer(loss_agg_mode="sequence-mean-token-mean")
+    before, model = weights_of(t.worker.module), tiny_model()
+    weights = token_weights(batch.mask, batch.trajectory, "sequence-mean-token-mean").float()
+    logprobs = one_by_one(model, batch)
+    ratio = (logprobs - logprobs.detach()).exp()
+    (weights * -batch.advantages.float() * ratio).sum().backward()
+    metrics = t.update(batch)
+    want = {n: before[n] - 0.1 * p.grad for n, p in model.named_parameters()}
+    assert gap(weights_of(t.worker.module), want) < 1e-5 * 20
+    assert metrics["loss"].value == pytest.approx((weights * -batch.advantages).sum().item(), abs=1e-5)
+    assert metrics["learning_rate"].value == pytest.approx(0.1)
+    assert t.train_steps == 1
+
+
+def test_skipped_updates_are_no_steps_and_ten_in_a_row_end_the_run():
+    broken = [True] * 3 + [False] + [True] * 10
+    t = trainer(loss=lambda x: (x.logprobs * (torch.nan if broken.pop(0) else 1.0), {}))
+    batch = batches(1)[0]
+    for _ in range(3):
+        assert t.update(batch)["optim/skipped"].value == 1.0 and t.train_steps == 0
+    t.update(batch)
+    assert t.train_steps == 1  # and the count of skipped ones begins anew
+    for _ in range(9):
+        t.update(batch)
+    with pytest.raises(TrainingError, match=r"10 updates in a row.*lower .*lr.*rewards"):
+        t.update(batch)
+    assert t.train_steps == 1
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_what_a_diverged_role_says_names_its_numbers_and_what_a_resume_needs(caplog, role):
+    t = trainer(loss=lambda x: (x.logprobs * torch.nan, {}), role=role)
+    t.skipped = 9  # as a resumed run takes it up
+    with pytest.raises(TrainingError) as error:
+        t.update(batches(1)[0])
+    for words in (f"the {role}'s update 1", f"lower {role}.optim.lr", f"{role}_optimizer", "loss nan", "rate 0.1"):
+        assert words in str(error.value)
+    for words in ("trainer.resume=", "step-*", "trainer.allow_config_change=true"):
+        assert words in str(error.value)
+    counted = "optim/skipped" if role == "actor" else "critic/optim/skipped"
+    assert f"the {role}'s update 1 skipped" in caplog.text and f"; {counted} counts" in caplog.text
+
+
+def test_the_metrics_of_a_critic_have_a_prefix_and_those_of_the_actor_none():
+    actor, critic = trainer(), trainer(role="critic").with_rl_metrics_to_log({"ppo_kl": {"KL": "max"}})
+    hooks, parts = Noted(), batches(2)
+    seen = []
+    hooks.on_train_step_end = hooks.on_eval_step_end = lambda *args: seen.append(set(args[-1]))
+    critic.with_training_hooks(hooks)
+    for found in (lambda t: t.update(parts[0]), lambda t: t.update_all(parts), lambda t: t.evaluate(parts)):
+        plain, named = found(actor), found(critic)
+        expected = {f"critic/{'KL' if name == 'ppo_kl' else name}" for name in plain}
+        assert "loss" in plain and named.keys() == expected == seen[-1]
+        assert named["critic/loss"].value == plain["loss"].value
+
+
+def test_accumulated_batches_are_weighted_and_stepped_as_one():
+    parts = batches(4)  # of unequal lengths: a mean of means would differ
+    many, one = trainer(accumulate=4), trainer()
+    many.update_all(parts)
+    one.update(TokenBatch.cat(parts))
+    assert many.train_steps == 1
+    assert gap(weights_of(many.worker.module), weights_of(one.worker.module)) < 1e-7
+    means = trainer()
+    for part in parts:
+        weights = token_weights(part.mask, part.trajectory, "token-mean") / 4
+        means.worker.forward_backward(part.replace(weights=weights), clipped_surrogate)
+    means.worker.optim_step()
+    assert gap(weights_of(means.worker.module), weights_of(one.worker.module)) > 1e-5
+
+
+def test_a_rest_of_batches_makes_a_last_smaller_step():
+    t, two = trainer(accumulate=2), trainer()
+    parts = batches(3)
+    t.update_all(parts)
+    two.update(TokenBatch.cat(parts[:2]))
+    two.update(parts[2])
+    assert t.train_steps == 2
+    assert same(weights_of(t.worker.module), weights_of(two.worker.module))
+
+
+def test_metrics_of_several_updates_are_means_over_updates():
+    parts = batches(3)
+    t, alone = trainer(), trainer()
+    metrics = t.update_all(parts)
+    losses = [alone.update(p)["loss"].value for p in parts]
+    assert metrics["loss"].value == pytest.approx(sum(losses) / 3)
+
+
+def test_forks_of_one_episode_are_one_unit_of_the_weights():
+    forks = (completion([7, 8]), completion([9, 10], prefix=[97, 5]), completion([7, 8], 1))
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)], [1.0, 0.0])
+    weights = trainer(loss_agg_mode="sequence-mean-token-mean").weighted(batch).weights
+    assert weights.tolist() == [1 / 8] * 4 + [1 / 4] * 2
+
+
+def test_weights_that_a_batch_brings_are_kept():
+    batch = random_batch((3, [4, 2]))
+    brought = batch.replace(weights=torch.arange(6.0))
+    assert trainer().weighted(brought) is brought
+
+
+def test_a_loss_without_metrics_is_called_for_its_tensor_alone():
+    batch = random_batch((3, [4, 2]))
+    t, other = trainer(loss=nll), trainer().with_loss_fn(lambda x: -x.logprobs, has_aux=False)
+    a, b = t.update(batch), other.update(batch)
+    assert a["loss"].value == b["loss"].value
+    assert same(weights_of(t.worker.module), weights_of(other.worker.module))
+
+
+def test_a_loss_is_given_with_its_aggregation_and_may_ask_for_the_entropy():
+    batch = random_batch((3, [4, 2]))
+    seen = []
+
+    def loss(x):
+        seen.append(x.entropy)
+        return x.logprobs * 0 + 1, {}
+
+    t = trainer().with_loss_fn(loss, loss_agg_mode="sequence-mean-token-sum-norm", loss_agg_norm=3.0, entropy=True)
+    assert t.update(batch)["loss"].value == pytest.approx(6 / 3)  # six tokens of loss 1 over the norm
+    assert seen[0].shape == (6,)
+    t.with_loss_fn(loss, loss_agg_mode="token-mean")  # a new mode takes the old norm with it
+    assert t.loss_agg_norm is None and t.update(batch)["loss"].value == pytest.approx(1.0)
+
+
+def test_metrics_are_reduced_and_named_as_asked():
+    batch = random_batch((3, [4, 2]))
+    ramp = torch.arange(6.0)
+    t = trainer(loss=lambda x: (x.logprobs * 0, dict.fromkeys("abcd", ramp)))
+    t.with_rl_metrics_to_log({"a": "max", "b": ("mean", "min"), "c": {"other/name": "weighted"}})
+    found = {n: m.value for n, m in t.update(batch).items()}
+    assert found["a"] == 5.0
+    assert (found["b/mean"], found["b/min"]) == (2.5, 0.0)
+    assert found["other/name"] == pytest.approx(2.5)  # token-mean weights: 1/6 each
+    assert found["d"] == 2.5
+    assert "b" not in found and "c" not in found
+    with pytest.raises(ConfigError, match="did you mean mean"):
+        t.with_rl_metrics_to_log({"a": "meen"})
+
+
+def test_hooks_are_called_around_each_update_and_evaluation():
+    hooks = Noted()
+    t = trainer().with_training_hooks(hooks)
+    assert t.hooks is hooks
+    t.update_all(batches(2))
+    t.evaluate(batches(1))
+    assert [c[:2] if c[0] in ("start", "end") else c[:1] for c in hooks.calls] == [
+        ("start", 0),
+        ("end", 1),
+        ("start", 1),
+        ("end", 2),
+        ("eval start",),
+        ("eval end",),
+    ]
+
+
+def test_data_hooks_give_batches_in_place_of_the_data_sets():
+    other = random_batch((2, [3]), seed=9)
+
+    class Mine(DataHooks):
+        def __init__(self):
+            self.left = [other, None]
+
+        def load_next_train_batch(self, trainer):
+            return self.left.pop(0)
+
+        def load_next_eval_batch(self, trainer):
+            return other
+
+    t, plain = trainer().with_data_hooks(Mine()), trainer()
+    parts = batches(2)
+    t.update_all(parts)
+    plain.update_all([other, parts[1]])
+    assert same(weights_of(t.worker.module), weights_of(plain.worker.module))
+    assert t.evaluate(parts)["loss"].value == pytest.approx(plain.evaluate([other])["loss"].value)
+
+
+def test_evaluation_is_a_mean_over_batches_and_trains_nothing():
+    t = trainer()
+    before = weights_of(t.worker.module)
+    parts = batches(2)
+    found = t.evaluate(parts)["loss"].value
+    assert found == pytest.approx(sum(t.evaluate([p])["loss"].value for p in parts) / 2)
+    assert same(weights_of(t.worker.module), before) and t.train_steps == 0
+
+
+def test_padded_examples_train_as_the_batches_they_are():
+    batch = random_batch((3, [4, 2]))
+    ids = left_padded([batch.prefix(i).numpy() for i in range(2)], 0)
+    completions = torch.zeros(2, 4, dtype=torch.long)
+    completions[0], completions[1, :2] = batch.tokens[:4], batch.tokens[4:]
+    example = TrainExample(
+        prompt_ids=torch.from_numpy(ids),
+        prompt_mask=torch.ones(2, 3),
+        completion_ids=completions,
+        completion_mask=torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+        advantages=batch.advantages[[0, 4]],
+    )
+    t, other = trainer(), trainer()
+    t.with_gen_model_input_fn(lambda item: item["example"]).update_all([{"example": example}])
+    other.update(batch)
+    assert same(weights_of(t.worker.module), weights_of(other.worker.module))

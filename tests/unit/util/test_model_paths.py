@@ -1,0 +1,107 @@
+"""Where a model lies: folders of runs and checkpoints, and names that the hub is asked for."""
+
+import pytest
+
+from whet import Sampler
+from whet.data.tokenizer import load_tokenizer
+from whet.errors import ConfigError
+from whet.models.load import load_model
+from whet.util.model_paths import check_hub
+from whet.util.model_paths import model_folder as model_folder_of
+
+
+@pytest.fixture
+def run(tmp_path, model_folder):
+    """A run's folder with two checkpoints, not finished."""
+    folder = tmp_path / "run"
+    for step in (1, 2):
+        (folder / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+        (folder / "checkpoints" / f"step-{step:06d}" / "actor").symlink_to(model_folder)
+    (folder / "metrics.jsonl").touch()
+    return folder
+
+
+def test_a_model_a_finished_run_and_a_checkpoint_stand_for_a_model(run, model_folder):
+    assert model_folder_of(model_folder) == model_folder
+    step = run / "checkpoints" / "step-000001"
+    assert model_folder_of(step) == str(step / "actor")
+    (run / "final").symlink_to(model_folder)
+    assert model_folder_of(run) == str(run / "final")
+
+
+def test_a_checkpoint_is_loaded_by_all_that_load(run, caplog):
+    step = run / "checkpoints" / "step-000001"
+    caplog.set_level("INFO", "whet")
+    assert load_model(step).packable and len(load_tokenizer(step)) == 259
+    assert Sampler(step)("2+2=", 2).text
+    assert f"{step} is a run's; taking {step}/actor" in caplog.text
+
+
+def test_an_unfinished_run_is_an_error_with_the_checkpoint_to_give(run):
+    step = run / "checkpoints" / "step-000002"
+    for load in (load_model, load_tokenizer, Sampler):
+        with pytest.raises(
+            ConfigError, match=rf"{run} is a run that has not finished; .* its newest checkpoint: {step}$"
+        ):
+            load(run)
+    with pytest.raises(ConfigError, match=rf"holds checkpoints, and no model itself; .* newest checkpoint: {step}$"):
+        model_folder_of(run / "checkpoints")
+
+
+def test_what_is_no_model_at_all_says_so(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="has not finished, and it has no checkpoint; give the model that it began"):
+        model_folder_of(tmp_path / "run")
+    with pytest.raises(ConfigError, match="is a file; give the folder"):
+        model_folder_of(tmp_path / "run" / "metrics.jsonl")
+    with pytest.raises(
+        ConfigError, match=r"there is no folder .*rnu, and no hub name looks like that; did you mean run"
+    ):
+        model_folder_of(tmp_path / "rnu")
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer, Sampler])
+def test_a_name_without_network_is_one_line(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nope").mkdir()
+    with pytest.raises(ConfigError) as error:
+        load("nopee")
+    assert str(error.value) == (
+        "there is no folder 'nopee' here, and the hub can't be reached to look for that name (HF_HUB_OFFLINE is set); "
+        "check the path or the network; did you mean nope?"
+    )
+
+
+def test_a_name_that_the_hub_does_not_have_is_one_line(monkeypatch):
+    from huggingface_hub import HfApi
+
+    class RepositoryNotFoundError(Exception):
+        pass
+
+    class GatedRepoError(RepositoryNotFoundError):
+        pass
+
+    def answer(error):
+        def info(*_, **__):
+            raise error
+
+        monkeypatch.setattr(HfApi, "model_info", info)
+        check_hub("some/model")
+
+    with pytest.raises(
+        ConfigError, match="no model of that name on the hub that you may see; check the name, or log in"
+    ):
+        answer(RepositoryNotFoundError("404 and\nmany lines"))
+    with pytest.raises(ConfigError, match=r"the hub can't be reached to look for that name \(refused\)"):
+        answer(ConnectionError("refused"))
+    answer(GatedRepoError())
+    answer(TimeoutError())  # transformers tries again
+    with pytest.raises(ConfigError, match="no hub name looks like that"):
+        check_hub("a b")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer.json"])
+def test_a_name_in_the_cache_needs_no_hub(monkeypatch, file):
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, wanted: "x" if wanted == file else None)
+    check_hub("some/model")

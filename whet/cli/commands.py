@@ -1,0 +1,258 @@
+"""What the verbs of the command line do: from a RunConfig to a cluster, a learner and a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from whet.cluster import RLCluster
+from whet.config import (
+    ClusterConfig,
+    DataConfig,
+    Mode,
+    RoleConfig,
+    RunConfig,
+    check_complete,
+    dump_tree,
+    load_run,
+)
+from whet.data.order import hold_out
+from whet.data.sources import load_rows
+from whet.errors import ConfigError
+from whet.learners.grpo import GRPOLearner
+from whet.learners.run import Run
+from whet.models.precision import probe_threads
+from whet.observe.environment import noted_environment
+from whet.observe.files import finite, to_json, write_atomic
+from whet.observe.plots import plot_curves
+from whet.parallel.comm import require_single_process
+from whet.util.refs import is_ref, resolve_ref
+
+__all__ = ["demo", "grpo"]
+
+log = logging.getLogger("whet")
+
+
+def grpo(config: RunConfig) -> dict[str, Any]:
+    """`whet grpo`: trains a policy by GRPO, evaluating before and after where there is evaluation data.
+
+    Args: config: the whole configuration. actor.model may be "package.module:function" or "file.py:function", called
+        with folder= and seed= and returning the folder of the model that it made there.
+    Returns: the summary that is written to summary.json.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    require_single_process()
+    check_complete(config)
+    transformers_logging.disable_progress_bar()
+    started = time.monotonic()
+    named = config.trainer.run_dir is not None
+    config = _with_run_dir(config)
+    folder = Path(config.trainer.run_dir or "").absolute()
+    log.info("run folder: %s", folder)
+    try:
+        _settle_threads(config)
+        config = _with_model(config, folder)
+        learner, train_ds, eval_ds = build(config)
+    except BaseException:
+        if not named:
+            with suppress(OSError):
+                folder.rmdir()  # nothing was written, only the name taken
+        raise
+    try:
+        run = learner.train(train_ds, eval_ds)
+    finally:
+        learner.cluster.close()
+    summary = summarise(run, config, time.monotonic() - started)
+    try:
+        write_atomic(folder / "summary.json", (to_json(summary, indent=1) + "\n").encode("utf-8", "replace"))
+        plot_curves(run.rows, folder / "curves.png")
+    except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
+        log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
+    log.info("%d steps in %.0f s; final model: %s", run.step, summary["train_seconds"], folder / "final")
+    if None not in (summary.get("eval_reward_before"), summary.get("eval_reward_after")):
+        log.info("evaluation reward: %.3f -> %.3f", summary["eval_reward_before"], summary["eval_reward_after"])
+    return summary
+
+
+def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
+    """`whet demo`: the recipe of the demo, with its story told around it.
+
+    Args: argv: overrides, as of `whet grpo`; seed=n is short for trainer.seed=n.
+    Returns: the summary.
+    """
+    words = [w.replace("seed=", "trainer.seed=", 1) if w.removeprefix("--").startswith("seed=") else w for w in argv]
+    recipe = recipe_path("demo.yaml")
+    config = load_run(["--config", str(recipe), *words])
+    say = _Say()
+    say("whet demo: GRPO teaches a small model the order of operations (about 4 minutes on 2 cores)")
+    say("  task: 2*2+4*3= -> 4+4*3=4+12=16. The warm start imitates right steps in any order; the reward sees the end.")
+    summary = grpo(config)
+    folder = Path(summary["run_dir"])
+    say("")
+    for line in stories(folder, summary["steps"]):
+        say(line)
+    say("")
+    say(
+        f"held-out accuracy (greedy, {summary['eval_prompts']} unseen prompts): "
+        f"{summary['accuracy_before']:.1%} before GRPO, {summary['accuracy_after']:.1%} after"
+    )
+    say(f"time: {summary['train_seconds']:.0f} s for warm start, training and evaluation")
+    say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
+    say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
+    whet = f"{sys.executable} -m whet grpo" if shutil.which("whet") is None else "whet grpo"
+    say(f"next: {whet} --config {recipe} model={folder / 'start'} algo.num_generations=16 trainer.max_steps=50")
+    return summary
+
+
+# ---- pieces ----------------------------------------------------------------------------------------------------------
+
+
+def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
+    """The cluster and learner of a configuration, and its training and evaluation data."""
+    check_complete(config)
+    train_ds, eval_ds = data(config)
+    algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
+    reference = None
+    if algo.beta or algo.force_compute_kl:
+        reference = config.reference or RoleConfig(dtype=config.actor.dtype)
+        reference = dataclasses.replace(reference, model=reference.model or config.actor.model)
+    cluster = RLCluster(
+        actor=config.actor,
+        reference=reference,
+        tokenizer=config.tokenizer or config.actor.model,
+        cluster_config=ClusterConfig(
+            rollout_engine=config.rollout_engine,
+            offload_to_cpu=config.offload_to_cpu,
+            rollout_config=config.rollout,
+            training_config=config.trainer,
+        ),
+    )
+    taken = DataConfig()  # what the rows were read by: done
+    own = {
+        n: getattr(taken, n)
+        for n in ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit")
+    }
+    rows_as = dataclasses.replace(config.data, **own)
+    learner = GRPOLearner(cluster, algo, list(config.reward_names), data=rows_as, settings=dump_tree(config))
+    return learner, train_ds, eval_ds
+
+
+def data(config: RunConfig) -> tuple[Any, Any]:
+    """Training and evaluation rows of a configuration; the latter None where none are asked for."""
+    c = config.data
+    if c.streaming and c.shuffle:
+        log.warning("data.shuffle has no effect on a stream, which keeps its own order; data.shuffle=false says so")
+    rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
+    if c.eval_path is not None:
+        return rows, load_rows(c.eval_path, split=c.eval_split, subset=c.subset)
+    if c.eval_split is not None:
+        return rows, load_rows(c.path, split=c.eval_split, subset=c.subset)
+    return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)
+
+
+def _settle_threads(config: RunConfig) -> None:
+    """Sets torch's threads: as OMP_NUM_THREADS says, as the run had them where it is resumed, or by a probe."""
+    if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
+        return
+    noted = noted_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
+    threads = min(noted or probe_threads(), torch.get_num_threads())
+    if threads < torch.get_num_threads():
+        log.info("using %d thread: the other cores are busy, or the model is too small for them", threads)
+        torch.set_num_threads(threads)
+
+
+def _with_run_dir(config: RunConfig) -> RunConfig:
+    """A run folder where none was given: runs/<date>-<time>, this run's alone; -2 and so on where that is taken."""
+    if config.trainer.run_dir is not None:
+        return config
+    wanted = folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    try:
+        wanted.parent.mkdir(exist_ok=True)
+        for n in itertools.count(2):
+            with suppress(FileExistsError):  # by a run that began in the same second
+                folder.mkdir()
+                break
+            folder = wanted.with_name(f"{wanted.name}-{n}")
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be made: {error}; give another trainer.run_dir") from error
+    return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(folder)))
+
+
+def _with_model(config: RunConfig, folder: Path) -> RunConfig:
+    """The configuration with a model that is made by a function turned into the folder where it was made."""
+    model = config.actor.model
+    if model is None or not is_ref(model):
+        return config
+    made = resolve_ref(model, "model")(folder=str(folder / "start"), seed=config.trainer.seed)
+    actor = dataclasses.replace(config.actor, model=made)
+    return dataclasses.replace(config, actor=actor)
+
+
+def summarise(run: Run, config: RunConfig, seconds: float) -> dict[str, Any]:
+    """What a run came to, from its rows of metrics."""
+    evals = [row for row in run.rows if row["mode"] == Mode.EVAL.value]
+    train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
+    found: dict[str, Any] = {
+        "steps": run.step,
+        "seed": config.trainer.seed,
+        "train_seconds": round(seconds, 1),
+        "reward_first": finite(train[0].get("reward")) if train else None,
+        "reward_last": finite(train[-1].get("reward")) if train else None,
+        "run_dir": str(config.trainer.run_dir),
+    }
+    if evals:
+        found |= {
+            "eval_reward_before": finite(evals[0].get("reward")),
+            "eval_reward_after": finite(evals[-1].get("reward")),
+            "eval_prompts": int(finite(evals[-1].get("prompts/count")) or 0),
+        }
+        if "accuracy" in evals[0] and "accuracy" in evals[-1]:
+            found |= {"accuracy_before": evals[0]["accuracy"], "accuracy_after": evals[-1]["accuracy"]}
+    return found
+
+
+def stories(folder: Path, last: int, count: int = 4) -> list[str]:
+    """Example completions of the same held-out prompts, before and after."""
+    import pandas
+
+    before, after = (
+        pandas.read_parquet(folder / "completions" / f"eval-{step:06d}.parquet").set_index("row") for step in (0, last)
+    )
+    lines = ["held-out examples, greedy, before -> after:"]
+    learned = [r for r in before.index if before.reward[r] < after.reward[r]][:count]
+    for row in learned:
+        b, a = before.loc[row], after.loc[row]
+        lines.append(
+            f"  {b.prompt}{b.completion:<24} {'right' if b.reward else 'wrong'} -> {a.completion:<24} "
+            f"{'right' if a.reward else 'wrong'}"
+        )
+    return lines
+
+
+def recipe_path(name: str) -> Path:
+    """A recipe of whet: beside the package in a checkout, inside it in a wheel."""
+    here = Path(__file__).parent
+    found = [p for p in (here.parent / "recipes" / name, here / "recipes" / name) if p.is_file()]
+    if not found:
+        raise ConfigError(f"recipe {name} is not in {here / 'recipes'}; reinstall whet")
+    return found[0]
+
+
+class _Say:
+    """Lines for a person on standard output."""
+
+    def __call__(self, line: str) -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()

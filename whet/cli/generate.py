@@ -1,0 +1,256 @@
+"""`whet generate`: completions of prompts, shown or written to a file."""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from whet.config.generate import GenerateConfig, SampledConfig, check_model
+from whet.data.prompts import find_prompt_column
+from whet.data.sources import load_rows
+from whet.errors import ConfigError, DataError
+from whet.observe.files import temporary
+from whet.rollout.base import Sampling
+from whet.rollout.sampler import Sampler
+from whet.rollout.text import TextStream
+from whet.types import Group, Prompt
+
+__all__ = ["generate", "open_sampler", "sampling_keys", "visible"]
+
+log = logging.getLogger("whet")
+
+
+def generate(config: GenerateConfig) -> int:
+    """Completes prompts and prints the completions, or writes them.
+
+    Args: config: the whole configuration.
+    Returns: the number of completions.
+    Raises: ConfigError: no model or no prompts, an output file that exists. DataError: a prompt that is too long.
+    """
+    check_model(config)
+    inputs = _inputs(config)
+    out = _out_path(config)
+    sampler = open_sampler(config, max_batch_size=config.batch_size)
+    with ExitStack() as stack:
+        stack.callback(sampler.close)
+        prompts = _encoded(config, sampler, inputs)
+        sampling = sampler.sampling(beam_size=config.beam_size, **sampling_keys(config))
+        each = sampler.fitted(sampling, prompts, given=config.max_tokens is not None)
+        seed = secrets.randbits(31) if config.seed is None else config.seed
+        start = time.monotonic()
+        if out is None and sys.stdout.isatty() and len(prompts) == config.num_generations == 1:
+            count, tokens = 1, _show_live(sampler, prompts[0], each[0], seed)
+        else:
+            file = None if out is None else stack.enter_context(_opened(out, config.overwrite))
+            count = tokens = 0
+            for group in _groups(config, sampler, prompts, each, seed):
+                try:
+                    show_group(group, sampler, alone=len(prompts) == config.num_generations == 1, file=file)
+                except OSError as error:
+                    if file is None and isinstance(error, BrokenPipeError):
+                        raise
+                    place = "standard output" if file is None else f"out={out}"
+                    raise ConfigError(f"{place} can't be written after {count} completions: {error}") from error
+                count += len(group.completions)
+                tokens += sum(len(c.tokens) for c in group.completions)
+    took = time.monotonic() - start
+    drawn = "" if sampling.temperature == 0 else f", seed={seed}"
+    log.info("%s: %d tokens in %.1f s%s%s", _plural(count), tokens, took, drawn, f" -> {out}" if out else "")
+    return count
+
+
+def open_sampler(config: SampledConfig, *, max_batch_size: int) -> Sampler:
+    """The Sampler of a configuration; transformers' own progress bars stay silent."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    assert config.model is not None
+    return Sampler(
+        config.model,
+        config.tokenizer,
+        rollout_engine=config.rollout_engine,
+        dtype=config.dtype,
+        device=config.device,
+        max_batch_size=max_batch_size,
+        chat_template_kwargs=config.chat_template_kwargs,
+    )
+
+
+def sampling_keys(config: SampledConfig) -> dict[str, Any]:
+    """The keys of a configuration that say how to draw, under the names of `Sampler.sampling`."""
+    return {
+        "max_generation_steps": config.max_tokens,
+        "temperature": config.settled_temperature,
+        "top_p": config.top_p,
+        "top_k": config.top_k,
+        "min_p": config.min_p,
+        "repetition_penalty": config.repetition_penalty,
+        "min_tokens": config.min_tokens,
+        "stop": config.stop,
+        "eos_tokens": config.eos_tokens,
+        "forbidden_tokens": config.forbidden_tokens,
+        "generation_kwargs": config.generation_kwargs,
+        "constraint": config.constraint,
+    }
+
+
+def visible(text: str) -> str:
+    r"""Text for a terminal: control characters, which could move its cursor or change its title, as pictures.
+
+    >>> visible("a\x1b[31m b\n")
+    'a␛[31m b\n'
+    """
+    shown = lambda c: chr(0x2400 + ord(c)) if ord(c) < 32 else "\N{REPLACEMENT CHARACTER}"
+    return "".join(c if c in "\n\t" or (c.isprintable() or ord(c) > 159) else shown(c) for c in text)
+
+
+def _inputs(config: GenerateConfig) -> list[Any]:
+    """The prompts as they were given: texts, or lists of messages."""
+    if config.prompts is not None:
+        rows = load_rows(config.prompts, split=config.split, limit=config.limit)
+        return [row[find_prompt_column(row, config.prompt_column)] for row in rows]
+    if not config.prompt:
+        raise ConfigError('no prompt; write prompt="..." or prompts=<json, jsonl, csv, parquet or arrow file>')
+    return [_standard_input() if p == "-" else p for p in config.prompt][: config.limit]
+
+
+def _standard_input() -> str:
+    """What comes in on standard input, without the last line's end."""
+    if sys.stdin is None:
+        raise ConfigError("prompt=- reads standard input, which is closed; pipe a prompt in, or write prompt=TEXT")
+    try:
+        return sys.stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"prompt=-: standard input is not {error.encoding} text: {error}; convert it first") from error
+
+
+def _out_path(config: GenerateConfig) -> Path | None:
+    """The file to write, checked before a model is loaded."""
+    if config.out is None:
+        return None
+    path = Path(config.out)
+    if path.suffix != ".jsonl":
+        raise ConfigError(f"out={config.out} must end in .jsonl: a line for each completion is written")
+    if path.exists() and not config.overwrite:
+        raise ConfigError(f"out={config.out} exists; write overwrite=true to replace it, or another name")
+    if not path.parent.is_dir():
+        raise ConfigError(f"out={config.out}: there is no folder {path.parent}; make it first")
+    return path
+
+
+@contextmanager
+def _opened(path: Path, overwrite: bool) -> Iterator[TextIO]:
+    """A file to write, this process's alone.
+
+    One that is there already is replaced at the end, and stays where the end is not reached.
+    """
+    path = path.resolve()
+    replaces, device = overwrite and path.is_file(), overwrite and path.exists() and not path.is_file()
+    place = temporary(path) if replaces else path
+    try:
+        file = place.open("w" if device else "x", encoding="utf-8")
+    except OSError as error:
+        why = f"another process has made {place.name} meanwhile" if isinstance(error, FileExistsError) else str(error)
+        raise ConfigError(f"out={path} can't be written: {why}; give another name") from error
+    try:
+        yield file
+        file.close()
+        if replaces:
+            place.replace(path)
+    finally:
+        with suppress(OSError):  # what the disk did not take was said at its line
+            file.close()
+        if replaces:
+            place.unlink(missing_ok=True)
+
+
+def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) -> list[Prompt]:
+    """The prompts as ids; those over the limit refused, cut or left out."""
+    encoder = sampler.encoder(
+        apply_chat_template=config.apply_chat_template,
+        system_prompt=config.system_prompt,
+        max_prompt_length=config.max_prompt_length,
+        on_long_prompt=config.on_long_prompt,
+    )
+    prompts = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
+    if dropped := encoder.counts["dropped"]:
+        log.warning("%d of %d prompts are over max_prompt_length and left out", dropped, len(inputs))
+    if not prompts:
+        raise ConfigError(f"all {len(inputs)} prompts are over max_prompt_length={config.max_prompt_length}; raise it")
+    return prompts
+
+
+def _groups(
+    config: GenerateConfig, sampler: Sampler, prompts: Sequence[Prompt], each: Sequence[Sampling], seed: int
+) -> Iterator[Group]:
+    """The groups of all prompts, a batch at a time, so that the first are seen before the last are made."""
+    size = max(1, config.batch_size // config.num_generations)
+    for first in range(0, len(prompts), size):
+        part = slice(first, first + size)
+        yield from sampler.sample(
+            prompts[part], each[part], num_generations=config.num_generations, seed=seed, first=first
+        )
+
+
+def show_group(group: Group, sampler: Sampler, *, alone: bool, file: TextIO | None) -> None:
+    """Writes the completions of a prompt as lines of JSON, or prints them.
+
+    Args: alone: the only completion of the only prompt, printed without a heading where no person looks on. file: to
+        write to; None = print.
+    """
+    for c in group.completions:
+        text = sampler.decode(c.tokens)
+        if file is not None:
+            row = {
+                "row": group.prompt.row,
+                "generation": c.generation,
+                "prompt": group.prompt.source,
+                "completion": text,
+                "finish_reason": c.finish_reason,
+                "tokens": c.tokens.tolist(),
+                "logprobs": [round(float(x), 6) for x in c.logprobs],
+            }
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        elif sys.stdout.isatty():
+            _show_rich(group, c.generation, text, f"{len(c.tokens)} tokens, {c.finish_reason}")
+        else:
+            head = "" if alone else f"--- prompt {group.prompt.row}, generation {c.generation}, {c.finish_reason}\n"
+            sys.stdout.write(f"{head}{text}\n")
+    (file or sys.stdout).flush()
+
+
+def _show_rich(group: Group, generation: int, text: str, note: str) -> None:
+    """One completion, for a person."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    if generation == 0:
+        source = group.prompt.source
+        said = source if isinstance(source, str) else "\n".join(f"{m['role']}: {m['content']}" for m in source)
+        console.rule(f"prompt {group.prompt.row}", style="dim", align="left")
+        console.print(Text(visible(said), style="dim"))
+    title = note if len(group.completions) == 1 else f"{generation}: {note}"
+    console.print(Text(f"[{title}] ", style="cyan"), Text(visible(text)), sep="")
+
+
+def _show_live(sampler: Sampler, prompt: Prompt, sampling: Sampling, seed: int) -> int:
+    """One completion, token by token; returns the count."""
+    count, text = 0, TextStream(sampler.decode)
+    for piece in sampler.stream(prompt, sampling, seed=seed):
+        count += len(piece.tokens)
+        sys.stdout.write(visible(text.push(piece.tokens, last=piece.finish_reason is not None)))
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    return count
+
+
+def _plural(count: int) -> str:
+    return f"{count} completion{'' if count == 1 else 's'}"

@@ -1,0 +1,42 @@
+"""What training and scoring run on, in words: for environment.json, so that a resumed run can say what is other.
+
+Left out on purpose: what depends on a layer's own shapes; the log says that when the layer runs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from whet.native.layers import LayerKernels, layer_kernels
+from whet.native.segments import SegmentKernels, kernels_for
+
+if TYPE_CHECKING:
+    from whet.models.load import LoadedModel
+
+__all__ = ["training_backends"]
+
+
+def training_backends(loaded: LoadedModel) -> dict[str, str]:
+    """What computes attention, and norms, gates and gradients of weights; on a CPU this builds the kernels.
+
+    Args: loaded: the model, where it is and in the dtype in which it is trained.
+    Returns: "attention" and "layers", each "native (compiler)", or what serves in its place and why.
+
+    >>> from whet.models.load import load_model
+    >>> from whet.demo import small_model
+    >>> sorted(training_backends(load_model(small_model(seed=0))))
+    ['attention', 'layers']
+    """
+    first = next(loaded.module.parameters())
+    if not loaded.packable:
+        attention = "the model's own: padded rows"
+    elif first.device.type != "cpu" or loaded.attention != "auto":
+        attention = loaded.attention
+    else:
+        attention = _words(kernels_for(first.device, first.dtype))
+    known = first.device.type == "cpu" and first.dtype.itemsize in (2, 4)
+    return {"attention": attention, "layers": _words(layer_kernels()) if known else "the module's"}
+
+
+def _words(kernels: SegmentKernels | LayerKernels | str) -> str:
+    return f"torch ({kernels})" if isinstance(kernels, str) else f"native ({kernels.compiler})"

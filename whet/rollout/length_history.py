@@ -1,0 +1,57 @@
+"""How long a prompt's completions were the last time it was drawn, so that long ones start first the next time.
+
+Left out on purpose: guesses for prompts that come for the first time; they count as long as they may become.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from whet.types import Group, Prompt
+
+__all__ = ["LengthHistory"]
+
+MOST = 1_000_000
+"""Rows remembered of each kind; the oldest are forgotten."""
+
+
+class LengthHistory:
+    """What Request.expected is filled with, by kind of rollout and row of the data.
+
+    The longest completion of a prompt is kept: a group is finished when that one is.
+
+    >>> import numpy as np
+    >>> lengths = LengthHistory()
+    >>> lengths.of("train", [Prompt(tokens=np.array([1]), source="a", row=7)])
+    [None]
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, dict[int, int]] = {}
+
+    def of(self, kind: str, prompts: Sequence[Prompt]) -> list[int | None]:
+        """Tokens of the longest completion that each prompt had the last time; None = it had none yet."""
+        known = self._known.get(kind, {})
+        return [known.get(p.row) for p in prompts]
+
+    def note(self, kind: str, groups: Sequence[Group]) -> None:
+        """Takes note of what was drawn; of direct calls nothing, whose rows are none of the data's."""
+        if kind == "generate":
+            return
+        known = self._known.setdefault(kind, {})
+        for g in groups:
+            known.pop(g.prompt.row, None)  # the newest stand last
+            known[g.prompt.row] = max(len(c.tokens) for c in g.completions)
+        while len(known) > MOST:
+            del known[next(iter(known))]
+
+    def state(self) -> dict[str, Tensor]:
+        """For a checkpoint: by kind, Long [2, prompts], rows and lengths."""
+        return {k: torch.tensor([list(x), list(x.values())], dtype=torch.long) for k, x in self._known.items()}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Takes `state` back."""
+        self._known = {k: dict(zip(*x.tolist(), strict=True)) for k, x in state.items()}

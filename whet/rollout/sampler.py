@@ -1,0 +1,445 @@
+"""Sampler: text in, text out, from a model that nobody trains.
+
+The direct interface to the engines: a model and its tokenizer, called with texts or chats. It encodes, draws and
+decodes by the code that RLCluster.generate runs. The embedded engine runs it; the hf engine where the model can't take
+whet's attention, or where transformers' own options or beams are asked for.
+Left out on purpose: images and audio, and engines of other packages.
+Dim legend: N completions (prompts times num_generations), P prompt, C completion, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whet.config import RolloutConfig
+from whet.config.base import config
+from whet.config.fields import Count
+from whet.data.prompts import PromptEncoder
+from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from whet.errors import ConfigError, DataError, EngineError, lookup_error
+from whet.models.load import LoadedModel, load_model, usable_device
+from whet.models.modes import max_positions
+from whet.rollout.base import Piece, Request, RolloutEngine, Sampling, stream
+from whet.rollout.build import complete, make_engine, sampling_of
+from whet.rollout.options import check_names, num_beams
+from whet.rollout.text import encode_texts, one_or_many, rollout_output
+from whet.types import Group, Message, Prompt
+
+__all__ = ["CacheConfig", "Sampler", "SamplerOutput"]
+
+log = logging.getLogger("whet")
+
+LONGEST = 256
+"""Tokens of a completion where nobody says how many, and the model has room."""
+OPTIONS = (
+    "constraint",
+    "generation_kwargs",
+    "logprob_support",
+    "min_p",
+    "min_tokens",
+    "repetition_penalty",
+    "stop",
+)
+"""Fields of RolloutConfig that a call may set besides Tunix's arguments."""
+
+
+@config
+class CacheConfig:
+    """The bound on a sequence, under Tunix's name.
+
+    >>> CacheConfig(cache_size=128).cache_size
+    128
+    """
+
+    cache_size: Count
+    """Most tokens of a prompt and its completion together."""
+    num_layers: Count | None = None
+    """No effect: the model says it."""
+    num_kv_heads: Count | None = None
+    """No effect: the model says it."""
+    head_dim: Count | None = None
+    """No effect: the model says it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplerOutput:
+    """What a Sampler returns: an entry for each completion, the generations of a prompt one after the other."""
+
+    text: list[str]
+    """Special tokens left out; with echo, after the prompt's text."""
+    tokens: list[np.ndarray] | np.ndarray
+    """int32 [C] each, stop token included; with echo, after the prompt's. With pad_output [N, C], padded right."""
+    logprobs: list[np.ndarray] | np.ndarray | None
+    """float32 [C] each (with pad_output [N, C], zeros at the end), of the completion alone; on request."""
+    logits: list[np.ndarray] | np.ndarray | None
+    """float32 [C, V] each (with pad_output [N, C, V]), of the completion alone; on request."""
+    padded_prompt_tokens: np.ndarray
+    """int32 [N, P], padded on the left."""
+    finish_reason: list[str]
+    """"stop" or "length"."""
+    seed: int
+    """Of the draws: given again, it draws the same."""
+
+
+class Sampler:
+    """Completes texts and chats.
+
+    Args: transformer: a module of transformers, a LoadedModel, a folder (of a model, a finished run, or a checkpoint),
+        or a hub name. tokenizer: a tokenizer, a folder, a hub name; None = where the model lies. cache_config: bounds a
+        sequence; None = the model's positions. rollout_engine: "vanilla", "hf" or what ClusterConfig takes. dtype: of a
+        model that is read: "float32", "bfloat16", or "auto" = bf16 on a GPU that has it, else fp32. device: of a model
+        that is read; None = the GPU if there is one. max_batch_size, kv_cache_tokens: as in RolloutConfig.
+        chat_template_kwargs: further arguments of the chat template.
+    Raises: ConfigError: no model or tokenizer there, or one that can't generate.
+    Source: the call of Tunix's Sampler. Unlike there, two calls without a seed draw differently, the end token stays,
+        logprobs are of the distribution drawn from, a long prompt is refused or truncated as asked, and a batch of one
+        is a batch.
+
+    >>> from whet.demo import small_model
+    >>> sampler = Sampler(small_model(seed=0), "byte")
+    >>> out = sampler(["2+2=", "7*3="], max_generation_steps=4, temperature=1.0, seed=1, num_generations=2)
+    >>> again = sampler("2+2=", 4, temperature=1.0, seed=1)
+    >>> len(out.text), out.seed, out.tokens[0].tolist() == again.tokens[0].tolist()
+    (4, 1, True)
+    """
+
+    def __init__(
+        self,
+        transformer: nn.Module | LoadedModel | str | Path,
+        tokenizer: Any = None,
+        cache_config: CacheConfig | None = None,
+        *,
+        rollout_engine: Any = "vanilla",
+        dtype: str = "auto",
+        device: str | torch.device | None = None,
+        max_batch_size: int = 256,
+        kv_cache_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        if tokenizer is None and not isinstance(transformer, str | Path):
+            raise ConfigError("a module brings no tokenizer; give tokenizer=: a tokenizer, a folder or a hub name")
+        folder = str(transformer) if isinstance(transformer, str | Path) else None
+        self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer)
+        self.loaded = (
+            transformer if isinstance(transformer, LoadedModel) else _loaded(folder, transformer, dtype, device)
+        )
+        module = self.loaded.module
+        self.eos_ids = stop_token_ids(self.tokenizer, module.config, module.generation_config)
+        self.pad_id = pad_token_id(self.tokenizer, self.eos_ids)
+        self.chat_template_kwargs = dict(chat_template_kwargs or {})
+        positions = max_positions(module)
+        bounds = [b for b in (positions, cache_config and cache_config.cache_size) if b is not None]
+        self.longest = min(bounds) if bounds else None
+        """Most tokens of a prompt and its completion together; None = no bound."""
+        self._made_of = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
+        self._spec = rollout_engine
+        self._engines: dict[str, RolloutEngine] = {}
+        self._closed = False
+        self._next_id = self._version = 0
+        self.engine(Sampling())
+
+    def engine(self, sampling: Sampling) -> RolloutEngine:
+        """The engine that runs a Sampling: its own, or "hf" for transformers' own options."""
+        if self._closed:
+            raise EngineError("this Sampler is closed; make another")
+        options = [name for name, _ in sampling.generation_kwargs]
+        kind = "options" if options and self._spec == "vanilla" else "own"
+        if kind not in self._engines:
+            self._engines[kind] = make_engine(
+                self._spec,
+                self.loaded,
+                config=RolloutConfig(**self._made_of),
+                decode=self.decode,
+                tokenizer=self.tokenizer,
+                generation_kwargs=options,
+            )
+        return self._engines[kind]
+
+    @property
+    def engines(self) -> tuple[RolloutEngine, ...]:
+        """The engines made so far."""
+        return tuple(self._engines.values())
+
+    def decode(self, ids: Any) -> str:
+        """The text of ids, special tokens left out."""
+        return str(self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    # ---- the call ------------------------------------------------------------------------------------------------
+
+    def __call__(
+        self,
+        input_strings: str | Sequence[str] | list[Message] | Sequence[list[Message]],
+        max_generation_steps: int | None = None,
+        max_prompt_length: int | None = None,
+        echo: bool = False,
+        return_logits: bool = False,
+        eos_tokens: Sequence[int] | None = None,
+        forbidden_tokens: Sequence[int] | None = None,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        beam_size: int | None = None,
+        seed: int | None = None,
+        pad_output: bool = False,
+        return_logprobs: bool = False,
+        *,
+        num_generations: int = 1,
+        apply_chat_template: bool = False,
+        on_long_prompt: str = "error",
+        **options: Any,
+    ) -> SamplerOutput:
+        """Completes texts or chats, or a single one of either.
+
+        Args: input_strings: texts, or lists of messages, which take the chat template. max_generation_steps: tokens;
+            None = 256, or what the model leaves. max_prompt_length: tokens; None = what the model takes. echo: text
+            and tokens begin with the prompt's. temperature, top_p, top_k, forbidden_tokens, eos_tokens (None = the
+            model's): as in RolloutConfig. beam_size: beams to search with; num_generations gives the best of them.
+            seed: None = another for each call. apply_chat_template: for texts too. on_long_prompt: "error" or
+            "truncate_left". options: min_p, repetition_penalty, min_tokens, stop, constraint, logprob_support,
+            generation_kwargs.
+        Raises: ConfigError: options that are unknown or contradict each other. DataError: a prompt that is too long.
+        """
+        sampling = self.sampling(
+            max_generation_steps=max_generation_steps,
+            temperature=temperature,
+            top_p=top_p,
+            top_k=top_k,
+            eos_tokens=eos_tokens,
+            forbidden_tokens=forbidden_tokens,
+            beam_size=beam_size,
+            return_logits=return_logits,
+            **options,
+        )
+        prompts = self.encode(
+            input_strings,
+            apply_chat_template=apply_chat_template,
+            max_prompt_length=max_prompt_length,
+            on_long_prompt=on_long_prompt,
+        )
+        seed = secrets.randbits(31) if seed is None else seed
+        each = self.fitted(sampling, prompts, given=max_generation_steps is not None)
+        groups = self.sample(prompts, each, num_generations=num_generations, seed=seed)
+        return self._output(groups, seed, echo=echo, pad=pad_output, logprobs=return_logprobs, logits=return_logits)
+
+    # ---- its parts -----------------------------------------------------------------------------------------------
+
+    def sampling(
+        self,
+        *,
+        max_generation_steps: int | None = None,
+        beam_size: int | None = None,
+        return_logits: bool = False,
+        **options: Any,
+    ) -> Sampling:
+        """The checked sampling parameters of a call: its arguments, without those of prompts and output.
+
+        Raises: ConfigError: an unknown option, one out of its range, or two that contradict each other.
+        """
+        own = {"temperature": 0.0, "top_p": None, "top_k": None, "eos_tokens": None, "forbidden_tokens": None}
+        for name in options.keys() - own.keys():
+            if name not in OPTIONS:
+                raise lookup_error("sampling option", name, [*own, *OPTIONS, "max_generation_steps", "beam_size"])
+        given = {**own, **options}
+        kwargs = dict(given.pop("generation_kwargs", {}))
+        if beam_size is not None:
+            if "num_beams" in kwargs:
+                raise ConfigError("beam_size and generation_kwargs' num_beams are one option; keep one")
+            kwargs["num_beams"] = beam_size
+        check_names(kwargs)
+        for name in ("eos_tokens", "forbidden_tokens"):
+            given[name] = None if given[name] is None else tuple(given[name])
+        given["forbidden_tokens"] = given["forbidden_tokens"] or ()
+        for name in ("top_p", "top_k", "min_p"):
+            if given["temperature"] == 0 and given.get(name) not in (None, 0, 1.0, -1):
+                raise ConfigError(
+                    f"temperature=0.0 takes the likeliest token, so {name}={given[name]} would do nothing; set a "
+                    "temperature above 0"
+                )
+        config = RolloutConfig(
+            max_tokens_to_generate=LONGEST if max_generation_steps is None else max_generation_steps,
+            generation_kwargs=kwargs,
+            **given,
+        )
+        return replace(sampling_of(config, self.eos_ids, self.tokenizer), return_logits=return_logits)
+
+    def encode(
+        self,
+        inputs: Any,
+        *,
+        apply_chat_template: bool = False,
+        max_prompt_length: int | None = None,
+        on_long_prompt: str = "error",
+    ) -> list[Prompt]:
+        """Texts or chats, or a single one, as Prompts: see the call. Raises DataError where one is too long."""
+        if on_long_prompt not in ("error", "truncate_left"):
+            raise lookup_error("on_long_prompt", on_long_prompt, ("error", "truncate_left"))
+        encoder = self.encoder(
+            apply_chat_template=apply_chat_template,
+            max_prompt_length=max_prompt_length,
+            on_long_prompt=on_long_prompt,
+        )
+        return encode_texts(encoder, one_or_many(inputs))
+
+    def encoder(self, **options: Any) -> PromptEncoder:
+        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's."""
+        return PromptEncoder(self.tokenizer, chat_template_kwargs=self.chat_template_kwargs, **options)
+
+    def fitted(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> list[Sampling]:
+        """The sampling parameters of each prompt, with a length that it leaves room for.
+
+        Args: given: whether the length was asked for, so that it may not be cut.
+        Raises: DataError: prompt and completion are longer than the model or the cache allows, with the numbers.
+        """
+        if self.longest is None:
+            return [sampling] * len(prompts)
+        longest = max(prompts, key=lambda p: len(p.tokens))
+        length = len(longest.tokens)
+        wanted = sampling.max_tokens if given else max(1, sampling.min_tokens)
+        if length + wanted > self.longest:
+            raise DataError(
+                f"prompt {longest.row} has {length} tokens, and {wanted} to come make {length + wanted}, but there is "
+                f"room for {self.longest}; shorten the prompt (max_prompt_length={max(1, self.longest - wanted)} with "
+                "on_long_prompt='truncate_left'), or ask for fewer new tokens"
+            )
+        rooms = [self.longest - len(p.tokens) for p in prompts]
+        return [sampling if sampling.max_tokens <= r else replace(sampling, max_tokens=r) for r in rooms]
+
+    def sample(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: Sampling | Sequence[Sampling],
+        *,
+        num_generations: int = 1,
+        seed: int,
+        first: int = 0,
+    ) -> list[Group]:
+        """Completes prompts, ids in and ids out.
+
+        Args: prompts: encoded. sampling: of all prompts, or of each, as `fitted` gives them: they may differ in
+            max_tokens. seed: with a prompt's place and the generation, the address of its draws. first: place
+            of the first prompt, so that a list that is done in parts draws as it does at once.
+        Returns: a group for each prompt.
+        """
+        any_of = sampling if isinstance(sampling, Sampling) else sampling[0]
+        if num_generations > 1 and any_of.temperature == 0 and num_beams(any_of) == 1:
+            raise ConfigError(
+                f"temperature=0.0 takes the likeliest token, so {num_generations} generations would be one and the "
+                "same; set a temperature above 0"
+            )
+        start = self._next_id
+        self._next_id += len(prompts) * num_generations
+        return complete(
+            self.engine(any_of),
+            prompts,
+            sampling,
+            num_generations=num_generations,
+            address=(seed, 0, first),
+            first_id=start,
+        )
+
+    def stream(
+        self, prompt: Prompt, sampling: Sampling, *, seed: int, place: int = 0, conversation: int | None = None
+    ) -> Iterator[Piece]:
+        """The tokens of one completion, as they are made; leaving early ends it.
+
+        Args: prompt: encoded. seed, place: the address of its draws, as in `sample`. conversation: calls of one number
+            follow on one another, so that an engine need not encode again what it holds.
+        Returns: pieces; the last has the finish_reason.
+        """
+        self._next_id += 1
+        request = Request(
+            id=self._next_id - 1,
+            tokens=prompt.tokens,
+            sampling=sampling,
+            group=self._next_id - 1,
+            address=(seed, 0, place, 0),
+            conversation=conversation,
+        )
+        return stream(self.engine(sampling), [request])
+
+    def _output(
+        self, groups: Sequence[Group], seed: int, *, echo: bool, pad: bool, logprobs: bool, logits: bool
+    ) -> SamplerOutput:
+        """What a call returns."""
+        out = rollout_output(groups, self.decode, self.pad_id, logits=logits)
+        prompts = [g.prompt.tokens for g in groups for _ in g.completions]
+        tokens, text = out.tokens, out.text
+        if echo:
+            tokens = [np.concatenate([p, c]) for p, c in zip(prompts, tokens, strict=True)]
+            text = [self.decode(t) for t in tokens]
+        fill: Any = lambda rows, value: _padded(rows, value) if pad and rows is not None else rows
+        return SamplerOutput(
+            text=text,
+            tokens=fill(tokens, self.pad_id),
+            logprobs=fill(out.logprobs, 0.0) if logprobs else None,
+            logits=fill(out.logits, 0.0),
+            padded_prompt_tokens=out.left_padded_prompt_tokens,
+            finish_reason=[c.finish_reason for g in groups for c in g.completions],
+            seed=seed,
+        )
+
+    # ---- weights and end -----------------------------------------------------------------------------------------
+
+    @property
+    def transformer_state(self) -> dict[str, Tensor]:
+        """The model's parameters and buffers by name; setting it copies others of the same names and shapes in."""
+        return self.loaded.module.state_dict()
+
+    @transformer_state.setter
+    def transformer_state(self, state: Mapping[str, Tensor]) -> None:
+        own = self.transformer_state
+        wrong = [f"{n} is missing" for n in own.keys() - state.keys()]
+        wrong += [f"{n} is unknown" for n in state.keys() - own.keys()]
+        wrong += [
+            f"{n} is {state[n].dtype} {list(state[n].shape)}, not {own[n].dtype} {list(own[n].shape)}"
+            for n in own.keys() & state.keys()
+            if (state[n].shape, state[n].dtype) != (own[n].shape, own[n].dtype)
+        ]
+        if wrong:
+            raise ConfigError(f"transformer_state is another model's: {'; '.join(sorted(wrong)[:4])}")
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(state[name])
+        self._version += 1
+        for engine in self._engines.values():
+            engine.update(self._version, None if engine.caps.shared_weights else iter(own.items()))
+
+    def close(self) -> None:
+        """Frees the engines' memory; nothing can be drawn after."""
+        self._closed = True
+        for engine in self._engines.values():
+            engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.device | None) -> LoadedModel:
+    """A model that is read, without gradients, or a module as it is."""
+    if folder is None:
+        return load_model(module, device=next(module.parameters()).device)
+    there = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype == "auto":
+        hardware = there.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if hardware else "float32"
+    return load_model(folder, dtype=dtype, device=there, role="reference")
+
+
+def _padded(rows: Sequence[np.ndarray], value: float) -> np.ndarray:
+    """Rows padded on the right to the longest: [N, C, ...]."""
+    out = np.full((len(rows), max(map(len, rows)), *rows[0].shape[1:]), value, rows[0].dtype)
+    for i, r in enumerate(rows):
+        out[i, : len(r)] = r
+    return out

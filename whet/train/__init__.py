@@ -1,0 +1,1 @@
+"""What trains one model: its worker, optimizer, loss and metrics of an update, its checkpoints."""

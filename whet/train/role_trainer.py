@@ -1,0 +1,257 @@
+"""RoleTrainer: one role's update, its loss, hooks and the metrics it reports. Learners and Tunix's verbs share it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from whet.config import Role
+from whet.errors import TrainingError, lookup_error
+from whet.metrics import Mean, Sum, merge
+from whet.ops import token_weights
+from whet.ops.weighting import Weighting
+from whet.train.worker import REDUCTIONS, Loss, Metrics, ModelWorker
+from whet.types import TokenBatch, TrainExample
+
+__all__ = ["DataHooks", "RoleTrainer", "TrainingHooks", "lower_rate"]
+
+log = logging.getLogger("whet")
+
+MOST_SKIPPED = 10
+"""Updates in a row that may be skipped before the run ends: nothing is learned from then on."""
+
+
+class TrainingHooks:
+    """Called around training; override what you need. `trainer` is the RoleTrainer, whose `worker` is the model.
+
+    >>> class Print(TrainingHooks):
+    ...     def on_train_step_end(self, trainer, step, metrics):
+    ...         print(step, metrics["loss"].value)
+    """
+
+    def on_train_start(self, trainer: RoleTrainer) -> None:
+        """Before the first update."""
+
+    def on_train_end(self, trainer: RoleTrainer) -> None:
+        """After the last update."""
+
+    def on_train_step_start(self, trainer: RoleTrainer) -> None:
+        """Before each update."""
+
+    def on_train_step_end(self, trainer: RoleTrainer, step: int, metrics: Metrics) -> None:
+        """After each update; step counts updates from 1."""
+
+    def on_eval_step_start(self, trainer: RoleTrainer) -> None:
+        """Before each evaluation batch."""
+
+    def on_eval_step_end(self, trainer: RoleTrainer, metrics: Metrics) -> None:
+        """After each evaluation batch."""
+
+
+class DataHooks:
+    """Give batches in place of the data set's; return None to take the data set's."""
+
+    def load_next_train_batch(self, trainer: RoleTrainer) -> TrainExample | TokenBatch | None:
+        """The batch of the next update."""
+
+    def load_next_eval_batch(self, trainer: RoleTrainer) -> TrainExample | TokenBatch | None:
+        """The next evaluation batch."""
+
+
+class RoleTrainer:
+    """Updates one model: loss, token weights, hooks, metrics.
+
+    Args: worker: the model. loss: per token. loss_agg_mode, loss_agg_norm: how token losses become one number where a
+        batch comes without weights. accumulate: batches of `update_all` that make one optimizer step. role: whose
+        model it is. The actor's metrics have their plain names, those of another role begin with its own: critic/loss.
+    """
+
+    def __init__(
+        self,
+        worker: ModelWorker,
+        *,
+        loss: Loss,
+        loss_agg_mode: str | Weighting = "token-mean",
+        loss_agg_norm: float | None = None,
+        accumulate: int = 1,
+        role: Role | str = Role.ACTOR,
+    ) -> None:
+        self.worker = worker
+        self.role = Role(role)
+        self.prefix = "" if self.role is Role.ACTOR else f"{self.role.value}/"
+        self.loss = loss
+        self.loss_agg_mode = loss_agg_mode
+        self.loss_agg_norm = loss_agg_norm
+        self.loss_agg_units: Literal["trained", "all"] = "trained"
+        self.accumulate = accumulate
+        self.entropy = False
+        self.reductions: dict[str, dict[str, str]] = {}
+        self.displayed: tuple[str, ...] = ()
+        self.train_steps = 0
+        self.skipped = 0
+        """Updates in a row, up to now, whose gradient was not finite."""
+        self._hooks = TrainingHooks()
+        self._data_hooks = DataHooks()
+        self._input_fn: Callable[[Any], Any] = lambda x: x
+
+    def with_loss_fn(
+        self,
+        loss: Loss,
+        has_aux: bool = True,
+        *,
+        loss_agg_mode: str | Weighting | None = None,
+        loss_agg_norm: float | None = None,
+        loss_agg_units: Literal["trained", "all"] | None = None,
+        entropy: bool | None = None,
+    ) -> RoleTrainer:
+        """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`, or the first alone if not has_aux.
+
+        Args:
+            loss: of every token.
+            has_aux: it returns metrics too.
+            loss_agg_mode, loss_agg_norm: how token losses become one number.
+            loss_agg_units: which trajectories a mean over them counts: those with a trained token, or all.
+            entropy: the loss needs x.entropy.
+        """
+        self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
+        self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
+        if loss_agg_mode is not None or loss_agg_norm is not None:
+            self.loss_agg_norm = loss_agg_norm
+        self.loss_agg_units = loss_agg_units or self.loss_agg_units
+        self.entropy = self.entropy if entropy is None else entropy
+        return self
+
+    def with_gen_model_input_fn(self, fn: Callable[[Any], TrainExample | TokenBatch]) -> RoleTrainer:
+        """Sets what turns an item of a data set into a TrainExample or TokenBatch."""
+        self._input_fn = fn
+        return self
+
+    def with_rl_metrics_to_log(self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]]) -> RoleTrainer:
+        """Sets what becomes of the loss's metrics; one that isn't named is logged as its mean.
+
+        Args: metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
+            "sequence_mean", ...); several of them, logged as name/how; or {label: how}.
+        Raises: ConfigError: another word.
+        """
+        for name, how in metrics.items():
+            labels = {name: how} if isinstance(how, str) else how
+            if not isinstance(labels, Mapping):
+                labels = {f"{name}/{h}": h for h in labels}
+            for h in labels.values():
+                if h not in REDUCTIONS:
+                    raise lookup_error(f"reduction of metric {name}", h, REDUCTIONS)
+            self.reductions[name] = dict(labels)
+        return self
+
+    def with_tqdm_metrics_to_display(self, names: Iterable[str]) -> RoleTrainer:
+        """Sets which metrics the progress bar shows beside the reward."""
+        self.displayed = tuple(names)
+        return self
+
+    def with_training_hooks(self, hooks: TrainingHooks) -> RoleTrainer:
+        """Sets the training hooks."""
+        self._hooks = hooks
+        return self
+
+    def with_data_hooks(self, hooks: DataHooks) -> RoleTrainer:
+        """Sets the data hooks."""
+        self._data_hooks = hooks
+        return self
+
+    @property
+    def hooks(self) -> TrainingHooks:
+        """The training hooks."""
+        return self._hooks
+
+    def weighted(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with its token weights: made from all of it, once per optimizer step."""
+        if batch.weights is not None:
+            return batch
+        units = float(len(batch.group_of)) if self.loss_agg_units == "all" else None
+        weights = token_weights(
+            batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm, num_units=units
+        )
+        return batch.replace(weights=weights)
+
+    def update(self, batch: TokenBatch) -> Metrics:
+        """One optimizer step on one mini-batch.
+
+        Args: batch: with `weights`, or they are made here from the whole of it.
+        Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
+        Raises: TrainingError: the tenth update in a row whose gradient is not finite.
+        """
+        self._hooks.on_train_step_start(self)
+        metrics = self.worker.forward_backward(
+            self.weighted(batch), self.loss, entropy=self.entropy, reductions=self.reductions
+        )
+        metrics = merge(_per_update(metrics), self.worker.optim_step())
+        if metrics["optim/skipped"].value:
+            self._note_skipped(metrics)
+        else:
+            self.train_steps, self.skipped = self.train_steps + 1, 0
+        metrics = self._prefixed(metrics)
+        self._hooks.on_train_step_end(self, self.train_steps, metrics)
+        return metrics
+
+    def _prefixed(self, metrics: Metrics) -> Metrics:
+        return {f"{self.prefix}{name}": metric for name, metric in metrics.items()}
+
+    def _note_skipped(self, metrics: Metrics) -> None:
+        """Says that an update was skipped; ends a run in which all are."""
+        self.skipped += 1
+        which = f"the {self.role.value}'s update {self.train_steps + 1}"
+        numbers = f"loss {metrics['loss'].value:.6g}, learning rate {metrics['learning_rate'].value:.6g}"
+        counter = f"{self.prefix}optim/skipped"
+        log.warning("%s skipped: its gradient is not finite (%s); %s counts them", which, numbers, counter)
+        if self.skipped >= MOST_SKIPPED:
+            raise TrainingError(
+                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one {which} ({numbers}); "
+                f"{lower_rate(self.role)}. Check the rewards and the loss for huge values too"
+            )
+
+    def update_all(self, batches: Iterable[Any]) -> Metrics:
+        """One optimizer step for every `accumulate` batches of a data set; a rest makes a last, smaller one."""
+        metrics: Metrics = {}
+        held: list[TokenBatch] = []
+        for item in batches:
+            held.append(self._batch(self._data_hooks.load_next_train_batch(self) or item))
+            if len(held) == self.accumulate:
+                metrics = merge(metrics, self.update(TokenBatch.cat(held)))
+                held = []
+        return merge(metrics, self.update(TokenBatch.cat(held))) if held else metrics
+
+    def evaluate(self, batches: Iterable[Any]) -> Metrics:
+        """The loss and its metrics over a data set, without an update."""
+        metrics: Metrics = {}
+        for item in batches:
+            self._hooks.on_eval_step_start(self)
+            batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
+            found = self.worker.evaluate(batch, self.loss, entropy=self.entropy, reductions=self.reductions)
+            found = self._prefixed(found)
+            self._hooks.on_eval_step_end(self, found)
+            metrics = merge(metrics, _per_update(found))
+        return metrics
+
+    def _batch(self, item: Any) -> TokenBatch:
+        item = self._input_fn(item)
+        return item if isinstance(item, TokenBatch) else TokenBatch.from_padded(item, version=self.worker.version)
+
+
+def lower_rate(role: Role = Role.ACTOR) -> str:
+    """How a run that went wrong is taken up again with a lower learning rate, for messages.
+
+    >>> lower_rate(Role.CRITIC)[:70]
+    'resume from an earlier checkpoint (trainer.resume=<its step-* folder>)'
+    """
+    name = role.value
+    return (
+        f"resume from an earlier checkpoint (trainer.resume=<its step-* folder>) with a lower {name}.optim.lr (from "
+        f"Python {name}_optimizer) and trainer.allow_config_change=true, without which a resume keeps to the "
+        "configuration that was saved"
+    )
+
+
+def _per_update(metrics: Metrics) -> Metrics:
+    """Sums over one mini-batch (the loss, and what is weighted like it) as means over mini-batches."""
+    return {n: Mean(m.value) if isinstance(m, Sum) else m for n, m in metrics.items()}

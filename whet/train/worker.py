@@ -1,0 +1,380 @@
+"""ModelWorker: one model with its optimizer, and the verbs that learners are written in.
+
+Everything about micro-batches, packing, shared prefixes, mixed precision and (later) FSDP, tensor and context
+parallelism happens behind these verbs; a loss sees whole sequences in fp32 or better. Rule 1 of the design lives here:
+`forward_backward` runs (weights * loss).sum().backward() for each micro-batch and nothing else divides.
+
+Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.config import OptimConfig, RoleConfig
+from whet.data.balance import model_cost
+from whet.data.packing import MicroBatch, plan_micro_batches
+from whet.errors import DataError
+from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
+from whet.models.backends import training_backends
+from whet.models.fast_layers import FastLayers
+from whet.models.forward import token_stats
+from whet.models.load import LoadedModel, save_model
+from whet.ops import Support, aggregate, segment_count, segment_mean
+from whet.parallel import load_state, read_state, save_state, write_state
+from whet.train.optim import Optim
+from whet.types import LossInputs, TokenBatch, TokenStats
+
+__all__ = ["REDUCTIONS", "Loss", "Metrics", "ModelWorker", "Reductions"]
+
+Metrics = dict[str, Metric]
+Reductions = Mapping[str, Mapping[str, str]]
+Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
+"""What becomes of a metric per token: over the tokens of the mask; the sum under the token weights, as the loss; the
+mean, largest and least of the means of sequences."""
+BF16_MULTIPLE = 32
+"""Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
+megabytes of it."""
+_COLUMNS = ("mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "versions", "advantages", "values", "returns")
+
+
+class ModelWorker:
+    """One model behind verbs: logprobs, values, forward_backward, optim_step, weights, state.
+
+    Args: loaded: the model, as models.load_model gives it. optim: its optimizer, or None for a model that is only
+        read (a reference). dtype: what the model computes in; None = as it is. support: the distribution whose
+        logprobs are computed: the sampler's. max_tokens: token budget of a micro-batch. enough_tokens: from which on a
+        larger micro-batch is no faster; None = unknown. max_sequences: sequences of a micro-batch at most; None = as
+        many as fit. given: what the worker is made from, for the run's settings; None = a module.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        optim: OptimConfig | Callable[..., Any] | None = None,
+        dtype: torch.dtype | None = None,
+        support: Support | None = None,
+        max_tokens: int = 16384,
+        enough_tokens: int | None = None,
+        max_sequences: int | None = None,
+        given: RoleConfig | None = None,
+    ) -> None:
+        self.loaded = loaded
+        self.given = given
+        self.support = support or Support()
+        self.allowed: Callable[[TokenBatch, MicroBatch], Tensor] | None = None
+        """Gives uint8 [s, W], the tokens that each target was drawn from, where the support is constrained."""
+        self.max_tokens = max_tokens
+        self.enough_tokens = enough_tokens
+        self.max_sequences = max_sequences
+        self.max_read_sequences = max_sequences
+        self.version = 0
+        self.cost = model_cost(loaded.module)
+        """By which the micro-batches of a batch are made alike."""
+        if optim is None:
+            loaded.module.requires_grad_(False)
+        self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype)
+        if dtype is not None:
+            for p in loaded.module.parameters():
+                p.data = p.data.to(dtype)
+        self.fast_layers: FastLayers | None = FastLayers(loaded.module)
+        """Other forwards for layers that have one; None = the module's own alone."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The Hugging Face module, parameters under their own names."""
+        return self.loaded.module
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters lie."""
+        return next(self.module.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the model computes in."""
+        return next(self.module.parameters()).dtype
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """What its attention and its layers run on, in words; see models.paths."""
+        return training_backends(self.loaded)
+
+    def plan(self, total_updates: int | None) -> None:
+        """Tells the learning-rate schedule how many updates the run will make."""
+        if self.optim is not None:
+            self.optim.plan(total_updates)
+
+    def limit(self, *, training: int | None, reading: int | None) -> None:
+        """Caps the sequences of one pass, beside the token budget; None = as before. `reading` follows `training`."""
+        caps = [n for n in (training, self.max_sequences) if n is not None]
+        self.max_sequences = min(caps, default=None)
+        caps = [n for n in (reading or training, self.max_read_sequences) if n is not None]
+        self.max_read_sequences = min(caps, default=None)
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def logprobs(
+        self,
+        batch: TokenBatch,
+        *,
+        entropy: bool = False,
+        support: Support | None = None,
+        max_sequences: int | None = None,
+    ) -> TokenStats:
+        """Log-probability (and entropy) of every completion token.
+
+        Args: batch: N sequences. entropy: also the entropy of the distribution before each token, in nats.
+            support: instead of the worker's own. max_sequences: sequences of one forward pass at most.
+        Returns: TokenStats of [S], detached, on the CPU.
+        """
+        names = ("logprobs", "entropy") if entropy else ("logprobs",)
+        return self._read(batch, names, support or self.support, max_sequences)
+
+    def values(self, batch: TokenBatch) -> Tensor:
+        """A critic's value of the state before each token: [S], detached, on the CPU."""
+        values = self._read(batch, ("values",), self.support).values
+        assert values is not None
+        return values
+
+    @torch.no_grad()
+    def _read(
+        self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None = None
+    ) -> TokenStats:
+        out: dict[str, Tensor] = {}
+        for micro in self.micro_batches(batch, max_sequences or self.max_read_sequences):
+            allowed = self._allowed(batch, micro, support)
+            with self._layers():
+                stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names, allowed=allowed)
+            for name in names:
+                column = getattr(stats, name)
+                whole = out.setdefault(name, column.new_zeros(batch.num_tokens))
+                whole.index_copy_(0, micro.index, column)
+        return TokenStats(**{name: whole.cpu() for name, whole in out.items()})
+
+    def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
+        """What a constraint allows at each target, where it matters."""
+        matters = support.constrained and not support.full and self.loaded.head.kind != "value"
+        return self.allowed(batch, micro) if matters and self.allowed else None
+
+    def _layers(self) -> AbstractContextManager[None]:
+        """Around forward and backward passes."""
+        return nullcontext() if self.fast_layers is None else self.fast_layers.on()
+
+    def micro_batches(self, batch: TokenBatch, max_sequences: int | None) -> list[MicroBatch]:
+        """The batch, packed into forward passes of like cost within the token budget; always the same list.
+
+        They are few, unless smaller ones are as fast: see `enough_tokens`.
+
+        Raises: DataError: a sequence over the token budget.
+        """
+        return plan_micro_batches(
+            batch,
+            max_tokens=self.max_tokens,
+            max_sequences=max_sequences,
+            packable=self.loaded.packable,
+            cost=self.cost,
+            device=self.device,
+            attention=self.loaded.attention,
+            enough=self.enough_tokens,
+            multiple=BF16_MULTIPLE if self.device.type == "cpu" and self.dtype == torch.bfloat16 else 1,
+        )
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        *,
+        entropy: bool = False,
+        reductions: Reductions | None = None,
+    ) -> Metrics:
+        """Adds the gradient of (weights * loss).sum() over the whole batch.
+
+        Args: batch: with `weights`, made once per optimizer step. loss: per token. entropy: give the loss the entropy.
+            reductions: what becomes of a loss's metric: name -> {label: how}, how one of REDUCTIONS; its mean under its
+            own name if not named.
+        Returns: "loss" (the sum) and the loss's metrics over the tokens of the mask.
+        """
+        return self._run(batch, loss, entropy, reductions or {}, backward=True)
+
+    @torch.no_grad()
+    def evaluate(
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        *,
+        entropy: bool = False,
+        reductions: Reductions | None = None,
+    ) -> Metrics:
+        """What forward_backward would report, without a gradient."""
+        return self._run(batch, loss, entropy, reductions or {}, backward=False)
+
+    def _run(self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Reductions, *, backward: bool) -> Metrics:
+        if batch.weights is None:
+            raise DataError("the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)")
+        labels: list[list[tuple[str, str]]] = []
+        numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
+        columns = {n: None if (c := getattr(batch, n)) is None else c.to(self.device) for n in _COLUMNS}
+        all_weights = batch.weights.to(self.device)
+        for micro in self.micro_batches(batch, self.max_sequences):
+            allowed = self._allowed(batch, micro, self.support)
+            with self._layers():
+                stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy, allowed=allowed)
+            x = _loss_inputs(columns, micro, stats)
+            per_token, values = loss(x)
+            weights = all_weights.index_select(0, micro.index).to(per_token.dtype)
+            total = aggregate(per_token, weights)
+            if backward:
+                with self._layers():  # checkpointed layers run again
+                    total.backward()
+            named, found = _reduced(values, x.mask, weights, reductions, x.sequence)
+            labels.append(named)
+            numbers.append(torch.stack([total.detach().double(), *found]))
+        read = torch.cat(numbers).tolist() if numbers else []
+        return merge({"loss": Sum(0.0)}, *_metrics(labels, read))
+
+    def optim_step(self) -> Metrics:
+        """Clips, steps, clears. A gradient that isn't finite is skipped, cleared and counted.
+
+        Returns: "grad_norm" (before clipping), "learning_rate" (of this step), "optim/skipped" (0 or 1).
+        """
+        assert self.optim is not None, "this worker was made without an optimizer"
+        norm, rate, skipped = self.optim.step()
+        found: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
+        return found if skipped else {**found, "grad_norm": Mean(norm, 1.0)}
+
+    # ---- weights and state ---------------------------------------------------------------------------------------
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names."""
+        for name, p in self.module.named_parameters(remove_duplicate=False):
+            yield name, p.detach()
+
+    def save(self, folder: Path) -> None:
+        """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
+
+        The weights lie under the module's own names beside its config.json, so transformers loads the folder too.
+        """
+        masters = None if self.optim is None else self.optim.masters_by_name()
+        save_state(self.module, folder / "model.safetensors", masters)
+        self.module.config.save_pretrained(folder)  # pyright: ignore
+        state: dict[str, Any] = {"version": self.version}
+        if self.optim is not None:
+            state["optim"] = self.optim.save(folder / "optimizer.safetensors")
+        write_state(state, folder / "state.pt")
+
+    def load(self, folder: Path) -> None:
+        """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
+        state = read_state(folder / "state.pt", needs=("version",) if self.optim is None else ("version", "optim"))
+        masters = None if self.optim is None else self.optim.masters_by_name()
+        load_state(self.module, folder / "model.safetensors", masters)
+        if self.optim is not None:
+            self.optim.load(folder / "optimizer.safetensors", state["optim"])
+        self.version = state["version"]
+
+    def export(self, folder: Path, tokenizer: Any = None) -> None:
+        """Writes the model in Hugging Face's format, from the fp32 masters where there are any."""
+        masters = {} if self.optim is None else self.optim.masters_by_name()
+        held = {n: p.data for n, p in self.module.named_parameters() if n in masters and masters[n] is not p}
+        params = dict(self.module.named_parameters())
+        try:
+            for name in held:
+                params[name].data = masters[name].data
+            save_model(self.loaded, tokenizer, folder)
+        finally:
+            for name, data in held.items():
+                params[name].data = data
+
+    def close(self) -> None:
+        """Frees gradients and optimizer state."""
+        if self.optim is not None:
+            self.optim.close()
+        self.optim = None
+
+
+def _loss_inputs(columns: Mapping[str, Tensor | None], micro: MicroBatch, stats: TokenStats) -> LossInputs:
+    """A micro-batch's part of the columns, beside what the model says of its tokens.
+
+    Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
+    through 0 * NaN, its gradient.
+    """
+    part = {n: None if c is None else c.index_select(0, micro.index) for n, c in columns.items()}
+    mask = part.pop("mask")
+    assert mask is not None
+
+    def kept(x: Tensor | None) -> Tensor | None:
+        return torch.where(mask, x, 0.0) if x is not None and x.is_floating_point() else x
+
+    return LossInputs(
+        sequence=micro.sequence,
+        mask=mask,
+        logprobs=kept(stats.logprobs),  # pyright: ignore[reportArgumentType]
+        entropy=kept(stats.entropy),
+        new_values=kept(stats.values),
+        **{n: kept(c) for n, c in part.items()},
+    )
+
+
+def _reduced(
+    values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions, sequence: Tensor
+) -> tuple[list[tuple[str, str]], list[Tensor]]:
+    """Per-token metrics over the mask, under the labels that `reductions` gives them, as numbers on the device.
+
+    Returns: (label, how) of each; first the count of the mask, then a number for each label, float64 without dims.
+    """
+    labels, found = [], [mask.sum().double()]
+    for name, value in values.items():
+        value = value.detach().double()
+        for label, how in reductions.get(name, {name: "mean"}).items():
+            labels.append((label, how))
+            if how.startswith("sequence_"):
+                found += _over_sequences(value, mask, sequence, how)
+                labels += [(label, "count")] if how == "sequence_mean" else []
+            elif how == "max":
+                found.append(torch.where(mask, value, -torch.inf).max())
+            elif how == "min":
+                found.append(torch.where(mask, value, torch.inf).min())
+            else:
+                kept = torch.where(mask, value, 0.0)
+                found.append((weights * kept if how == "weighted" else kept).sum())
+    return labels, found
+
+
+def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, how: str) -> list[Tensor]:
+    """The means of sequences over their trained tokens: their largest, their least, or their sum and their count."""
+    number = len(sequence)  # there are at most so many sequences: no count is read back from the device
+    means, there = segment_mean(value, mask, sequence, number), segment_count(mask, sequence, number) > 0
+    if how == "sequence_max":
+        return [torch.where(there, means, -torch.inf).max()]
+    if how == "sequence_min":
+        return [torch.where(there, means, torch.inf).min()]
+    return [torch.where(there, means, 0.0).sum(), there.sum().double()]
+
+
+def _metrics(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
+    """The metrics of each micro-batch, from its labels and all numbers: loss, count, and one for each label."""
+    at = 0
+    for named in labels:
+        loss, count, *numbers = read[at : at + 2 + len(named)]
+        at += 2 + len(named)
+        found: Metrics = {"loss": Sum(loss)}
+        for (label, how), x in zip(named, numbers):
+            if how in ("mean", "sequence_mean"):
+                found[label] = Mean(x, count)
+            elif how == "count":
+                found[label] = Mean(found[label].sum, x)  # pyright: ignore[reportAttributeAccessIssue]
+            elif how == "weighted":
+                found[label] = Sum(x)
+            elif count:
+                found[label] = Max(x) if how.endswith("max") else Min(x)
+        yield found

@@ -1,0 +1,285 @@
+"""Tunix's configuration, field by field, and what becomes of each here: the source of docs/from-tunix.md.
+
+    python -m whet.tunix.fields > docs/from-tunix.md
+
+A state is "same" (name, default and meaning), "other" (a different default or a narrower meaning, said in the note),
+"no effect" (accepted, because whet does without) or "refused" (raises ConfigError with the reason).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any, NamedTuple
+
+from whet.config.algo import AlgorithmConfig, GRPOConfig
+from whet.config.rollout import RolloutConfig
+from whet.config.training import (
+    CheckpointingOptions,
+    ClusterConfig,
+    MetricsLoggerOptions,
+    PerfMetricsOptions,
+    ProfilerOptions,
+    RLTrainingConfig,
+    TrainingConfig,
+)
+
+__all__ = ["REQUIRED", "TUNIX_FIELDS", "Field", "page"]
+
+REQUIRED = "(required)"
+"""The default of a field that has none."""
+
+
+class Field(NamedTuple):
+    """A field of Tunix's: its default there, its state here, and a note where they differ."""
+
+    default: Any = None
+    state: str = "same"
+    note: str = ""
+
+
+_VLLM: dict[str, Any] = {
+    "server_mode": False,
+    "server_mode_submission_threshold": 0,
+    "server_mode_submission_timeout_s": 0.0,
+    "model_version": "",
+    "lora_config": None,
+    "hbm_utilization": 0.2,
+    "init_with_random_weights": True,
+    "async_scheduling": False,
+    "logprobs_mode": "processed_logprobs",
+    "hf_config_path": None,
+    "additional_config": None,
+    "enable_dp_attention": False,
+    "delete_dst_buffers": True,
+    "max_num_batched_tokens": None,
+    "max_num_seqs": None,
+    "reshard_chunk_size": None,
+    "kwargs": {},
+    "sampling_kwargs": {},
+}
+_SGLANG: dict[str, Any] = {
+    "model_version": "",
+    "context_length": None,
+    "mem_fraction_static": 0.2,
+    "init_with_random_weights": True,
+    "disable_radix_cache": True,
+    "enable_deterministic_sampling": False,
+    "use_sort_for_toppk_minp": True,
+    "enable_static_lora": False,
+    "enable_single_process": True,
+    "lora_target_modules": None,
+    "max_lora_rank": None,
+    "lora_scaling": None,
+    "precompile_bs_paddings": None,
+    "precompile_token_paddings": None,
+    "chunked_prefill_size": -1,
+    "page_size": 128,
+    "load_format": "auto",
+    "max_running_requests": None,
+    "log_level": "info",
+    "kwargs": {},
+}
+_ONE = "in vLLM and SGLang -1 or 1; more is refused when the engine is built"
+_DONE = {
+    "vllm_server_mode": "requests are taken while it decodes in any case",
+    "vllm_server_mode_submission_threshold": "a step's requests come together",
+    "vllm_server_mode_submission_timeout_s": "a step's requests come together",
+    "vllm_init_with_random_weights": "it starts without weights and takes the actor's at once",
+    "vllm_delete_dst_buffers": "weights are written in place",
+    "vllm_reshard_chunk_size": "parameters are handed over one at a time, by reference",
+    "sglang_jax_init_with_random_weights": "it starts without weights and takes the actor's at once",
+    "sglang_jax_load_format": "no weights are read",
+    "sglang_jax_use_sort_for_toppk_minp": "SGLang's PyTorch engine has no such choice",
+    "sglang_jax_enable_single_process": "SGLang's PyTorch engine has no such choice",
+    "sglang_jax_lora_target_modules": "whole weights are sent",
+    "sglang_jax_max_lora_rank": "whole weights are sent",
+    "sglang_jax_lora_scaling": "whole weights are sent",
+    "sglang_jax_precompile_bs_paddings": "SGLang's PyTorch engine chooses its graphs by itself",
+    "sglang_jax_precompile_token_paddings": "SGLang's PyTorch engine chooses its graphs by itself",
+}
+"""Fields of the external engines that are accepted without effect."""
+_NARROWER = {
+    "vllm_model_version": "folder or name whose config it takes; the weights are the actor's",
+    "vllm_lora_config": "refused when the engine is built unless None: whole weights are sent",
+    "vllm_hbm_utilization": "on a CPU, the share of the host's memory that the KV may take",
+    "vllm_logprobs_mode": "processed_logprobs or raw_logprobs",
+    "vllm_enable_dp_attention": "refused when the engine is built unless False: one device",
+    "vllm_sampling_kwargs": "those that change the distribution are refused",
+    "sglang_jax_model_version": "folder or name whose config it takes; the weights are the actor's",
+    "sglang_jax_enable_deterministic_sampling": "draws follow the request's seed only with it",
+    "sglang_jax_enable_static_lora": "refused when the engine is built unless False: whole weights are sent",
+}
+"""Fields of the external engines whose meaning is narrower here."""
+
+
+def _external(engine: str, defaults: dict[str, Any]) -> dict[str, Field]:
+    """The fields of an external engine under their full names."""
+    found = {}
+    for name, default in defaults.items():
+        key = f"{engine}_{name}"
+        state = "no effect" if key in _DONE else "other" if key in _NARROWER else "same"
+        found[f"rollout_{key}"] = Field(default, state, _DONE.get(key) or _NARROWER.get(key, ""))
+    return found
+
+
+_OWN_REFUSED = RolloutConfig.REFUSED  # pyright: ignore[reportAttributeAccessIssue]
+
+TUNIX_FIELDS: dict[type, dict[str, Field]] = {
+    AlgorithmConfig: {
+        "algo_variant": Field("grpo", "no effect", "the other fields say it all"),
+        "advantage_estimator": Field("grpo", note="also a function or package.module:function"),
+        "policy_loss_fn": Field("grpo", note="also a function or package.module:function"),
+        "reward_manager": Field("sequence-level", note="also a class or package.module:name"),
+        "kl_clamp_value": Field(None),
+    },
+    GRPOConfig: {
+        "loss_agg_mode": Field("sequence-mean-token-mean", note="also a function"),
+        "loss_algo": Field("grpo"),
+        "num_generations": Field(2),
+        "num_iterations": Field(1),
+        "beta": Field(0.04),
+        "kl_loss_mode": Field(
+            "kl", note="warns with beta: the gradient of k1 does not know the reference; low_var_kl does"
+        ),
+        "epsilon": Field(0.2),
+        "epsilon_high": Field(None, note="a real field; there it is read where it happens to be set"),
+        "epsilon_c": Field(None, note="a real field; there it is read where it happens to be set"),
+        "use_rollout_logps": Field(True),
+        "sampler_is": Field(None),
+        "sampler_is_threshold": Field(2.0),
+        "force_compute_kl": Field(False, note="there in the agentic GRPOConfig"),
+    },
+    RolloutConfig: {
+        "max_tokens_to_generate": Field(64),
+        "temperature": Field(0.9),
+        "top_p": Field(1.0),
+        "top_k": Field(None),
+        "seed": Field(None, "other", "an integer; None = the run's seed, and every call draws anew"),
+        "max_prompt_length": Field(64, "other", "a longer prompt is an error unless on_long_prompt says otherwise"),
+        "kv_cache_size": Field(1024, "no effect", "a row takes the cache it needs; kv_cache_tokens bounds them all"),
+        "data_type": Field(None, "refused", "the rollout reads the trainer's weights; set actor.dtype"),
+        "eos_tokens": Field(None),
+        "rollout_mapping_config": Field(None, "refused", "both sides use Hugging Face's parameter names"),
+        "tensor_parallel_size": Field(-1, "other", _ONE),
+        "data_parallel_size": Field(-1, "other", _ONE),
+        "expert_parallel_size": Field(1, "other", _ONE),
+        "return_logprobs": Field(False, "other", "decides about RolloutOutput.logprobs; training has them either way"),
+        **_external("vllm", _VLLM),
+        "rollout_vllm_tpu_backend_type": Field(None, "refused", "there is no TPU back end"),
+        **_external("sglang_jax", _SGLANG),
+        **{name: Field(None, "refused", reason) for name, reason in _OWN_REFUSED.items()},
+    },
+    TrainingConfig: {
+        "eval_every_n_steps": Field(REQUIRED, "other", "0 by default: never"),
+        "max_steps": Field(None, "other", "global steps (rollouts) everywhere; None is allowed"),
+        "gradient_accumulation_steps": Field(None),
+        "checkpoint_root_directory": Field(None, "other", "None = checkpoints/ of the run folder, if there is one"),
+        "checkpointing_options": Field(None),
+        "metrics_logging_options": Field(None),
+        "profiler_options": Field(None),
+        "perf_metrics_options": Field(None),
+        "data_sharding_axis": Field(("fsdp",), "no effect", "one process holds the whole batch"),
+        "max_inflight_computations": Field(2, "no effect", "a step ends before the next begins"),
+        "metrics_prefix": Field(""),
+        "pbar_description": Field("Training"),
+        "max_seq_token_per_tpu": Field(None, "other", "read into max_tokens_per_microbatch; None = 16384"),
+        "max_segments_per_packed_row": Field(None, "other", "sequences of a micro-batch"),
+        "max_logp_positions_per_packed_row": Field(None, "refused", "only completion positions are computed anyway"),
+    },
+    RLTrainingConfig: {
+        "actor_optimizer": Field(REQUIRED, "other", "an OptimConfig, a torch optimizer factory or its reference"),
+        "critic_optimizer": Field(None, "other", "the same; None = as the actor's"),
+        "mini_batch_size": Field(None),
+        "train_micro_batch_size": Field(None, "other", "an upper bound beside the token budget"),
+        "rollout_micro_batch_size": Field(None),
+        "compute_logps_micro_batch_size": Field(None, "other", "an upper bound beside the token budget"),
+        "compute_logps_chunk_size": Field(0, "no effect", "logits are always made a chunk at a time"),
+    },
+    ClusterConfig: {
+        "role_to_mesh": Field(REQUIRED, "other", "None or {} = this process's device"),
+        "role_to_logical_axis_rule": Field(None, "refused", "parameters are sharded by mesh axis"),
+        "rollout_engine": Field(
+            "vanilla",
+            "other",
+            '"vanilla" = the embedded engine; "sglang_jax" = "sglang"; also a class, partial, reference',
+        ),
+        "offload_to_cpu": Field(False, "other", "reference, masters and moments; the actor's weights stay"),
+        "training_config": Field(REQUIRED, "other", "RLTrainingConfig() by default"),
+        "rollout_config": Field(REQUIRED, "other", "RolloutConfig() by default; a dict of modes needs Mode.TRAIN"),
+        "gc_collect_after_weight_sync": Field(
+            True, "refused", "weights are written in place, nothing is left to collect"
+        ),
+    },
+    CheckpointingOptions: {
+        "save_interval_steps": Field(None),
+        "max_to_keep": Field(3),
+        "enable_async_checkpointing": Field(True, "other", "accepted either way; saves are synchronous"),
+        "timeout_secs": Field(1200, "no effect", "a save ends or raises"),
+    },
+    MetricsLoggerOptions: {
+        "log_dir": Field(REQUIRED, "other", "None = the run folder"),
+        "project_name": Field("tunix", "other", '"whet"'),
+        "run_name": Field(""),
+        "flush_every_n_steps": Field(100),
+        "backend_kwargs": Field({}, "other", "keys jsonl, tensorboard, trackio, wandb; own loggers go to loggers"),
+        "enable_opentelemetry": Field(False, "refused", "there is no exporter; give loggers an object"),
+    },
+    ProfilerOptions: {
+        "log_dir": Field(REQUIRED, "other", "None = the run folder; torch.profiler's timeline and a table"),
+        "skip_first_n_steps": Field(REQUIRED, "other", "1 by default"),
+        "profiler_steps": Field(REQUIRED, "other", "1 by default; a pair of files for each"),
+        "set_profile_options": Field(True, "no effect", "every operation of torch is traced"),
+        "host_tracer_level": Field(2, "no effect", "every operation of torch is traced"),
+        "python_tracer_level": Field(1, "no effect", "Python shows as one line of each phase"),
+        "max_num_hosts": Field(None, "no effect", "the first process alone is profiled"),
+    },
+    PerfMetricsOptions: {
+        "enable_perf_v1": Field(True, "no effect", "time/ metrics are always there"),
+        "enable_perf_v2": Field(False, "no effect", "time/ metrics are always there"),
+        "custom_export_fn_path": Field(None, "refused", "time/ metrics go to every logger"),
+        "custom_export_fn_path_v2": Field(None, "refused", "time/ metrics go to every logger"),
+        "enable_trace_writer": Field(True),
+        "trace_dir": Field(None, "other", "None = the run folder; trace.json opens in Perfetto"),
+    },
+}
+"""Configuration class -> Tunix's field -> what became of it."""
+
+_INTRO = """# From Tunix
+
+Names, defaults and error messages of Tunix's configuration are kept where whet has the thing. Below is every field.
+
+- *same*: name, default and meaning.
+- *other*: the default or the meaning differs, as the note says.
+- *no effect*: accepted, because whet does without.
+- *refused*: anything but the default raises ConfigError with the reason.
+
+Configurations are frozen: `dataclasses.replace(config, beta=0.0)` makes another. A wrong keyword or type is an error
+when the object is made, with the nearest name. `GrpoConfig` and `GrpoLearner` are the same as `GRPOConfig` and
+`GRPOLearner`. Sizes of batches count prompts; a *step* is one rollout, wherever a step is counted.
+"""
+
+
+def page() -> str:
+    """The text of docs/from-tunix.md."""
+    parts = [_INTRO]
+    for cls, fields in TUNIX_FIELDS.items():
+        theirs = {name for known in TUNIX_FIELDS.values() for name in known}
+        own = [f.name for f in dataclasses.fields(cls) if f.name in vars(cls)["__annotations__"]]
+        ours = [name for name in own if name not in theirs]
+        rows = [
+            f"| `{name}` | `{field.default!r}` | {field.state} | {field.note} |"
+            if field.default != REQUIRED
+            else f"| `{name}` | {REQUIRED} | {field.state} | {field.note} |"
+            for name, field in fields.items()
+        ]
+        parts.append(f"## {cls.__name__}\n\n| field | default in Tunix | here | note |\n|---|---|---|---|")
+        parts[-1] += "\n" + "\n".join(rows) + "\n"
+        if ours:
+            parts.append(f"whet's own: {', '.join(f'`{n}`' for n in ours)}.\n")
+    parts.append("Written by `python -m whet.tunix.fields`; a test keeps it current.\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
