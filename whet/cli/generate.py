@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from whet.config.generate import GenerateConfig, SampledConfig, check_model
 from whet.data.prompts import find_prompt_column
+from whet.data.reading import each
 from whet.data.sources import load_rows
 from whet.errors import ConfigError, DataError
 from whet.observe.files import temporary
@@ -114,7 +115,7 @@ def visible(text: str) -> str:
 def _inputs(config: GenerateConfig) -> list[Any]:
     """The prompts as they were given: texts, or lists of messages."""
     if config.prompts is not None:
-        rows = load_rows(config.prompts, split=config.split, limit=config.limit)
+        rows = each(load_rows(config.prompts, split=config.split, limit=config.limit), config.prompts)
         return [row[find_prompt_column(row, config.prompt_column)] for row in rows]
     if not config.prompt:
         raise ConfigError('no prompt; write prompt="..." or prompts=<json, jsonl, csv, parquet or arrow file>')

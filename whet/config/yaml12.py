@@ -113,7 +113,12 @@ class _Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
+    """Quotes what YAML 1.1 or 1.2 would read as something else, and escapes every end of a line but the usual one."""
+
+    def text(self, value: str) -> Any:
+        """A string's node."""
+        style = '"' if any(end in value for end in "\r\x85\u2028\u2029") else None
+        return self.represent_scalar(f"{_TAG}str", value, style)
 
 
 _REPLACED = {_TAG + name for name in (*_SCALARS, "timestamp", "value")}
@@ -127,6 +132,7 @@ _Loader.yaml_constructors = {
     _TAG + "merge": yaml.SafeLoader.construct_yaml_str,
     None: _Loader.unknown,
 }
+Dumper.add_representer(str, Dumper.text)
 for _kind, (_pattern, _first) in _SCALARS.items():
     _Loader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
     Dumper.add_implicit_resolver(_TAG + _kind, _pattern, _first)

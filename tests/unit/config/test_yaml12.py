@@ -1,6 +1,6 @@
 import pytest
 
-from whet.config import load_run, read_yaml
+from whet.config import RolloutConfig, check, dump, load_run, read_yaml
 from whet.config.yaml12 import parse
 from whet.errors import ConfigError
 
@@ -88,3 +88,13 @@ def test_a_word_names_its_key_and_no_line():
 @pytest.mark.parametrize(("text", "value"), [("=", "="), ("[=, <<]", ["=", "<<"]), ("!!str 5", "5"), ("~", None)])
 def test_signs_that_yaml_has_other_plans_for_are_texts(text, value):
     assert parse(text, "k") == value
+
+
+def test_texts_of_every_kind_come_back_from_a_file(tmp_path):
+    odd = [
+        *("= << ~ null no 0o7 0x1f 1_000 1e3 .inf 12:30 2001-01-01 # % --- ... '\"\\ \U0001f600 - ?".split()),
+        *(" a", "a ", "a: b", "- a", "\t", "\n", "a\r\nb\n\n", "\r", "\x07", "a\x85b", "\u2028", "a\u2029", "\ufeff"),
+    ]
+    made = RolloutConfig(stop=odd, generation_kwargs={text: text for text in odd})
+    (tmp_path / "run.yaml").write_text(dump(made), encoding="utf-8")
+    assert check(RolloutConfig, read_yaml(tmp_path / "run.yaml")) == made
