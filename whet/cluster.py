@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
 from whet.data.packing import MicroBatch
+from whet.data.padded import padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
@@ -40,7 +41,6 @@ from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics, ModelWorker
 from whet.tunix.inference_worker import InferenceWorker
 from whet.tunix.metrics_buffer import MetricsBuffer
-from whet.tunix.padded import padded_batch, unpacked
 from whet.types import Group, Message, Prompt, RolloutOutput, TokenBatch
 from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory

@@ -23,6 +23,7 @@ from transformers import BloomConfig, BloomForCausalLM
 
 import whet
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig, RoleConfig, RolloutConfig
+from whet.data.padded import completion_mask, padded_batch, prompt_mask
 from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.ops import group_relative
@@ -32,7 +33,6 @@ from whet.rollout.mock import MockEngine
 from whet.rollout.rest import Rest
 from whet.rollout.simple import QueueEngine
 from whet.tunix.metrics_buffer import MetricsBuffer
-from whet.tunix.padded import completion_mask, padded_batch, prompt_mask
 from whet.types import TokenBatch, TrainExample
 
 PROMPTS = ["1+1=", "what?", "a", "1+1="]

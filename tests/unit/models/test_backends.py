@@ -26,7 +26,8 @@ def test_a_cpu_names_the_compiler_or_who_serves_in_the_kernels_place():
     assert training_backends(load_model(tiny_model())) == {"attention": native, "layers": native}
     assert training_backends(load_model(tiny_model(), attention="plain"))["attention"] == "plain"
     wide = load_model(tiny_model().double())
-    assert training_backends(wide) == {"attention": "torch (there are none for float64 on cpu)", "layers": "the module's"}
+    why = "torch (there are none for float64 on cpu)"
+    assert training_backends(wide) == {"attention": why, "layers": "the module's"}
 
 
 def test_the_reason_is_said_where_there_are_no_kernels(monkeypatch):
