@@ -22,7 +22,8 @@ from whet.parallel.checkpoint import (
     write_folder,
     write_state,
 )
-from whet.parallel.run_state import FORMAT, read_run_state
+from whet.parallel.formats import RUN_FORMAT
+from whet.parallel.run_state import read_run_state
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 
@@ -110,7 +111,7 @@ class Checkpoints:
                 trainer.worker.save(folder / role.value)
                 tokenizer.save_pretrained(folder / role.value)
             updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
-            write_state({"format": FORMAT, **state, "updates": updates}, folder / "run.pt")
+            write_state({"format": RUN_FORMAT, **state, "updates": updates}, folder / "run.pt")
 
         return publish(self.root, step, write, run=self.run, keep=keep)
 

@@ -28,6 +28,7 @@ from whet.models.forward import token_stats
 from whet.models.load import LoadedModel, save_model
 from whet.ops import Support, aggregate, segment_count, segment_mean
 from whet.parallel import load_state, read_state, save_state, write_state
+from whet.parallel.formats import STATE_FORMAT, check_format
 from whet.train.optim import Optim
 from whet.types import LossInputs, TokenBatch, TokenStats
 
@@ -268,14 +269,16 @@ class ModelWorker:
         masters = None if self.optim is None else self.optim.masters_by_name()
         save_state(self.module, folder / "model.safetensors", masters)
         self.module.config.save_pretrained(folder)  # pyright: ignore
-        state: dict[str, Any] = {"version": self.version}
+        state: dict[str, Any] = {"format": STATE_FORMAT, "version": self.version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
         write_state(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
-        state = read_state(folder / "state.pt", needs=("version",) if self.optim is None else ("version", "optim"))
+        path = folder / "state.pt"
+        state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
+        check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
         masters = None if self.optim is None else self.optim.masters_by_name()
         load_state(self.module, folder / "model.safetensors", masters)
         if self.optim is not None:

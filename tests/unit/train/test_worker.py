@@ -318,6 +318,23 @@ def test_a_saved_worker_goes_on_bit_for_bit_in_another_process_of_the_model(tmp_
     assert (head.weight is embedding.weight) == tied
 
 
+def test_the_state_of_a_later_release_is_refused_and_nothing_is_changed(tmp_path):
+    worker = make(tiny_model(), optim=OptimConfig(lr=1e-2))
+    worker.save(tmp_path)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["format"] == 2
+    torch.save({**state, "format": 3}, tmp_path / "state.pt")
+    other = make(tiny_model(1), optim=OptimConfig(lr=1e-2))
+    before = weights_of(other.module)
+    with pytest.raises(CheckpointError, match=r"state\.pt has format 3, .*formats 1 to 2; .*from its weights: actor\.mod"):
+        other.load(tmp_path)
+    assert same(weights_of(other.module), before)
+    del state["format"]  # as earlier versions wrote it
+    torch.save(state, tmp_path / "state.pt")
+    other.load(tmp_path)
+    assert same(weights_of(other.module), weights_of(worker.module))
+
+
 def test_the_state_of_another_model_is_refused_and_nothing_is_changed(tmp_path):
     make(tiny_model(num_hidden_layers=1)).save(tmp_path)
     worker = make()
