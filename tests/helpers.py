@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -9,6 +11,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from whet.cluster import RLCluster
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
 from whet.data.tokenizer import byte_tokenizer
+from whet.ops import Objective, clipped_surrogate, reference_kl, truncated_importance
 from whet.types import Completion, Group, Prompt, TokenBatch
 
 VOCABULARY = 264
@@ -63,6 +66,19 @@ def completion(tokens, generation=0, *, version=0, prefix=None, finish="stop", l
         generation=generation,
         prefix=None if prefix is None else np.array(prefix, np.int32),
     )
+
+
+def grpo_objective(
+    x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl_clamp=None, sampler_is_threshold=None
+):
+    """GRPO's objective, composed by hand."""
+    weight = functools.partial(truncated_importance, sampler_is_threshold=sampler_is_threshold)
+    return Objective(
+        surrogate=surrogate,
+        factors=() if sampler_is_threshold is None else (weight,),
+        kl=functools.partial(reference_kl, kl_loss_mode=kl_mode, kl_clamp_value=kl_clamp),
+        beta=beta,
+    )(x)
 
 
 def random_batch(*shapes, seed=0, masked=False):

@@ -28,7 +28,15 @@ if TYPE_CHECKING:
         RunConfig,
         TrainingConfig,
     )
-    from whet.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError, WhetError
+    from whet.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        EngineError,
+        RewardError,
+        TrainingError,
+        WhetError,
+    )
     from whet.learners.base import RLLearner
     from whet.learners.grpo import GRPOLearner, GrpoLearner
     from whet.observe.buffer import MetricsBuffer
@@ -73,6 +81,7 @@ __all__ = [
     "TokenBatch",
     "TrainExample",
     "TrainingConfig",
+    "TrainingError",
     "WhetError",
     "__version__",
 ]
@@ -98,7 +107,15 @@ _MODULES = {
         "RunConfig",
         "TrainingConfig",
     ),
-    "whet.errors": ("CheckpointError", "ConfigError", "DataError", "EngineError", "RewardError", "WhetError"),
+    "whet.errors": (
+        "CheckpointError",
+        "ConfigError",
+        "DataError",
+        "EngineError",
+        "RewardError",
+        "TrainingError",
+        "WhetError",
+    ),
     "whet.learners.base": ("RLLearner",),
     "whet.learners.grpo": ("GRPOLearner", "GrpoLearner"),
     "whet.observe.buffer": ("MetricsBuffer",),

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from whet.config import Role
+from whet.errors import CheckpointError, ConfigError
+from whet.observe.lock import FolderLock
 from whet.parallel.checkpoint import (
-    checkpoints,
     discard,
     find_checkpoint,
+    open_root,
     publish,
-    read_state,
+    run_of,
     saved,
-    sweep,
+    step_of,
     verify,
     write_folder,
+    write_state,
 )
+from whet.parallel.run_state import FORMAT, read_run_state
 from whet.role_trainer import RoleTrainer
 from whet.worker import ModelWorker
 
@@ -30,11 +33,31 @@ class Checkpoints:
     """Saves and restores the trained roles.
 
     Args: root: where the folders lie; None = none are written. trainers: the roles that are trained.
+    Raises: ConfigError: root is empty.
     """
 
     def __init__(self, root: str | Path | None, trainers: Mapping[Role, RoleTrainer]) -> None:
+        if root is not None and not str(root).strip():
+            raise ConfigError("the folder of checkpoints has an empty name; give trainer.checkpoint_root_directory one")
         self.root = None if root is None else Path(root).absolute()
         self.trainers = trainers
+        self.run: str | None = secrets.token_hex(8)
+        """Who writes here, so that no run removes another's; None = a run that an earlier version has begun."""
+        self._lock: FolderLock | None = None
+
+    def open(self) -> None:
+        """Makes the folder, tries it, takes it for this process alone, and clears what a kill has left half written.
+
+        Raises: CheckpointError: it can't be written. ConfigError: another process uses it.
+        """
+        if self.root is not None and self._lock is None:
+            self._lock = open_root(self.root)
+
+    def close(self) -> None:
+        """Lets others write there."""
+        if self._lock is not None:
+            self._lock.release()
+        self._lock = None
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `resume` names: see parallel.find_checkpoint."""
@@ -44,16 +67,31 @@ class Checkpoints:
         """Whether a run has saved any here."""
         return self.root is not None and bool(saved(self.root))
 
-    def sweep(self) -> None:
-        """Removes what a kill left half written. Only where the run folder is locked: another may be writing it."""
-        if self.root is not None:
-            sweep(self.root)
+    def _is_own(self, folder: Path) -> bool:
+        """Whether a checkpoint lies among those that this run goes on with, under a step's name."""
+        if self.root is None or step_of(folder) is None:
+            return False
+        return folder.absolute().parent.resolve() == self.root.resolve()
 
     def discard(self, *, after: int) -> None:
-        """Removes the checkpoints of steps that a run resumed before them will take anew."""
-        for folder in [] if self.root is None else checkpoints(self.root):
-            if int(folder.name.removeprefix("step-")) > after:
+        """Removes the checkpoints of steps that a run resumed before them will take anew.
+
+        Raises: CheckpointError: one of them is another run's, and none is removed; or one can't be removed.
+        """
+        late = [p for p in ([] if self.root is None else saved(self.root)) if (step_of(p) or 0) > after]
+        for folder in late:
+            if run_of(folder) != self.run:
+                raise CheckpointError(
+                    f"{folder} is of a later step, and of another run than the checkpoint that is taken up; move it "
+                    "to another folder first"
+                )
+        for folder in late:
+            try:
                 discard(folder)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{folder}, of a later step, can't be removed: {error}; set the rights of its folder"
+                ) from error
 
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
         """Writes the checkpoint of a step.
@@ -61,6 +99,7 @@ class Checkpoints:
         Args: state: the run's own, plain containers and tensors. tokenizer: beside the weights, so that transformers
             loads them. keep: folders to keep; None = all.
         Returns: the folder; None where there is no root.
+        Raises: CheckpointError: it could not be written, or the folder of that step is another run's.
         """
         if self.root is None:
             return None
@@ -71,9 +110,9 @@ class Checkpoints:
                 trainer.worker.save(folder / role.value)
                 tokenizer.save_pretrained(folder / role.value)
             updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
-            torch.save({**state, "updates": updates}, folder / "run.pt")
+            write_state({"format": FORMAT, **state, "updates": updates}, folder / "run.pt")
 
-        return publish(self.root, step, write, keep=keep)
+        return publish(self.root, step, write, run=self.run, keep=keep)
 
     @staticmethod
     def export(folder: Path, step: int, worker: ModelWorker, tokenizer: Any) -> None:
@@ -89,20 +128,40 @@ class Checkpoints:
         write_folder(folder, write)
 
     def load(self, folder: Path) -> None:
-        """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit."""
+        """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit.
+
+        Where the checkpoint lies among this run's own, the run goes on as the one that has written it.
+        """
         updates = self.state(folder)["updates"]
+        counts = [updates.get(role.value) if isinstance(updates, dict) else None for role in self.trainers]
+        if not all(type(n) is int and n >= 0 for n in counts):
+            raise CheckpointError(
+                f"{folder / 'run.pt'} is not what this version saves: its updates are {updates!r:.80}; resume from "
+                "another"
+            )
         for role, trainer in self.trainers.items():
             trainer.worker.load(folder / role.value)
             trainer.train_steps = updates[role.value]
+        if self._is_own(folder):
+            self.run = run_of(folder)
 
-    @staticmethod
-    def verify(folder: Path) -> None:
-        """Compares a checkpoint with its checksums. Raises CheckpointError where a file has changed."""
-        verify(folder)
+    def verify(self, folder: Path) -> None:
+        """Checks a checkpoint before it is taken up.
+
+        Raises: CheckpointError: a file is missing or has changed, or it lies elsewhere and other checkpoints here.
+        """
+        if self.exist() and not self._is_own(folder):
+            raise CheckpointError(
+                f"{folder} is not among the checkpoints in {self.root}, which are another run's; give another "
+                "trainer.checkpoint_root_directory or trainer.run_dir, or trainer.resume=latest to go on with those"
+            )
+        files = ("model.safetensors", "config.json", "optimizer.safetensors", "state.pt")
+        verify(folder, ["run.pt", *(f"{role.value}/{name}" for role in self.trainers for name in files)])
 
     @staticmethod
     def state(folder: Path) -> dict[str, Any]:
-        """The run's own state in a checkpoint. Raises CheckpointError where it is not what `save` wrote."""
-        return read_state(
-            folder / "run.pt", needs=("cluster", "random", "settings", "step", "stream", "tokens", "updates")
-        )
+        """The run's own state in a checkpoint.
+
+        Raises: CheckpointError: it is not what `save` wrote, or of another step than its folder.
+        """
+        return read_run_state(folder / "run.pt")

@@ -9,8 +9,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
+
+from whet.streams import bury, open_descriptors, unfailing, unread
 
 __all__ = ["main"]
 
@@ -41,43 +43,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb.
 
     Args: argv: the words after the program's name; None = the process's own.
-    Returns: the exit status: 0, 2 for an error that whet explains, 130 for Ctrl-C.
+    Returns: the exit status: 0, 2 for an error that whet explains, 130 for Ctrl-C and a run
+        that a signal has stopped.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    _open_streams()
+    open_descriptors()
     verb = words.pop(0) if words else "--help"
-    try:
-        if verb in ("-h", "--help", "help"):
-            _print(_help())
-        elif verb in ("version", "--version", "-V"):
-            from whet._version import __version__
-
-            _print(f"whet {__version__}")
-        elif verb not in VERBS:
-            from whet.errors import lookup_error
-
-            raise lookup_error("verb", verb, VERBS)
-        elif any(w in ("-h", "--help") for w in words):
-            _print(_verb_help(verb))
-        else:
-            _run(verb, words)
-        sys.stdout.flush()
-    except KeyboardInterrupt as stop:
-        _say(f"\n{stop}" if str(stop) else "\nstopped")
-        return 130
-    except BrokenPipeError:  # the reader of a pipe has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        from whet.errors import ConfigError, WhetError
-
-        if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
-            raise
-        text = str(error).replace("\n", "\n  ")
-        who = f"whet {verb}" if verb in VERBS else "whet"
-        _say(f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}", every_rank=not isinstance(error, ConfigError))
-        return 2
+    with unfailing("stderr"):
+        try:
+            _dispatch(verb, words)
+        except KeyboardInterrupt as stop:
+            _say(f"\n{stop}" if str(stop) else "\nstopped")
+            return 130
+        except Exception as error:
+            if isinstance(error, BrokenPipeError) and unread(sys.stdout):
+                return 0  # the reader of a pipe has seen enough
+            if not _explained(verb, error):
+                raise
+            return 2
+        finally:
+            bury(sys.stdout)
     return 0
+
+
+def _dispatch(verb: str, words: list[str]) -> None:
+    if verb in ("-h", "--help", "help"):
+        _print(_help())
+    elif verb in ("version", "--version", "-V"):
+        from whet._version import __version__
+
+        _print(f"whet {__version__}")
+    elif verb not in VERBS:
+        from whet.errors import lookup_error
+
+        raise lookup_error("verb", verb, VERBS)
+    elif any(w in ("-h", "--help") for w in words):
+        _print(_verb_help(verb))
+    else:
+        _run(verb, words)
+
+
+def _explained(verb: str, error: Exception) -> bool:
+    """Says an error of whet in one message; False for any other, which is a bug."""
+    from whet.errors import ConfigError, WhetError
+
+    if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
+        return False
+    text = str(error).replace("\n", "\n  ")
+    who = f"whet {verb}" if verb in VERBS else "whet"
+    _say(f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}", every_rank=not isinstance(error, ConfigError))
+    return True
 
 
 def _run(verb: str, words: list[str]) -> None:
@@ -94,7 +109,13 @@ def _run(verb: str, words: list[str]) -> None:
     _check(verb, config)
     from whet.observe.progress import setup_logging
 
-    setup_logging()
+    trains = verb in ("demo", "grpo")
+    with unfailing("stdout") if trains else nullcontext():  # a run goes on, whoever reads what it says
+        setup_logging()
+        _work(verb, words, config)
+
+
+def _work(verb: str, words: list[str], config: Any) -> None:
     if verb == "generate":
         from whet.generate import generate
 
@@ -200,16 +221,19 @@ def _verb_help(verb: str) -> str:
     )
 
 
-def _open_streams() -> None:
-    """Gives output streams that the caller has closed (`>&-`) a place to write to."""
-    for name in ("stdout", "stderr"):
-        if vars(sys)[name] is None:
-            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115  (for as long as the process lives)
-
-
 def _print(text: str, end: str = "\n") -> None:
-    if os.environ.get("RANK", "0") == "0":
+    """Writes what was asked for to stdout."""
+    if os.environ.get("RANK", "0") != "0":
+        return
+    try:
         sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        from whet.errors import ConfigError
+
+        raise ConfigError(f"standard output can't be written: {error}; make room, or send it elsewhere") from error
 
 
 def _say(text: str, every_rank: bool = False) -> None:

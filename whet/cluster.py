@@ -23,6 +23,7 @@ from whet.data.packing import MicroBatch
 from whet.data.padded import padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from whet.device import empty_cache
 from whet.errors import ConfigError
 from whet.heap import trim_heap
 from whet.inference_worker import InferenceWorker
@@ -39,6 +40,7 @@ from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import complete, describe_engine, grammars_of, make_engine, sampling_of
 from whet.rollout.constraint import Masks
 from whet.rollout.lengths import Lengths
+from whet.rollout.rest import Rest
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt, RolloutOutput, TokenBatch
 from whet.worker import Metrics, ModelWorker
@@ -112,14 +114,14 @@ class RLCluster:
         )
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         self._trainers = {
-            role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate)
+            role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
             for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value))
             if role in self._workers
         }
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers)
         self.global_steps = 0
         self._calls = self._next_id = 0
-        self._resting = False
+        self._rest = Rest(self._engine, self.actor.device)
         self._lengths = Lengths()
         self._buffers: dict[tuple[int, str], MetricsBuffer] = {}
         self._external_logger: Callable[[MetricsBuffer], None] | None = None
@@ -154,6 +156,7 @@ class RLCluster:
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
         )
+        empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
 
     def _worker_class(self, device: torch.device) -> type[ModelWorker]:
         """What works a model on a device, after offload_to_cpu."""
@@ -268,8 +271,7 @@ class RLCluster:
             instead of the mode's and the run's. at_once: prompts given to the engine at once; no draw depends on it.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
-        if self._resting:  # asked between two updates: it draws from the weights as they are now
-            self._update_engine()
+        self._rest.pause(self.actor.version)
         domain = mode.value if isinstance(mode, Mode) else mode
         own = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
         config = self.get_rollout_config(own)
@@ -419,25 +421,20 @@ class RLCluster:
         return metrics
 
     def rest_engine(self) -> None:
-        """Frees what an engine on the CPU holds, until it samples again: what it cached is of weights that change."""
-        caps = self._engine.caps
-        if not self._resting and caps.sleep and caps.shared_weights and self.actor.device.type == "cpu":
-            self._resting = True
-            self._engine.sleep()
-            trim_heap()
+        """Frees what an engine holds beside the weights, until it samples again: an update needs none of it."""
+        if self._rest.begin():
+            self._give_back()
+
+    def _give_back(self) -> None:
+        trim_heap()  # freed memory leaves the process: the next phase takes its own elsewhere
+        empty_cache(self.actor.device)
 
     def sync_weights(self) -> None:
         """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
         self.actor.version += 1
-        trim_heap()  # what the update held: a rollout takes its memory elsewhere
+        self._give_back()
         with self.trace.span("weight_sync"):
-            self._update_engine()
-
-    def _update_engine(self) -> None:
-        self._resting, shared = False, self._engine.caps.shared_weights
-        if self._engine.caps.sleep and shared:
-            self._engine.wake()
-        self._engine.update(self.actor.version, None if shared else self.actor.named_weights())
+            self._rest.end(self.actor.version, self.actor.named_weights)
 
     # ---- metrics -------------------------------------------------------------------------------------------------
 
@@ -476,7 +473,7 @@ class RLCluster:
         """Takes `state` back after the workers were loaded; the engine gets their weights."""
         self._next_id, self._calls, self.global_steps = state["next_id"], state["calls"], step
         self._lengths.restore(state.get("lengths", {}))  # those of earlier versions have none
-        self._update_engine()
+        self._rest.end(self.actor.version, self.actor.named_weights)
 
     def describe(self) -> dict[str, Any]:
         """What was chosen for this machine: compute dtypes, the paths of training and those of the engine."""

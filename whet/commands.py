@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import logging
 import os
 import shutil
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.run import Run
 from whet.models.precision import probe_threads
 from whet.observe.environment import noted_environment
+from whet.observe.files import finite, to_json, write_atomic
 from whet.observe.plots import plot_curves
 from whet.parallel.comm import require_single_process
 from whet.refs import is_ref, resolve_ref
@@ -55,24 +57,31 @@ def grpo(config: RunConfig) -> dict[str, Any]:
     check_complete(config)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
+    named = config.trainer.run_dir is not None
     config = _with_run_dir(config)
     folder = Path(config.trainer.run_dir or "").absolute()
     log.info("run folder: %s", folder)
-    _settle_threads(config)
-    config = _with_model(config, folder)
-    learner, train_ds, eval_ds = build(config)
+    try:
+        _settle_threads(config)
+        config = _with_model(config, folder)
+        learner, train_ds, eval_ds = build(config)
+    except BaseException:
+        if not named:
+            with suppress(OSError):
+                folder.rmdir()  # nothing was written, only the name taken
+        raise
     try:
         run = learner.train(train_ds, eval_ds)
     finally:
         learner.cluster.close()
     summary = summarise(run, config, time.monotonic() - started)
     try:
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+        write_atomic(folder / "summary.json", (to_json(summary, indent=1) + "\n").encode("utf-8", "replace"))
         plot_curves(run.rows, folder / "curves.png")
     except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
         log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
     log.info("%d steps in %.0f s; final model: %s", run.step, summary["train_seconds"], folder / "final")
-    if "eval_reward_before" in summary:
+    if None not in (summary.get("eval_reward_before"), summary.get("eval_reward_after")):
         log.info("evaluation reward: %.3f -> %.3f", summary["eval_reward_before"], summary["eval_reward_after"])
     return summary
 
@@ -143,6 +152,8 @@ def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
 def data(config: RunConfig) -> tuple[Any, Any]:
     """Training and evaluation rows of a configuration; the latter None where none are asked for."""
     c = config.data
+    if c.streaming and c.shuffle:
+        log.warning("data.shuffle has no effect on a stream, which keeps its own order; data.shuffle=false says so")
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
     if c.eval_path is not None:
         return rows, load_rows(c.eval_path, split=c.eval_split, subset=c.subset)
@@ -163,10 +174,19 @@ def _settle_threads(config: RunConfig) -> None:
 
 
 def _with_run_dir(config: RunConfig) -> RunConfig:
-    """A run folder where none was given: runs/<date>-<time>."""
+    """A run folder where none was given: runs/<date>-<time>, this run's alone; -2 and so on where that is taken."""
     if config.trainer.run_dir is not None:
         return config
-    folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    wanted = folder = Path("runs") / time.strftime("%Y%m%d-%H%M%S")
+    try:
+        wanted.parent.mkdir(exist_ok=True)
+        for n in itertools.count(2):
+            with suppress(FileExistsError):  # by a run that began in the same second
+                folder.mkdir()
+                break
+            folder = wanted.with_name(f"{wanted.name}-{n}")
+    except OSError as error:
+        raise ConfigError(f"{folder} can't be made: {error}; give another trainer.run_dir") from error
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(folder)))
 
 
@@ -188,15 +208,15 @@ def summarise(run: Run, config: RunConfig, seconds: float) -> dict[str, Any]:
         "steps": run.step,
         "seed": config.trainer.seed,
         "train_seconds": round(seconds, 1),
-        "reward_first": train[0]["reward"] if train else None,
-        "reward_last": train[-1]["reward"] if train else None,
+        "reward_first": finite(train[0].get("reward")) if train else None,
+        "reward_last": finite(train[-1].get("reward")) if train else None,
         "run_dir": str(config.trainer.run_dir),
     }
     if evals:
         found |= {
-            "eval_reward_before": evals[0]["reward"],
-            "eval_reward_after": evals[-1]["reward"],
-            "eval_prompts": int(evals[-1]["prompts/count"]),
+            "eval_reward_before": finite(evals[0].get("reward")),
+            "eval_reward_after": finite(evals[-1].get("reward")),
+            "eval_prompts": int(finite(evals[-1].get("prompts/count")) or 0),
         }
         if "accuracy" in evals[0] and "accuracy" in evals[-1]:
             found |= {"accuracy_before": evals[0]["accuracy"], "accuracy_after": evals[-1]["accuracy"]}

@@ -5,6 +5,7 @@ WhetError
 ├── DataError        (ValueError)    what the user brought: rows, columns, prompts, tensors of the wrong shape
 ├── RewardError      (RuntimeError)  what a reward function returned, raised or never returned
 ├── EngineError      (RuntimeError)  generation: a request that can't fit, an engine that failed
+├── TrainingError    (RuntimeError)  a run whose numbers went wrong: gradients that are not finite
 └── CheckpointError  (RuntimeError)  saving, loading, resuming
 
 A message says the value, the rule and the fix.
@@ -21,9 +22,11 @@ __all__ = [
     "DataError",
     "EngineError",
     "RewardError",
+    "TrainingError",
     "WhetError",
     "lookup_error",
     "nearest",
+    "shown",
 ]
 
 
@@ -45,6 +48,10 @@ class RewardError(WhetError, RuntimeError):
 
 class EngineError(WhetError, RuntimeError):
     """Generation failed or a request could never be served."""
+
+
+class TrainingError(WhetError, RuntimeError):
+    """A run went wrong in its numbers, not in what was asked for: it diverged."""
 
 
 class CheckpointError(WhetError, RuntimeError):
@@ -75,3 +82,18 @@ def lookup_error(kind: str, word: object, known: Iterable[str]) -> ConfigError:
     """
     known = sorted(known)
     return ConfigError(f"unknown {kind} {word!r}{nearest(str(word), known) or '.'} Known: {', '.join(known)}")
+
+
+def shown(value: object, most: int = 200) -> str:
+    """A value as messages show it: its repr, cut where it is long; its type where it has none.
+
+    Args: value: anything. most: characters that are kept.
+
+    >>> shown("a" * 9, most=5), shown(10**5000)
+    ("'aaaa...", '<int>')
+    """
+    try:
+        text = repr(value)
+    except Exception:  # of a number with thousands of digits, of what is nested deeply, of a class of the user's own
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= most else f"{text[:most]}..."

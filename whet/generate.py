@@ -16,6 +16,7 @@ from whet.config.generate import GenerateConfig, SampledConfig, check_model
 from whet.data.prompts import find_prompt_column
 from whet.data.sources import load_rows
 from whet.errors import ConfigError, DataError
+from whet.observe.files import temporary
 from whet.rollout.base import Sampling
 from whet.rollout.text import TextStream
 from whet.sampler import Sampler
@@ -53,9 +54,10 @@ def generate(config: GenerateConfig) -> int:
                 try:
                     show_group(group, sampler, alone=len(prompts) == config.num_generations == 1, file=file)
                 except OSError as error:
-                    if file is None:
+                    if file is None and isinstance(error, BrokenPipeError):
                         raise
-                    raise ConfigError(f"out={out} can't be written after {count} completions: {error}") from error
+                    place = "standard output" if file is None else f"out={out}"
+                    raise ConfigError(f"{place} can't be written after {count} completions: {error}") from error
                 count += len(group.completions)
                 tokens += sum(len(c.tokens) for c in group.completions)
     took = time.monotonic() - start
@@ -151,7 +153,7 @@ def _opened(path: Path, overwrite: bool) -> Iterator[TextIO]:
     """
     path = path.resolve()
     replaces, device = overwrite and path.is_file(), overwrite and path.exists() and not path.is_file()
-    place = path.with_name(f".{path.name}.tmp") if replaces else path
+    place = temporary(path) if replaces else path
     try:
         file = place.open("w" if device else "x", encoding="utf-8")
     except OSError as error:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from whet.errors import ConfigError, nearest
 
-__all__ = ["check_hub", "model_folder"]
+__all__ = ["check_hub", "hub_silence", "model_folder"]
 
 HELD = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
@@ -43,7 +43,8 @@ def model_folder(source: str | Path) -> str:
     for part in (folder / "final", folder / "actor"):
         if (part / "config.json").is_file():
             return str(part)
-    whole = [p for p in (*folder.glob("checkpoints/step-*"), *folder.glob("step-*")) if (p / "actor").is_dir()]
+    steps = (*folder.glob("checkpoints/step-*[0-9]"), *folder.glob("step-*[0-9]"))
+    whole = [p for p in steps if (p / "actor").is_dir()]
     run = (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists()
     what = "is a run that has not finished" if run else "holds checkpoints, and no model itself"
     if whole:
@@ -73,18 +74,29 @@ def check_hub(name: str) -> None:
     except HFValidationError as error:
         raise ConfigError(f"there is no folder {name!r}, and no hub name looks like that{near}") from error
     except Exception as error:  # the client lets through what its HTTP library raises
-        found = set(_names(error))
-        if found & UNREACHABLE:
-            why = "HF_HUB_OFFLINE is set" if "OfflineModeIsEnabled" in found else str(error).splitlines()[0]
+        if (why := hub_silence(error)) is not None:
             raise ConfigError(
                 f"there is no folder {name!r} here, and the hub can't be reached to look for that name ({why}); check "
                 f"the path or the network{near}"
             ) from error
+        found = set(_names(error))
         if "RepositoryNotFoundError" in found and "GatedRepoError" not in found:
             raise ConfigError(
                 f"there is no folder {name!r} here, and no model of that name on the hub that you may see; check the "
                 f"name, or log in: hf auth login{near}"
             ) from error
+
+
+def hub_silence(error: BaseException) -> str | None:
+    """Why nobody answered, if that is what an error of the hub's client says; None = somebody did, or who knows.
+
+    >>> hub_silence(ConnectionError("refused")), hub_silence(KeyError())
+    ('refused', None)
+    """
+    found = set(_names(error))
+    if "OfflineModeIsEnabled" in found:
+        return "HF_HUB_OFFLINE is set"
+    return (str(error) or type(error).__name__).splitlines()[0] if found & UNREACHABLE else None
 
 
 def _names(error: BaseException | None) -> Iterator[str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
-from whet.errors import ConfigError, lookup_error
+from whet.config import Role
+from whet.errors import TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights
 from whet.ops.weighting import Weighting
 from whet.types import TokenBatch, TrainExample
-from whet.worker import Loss, Metrics, ModelWorker
+from whet.worker import REDUCTIONS, Loss, Metrics, ModelWorker
 
-__all__ = ["DataHooks", "RoleTrainer", "TrainingHooks"]
+__all__ = ["DataHooks", "RoleTrainer", "TrainingHooks", "lower_rate"]
 
 log = logging.getLogger("whet")
 
@@ -62,7 +63,8 @@ class RoleTrainer:
     """Updates one model: loss, token weights, hooks, metrics.
 
     Args: worker: the model. loss: per token. loss_agg_mode, loss_agg_norm: how token losses become one number where a
-        batch comes without weights. accumulate: batches of `update_all` that make one optimizer step.
+        batch comes without weights. accumulate: batches of `update_all` that make one optimizer step. role: whose
+        model it is. The actor's metrics have their plain names, those of another role begin with its own: critic/loss.
     """
 
     def __init__(
@@ -73,17 +75,22 @@ class RoleTrainer:
         loss_agg_mode: str | Weighting = "token-mean",
         loss_agg_norm: float | None = None,
         accumulate: int = 1,
+        role: Role | str = Role.ACTOR,
     ) -> None:
         self.worker = worker
+        self.role = Role(role)
+        self.prefix = "" if self.role is Role.ACTOR else f"{self.role.value}/"
         self.loss = loss
         self.loss_agg_mode = loss_agg_mode
         self.loss_agg_norm = loss_agg_norm
+        self.loss_agg_units: Literal["trained", "all"] = "trained"
         self.accumulate = accumulate
         self.entropy = False
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
         self.train_steps = 0
-        self._skipped = 0
+        self.skipped = 0
+        """Updates in a row, up to now, whose gradient was not finite."""
         self._hooks = TrainingHooks()
         self._data_hooks = DataHooks()
         self._input_fn: Callable[[Any], Any] = lambda x: x
@@ -95,16 +102,23 @@ class RoleTrainer:
         *,
         loss_agg_mode: str | Weighting | None = None,
         loss_agg_norm: float | None = None,
+        loss_agg_units: Literal["trained", "all"] | None = None,
         entropy: bool | None = None,
     ) -> RoleTrainer:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`, or the first alone if not has_aux.
 
-        Args: loss_agg_mode, loss_agg_norm: with it, how token losses become one number. entropy: x.entropy is needed.
+        Args:
+            loss: of every token.
+            has_aux: it returns metrics too.
+            loss_agg_mode, loss_agg_norm: how token losses become one number.
+            loss_agg_units: which trajectories a mean over them counts: those with a trained token, or all.
+            entropy: the loss needs x.entropy.
         """
         self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
         if loss_agg_mode is not None or loss_agg_norm is not None:
             self.loss_agg_norm = loss_agg_norm
+        self.loss_agg_units = loss_agg_units or self.loss_agg_units
         self.entropy = self.entropy if entropy is None else entropy
         return self
 
@@ -116,8 +130,8 @@ class RoleTrainer:
     def with_rl_metrics_to_log(self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]]) -> RoleTrainer:
         """Sets what becomes of the loss's metrics; one that isn't named is logged as its mean.
 
-        Args: metrics: name -> "mean", "max", "min" or "weighted" (the sum under the token weights); several of them,
-            logged as name/how; or {label: how}.
+        Args: metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
+            "sequence_mean", ...); several of them, logged as name/how; or {label: how}.
         Raises: ConfigError: another word.
         """
         for name, how in metrics.items():
@@ -125,8 +139,8 @@ class RoleTrainer:
             if not isinstance(labels, Mapping):
                 labels = {f"{name}/{h}": h for h in labels}
             for h in labels.values():
-                if h not in ("mean", "max", "min", "weighted"):
-                    raise lookup_error(f"reduction of metric {name}", h, ("mean", "max", "min", "weighted"))
+                if h not in REDUCTIONS:
+                    raise lookup_error(f"reduction of metric {name}", h, REDUCTIONS)
             self.reductions[name] = dict(labels)
         return self
 
@@ -154,15 +168,18 @@ class RoleTrainer:
         """The batch with its token weights: made from all of it, once per optimizer step."""
         if batch.weights is not None:
             return batch
-        weights = token_weights(batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm)
+        units = float(len(batch.group_of)) if self.loss_agg_units == "all" else None
+        weights = token_weights(
+            batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm, num_units=units
+        )
         return batch.replace(weights=weights)
 
     def update(self, batch: TokenBatch) -> Metrics:
         """One optimizer step on one mini-batch.
 
         Args: batch: with `weights`, or they are made here from the whole of it.
-        Returns: the loss's metrics, grad_norm, learning_rate.
-        Raises: ConfigError: the tenth update in a row whose gradient is not finite.
+        Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
+        Raises: TrainingError: the tenth update in a row whose gradient is not finite.
         """
         self._hooks.on_train_step_start(self)
         metrics = self.worker.forward_backward(
@@ -170,22 +187,27 @@ class RoleTrainer:
         )
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
-            self._note_skipped()
+            self._note_skipped(metrics)
         else:
-            self.train_steps, self._skipped = self.train_steps + 1, 0
+            self.train_steps, self.skipped = self.train_steps + 1, 0
+        metrics = self._prefixed(metrics)
         self._hooks.on_train_step_end(self, self.train_steps, metrics)
         return metrics
 
-    def _note_skipped(self) -> None:
+    def _prefixed(self, metrics: Metrics) -> Metrics:
+        return {f"{self.prefix}{name}": metric for name, metric in metrics.items()}
+
+    def _note_skipped(self, metrics: Metrics) -> None:
         """Says that an update was skipped; ends a run in which all are."""
-        self._skipped += 1
-        number = self.train_steps + 1
-        log.warning("update %d skipped: its gradient is not finite; optim/skipped counts them", number)
-        if self._skipped == MOST_SKIPPED:
-            raise ConfigError(
-                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one update {number}; "
-                "resume from an earlier checkpoint with a lower optim.lr, and check the rewards and the loss for "
-                "huge values"
+        self.skipped += 1
+        which = f"the {self.role.value}'s update {self.train_steps + 1}"
+        numbers = f"loss {metrics['loss'].value:.6g}, learning rate {metrics['learning_rate'].value:.6g}"
+        counter = f"{self.prefix}optim/skipped"
+        log.warning("%s skipped: its gradient is not finite (%s); %s counts them", which, numbers, counter)
+        if self.skipped >= MOST_SKIPPED:
+            raise TrainingError(
+                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one {which} ({numbers}); "
+                f"{lower_rate(self.role)}. Check the rewards and the loss for huge values too"
             )
 
     def update_all(self, batches: Iterable[Any]) -> Metrics:
@@ -206,6 +228,7 @@ class RoleTrainer:
             self._hooks.on_eval_step_start(self)
             batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
             found = self.worker.evaluate(batch, self.loss, entropy=self.entropy, reductions=self.reductions)
+            found = self._prefixed(found)
             self._hooks.on_eval_step_end(self, found)
             metrics = merge(metrics, _per_update(found))
         return metrics
@@ -213,6 +236,20 @@ class RoleTrainer:
     def _batch(self, item: Any) -> TokenBatch:
         item = self._input_fn(item)
         return item if isinstance(item, TokenBatch) else TokenBatch.from_padded(item, version=self.worker.version)
+
+
+def lower_rate(role: Role = Role.ACTOR) -> str:
+    """How a run that went wrong is taken up again with a lower learning rate, for messages.
+
+    >>> lower_rate(Role.CRITIC)[:70]
+    'resume from an earlier checkpoint (trainer.resume=<its step-* folder>)'
+    """
+    name = role.value
+    return (
+        f"resume from an earlier checkpoint (trainer.resume=<its step-* folder>) with a lower {name}.optim.lr (from "
+        f"Python {name}_optimizer) and trainer.allow_config_change=true, without which a resume keeps to the "
+        "configuration that was saved"
+    )
 
 
 def _per_update(metrics: Metrics) -> Metrics:

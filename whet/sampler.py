@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import RolloutConfig
-from whet.config.base import Count, config
+from whet.config.base import config
+from whet.config.fields import Count
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error

@@ -26,16 +26,19 @@ from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import LoadedModel, save_model
 from whet.models.paths import training_paths
-from whet.ops import Support, aggregate
+from whet.ops import Support, aggregate, segment_count, segment_mean
 from whet.optim import Optim
-from whet.parallel import load_state, read_state, save_state
+from whet.parallel import load_state, read_state, save_state, write_state
 from whet.types import LossInputs, TokenBatch, TokenStats
 
-__all__ = ["Loss", "Metrics", "ModelWorker", "Reductions"]
+__all__ = ["REDUCTIONS", "Loss", "Metrics", "ModelWorker", "Reductions"]
 
 Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
+"""What becomes of a metric per token: over the tokens of the mask; the sum under the token weights, as the loss; the
+mean, largest and least of the means of sequences."""
 BF16_MULTIPLE = 32
 """Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
 megabytes of it."""
@@ -198,8 +201,8 @@ class ModelWorker:
         """Adds the gradient of (weights * loss).sum() over the whole batch.
 
         Args: batch: with `weights`, made once per optimizer step. loss: per token. entropy: give the loss the entropy.
-            reductions: what becomes of a loss's metric: name -> {label: how}, how "mean", "max", "min" over the mask or
-            "weighted", the sum under the token weights; its mean under its own name if not named.
+            reductions: what becomes of a loss's metric: name -> {label: how}, how one of REDUCTIONS; its mean under its
+            own name if not named.
         Returns: "loss" (the sum) and the loss's metrics over the tokens of the mask.
         """
         return self._run(batch, loss, entropy, reductions or {}, backward=True)
@@ -234,7 +237,7 @@ class ModelWorker:
             if backward:
                 with self._layers():  # checkpointed layers run again
                     total.backward()
-            named, found = _reduced(values, x.mask, weights, reductions)
+            named, found = _reduced(values, x.mask, weights, reductions, x.sequence)
             labels.append(named)
             numbers.append(torch.stack([total.detach().double(), *found]))
         read = torch.cat(numbers).tolist() if numbers else []
@@ -268,7 +271,7 @@ class ModelWorker:
         state: dict[str, Any] = {"version": self.version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
-        torch.save(state, folder / "state.pt")
+        write_state(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
@@ -323,7 +326,7 @@ def _loss_inputs(columns: Mapping[str, Tensor | None], micro: MicroBatch, stats:
 
 
 def _reduced(
-    values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions
+    values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions, sequence: Tensor
 ) -> tuple[list[tuple[str, str]], list[Tensor]]:
     """Per-token metrics over the mask, under the labels that `reductions` gives them, as numbers on the device.
 
@@ -334,7 +337,10 @@ def _reduced(
         value = value.detach().double()
         for label, how in reductions.get(name, {name: "mean"}).items():
             labels.append((label, how))
-            if how == "max":
+            if how.startswith("sequence_"):
+                found += _over_sequences(value, mask, sequence, how)
+                labels += [(label, "count")] if how == "sequence_mean" else []
+            elif how == "max":
                 found.append(torch.where(mask, value, -torch.inf).max())
             elif how == "min":
                 found.append(torch.where(mask, value, torch.inf).min())
@@ -342,6 +348,17 @@ def _reduced(
                 kept = torch.where(mask, value, 0.0)
                 found.append((weights * kept if how == "weighted" else kept).sum())
     return labels, found
+
+
+def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, how: str) -> list[Tensor]:
+    """The means of sequences over their trained tokens: their largest, their least, or their sum and their count."""
+    number = len(sequence)  # there are at most so many sequences: no count is read back from the device
+    means, there = segment_mean(value, mask, sequence, number), segment_count(mask, sequence, number) > 0
+    if how == "sequence_max":
+        return [torch.where(there, means, -torch.inf).max()]
+    if how == "sequence_min":
+        return [torch.where(there, means, torch.inf).min()]
+    return [torch.where(there, means, 0.0).sum(), there.sum().double()]
 
 
 def _metrics(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
@@ -352,10 +369,12 @@ def _metrics(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float])
         at += 2 + len(named)
         found: Metrics = {"loss": Sum(loss)}
         for (label, how), x in zip(named, numbers):
-            if how == "mean":
+            if how in ("mean", "sequence_mean"):
                 found[label] = Mean(x, count)
+            elif how == "count":
+                found[label] = Mean(found[label].sum, x)  # pyright: ignore[reportAttributeAccessIssue]
             elif how == "weighted":
                 found[label] = Sum(x)
             elif count:
-                found[label] = Max(x) if how == "max" else Min(x)
+                found[label] = Max(x) if how.endswith("max") else Min(x)
         yield found

@@ -1,7 +1,11 @@
 """Steps of fixed shape: what a CUDA graph would replay, run on a CPU."""
 
+import logging
+import threading
+
 import pytest
 import torch
+from cuda_standin import Machine
 from tiny import build, prompts, requests, run
 
 from whet.rollout.base import Sampling
@@ -119,3 +123,136 @@ def test_graphs_are_captured_at_the_second_step_and_forgotten_when_addresses_cha
     for i in range(CAPTURED + 1):
         graphs.step(i, 1, body)
     assert len(graphs._graphs) <= CAPTURED
+
+
+# ---- captures, replays and memory by the rules of torch.cuda's graphs: see cuda_standin.py
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine().install(monkeypatch)
+
+
+WORK = Sampling(max_tokens=45, stop_ids=STOPS)
+
+
+def small(seed=0):
+    return build(gain=3.0, seed=seed, num_hidden_layers=1)
+
+
+def on_gpu(model, index=1, **options):
+    """An engine whose steps are captured on a device that is not the current one."""
+    engine = EmbeddedEngine(model, max_batch=11, native=False, **options)
+    engine._runner.fix_shapes()
+    engine._runner.graphs = StepGraphs(torch.device("cuda", index))
+    return engine
+
+
+def plainly(model, work):
+    return run(EmbeddedEngine(model, max_batch=11, native=False), work)
+
+
+def test_graphs_come_and_go_with_their_memory_and_draw_what_eager_steps_draw(machine):
+    model, work = small(), requests(prompts((3, 70, 40, 9)), WORK, group=4)
+    engine, want = on_gpu(model), plainly(model, work)
+    for version in range(2):
+        same(run(engine, work), want)
+        assert machine.captured > 2 and machine.replayed > machine.captured
+        engine.update(version)  # all graphs go, and new ones come
+    done = machine.captured
+    same(run(engine, work), want)
+    assert machine.captured > done and machine.pools == 1
+    engine.sleep()
+    assert machine.destroyed == machine.captured and not machine.live and machine.pools == 0
+    assert machine.device == 0 and machine.stream is None
+
+
+def test_what_a_layout_keeps_of_a_captured_step_goes_when_the_engine_sleeps(machine):
+    engine = on_gpu(small())
+    run(engine, requests(prompts((3, 9)), WORK, group=4))
+    layout = engine._runner.layout
+    assert layout._own_bias and layout._write_at
+    engine.sleep()
+    assert not (layout._own_bias or layout._prompt_bias or layout._write_at or layout._bags)
+
+
+def test_two_engines_of_a_process_do_not_break_each_others_graphs(machine):
+    models = [small(seed) for seed in range(2)]
+    work = requests(prompts((3, 9)), Sampling(max_tokens=60), group=3)
+    engines, done = [on_gpu(m, 0) for m in models], [{}, {}]
+    for engine in engines:
+        engine.submit(work)
+    while len(done[0]) < len(work) or len(done[1]) < len(work):  # block by block, in turn
+        for engine, out in zip(engines, done):
+            out |= {o.id: o for o in engine.poll(timeout_s=0.0)}
+        if len(machine.live) == 2 and machine.replayed < 20:
+            engines[0].update(1)  # its graphs go while those of the other live on
+    assert machine.captured > 4 and machine.replayed > 40
+    for model, out in zip(models, done):
+        same(out, plainly(model, work))
+
+
+def test_a_capture_that_fails_leaves_eager_steps_and_says_so_once(machine, caplog):
+    model, work = small(), requests(prompts((3, 70, 9)), WORK, group=4)
+    engine = on_gpu(model)
+    machine.faults.append(RuntimeError("operation not permitted when stream is capturing\nmore"))
+    with caplog.at_level(logging.WARNING, "whet"):
+        for _ in range(2):
+            same(run(engine, work), plainly(model, work))
+    assert machine.captured == 0 and machine.stream is None  # not the capture's, which torch leaves behind
+    assert machine.pools == 0
+    assert caplog.text.count("are no longer captured") == 1
+    assert "RuntimeError: operation not permitted when stream is capturing (runner.py:" in caplog.text
+    assert engine.paths["steps"].startswith("eager (") and "not permitted" in engine.paths["steps"]
+
+
+def test_the_error_of_a_capture_is_its_own_and_not_one_that_was_being_handled(machine):
+    graphs = StepGraphs(torch.device("cuda", 0))
+    body = lambda: (torch.zeros(1) + 1,)
+    graphs.step("a", 0, body)
+    machine.faults.append(RuntimeError("bad operator"))
+    try:
+        raise KeyError("unrelated")
+    except KeyError:
+        assert graphs.step("a", 0, body)[0].tolist() == [1.0]
+    assert "RuntimeError: bad operator" in graphs.refusal
+
+
+def test_an_interrupt_in_a_capture_is_no_failure_of_it(machine):
+    model, work = small(), requests(prompts((3, 9)), Sampling(max_tokens=30), group=4)
+    engine = on_gpu(model)
+    machine.faults.append(KeyboardInterrupt())
+    engine.submit(work)
+    with pytest.raises(KeyboardInterrupt):
+        engine.poll()
+    assert machine.stream is None
+    out = {}
+    while found := engine.poll():
+        out |= {o.id: o for o in found}
+    same(out, plainly(model, work))
+    assert machine.captured > 0 and "graphs on cuda" in engine.paths["steps"]
+
+
+def test_captures_stand_memory_that_other_threads_ask_for(machine):
+    graphs = StepGraphs(torch.device("cuda", 0))
+
+    def body():
+        thread = threading.Thread(target=machine.allocate)
+        thread.start()
+        thread.join()
+        return (torch.ones(2) * 2,)
+
+    for _ in range(3):
+        assert graphs.step("a", 0, body)[0].tolist() == [2.0, 2.0]
+    assert (machine.captured, machine.replayed) == (1, 2)
+
+
+def test_work_is_done_with_the_models_device_as_the_current_one(machine):
+    model = small()
+    for engine in (on_gpu(model), EmbeddedEngine(model, fast=False)):
+        forward, seen = engine._runner.forward, []
+        forward.device = torch.device("cuda", 3)
+        features = forward.features
+        forward.features = lambda *a: (seen.append(machine.device), features(*a))[1]
+        run(engine, requests(prompts((3,)), Sampling(max_tokens=2)))
+        assert set(seen) == {3} and machine.device == 0

@@ -7,7 +7,8 @@ import torch
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import layouts
 from whet.rollout.engine.kv_cache import KVStore, bucket_length
-from whet.rollout.engine.layouts import JOINED, DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.layouts import JOINED, DecodeLayout
+from whet.rollout.engine.prefill import PrefillLayout, Run
 from whet.rollout.engine.scheduler import Scheduler, Task
 
 CASES = {

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import stat
 
 import numpy as np
@@ -359,6 +360,123 @@ def test_a_new_run_takes_neither_the_folder_nor_the_checkpoints_of_another(tmp_p
         learner(tmp_path / "a").train(rows(4))
     with pytest.raises(ConfigError, match="holds the checkpoints of a run"):
         learner(tmp_path / "b", checkpoint_root_directory=str(tmp_path / "c")).train(rows(4))
+
+
+def test_two_runs_never_share_a_folder_of_checkpoints(tmp_path):
+    shared, tried = str(tmp_path / "c"), []
+
+    def reward(completions, **_):
+        if not tried:
+            tried.append(True)
+            for resume in (None, "latest"):
+                with pytest.raises(ConfigError, match=r"c is in use by process .* trainer\.checkpoint_root_directory"):
+                    learner(tmp_path / "b", checkpoint_root_directory=shared, resume=resume).train(rows(4))
+        return length_reward(completions)
+
+    learner(tmp_path / "a", reward=reward, checkpoint_root_directory=shared).train(rows(4))
+    steps = [p.name for p in sorted((tmp_path / "c").iterdir())]
+    assert tried and steps == ["latest", "step-000001", "step-000002"]
+    learner(tmp_path / "d", max_steps=1).train(rows(4))
+    other = str(tmp_path / "d" / "checkpoints" / "step-000001")
+    with pytest.raises(CheckpointError, match=rf"{other} is not among the checkpoints in {shared}, which are another"):
+        learner(tmp_path / "e", checkpoint_root_directory=shared, resume=other).train(rows(4))
+    assert steps == [p.name for p in sorted((tmp_path / "c").iterdir())]
+
+
+def test_a_run_goes_on_under_its_own_name_and_leaves_later_steps_of_others(tmp_path):
+    learner(tmp_path / "a", max_steps=1).train(rows(8))
+    learner(tmp_path / "b", max_steps=2).train(rows(8))
+    ours, theirs = (tmp_path / name / "checkpoints" for name in "ab")
+    shutil.copytree(theirs / "step-000002", ours / "step-000002")
+    one = str(ours / "step-000001")
+    with pytest.raises(CheckpointError, match=r"step-000002 is of a later step, and of another run than"):
+        learner(tmp_path / "a", max_steps=2, resume=one).train(rows(8))
+    assert (ours / "step-000002" / "run.pt").is_file()
+    shutil.rmtree(ours / "step-000002")
+    learner(tmp_path / "a", max_steps=2, resume=one).train(rows(8))
+    assert checkpoint.run_of(ours / "step-000002") == checkpoint.run_of(ours / "step-000001") is not None
+    for step in (1, 2):  # as an earlier version has written them
+        (ours / f"step-{step:06d}" / "run.json").unlink()
+        (ours / f"step-{step:06d}" / "sums.json").unlink()
+    keep = CheckpointingOptions(save_interval_steps=1, max_to_keep=2)
+    learner(tmp_path / "a", max_steps=3, resume="latest", checkpointing_options=keep).train(rows(8))
+    assert sorted(p.name for p in ours.iterdir()) == ["latest", "step-000002", "step-000003"]
+
+
+# ---- what is not what it says --------------------------------------------------------------------------------------
+
+
+def test_checkpoints_that_cannot_be_written_are_found_before_the_first_step(tmp_path):
+    (tmp_path / "file").touch()
+    root = str(tmp_path / "file" / "c")
+
+    def never(completions, **_):
+        raise AssertionError("a step was taken")
+
+    with pytest.raises(CheckpointError, match=rf"checkpoints can't be written to {root}: .*set another trainer"):
+        learner(tmp_path / "run", reward=never, checkpoint_root_directory=root).train(rows(4))
+    assert not (tmp_path / "run" / ".lock").exists()
+
+
+@pytest.mark.parametrize("step", [0, -1, 10**18, True, "1", 2.0])
+def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_removed(tmp_path, step):
+    root = tmp_path / "checkpoints"
+    for n in (2, 3):
+        torch.save({"step": n}, _made(root / f"step-{n:06d}") / "run.pt")
+    folder = _made(root / "step-000001")
+    needs = ("cluster", "random", "settings", "stream", "tokens", "updates")
+    torch.save({**dict.fromkeys(needs), "step": step}, folder / "run.pt")
+    with pytest.raises(CheckpointError, match=r"says that it is of step .*, its folder is named step-000001"):
+        learner(tmp_path, resume=str(folder)).train(rows(8))
+    assert len(checkpoint.checkpoints(root)) == 3
+
+
+def _made(folder):
+    folder.mkdir(parents=True)
+    return folder
+
+
+def test_updates_that_are_none_are_refused(tmp_path):
+    made = learner(tmp_path / "run").cluster
+    folder = _made(tmp_path / "step-000001")
+    needs = ("cluster", "random", "settings", "stream", "tokens")
+    for updates in (None, {}, {"actor": "1"}, {"actor": -1}, [1]):
+        torch.save({**dict.fromkeys(needs), "step": 1, "updates": updates}, folder / "run.pt")
+        with pytest.raises(CheckpointError, match=r"run\.pt is not what this version saves: its updates are"):
+            made.checkpoints.load(folder)
+
+
+def test_a_folder_whose_files_have_gone_is_no_checkpoint_of_the_run_that_begins_anew(tmp_path, caplog):
+    learner(tmp_path, max_steps=1).train(rows(8))
+    one = tmp_path / "checkpoints" / "step-000001"
+    for name in ("run.pt", "sums.json"):
+        (one / name).unlink()
+    (tmp_path / "metrics.jsonl").unlink()
+    learner(tmp_path, max_steps=1, resume="latest").train(rows(8))
+    assert (one / "run.pt").is_file() and (one / "sums.json").is_file()
+    assert (tmp_path / "checkpoints" / "step-000001.broken" / "actor").is_dir()
+    assert "it is kept as step-000001.broken" in caplog.text
+    assert learner(tmp_path, max_steps=2, resume="latest").train(rows(8)).step == 2
+
+
+def test_a_checkpoint_without_its_sums_is_said_and_without_more_refused(tmp_path, caplog):
+    learner(tmp_path, max_steps=1).train(rows(8))
+    folder = tmp_path / "checkpoints" / "step-000001"
+    (folder / "sums.json").unlink()
+    assert learner(tmp_path, max_steps=1, resume="latest").train(rows(8)).step == 1
+    assert "step-000001 has no sums.json: whether" in caplog.text
+    (folder / "actor" / "optimizer.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"optimizer\.safetensors is missing from its checkpoint"):
+        learner(tmp_path, max_steps=1, resume="latest").train(rows(8))
+
+
+def test_a_refused_run_writes_nothing_over_the_one_that_lies_there(tmp_path):
+    learner(tmp_path, max_steps=1).train(rows(8))
+    (tmp_path / "metrics.jsonl").unlink()
+    before = {p: p.read_bytes() for p in tmp_path.glob("*.*") if p.is_file()}
+    with pytest.raises(ConfigError, match="holds the checkpoints of a run"):
+        learner(tmp_path, epsilon=0.3).train(rows(8))
+    assert {p: p.read_bytes() for p in before} == before and len(before) == 2
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import random
 
 import pytest
 import torch
+from helpers import grpo_objective
 from torch import tensor
 
 from whet.ops import (
@@ -14,7 +15,6 @@ from whet.ops import (
     aggregate,
     clipped_surrogate,
     clipped_value,
-    grpo_objective,
     kl_divergence,
     token_weights,
 )

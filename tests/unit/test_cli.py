@@ -1,3 +1,5 @@
+import io
+import os
 import subprocess
 import sys
 import types
@@ -179,3 +181,68 @@ def test_closed_streams_are_no_traceback(model_folder):
     assert talk.returncode == 2
     assert talk.stderr.startswith("whet chat: a chat reads standard input, which is closed")
     assert run("version", ">&-").returncode == 0 and run("grop", "2>&-").returncode == 2
+
+
+# ---- output that nobody takes ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dead(monkeypatch):
+    """Makes both output streams pipes whose reader has gone."""
+    made = []
+
+    def make():  # in the test: pytest sets the streams anew after the fixtures
+        for name in ("stdout", "stderr"):
+            reader, writer = os.pipe()
+            os.close(reader)
+            made.append(open(writer, "w"))
+            monkeypatch.setattr(sys, name, made[-1])
+
+    yield make
+    for stream in made:
+        stream.close()
+
+
+def test_training_goes_on_whatever_becomes_of_what_it_prints(verbs, monkeypatch, dead):
+    def prints(_):
+        for _ in range(2):
+            print("to nobody", flush=True)
+            print("to nobody", file=sys.stderr, flush=True)
+        verbs.append("done")
+
+    monkeypatch.setattr("whet.commands.grpo", prints)
+    monkeypatch.setattr("whet.commands.demo", prints)
+    dead()
+    assert main(["grpo", *WHOLE]) == main(["demo"]) == 0 and verbs == ["done", "done"]
+
+
+@pytest.mark.parametrize("prints", [True, False])
+def test_a_broken_pipe_of_a_run_itself_is_no_success(verbs, monkeypatch, dead, prints):
+    def fails(_):
+        if prints:
+            print("to nobody", flush=True)
+        raise BrokenPipeError("a server's")
+
+    monkeypatch.setattr("whet.commands.grpo", fails)
+    dead()
+    with pytest.raises(BrokenPipeError, match="a server's"):
+        main(["grpo", *WHOLE])
+
+
+def test_with_a_dead_stderr_the_status_is_what_it_would_be(verbs, monkeypatch, dead):
+    failing(monkeypatch, KeyboardInterrupt("stopped after step 3"))
+    dead()
+    assert main(["grpo", *WHOLE]) == 130 and main(["grop"]) == 2
+
+
+@pytest.mark.parametrize("words", [["version"], ["grpo", "--help"], ["grpo", "--print_config", *WHOLE]])
+def test_what_only_prints_ends_quietly_where_nobody_reads_on_and_in_words_on_a_full_disk(
+    words, dead, monkeypatch
+):
+    dead()
+    assert main(words) == 0
+    monkeypatch.setattr(sys, "stderr", said := io.StringIO())
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(words) == 2
+    assert "standard output can't be written: [Errno 28] No space left on device" in said.getvalue()

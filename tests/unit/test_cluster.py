@@ -5,7 +5,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers import END, PAD, cluster, gap, length_reward, one_by_one, prompt, rows, same, tiny_model, weights_of
+from helpers import (
+    END,
+    PAD,
+    cluster,
+    gap,
+    grpo_objective,
+    length_reward,
+    one_by_one,
+    prompt,
+    rows,
+    same,
+    tiny_model,
+    weights_of,
+)
 from transformers import BloomConfig, BloomForCausalLM
 
 import whet
@@ -14,9 +27,11 @@ from whet.data.padded import completion_mask, padded_batch, prompt_mask
 from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.observe.buffer import MetricsBuffer
-from whet.ops import group_relative, grpo_objective
+from whet.ops import group_relative
 from whet.rollout.base import EngineCaps, Output
 from whet.rollout.hf import HFEngine
+from whet.rollout.mock import MockEngine
+from whet.rollout.rest import Rest
 from whet.rollout.simple import QueueEngine
 from whet.types import TokenBatch, TrainExample
 
@@ -241,7 +256,7 @@ def test_update_critic_moves_the_values_towards_the_returns():
     prompts, completions = out.left_padded_prompt_tokens, right_padded(out.tokens)
     zeros = torch.zeros(completions.shape)
     data = example(c, out, returns=zeros + 0.1, old_values=zeros)
-    losses = [c.update_critic([data])["loss"].value for _ in range(10)]
+    losses = [c.update_critic([data])["critic/loss"].value for _ in range(10)]
     assert losses[0] == pytest.approx(0.005)  # half of 0.1 squared
     assert losses[-1] < losses[0] / 2
     assert c.critic_trainer.train_steps == 10
@@ -547,6 +562,53 @@ def test_an_engine_rests_once_and_wakes_for_who_samples_before_the_sync(monkeypa
     assert c.rollout.stats().kv_bytes > 0
     c.rest_engine()
     assert trims == [0, 0]
+
+
+class Sleeper(MockEngine):
+    """An engine that notes when it sleeps, wakes and takes weights."""
+
+    def __init__(self, log, **caps):
+        super().__init__(vocabulary=8)
+        self.caps, self.log = EngineCaps(sleep=True, **caps), log
+
+    def sleep(self):
+        self.log.append("sleep")
+
+    def wake(self):
+        self.log.append("wake")
+
+    def update(self, version, weights=None):
+        self.log.append(("update", weights is not None))
+
+
+@pytest.mark.parametrize(
+    ("place", "shared", "rests"),
+    [("cpu", True, True), ("cuda", True, True), ("cuda", False, True), ("cpu", False, False)],
+)
+def test_an_engine_rests_where_that_makes_room_and_freed_memory_leaves_then(place, shared, rests, monkeypatch):
+    c, log = cluster(), []
+    monkeypatch.setattr("whet.cluster.empty_cache", lambda device: log.append(f"empty {device}"))
+    c._rest = Rest(Sleeper(log, shared_weights=shared), torch.device(place))
+    for _ in range(2):  # two mini-batches
+        c.rest_engine()
+    c.sample([])
+    c.sample([])
+    between = [("update", False)] if shared else []
+    assert log == (["sleep", "empty cpu", "wake", *between] if rests else [])
+    log.clear()
+    c.rest_engine()
+    c.sync_weights()
+    woken = ["wake"] if rests else []
+    assert log == [*(["sleep", "empty cpu"] if rests else []), "empty cpu", *woken, ("update", not shared)]
+
+
+def test_what_loading_left_is_given_back_before_the_engine_looks_for_memory(monkeypatch):
+    log = []
+    monkeypatch.setattr("whet.cluster.empty_cache", lambda device: log.append("empty"))
+    make = whet.cluster.make_engine
+    monkeypatch.setattr("whet.cluster.make_engine", lambda *a, **o: (log.append("engine"), make(*a, **o))[1])
+    cluster()
+    assert log == ["empty", "engine"]
 
 
 def test_a_default_token_budget_that_grows_is_logged_once(caplog):

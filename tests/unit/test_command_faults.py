@@ -67,3 +67,15 @@ def test_an_output_that_cannot_be_written_is_an_error_in_words(tmp_path, monkeyp
     out.mkdir() if where == "folder" else out.symlink_to("/dev/full")
     with pytest.raises(ConfigError, match="can't be written"):
         _run(tmp_path, monkeypatch, out=str(out), overwrite=True)
+
+
+def test_what_a_killed_command_has_left_stops_no_later_one(tmp_path):
+    from whet.generate import _opened
+
+    out = tmp_path / "o.jsonl"
+    for path in (out, tmp_path / ".o.jsonl.tmp"):
+        path.write_text("old\n")
+    with _opened(out, overwrite=True) as file:
+        file.write("new\n")
+        assert out.read_text() == "old\n"
+    assert out.read_text() == "new\n" and len(list(tmp_path.iterdir())) == 2

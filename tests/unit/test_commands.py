@@ -1,8 +1,10 @@
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pandas
 import pytest
@@ -61,6 +63,17 @@ def words(tmp_path, model_folder):
     ]
 
 
+def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, caplog):
+    streamed = [*words, "data.streaming=true"]
+    rows, _ = commands.data(load_run(streamed))
+    assert [row["answer"] for row in rows] == list(range(1, 11))
+    assert "data.shuffle has no effect on a stream, which keeps its own order" in caplog.text
+    caplog.clear()
+    commands.data(load_run([*streamed, "data.shuffle=false"]))
+    commands.data(load_run(words))
+    assert caplog.text == ""
+
+
 def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, words):
     done = subprocess.run(
         [sys.executable, "-m", "whet.cli", "grpo", *words, "data.eval_fraction=0.2"],
@@ -89,6 +102,43 @@ def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, 
     AutoModelForCausalLM.from_pretrained(folder / "final")
     assert AutoTokenizer.from_pretrained(folder / "final").eos_token_id == 256
     assert (folder / "checkpoints" / "step-000002" / "run.pt").is_file()
+
+
+def test_a_closed_session_ends_a_run_with_a_checkpoint_though_its_output_is_gone_and_its_reward_forks(tmp_path, words):
+    """As a user has it: the reward's workers, the terminal's signal to the whole group, nobody who reads on."""
+    (tmp_path / "pooled.py").write_text(
+        "import multiprocessing, time\n"
+        "def late(text):\n"
+        "    time.sleep(0.1)\n"
+        "    return float(len(text) % 3)\n"
+        "def pooled(completions, **_):\n"
+        "    print('to nobody', flush=True)\n"
+        "    with multiprocessing.get_context('fork').Pool(2) as pool:\n"
+        "        return pool.map(late, completions[:4], 1) * (len(completions) // 4)\n"
+    )
+    changed = [w for w in words if not w.startswith(("reward=", "trainer.max"))]
+    changed += [f"reward={tmp_path / 'pooled.py'}:pooled", "trainer.max_steps=1000"]
+    rows = tmp_path / "run" / "metrics.jsonl"
+    with open("/dev/full", "w") as full:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "whet.cli", "grpo", *changed],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            cwd=tmp_path,
+            start_new_session=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+    child.stdout.close()
+    try:
+        until = time.monotonic() + 100
+        while not (rows.is_file() and rows.read_text()) and child.poll() is None and time.monotonic() < until:
+            time.sleep(0.02)
+        os.killpg(child.pid, signal.SIGHUP)
+        assert child.wait(60) == 130
+    finally:
+        child.kill()
+    steps = len(rows.read_text().splitlines())
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:06d}\n"
 
 
 def test_conversations_train_in_process_and_the_same_command_goes_on(tmp_path, words):

@@ -7,7 +7,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 LAYERS = [
     {"errors", "_version"},
-    {"heap", "places", "refs", "types", "metrics", "config"},
+    {"device", "heap", "places", "refs", "streams", "types", "metrics", "config"},
     {"observe", "native"},
     {"ops"},
     {"data", "models", "parallel", "optim", "optimizers"},

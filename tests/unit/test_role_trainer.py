@@ -4,7 +4,7 @@ from helpers import completion, gap, one_by_one, prompt, random_batch, same, tin
 
 from whet.config import OptimConfig
 from whet.data.padded import left_padded
-from whet.errors import ConfigError
+from whet.errors import ConfigError, TrainingError
 from whet.models.load import load_model
 from whet.ops import clipped_surrogate, nll, token_weights
 from whet.role_trainer import DataHooks, RoleTrainer, TrainingHooks
@@ -64,9 +64,36 @@ def test_skipped_updates_are_no_steps_and_ten_in_a_row_end_the_run():
     assert t.train_steps == 1  # and the count of skipped ones begins anew
     for _ in range(9):
         t.update(batch)
-    with pytest.raises(ConfigError, match=r"10 updates in a row.*lower .*lr.*rewards"):
+    with pytest.raises(TrainingError, match=r"10 updates in a row.*lower .*lr.*rewards"):
         t.update(batch)
     assert t.train_steps == 1
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_what_a_diverged_role_says_names_its_numbers_and_what_a_resume_needs(caplog, role):
+    t = trainer(loss=lambda x: (x.logprobs * torch.nan, {}), role=role)
+    t.skipped = 9  # as a resumed run takes it up
+    with pytest.raises(TrainingError) as error:
+        t.update(batches(1)[0])
+    for words in (f"the {role}'s update 1", f"lower {role}.optim.lr", f"{role}_optimizer", "loss nan", "rate 0.1"):
+        assert words in str(error.value)
+    for words in ("trainer.resume=", "step-*", "trainer.allow_config_change=true"):
+        assert words in str(error.value)
+    counted = "optim/skipped" if role == "actor" else "critic/optim/skipped"
+    assert f"the {role}'s update 1 skipped" in caplog.text and f"; {counted} counts" in caplog.text
+
+
+def test_the_metrics_of_a_critic_have_a_prefix_and_those_of_the_actor_none():
+    actor, critic = trainer(), trainer(role="critic").with_rl_metrics_to_log({"ppo_kl": {"KL": "max"}})
+    hooks, parts = Noted(), batches(2)
+    seen = []
+    hooks.on_train_step_end = hooks.on_eval_step_end = lambda *args: seen.append(set(args[-1]))
+    critic.with_training_hooks(hooks)
+    for found in (lambda t: t.update(parts[0]), lambda t: t.update_all(parts), lambda t: t.evaluate(parts)):
+        plain, named = found(actor), found(critic)
+        expected = {f"critic/{'KL' if name == 'ppo_kl' else name}" for name in plain}
+        assert "loss" in plain and named.keys() == expected == seen[-1]
+        assert named["critic/loss"].value == plain["loss"].value
 
 
 def test_accumulated_batches_are_weighted_and_stepped_as_one():

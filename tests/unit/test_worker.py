@@ -101,7 +101,7 @@ def test_the_numbers_of_a_micro_batch_stay_on_the_device():
         ["mean", "max", "min", "weighted"],
     )
     with Waits() as waits:
-        labels, found = _reduced({"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}})
+        labels, found = _reduced({"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}}, torch.arange(3))
     assert waits.count == 0 and [how for _, how in labels] == hows
     assert [float(n) for n in found] == [2.0, -1.0, 1.0, -2.0, -1.0]  # the count first
 

@@ -1,8 +1,8 @@
 """What makes a class a configuration: frozen, keyword-only, checked, and documented field by field.
 
 A configuration is an ordinary frozen dataclass. pydantic's TypeAdapter checks it, from Python exactly as from YAML:
-a wrong keyword is a ConfigError with the nearest match, a wrong type one with the path to it. The type aliases here
-(Int, Float, ...) cast nothing that a reader would not: True is no integer, 2.0 is none either, numpy's numbers are.
+a wrong keyword is a ConfigError with the nearest match, a wrong type one with the path to it. The types of fields, with
+their limits, lie in whet.config.fields.
 """
 
 from __future__ import annotations
@@ -12,28 +12,20 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import math
-import operator
 import re
 import textwrap
 import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, TypeVar, dataclass_transform
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, dataclass_transform
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
-from whet.errors import ConfigError, nearest
+from whet.config.fields import SPOKEN
+from whet.errors import ConfigError, nearest, shown
 
 __all__ = [
-    "Bool",
-    "Count",
-    "Float",
-    "Fn",
-    "Int",
-    "Items",
-    "Strings",
     "adapter",
     "check",
     "config",
@@ -45,79 +37,6 @@ __all__ = [
 ]
 
 T = TypeVar("T")
-
-
-def _is_bool(value: Any) -> bool:
-    """Python's or numpy's, which is named bool_ or bool after its version."""
-    return type(value).__name__ in ("bool", "bool_")
-
-
-def _int(value: Any) -> int:
-    if _is_bool(value):
-        raise ValueError(f"expected an integer, got {value!r}")
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"expected an integer, got {value!r}") from None
-
-
-def _count(value: Any) -> int:
-    try:
-        number = _int(value)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise ValueError(f"must be a positive integer. Got: {value!r}")
-    return number
-
-
-def _float(value: Any) -> float:
-    if _is_bool(value):
-        raise ValueError(f"expected a number, got {value!r}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"expected a number, got {value!r}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"expected a finite number, got {value!r}")
-    return number
-
-
-def _bool(value: Any) -> bool:
-    if _is_bool(value):
-        return bool(value)
-    raise ValueError(f"expected true or false, got {value!r}")
-
-
-def _many(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list | tuple) else (value,)
-
-
-Int = Annotated[int, BeforeValidator(_int)]
-"""An integer, numpy's included; neither a bool nor a float."""
-Count = Annotated[int, BeforeValidator(_count)]
-"""A positive integer."""
-Float = Annotated[float, BeforeValidator(_float)]
-"""A finite number."""
-Bool = Annotated[bool, BeforeValidator(_bool)]
-"""True or false, nothing that merely looks like it."""
-Strings = Annotated[tuple[str, ...], BeforeValidator(_many)]
-"""Strings; a lone one counts as one."""
-Items = Annotated[tuple[Any, ...], BeforeValidator(_many)]
-"""Names or objects; a lone one counts as one."""
-Fn = Callable[..., Any]
-"""A function, class or partial."""
-
-_SPOKEN = {
-    "Int": "int",
-    "Count": "positive int",
-    "Float": "float",
-    "Bool": "bool",
-    "Strings": "list of str",
-    "Items": "list",
-    "Fn": "callable",
-    "Recompute": "none | selective | full",
-}
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -195,33 +114,36 @@ def _path(cls: type, loc: tuple[Any, ...], given: Any) -> tuple[str, ...]:
     for part in loc:
         section = section_at(cls, path)
         if (isinstance(given, Mapping) and part in given) or (
-            isinstance(given, list | tuple) and isinstance(part, int)
+            isinstance(given, list | tuple) and isinstance(part, int) and part < len(given)
         ):
             given = given[part]
-        elif section is None or part not in (f.name for f in dataclasses.fields(section)):
+        elif section is None or part not in [f.name for f in dataclasses.fields(section)]:
             continue
         path = (*path, str(part))
     return path
 
 
 def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: Mapping[str, str]) -> str:
-    key = ".".join([root, *path] if root else path)
+    key = ".".join([root, *path] if root else path) or "the configuration"
     first = items[0]
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
         message = str(first["ctx"]["error"])
         return "\n".join(_under(cls, path, key, line) for line in message.splitlines()) if path else message
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short)
-    if first["type"] == "missing":
+    if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return f"{key} is required"
     if first["type"].startswith("dataclass") and len(items) == 1:
         some = next(f.name for f in dataclasses.fields(section_at(cls, path)))
-        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {first['input']!r}"
+        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {shown(first['input'])}"
     owner = section_at(cls, path[:-1])
     if len(items) > 1 and owner and path[-1] in (f.name for f in dataclasses.fields(owner)):
-        return f"{key}: expected {type_text(owner, path[-1])}, got {first['input']!r}"
+        return f"{key}: expected {type_text(owner, path[-1])}, got {shown(first['input'])}"
+    if owner and first["type"] in ("missing", "too_long"):  # of a list that has a length of its own
+        length = len(typing.get_args(_hints(owner)[path[-1]]))
+        return f"{key}: expected {length} values, got {len(first['input'])}: {shown(first['input'])}"
     said = dict.fromkeys(f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
-    return f"{key}: {'; '.join(said)}, got {first['input']!r}"
+    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}"
 
 
 def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
@@ -230,7 +152,7 @@ def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
     names = [f.name for f in dataclasses.fields(section)] if section else []
     if (word := re.match(r"(\w+)(?=[ .:=])", message)) and word[0] in names:
         return f"{key}.{message}"
-    return f"{key} {message}" if message.startswith("must be") else f"{key}: {message}"
+    return f"{key} {message}" if message.startswith(("must ", "is ", "holds ")) else f"{key}: {message}"
 
 
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str]) -> str:
@@ -286,7 +208,7 @@ def type_text(cls: type, name: str) -> str:
     tree = ast.parse(str(text), mode="eval")
     for node in ast.walk(tree):
         if isinstance(node, ast.Name):
-            node.id = _SPOKEN.get(node.id, node.id)
+            node.id = SPOKEN.get(node.id, node.id)
     return re.sub(r"InstanceOf\[(\w+)\]", r"\1", ast.unparse(tree))
 
 

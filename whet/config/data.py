@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from whet.config.base import Bool, Count, Float, config
+from whet.config.base import config
+from whet.config.fields import Bool, Count, Float, Name, Size, Text
 from whet.errors import ConfigError
 
 __all__ = ["DataConfig"]
@@ -12,29 +13,29 @@ __all__ = ["DataConfig"]
 class DataConfig:
     """Where prompts come from."""
 
-    path: str | None = None
+    path: Name | None = None
     """Hub name, folder, or a json, jsonl, csv, parquet or arrow file; None = given from Python."""
-    subset: str | None = None
+    subset: Name | None = None
     """Configuration of a hub data set, e.g. main, of eval_path too; None = its only one."""
-    eval_path: str | None = None
+    eval_path: Name | None = None
     """The same for evaluation; None = path with eval_split, or a part cut off by eval_fraction."""
-    split: str = "train"
+    split: Name = "train"
     """Split to train on, where there are several."""
-    eval_split: str | None = None
+    eval_split: Name | None = None
     """Split to evaluate on; None = of eval_path the only one, or the only one named test, validation, dev or alike."""
     eval_fraction: Float = 0.0
     """Share of the rows kept for evaluation and not trained on. 0.0 = off."""
-    batch_size: Count = 8
+    batch_size: Size = 8
     """Prompts of one step."""
-    prompt_column: str | None = None
+    prompt_column: Name | None = None
     """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
     shuffle: Bool = True
-    """A new order in each epoch, from the run's seed."""
+    """A new order in each epoch, from the run's seed. No effect on a stream, which keeps its own order."""
     streaming: Bool = False
     """Read the data set as the run goes on, without downloading it first."""
     apply_chat_template: Bool = False
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
-    system_prompt: str = ""
+    system_prompt: Text = ""
     """Put before every conversation. "" = off."""
     limit: Count | None = None
     """Use so many rows; None = all."""

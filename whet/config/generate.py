@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, Literal, TypeVar
 
-from whet.config.base import Bool, Count, Float, Int, Strings, check, config
+from whet.config.base import check, config
+from whet.config.fields import Bool, Count, Float, Int, Name, Number, Seed, Size, Strings, Text, Tree
 from whet.config.loader import tree
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
@@ -21,9 +22,9 @@ TEXTS = ("prompt", "system_prompt")
 class SampledConfig:
     """A model, and how it is drawn from."""
 
-    model: str | None = None
+    model: Name | None = None
     """Folder of a model, of a finished run, or a hub name."""
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     max_tokens: Count | None = None
     """Longest completion in tokens, stop token included; None = 256, or what the model leaves."""
@@ -37,7 +38,7 @@ class SampledConfig:
     """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
     repetition_penalty: Float = 1.0
     """Divides positive and multiplies negative logits of tokens already there. 1.0 = off."""
-    min_tokens: Int = 0
+    min_tokens: Number = 0
     """No stop token is drawn before this many tokens."""
     stop: Strings = ()
     """Strings that end a completion; the text up to and with the string stays. Special tokens go by id: eos_tokens."""
@@ -45,21 +46,21 @@ class SampledConfig:
     """Ids that end a completion; None = the model's and the tokenizer's."""
     forbidden_tokens: tuple[Int, ...] = ()
     """Ids that are never drawn."""
-    seed: Int | None = None
+    seed: Seed | None = None
     """Draws the same again; None = another each time."""
-    generation_kwargs: dict[str, Any] = field(default_factory=dict)
+    generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
     constraint: ConstraintConfig | None = None
     """The language that completions lie in, e.g. constraint.regex='[0-9]+'; None = any text."""
-    system_prompt: str = ""
+    system_prompt: Text = ""
     """Put before every conversation. "" = none."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: true}."""
-    rollout_engine: str = "vanilla"
+    rollout_engine: Name = "vanilla"
     """"vanilla" = the embedded engine, "hf" = transformers' own decoding, or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
-    device: str | None = None
+    device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
 
     @property
@@ -87,11 +88,11 @@ class GenerateConfig(SampledConfig):
 
     prompt: Strings = ()
     """A prompt, taken as it stands; may be given several times. "-" = what comes in on standard input."""
-    prompts: str | None = None
+    prompts: Name | None = None
     """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name."""
-    prompt_column: str | None = None
+    prompt_column: Name | None = None
     """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
-    split: str = "train"
+    split: Name = "train"
     """Split of the data set."""
     limit: Count | None = None
     """Use so many prompts; None = all."""
@@ -101,15 +102,15 @@ class GenerateConfig(SampledConfig):
     """Longest prompt in tokens; None = what the model takes."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
     """A prompt over max_prompt_length: refuse it, keep its last tokens, or leave it out."""
-    num_generations: Count = 1
+    num_generations: Size = 1
     """Completions of each prompt."""
-    beam_size: Count | None = None
+    beam_size: Size | None = None
     """Beams to search with instead of drawing; num_generations gives the best of them."""
-    out: str | None = None
+    out: Name | None = None
     """A .jsonl file to write instead of printing: prompt, completion, finish_reason, tokens, logprobs."""
     overwrite: Bool = False
     """Write over that file where it exists."""
-    batch_size: Count = 64
+    batch_size: Size = 64
     """Completions made at once. It changes no draw."""
 
     def __post_init__(self) -> None:

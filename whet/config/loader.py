@@ -1,14 +1,13 @@
 """Configuration from YAML files and key=value words, and back.
 
 `load` merges every --config file, then every key=value with or without leading dashes, expands shorthands, and checks
-the whole at once. YAML is read by the rules of YAML 1.2's core: 1e-6 is a number, `yes` and `12:30` are strings.
+the whole at once.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -17,44 +16,13 @@ from typing import Any, TypeVar
 import yaml
 
 from whet.config.base import check, field_docs, leaves, section_at, type_text
-from whet.errors import ConfigError
+from whet.config.fields import DEEPEST
+from whet.config.yaml12 import Dumper, parse, read_text
+from whet.errors import ConfigError, shown
 
 __all__ = ["diff", "dump", "dump_tree", "load", "read_yaml", "show", "tree"]
 
 T = TypeVar("T")
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML 1.2's scalars: only true and false are bools, 1e-6 is a float, dates and times stay strings."""
-
-
-class _Dumper(yaml.SafeDumper):
-    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
-
-
-_REPLACED = {f"tag:yaml.org,2002:{name}" for name in ("bool", "int", "float", "timestamp")}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in found if tag not in _REPLACED]
-    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _tag, _pattern, _first in (
-    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
-    (
-        "float",
-        r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|nan)$",
-        "-+.0123456789",
-    ),
-):
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
-    _Dumper.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
 
 
 EXPRESSIONS = (["constraint", "regex"], ["constraint", "grammar"])
@@ -65,13 +33,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file.
 
     Args: path: the file; an empty one is an empty mapping.
-    Raises: ConfigError: no such file, not YAML, or not a mapping.
+    Raises: ConfigError: no such file, not YAML (or another encoding than UTF-8, a key given twice ...), not a mapping.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: {error.strerror}; --config takes a YAML file") from None
-    found = _parse(text, str(path))
+    found = parse(read_text(path), str(path), lines=True)
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -106,8 +70,10 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[st
             files = _merge(files, _expand(read_yaml(text), short))
             continue
         parts = key.replace("-", "_").split(".")
+        if "" in parts or len(parts) > DEEPEST:
+            raise ConfigError(f"{shown(word, 60)}: expected key=value, where a key is names joined by single dots")
         plain = parts[-2:] in EXPRESSIONS and text[:1] not in "'\""
-        node: Any = text if plain or not text else _parse(text, key)
+        node: Any = text if plain or not text else parse(text, key)
         for part in reversed(parts):
             node = {part: node}
         pairs = _merge(pairs, _expand(node, short))
@@ -172,7 +138,7 @@ def dump_tree(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {f.name: dump_tree(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {str(dump_tree(k)): dump_tree(v) for k, v in value.items()}
+        return {_key(k): dump_tree(v) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return [dump_tree(v) for v in value]
     if value is None or isinstance(value, str | bool | int | float):
@@ -183,6 +149,12 @@ def dump_tree(value: Any) -> Any:
         return dump_tree(value.func)
     named = value if hasattr(value, "__qualname__") else type(value)
     return f"{named.__module__}:{named.__qualname__}"
+
+
+def _key(key: Any) -> Any:
+    """A key of a mapping, as it can be read back."""
+    plain = dump_tree(key)
+    return plain if plain is None or isinstance(plain, str | bool | int | float) else str(plain)
 
 
 def dump(config: Any) -> str:
@@ -196,7 +168,7 @@ def dump(config: Any) -> str:
     timeout_secs: 1200
     enable_async_checkpointing: false
     """
-    return yaml.dump(dump_tree(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(dump_tree(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
@@ -228,7 +200,7 @@ def diff(old: Any, new: Any) -> list[str]:
 
 def _one_line(value: Any) -> str:
     return (
-        yaml.dump(dump_tree(value), Dumper=_Dumper, default_flow_style=True, width=1000).removesuffix("...\n").strip()
+        yaml.dump(dump_tree(value), Dumper=Dumper, default_flow_style=True, width=1000).removesuffix("...\n").strip()
     )
 
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
-from whet.config.base import Bool, Count, Float, Int, config
+from whet.config.base import config
+from whet.config.fields import Bool, Count, Float, Name, Number, Tree
 from whet.errors import ConfigError
 
 __all__ = ["OptimConfig", "RoleConfig"]
@@ -30,7 +31,7 @@ class OptimConfig:
     whet.errors.ConfigError: OptimConfig.lr: expected a number, got 'fast'
     """
 
-    name: str = "adamw"
+    name: Name = "adamw"
     """"adamw" (fused where torch has it), "adam" (decay joins the gradient), "sgd", "adamw8bit" (moments of one byte
     each; pip install 'whet[quant]'), or "package.module:factory", called with (parameter groups, lr=...)."""
     lr: Float = 1e-6
@@ -44,11 +45,11 @@ class OptimConfig:
     weight_decay: Float = 0.0
     """Decay of matrices; vectors (norms, biases) never decay. Decoupled, but in adam and sgd part of the gradient.
     0.0 = off."""
-    schedule: str = "constant"
+    schedule: Name = "constant"
     """A schedule of transformers.get_scheduler: constant, constant_with_warmup, linear, cosine ..."""
-    schedule_kwargs: dict[str, Any] = field(default_factory=dict)
+    schedule_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the schedule, e.g. {min_lr: 1.0e-7} for cosine_with_min_lr."""
-    warmup_steps: Int = 0
+    warmup_steps: Number = 0
     """Updates over which the rate rises from 0. 0 = off."""
     total_steps: Count | None = None
     """Updates that the schedule spans; None = as many as the run makes."""
@@ -57,7 +58,7 @@ class OptimConfig:
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
-        for name in ("lr", "weight_decay", "warmup_steps", "max_grad_norm"):
+        for name in ("lr", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}; 0 turns it off")
         if not 0 <= self.momentum < 1:
@@ -74,7 +75,7 @@ class OptimConfig:
 class RoleConfig:
     """One model: what to load, how to compute it, and how to train it."""
 
-    model: str | None = None
+    model: Name | None = None
     """Hub name or folder of a Hugging Face model; None = given from Python, or (critic, reference) the actor's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; masters are always float32. "auto" = bfloat16 on a GPU that has it in hardware, and on a CPU with

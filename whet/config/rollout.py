@@ -13,8 +13,22 @@ import json
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
-from whet.config.base import Bool, Count, Float, Int, Strings, check, config
+from whet.config.base import check, config
 from whet.config.enums import Mode
+from whet.config.fields import (
+    Bool,
+    Count,
+    Float,
+    Int,
+    Name,
+    Number,
+    Seconds,
+    Seed,
+    Size,
+    Strings,
+    Text,
+    Tree,
+)
 from whet.errors import ConfigError, nearest
 
 __all__ = ["OWN_FIELDS", "ConstraintConfig", "RolloutConfig"]
@@ -57,11 +71,11 @@ class ConstraintConfig:
     whet.errors.ConfigError: a constraint needs one of regex, json_schema, grammar; got none of them
     """
 
-    regex: str | None = None
+    regex: Text | None = None
     """Regular expression (Rust's syntax) that the whole completion matches."""
-    json_schema: dict[str, Any] | str | None = None
+    json_schema: Tree | Text | None = None
     """JSON schema that the completion obeys; as a tree, or as JSON text."""
-    grammar: str | None = None
+    grammar: Text | None = None
     """Lark grammar that the completion follows; its first rule is `start`."""
 
     def __post_init__(self) -> None:
@@ -131,13 +145,13 @@ class RolloutConfig:
     """Smallest set of tokens with this probability; 1.0 or None = off."""
     top_k: Int | None = None
     """So many most likely tokens; None or -1 = off."""
-    seed: Int | None = None
+    seed: Seed | None = None
     """Seed of the draws; None = the run's (trainer.seed)."""
     max_prompt_length: Count = 64
     """Longest prompt in tokens; on_long_prompt says what becomes of a longer one."""
     kv_cache_size: Count = 1024
     """Tunix's cache length of a row. No effect: a row takes the cache it needs, kv_cache_tokens bounds them all."""
-    data_type: str | None = None
+    data_type: Name | None = None
     """Must be None: the rollout reads the trainer's own weights, whose dtype is actor.dtype."""
     eos_tokens: tuple[Int, ...] | None = None
     """Ids that end a completion and are part of it; None = the model's and the tokenizer's."""
@@ -156,7 +170,7 @@ class RolloutConfig:
     """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
     repetition_penalty: Float = 1.0
     """Divides positive and multiplies negative logits of tokens already there, the prompt's included. 1.0 = off."""
-    min_tokens: Int = 0
+    min_tokens: Number = 0
     """No stop token is drawn before this many tokens."""
     stop: Strings = ()
     """Strings that end a completion; the text up to and with the string stays. Special tokens go by id: eos_tokens."""
@@ -168,47 +182,47 @@ class RolloutConfig:
     """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
     """A prompt over max_prompt_length: refuse it, keep its last tokens, or leave the row out (counted, logged)."""
-    max_batch_size: Count = 256
+    max_batch_size: Size = 256
     """Completions decoded together."""
     kv_cache_tokens: Count | None = None
     """Tokens that the KV cache holds over all completions; None = what max_batch_size of the longest need."""
     native_kernels: Bool = True
     """On a CPU, "vanilla" runs on kernels that this machine's C++ compiler builds once; false = on torch's. Those of
     training are another matter: WHET_NATIVE=0 in the environment does without any."""
-    num_generations_eval: Count | None = None
+    num_generations_eval: Size | None = None
     """Completions of each evaluation prompt; None = algo.num_generations, or 1 where evaluation is greedy."""
-    generation_kwargs: dict[str, Any] = field(default_factory=dict)
+    generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate that whet has no field for, e.g. {no_repeat_ngram_size: 3} or {num_beams: 4}.
     With any of them the "hf" engine runs the rollout; training takes them under logprob_support "full" alone, and beams
     never."""
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: false}."""
-    eval: dict[str, Any] = field(default_factory=dict)
+    eval: Tree = field(default_factory=dict)
     """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
 
     rollout_vllm_server_mode: Bool = False
     """vLLM. No effect: requests are taken while it decodes in any case."""
-    rollout_vllm_server_mode_submission_threshold: Int = 0
+    rollout_vllm_server_mode_submission_threshold: Number = 0
     """vLLM server: requests to gather before decoding starts. No effect: a step's requests come together."""
-    rollout_vllm_server_mode_submission_timeout_s: Float = 0.0
+    rollout_vllm_server_mode_submission_timeout_s: Seconds = 0.0
     """vLLM server: longest wait for that many, in seconds. No effect."""
-    rollout_vllm_model_version: str = ""
+    rollout_vllm_model_version: Text = ""
     """vLLM: folder or name whose config it takes; "" = the actor's. The weights are the actor's either way."""
-    rollout_vllm_lora_config: dict[str, Any] | None = None
+    rollout_vllm_lora_config: Tree | None = None
     """vLLM: must be None, whole weights are sent."""
     rollout_vllm_hbm_utilization: Float = 0.2
     """vLLM: share of the GPU's memory it may take; on a CPU, share of the host's that its KV may take."""
     rollout_vllm_init_with_random_weights: Bool = True
     """vLLM. No effect: it starts without weights and takes the actor's at once."""
-    rollout_vllm_tpu_backend_type: str | None = None
+    rollout_vllm_tpu_backend_type: Name | None = None
     """vLLM on TPU: must be None, there is no TPU back end."""
     rollout_vllm_async_scheduling: Bool = False
     """vLLM: schedule the next step while one runs."""
-    rollout_vllm_logprobs_mode: str = "processed_logprobs"
+    rollout_vllm_logprobs_mode: Name = "processed_logprobs"
     """vLLM: "processed_logprobs", or "raw_logprobs" (before temperature and truncation, for logprob_support "full")."""
-    rollout_vllm_hf_config_path: str | None = None
+    rollout_vllm_hf_config_path: Name | None = None
     """vLLM: folder of another Hugging Face configuration."""
-    rollout_vllm_additional_config: dict[str, Any] | None = None
+    rollout_vllm_additional_config: Tree | None = None
     """vLLM: its additional_config."""
     rollout_vllm_enable_dp_attention: Bool = False
     """vLLM: must be False, it runs on one device."""
@@ -216,16 +230,16 @@ class RolloutConfig:
     """vLLM. No effect: weights are written in place."""
     rollout_vllm_max_num_batched_tokens: Count | None = None
     """vLLM: tokens of one step."""
-    rollout_vllm_max_num_seqs: Count | None = None
+    rollout_vllm_max_num_seqs: Size | None = None
     """vLLM: completions decoded together; None = max_batch_size."""
     rollout_vllm_reshard_chunk_size: Count | None = None
     """vLLM. No effect: parameters are handed over one at a time, by reference."""
-    rollout_vllm_kwargs: dict[str, Any] = field(default_factory=dict)
+    rollout_vllm_kwargs: Tree = field(default_factory=dict)
     """vLLM: further arguments of its LLM, over those that whet gives."""
-    rollout_vllm_sampling_kwargs: dict[str, Any] = field(default_factory=dict)
+    rollout_vllm_sampling_kwargs: Tree = field(default_factory=dict)
     """vLLM: further SamplingParams; those that change the distribution are refused."""
 
-    rollout_sglang_jax_model_version: str = ""
+    rollout_sglang_jax_model_version: Text = ""
     """SGLang: folder or name whose config it takes; "" = the actor's. The weights are the actor's either way."""
     rollout_sglang_jax_context_length: Count | None = None
     """SGLang: longest prompt and completion together."""
@@ -243,7 +257,7 @@ class RolloutConfig:
     """SGLang: must be False, whole weights are sent."""
     rollout_sglang_jax_enable_single_process: Bool = True
     """SGLang on JAX: one controlling process. No effect."""
-    rollout_sglang_jax_lora_target_modules: list[str] | None = None
+    rollout_sglang_jax_lora_target_modules: list[Name] | None = None
     """SGLang: modules with LoRA. No effect."""
     rollout_sglang_jax_max_lora_rank: Count | None = None
     """SGLang: LoRA rank. No effect."""
@@ -257,13 +271,13 @@ class RolloutConfig:
     """SGLang: tokens prefilled at a time; -1 = all."""
     rollout_sglang_jax_page_size: Count = 128
     """SGLang: tokens of a KV page."""
-    rollout_sglang_jax_load_format: str = "auto"
+    rollout_sglang_jax_load_format: Name = "auto"
     """SGLang: format of the weights. No effect: none are read."""
-    rollout_sglang_jax_max_running_requests: Count | None = None
+    rollout_sglang_jax_max_running_requests: Size | None = None
     """SGLang: completions decoded together; None = max_batch_size."""
-    rollout_sglang_jax_log_level: str | None = "info"
+    rollout_sglang_jax_log_level: Name | None = "info"
     """SGLang: level of its log."""
-    rollout_sglang_jax_kwargs: dict[str, Any] = field(default_factory=dict)
+    rollout_sglang_jax_kwargs: Tree = field(default_factory=dict)
     """SGLang: further arguments of its Engine, over those that whet gives."""
 
     REFUSED: ClassVar[dict[str, str]] = {

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import field
 
 from whet.config.algo import GRPOConfig
-from whet.config.base import Bool, Float, config
+from whet.config.base import config
 from whet.config.data import DataConfig
+from whet.config.fields import Bool, Float, Name
 from whet.config.loader import load
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import RolloutConfig
@@ -40,14 +41,14 @@ class RunConfig:
     """The data set."""
     trainer: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
-    reward: str | list[str] | dict[str, Float] | None = None
+    reward: Name | list[Name] | dict[Name, Float] | None = None
     """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight."""
-    rollout_engine: str = "vanilla"
+    rollout_engine: Name = "vanilla"
     """"vanilla" = the embedded engine, "hf" = transformers' own decoding, or "package.module:Class"."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
     in pinned host memory otherwise. Nothing to do on a CPU."""
-    tokenizer: str | None = None
+    tokenizer: Name | None = None
     """Hub name or folder of the tokenizer; None = the actor's."""
 
     def __post_init__(self) -> None:

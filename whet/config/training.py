@@ -13,8 +13,21 @@ from typing import Any, ClassVar, Literal
 from pydantic import InstanceOf, model_validator
 from pydantic_core import ArgsKwargs
 
-from whet.config.base import Bool, Count, Float, Fn, Int, Items, config
+from whet.config.base import config
 from whet.config.enums import Mode, Role
+from whet.config.fields import (
+    Bool,
+    Count,
+    Fn,
+    Items,
+    Name,
+    Number,
+    Seconds,
+    Seed,
+    Size,
+    Text,
+    Tree,
+)
 from whet.config.model import OptimConfig
 from whet.config.rollout import RolloutConfig
 from whet.errors import ConfigError
@@ -37,7 +50,7 @@ class CheckpointingOptions:
 
     save_interval_steps: Count | None = None
     """Save every so many steps; None = by time."""
-    save_interval_s: Float = 180.0
+    save_interval_s: Seconds = 180.0
     """Save when this many seconds have passed since the last one; only where save_interval_steps is None."""
     max_to_keep: Count | None = 3
     """Older ones are removed; None = keep all."""
@@ -51,15 +64,15 @@ class CheckpointingOptions:
 class MetricsLoggerOptions:
     """Where metrics go besides the run folder."""
 
-    log_dir: str | None = None
+    log_dir: Name | None = None
     """Folder of the TensorBoard files; None = the run folder."""
-    project_name: str = "whet"
+    project_name: Name = "whet"
     """Project in Weights & Biases or trackio."""
-    run_name: str = ""
+    run_name: Text = ""
     """Name of the run there; "" = the run folder's."""
     flush_every_n_steps: Count = 100
     """Steps between two flushes of a logger that buffers."""
-    backend_kwargs: dict[str, Any] = field(default_factory=dict)
+    backend_kwargs: Tree = field(default_factory=dict)
     """Further arguments by logger: {wandb: {mode: offline}, tensorboard: {...}, trackio: {...}}."""
     enable_opentelemetry: Bool = False
     """Must be false: there is no OpenTelemetry exporter."""
@@ -80,7 +93,7 @@ class PerfMetricsOptions:
     """Tunix's switch of its second tracer. No effect."""
     enable_trace_writer: Bool = True
     """Write trace.json, to be opened in Perfetto or chrome://tracing."""
-    trace_dir: str | None = None
+    trace_dir: Name | None = None
     """Folder of trace.json; None = the run folder."""
 
     REFUSED: ClassVar[dict[str, str]] = {
@@ -93,25 +106,20 @@ class PerfMetricsOptions:
 class ProfilerOptions:
     """Which steps are profiled, and where the profile goes; see docs/performance.md."""
 
-    log_dir: str | None = None
+    log_dir: Name | None = None
     """Folder of profile-step-000002.json.gz (a timeline) and .txt (a table); None = the run folder."""
-    skip_first_n_steps: Int = 1
+    skip_first_n_steps: Number = 1
     """Steps before the first one that is profiled, counted from where this process begins, a resumed run included."""
     profiler_steps: Count = 1
     """Steps that are profiled, one pair of files each."""
     set_profile_options: Bool = True
     """Tunix's switch of the three fields below. No effect."""
-    host_tracer_level: Int = 2
+    host_tracer_level: Number = 2
     """Tunix's detail of host events. No effect: every operation of torch is traced."""
-    python_tracer_level: Int = 1
+    python_tracer_level: Number = 1
     """Tunix's detail of Python events. No effect: Python shows as one line of each phase."""
     max_num_hosts: Count | None = None
     """Tunix's number of hosts traced. No effect: the first process alone is."""
-
-    def __post_init__(self) -> None:
-        """Checks the range."""
-        if self.skip_first_n_steps < 0:
-            raise ConfigError(f"skip_first_n_steps must not be negative, got {self.skip_first_n_steps}")
 
 
 @config
@@ -122,13 +130,13 @@ class TrainingConfig:
     4096
     """
 
-    eval_every_n_steps: Int = 0
+    eval_every_n_steps: Number = 0
     """Steps between two evaluations, besides those before the first step and after the last. 0 = those two alone."""
     max_steps: Count | None = None
     """Steps of the run, one rollout each; None = until the data ends."""
     gradient_accumulation_steps: Count | None = None
     """Micro-batches of an update, outside RL."""
-    checkpoint_root_directory: str | None = None
+    checkpoint_root_directory: Name | None = None
     """Folder of the checkpoints; None = the run folder's checkpoints/."""
     checkpointing_options: CheckpointingOptions | None = None
     """When to save; None = the defaults."""
@@ -140,31 +148,31 @@ class TrainingConfig:
     """Which steps are profiled; None = the second alone where profile is true, else none."""
     perf_metrics_options: PerfMetricsOptions | None = None
     """Where the time went; None = the defaults without trace.json."""
-    data_sharding_axis: tuple[str, ...] = ("fsdp",)
+    data_sharding_axis: tuple[Name, ...] = ("fsdp",)
     """Mesh axes over which a batch is split. No effect in this release: one process holds the whole batch."""
     max_inflight_computations: Count = 2
     """Tunix's bound on steps queued on the device. No effect: a step ends before the next begins."""
-    metrics_prefix: str = ""
-    """Put before every metric's name in the loggers, with a slash."""
-    pbar_description: str | None = "Training"
-    """Words before the progress bar; None = no bar."""
+    metrics_prefix: Text = ""
+    """Put before every metric's name in the loggers, with a slash. "" = none."""
+    pbar_description: Text | None = "Training"
+    """Words before the progress bar, "" = none; None = no bar."""
     max_tokens_per_microbatch: Count | None = None
     """Tokens of one forward and backward pass, prompts and completions; None = 16384 on a GPU, on a CPU about 1536
     and up to 2048 where that keeps groups whole, or more where the longest sequence of the rollout has more."""
-    max_segments_per_packed_row: Count | None = None
+    max_segments_per_packed_row: Size | None = None
     """Sequences of one micro-batch; None = as many as the tokens allow."""
 
     num_epochs: Count | None = None
     """Passes over the data; None = one, or as many as max_steps asks for."""
-    seed: Int = 0
+    seed: Seed = 0
     """Seed of the run: every draw's address begins with it."""
-    data_shuffle_seed: Int | None = None
+    data_shuffle_seed: Seed | None = None
     """Seed of the order of the data; None = seed."""
-    run_dir: str | None = None
+    run_dir: Name | None = None
     """Run folder. None: `whet grpo` makes runs/<date>-<time>; from Python none is written."""
     loggers: Items = ()
     """Names (tensorboard, wandb, trackio, package.module:name) or objects with log(step, values) and close()."""
-    resume: str | None = None
+    resume: Name | None = None
     """"latest" = go on in run_dir where it stopped, a path = from that checkpoint; None = begin."""
     allow_config_change: Bool = False
     """Let a resumed run differ in its configuration; the differences are logged."""
@@ -188,9 +196,7 @@ class TrainingConfig:
         return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
-        """Checks the ranges and refuses what is not there."""
-        if self.eval_every_n_steps < 0:
-            raise ConfigError(f"eval_every_n_steps must not be negative, got {self.eval_every_n_steps}; 0 is never")
+        """Refuses what is not there."""
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:
             raise ConfigError("resume='latest' needs to know where; set run_dir")
 
@@ -205,7 +211,7 @@ class TrainingConfig:
         return self.max_tokens_per_microbatch
 
     @property
-    def checkpoint_root(self) -> str | None:
+    def checkpoint_root(self) -> Name | None:
         """Where checkpoints lie: checkpoint_root_directory, or checkpoints/ in the run folder; None = nowhere."""
         if self.checkpoint_root_directory is not None:
             return self.checkpoint_root_directory
@@ -269,28 +275,28 @@ class BatchSizes:
 class RLTrainingConfig(TrainingConfig):
     """The loop of GRPO and its relatives.
 
-    >>> RLTrainingConfig(train_micro_batch_size=2)
+    >>> RLTrainingConfig(reward_timeout_s=0)
     Traceback (most recent call last):
-    whet.errors.ConfigError: For RL training, `mini_batch_size` must be set when `train_micro_batch_size` is set.
+    whet.errors.ConfigError: reward_timeout_s must be positive, got 0.0; None is no limit
     """
 
-    actor_optimizer: OptimConfig | str | Fn | None = None
+    actor_optimizer: OptimConfig | Name | Fn | None = None
     """From Python: an OptimConfig, a factory or "package.module:name"; None = the defaults. In YAML: actor.optim."""
-    critic_optimizer: OptimConfig | str | Fn | None = None
+    critic_optimizer: OptimConfig | Name | Fn | None = None
     """The critic's; None = as the actor's. In YAML: critic.optim."""
-    mini_batch_size: Count | None = None
+    mini_batch_size: Size | None = None
     """Prompts of one update; None = all of the step."""
-    train_micro_batch_size: Count | None = None
+    train_micro_batch_size: Size | None = None
     """Most prompts of one forward and backward pass, besides the token budget; None = the token budget alone."""
-    rollout_micro_batch_size: Count | None = None
+    rollout_micro_batch_size: Size | None = None
     """Prompts rolled out at a time; None = all of the step."""
-    compute_logps_micro_batch_size: Count | None = None
+    compute_logps_micro_batch_size: Size | None = None
     """Most prompts of one scoring pass; None = the token budget alone."""
-    compute_logps_chunk_size: Int = 0
+    compute_logps_chunk_size: Number = 0
     """Tunix's positions per chunk of logits. No effect: logits are always made a chunk at a time."""
     on_reward_error: Literal["raise", "none"] = "raise"
     """A reward function that fails: end the run, or count as not applicable (None) for that batch, with a warning."""
-    reward_timeout_s: Float | None = 60.0
+    reward_timeout_s: Seconds | None = 60.0
     """Longest time of one call of a reward function, in seconds; None = no limit."""
     last_batch: Literal["drop", "keep"] = "drop"
     """Prompts left over at the end of an epoch that fill no step: dropped, their number logged, or a smaller step."""
@@ -300,17 +306,16 @@ class RLTrainingConfig(TrainingConfig):
         super().__post_init__()
         if self.gradient_accumulation_steps is not None:
             raise ConfigError(
-                "For RL training, gradient_accumulation_steps should be None. It is automatically derived from: "
+                "gradient_accumulation_steps should be None. For RL training it is automatically derived from: "
                 "`mini_batch_size // train_micro_batch_size`."
             )
         if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
             raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None is no limit")
-        if self.compute_logps_chunk_size < 0:
-            raise ConfigError(f"compute_logps_chunk_size must not be negative, got {self.compute_logps_chunk_size}")
         if self.train_micro_batch_size is not None:
             if self.mini_batch_size is None:
                 raise ConfigError(
-                    "For RL training, `mini_batch_size` must be set when `train_micro_batch_size` is set."
+                    "train_micro_batch_size: For RL training, `mini_batch_size` must be set when "
+                    "`train_micro_batch_size` is set."
                 )
             _divides("train_micro_batch_size", self.train_micro_batch_size, "mini_batch_size", self.mini_batch_size)
 
@@ -341,9 +346,8 @@ class RLTrainingConfig(TrainingConfig):
 
 def _divides(small_name: str, small: int, big_name: str, big: int) -> None:
     if big % small:
-        fits = [n for n in range(1, big + 1) if big % n == 0]
-        below = max((n for n in fits if n < small), default=None)
-        above = min((n for n in fits if n > small), default=None)
+        below = next((n for n in range(min(small - 1, big), 0, -1) if big % n == 0), None)
+        above = next((n for n in range(small + 1, big + 1) if big % n == 0), None)
         use = " or ".join(str(n) for n in (below, above) if n)
         raise ConfigError(f"{big_name}={big} must be a multiple of {small_name}={small}; use {small_name}={use}")
 
@@ -361,7 +365,7 @@ class ClusterConfig:
     """Device mesh of each role; None or {} = all on this process's device."""
     role_to_logical_axis_rule: dict[Role, Any] | None = None
     """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
-    rollout_engine: str | Fn = "vanilla"
+    rollout_engine: Name | Fn = "vanilla"
     """"vanilla" = the embedded engine, another known name, "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie

@@ -20,10 +20,11 @@ from typing import Any, Literal
 import numpy as np
 
 from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
+from whet.data.reading import each, reading
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
 from whet.types import Prompt
 
-__all__ = ["PromptStream", "epoch_order", "hold_out", "is_batch", "unbatch"]
+__all__ = ["PromptStream", "digests", "epoch_order", "hold_out", "is_batch", "unbatch"]
 
 log = logging.getLogger("whet")
 
@@ -146,7 +147,8 @@ class PromptStream:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
         self.encode, self.prompt_column = encode, prompt_column
-        self.once = iter(source) is source
+        with reading("the data", "mend what makes the rows"):
+            self.once = iter(source) is source
         first, source = _peek(source, self.once)
         self.kind: Literal["rows", "batches", "stream"] = (
             "batches" if is_batch(first, prompt_column) else "rows" if _has_places(source) else "stream"
@@ -154,10 +156,11 @@ class PromptStream:
         self.source: Any = source
         self.batch_size = self._size(first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle
-        self.epoch = self.batch = self.used = 0
+        self.epoch = self.batch = self.used = self.read_digest = 0
         self.dropped_rows = 0
+        self._items: Iterator[Any] | None = None
         self._check()
-        self.digest, self.columns_digest = _digests(self.source) if self.kind == "rows" else (0, 0)
+        self.digest, self.columns_digest = digests(self.source) if self.kind == "rows" else (0, 0)
         """Of the encoded prompts in their order, and of their other columns; 0 where they are not known beforehand."""
 
     def _size(self, first: Any, asked: int | None) -> int:
@@ -230,22 +233,26 @@ class PromptStream:
             "rows": len(self.source) if self.kind == "rows" else -1,
             "digest": self.digest,
             "columns_digest": self.columns_digest,
+            "read_digest": self.read_digest,
+            "length": len(self.source) if self.kind != "rows" and isinstance(self.source, Sized) else -1,
         }
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on after the last batch of a saved state; call it before iterating.
+        """Goes on after the last batch of a saved state; call it before iterating. What a stream had used is read once
+        more, and compared.
 
-        Raises: CheckpointError: the state is of other data or other settings, with the first difference.
+        Raises: CheckpointError: the state is of other data or other settings, with the first difference; or it has a
+            place that no such data have.
         """
         now = self.state()
-        newer = {"columns_digest"}  # checkpoints of earlier versions have none: there it is not compared
+        newer = {"columns_digest", "length", "read_digest"}  # not in checkpoints of earlier versions: not compared then
         if missing := sorted(now.keys() - state.keys() - newer):
             raise CheckpointError(
                 f"the checkpoint's place in the data has no {', '.join(missing)}: another version of whet wrote it; go "
                 "on with that one, or start a new run"
             )
-        for name in ("rows", "batch_size", "seed", "shuffle"):
-            if state[name] != now[name]:
+        for name in ("rows", "batch_size", "seed", "shuffle", "length"):
+            if state.get(name, now[name]) != now[name]:
                 raise CheckpointError(
                     f"the checkpoint's data have {name} {state[name]}, these have {now[name]}; resume with the same "
                     "data and settings, or start a new run"
@@ -260,8 +267,52 @@ class PromptStream:
                 "the rows are not those of the checkpoint: the prompts are, but another column (an answer, say) was "
                 "changed; resume with the same data, or start a new run"
             )
-        self.epoch, self.batch, self.used = int(state["epoch"]), int(state["batch"]), int(state["used"])
-        self.dropped_rows = int(state["dropped_rows"])
+        self._check_place(state)
+        self.epoch, self.batch, self.used = state["epoch"], state["batch"], state["used"]
+        self.dropped_rows = state["dropped_rows"]
+        if self.kind != "rows":
+            self._items = self._skipped(self.used, state.get("read_digest"))
+
+    def _check_place(self, state: Mapping[str, int]) -> None:
+        """Raises CheckpointError for a place that no run over these data comes to."""
+        batch, used = state["batch"], state["used"]
+        places = {name: state[name] for name in ("epoch", "batch", "used", "dropped_rows")}
+        possible = all(type(n) is int and 0 <= n < 2**63 for n in places.values())
+        if possible and self.kind == "rows":
+            possible = used == min(batch * self.batch_size, len(self.source))
+        elif possible:  # a batch takes an item at least
+            possible = batch <= used and (state.get("length", -1) < 0 or used <= state["length"])
+        if not possible:
+            shown = ", ".join(f"{name} {n!r:.30}" for name, n in places.items())
+            raise CheckpointError(
+                f"the checkpoint's place in the data is none that a run comes to: {shown}; resume from another step-* "
+                "folder"
+            )
+
+    def _skipped(self, used: int, expected: int | None) -> Iterator[Any]:
+        """The items after those that were used, which are read here and compared; None = there is nothing to compare.
+
+        Raises: CheckpointError: they are fewer, or others.
+        """
+        items, told = each(self.source, "the data"), time.monotonic()
+        what = "batches" if self.kind == "batches" else "rows"
+        self.read_digest = count = 0
+        for count, item in enumerate(islice(items, used), 1):
+            self.read_digest = _chained(item, self.read_digest)
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                log.info("read %d of the %d %s that the checkpoint had used", count, used, what)
+        if count < used:
+            raise CheckpointError(
+                f"the data end after {count} {what}, and the checkpoint had read {used} of this pass over them; resume "
+                "with the same data, or start a new run in another run_dir"
+            )
+        if expected not in (None, self.read_digest):
+            raise CheckpointError(
+                f"the first {used} {what} are not those that the run had read before the checkpoint: one was changed, "
+                "moved, added or left out; resume with the same data, or start a new run in another run_dir"
+            )
+        return items
 
     def __iter__(self) -> Iterator[list[Any]]:
         """Batches from where the stream stands.
@@ -278,7 +329,7 @@ class PromptStream:
                     f"epoch {self.epoch} gave no batch of {self.batch_size} prompts; use a smaller batch_size, "
                     "last_batch='keep', or data that can be read again"
                 )
-            self.epoch, self.batch, self.used = self.epoch + 1, 0, 0
+            self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
             if self.once:
                 return
 
@@ -296,16 +347,16 @@ class PromptStream:
 
     def _read(self) -> Iterator[list[Any]]:
         """The rest of an epoch of what is read in its own order; `used` counts the items read."""
-        items = iter(self.source)
-        for _ in islice(items, self.used):
-            pass
+        items, self._items = self._items, None
+        if items is None:
+            items = islice(each(self.source, "the data"), self.used, None)
         return self._read_batches(items) if self.kind == "batches" else self._read_rows(items)
 
     def _read_batches(self, items: Iterator[Mapping[str, Any]]) -> Iterator[list[Any]]:
         for item in items:
             rows = unbatch(item, self.prompt_column)
             first = self.used * self.batch_size
-            self.used += 1
+            self._take(item)
             if len(rows) > self.batch_size:
                 raise DataError(
                     f"batch {self.used - 1} has {len(rows)} prompts, the first had {self.batch_size}; make them equal"
@@ -326,7 +377,7 @@ class PromptStream:
         held: list[Any] = []
         for row in items:
             made = self._made(row, self.used)
-            self.used += 1
+            self._take(row)
             if made is not None:
                 held.append(made)
             if len(held) == self.batch_size:
@@ -339,6 +390,9 @@ class PromptStream:
         elif held:
             self.dropped_rows += len(held)
 
+    def _take(self, item: Any) -> None:
+        self.used, self.read_digest = self.used + 1, _chained(item, self.read_digest)
+
     def _made(self, row: Any, number: int) -> Any:
         return row if self.encode is None else self.encode(row, number)
 
@@ -346,7 +400,7 @@ class PromptStream:
 def _encoded(rows: Any, encode: Encode) -> list[Any]:
     """All rows, encoded, without those that were dropped; says how far it is where that takes long."""
     out, told = [], time.monotonic()
-    for place, row in enumerate(rows):
+    for place, row in enumerate(each(rows, "the data")):
         made = encode(row, place)
         if made is not None:
             out.append(made)
@@ -356,7 +410,7 @@ def _encoded(rows: Any, encode: Encode) -> list[Any]:
     return out
 
 
-def _digests(rows: Iterable[Any]) -> tuple[int, int]:
+def digests(rows: Iterable[Any]) -> tuple[int, int]:
     """Checksums of the prompts' tokens and of their other columns, place by place; rows that were not encoded count by
     their place alone.
     """
@@ -368,12 +422,18 @@ def _digests(rows: Iterable[Any]) -> tuple[int, int]:
     return prompts, columns
 
 
-def _rendered(columns: Mapping[str, Any]) -> bytes:
+def _chained(item: Any, before: int) -> int:
+    """The checksum of what is read in its own order, with a further item."""
+    return zlib.crc32(_rendered(item if isinstance(item, Mapping) else {"": item}, _WHOLE), before)
+
+
+def _rendered(columns: Mapping[str, Any], encoder: json.JSONEncoder | None = None) -> bytes:
     """Columns as text that is the same in every process: JSON, and a type's name for what JSON doesn't know."""
+    encoder = encoder or _JSON
     try:
-        return _JSON.encode(dict(columns)).encode()
+        return encoder.encode(dict(columns)).encode()
     except (TypeError, ValueError, RecursionError):  # keys that can't be sorted, a value that holds itself
-        return _JSON.encode({str(name): type(value).__name__ for name, value in columns.items()}).encode()
+        return encoder.encode({str(name): type(value).__name__ for name, value in columns.items()}).encode()
 
 
 def _stand_in(value: Any) -> Any:
@@ -382,16 +442,24 @@ def _stand_in(value: Any) -> Any:
     return value.tolist() if plain else type(value).__name__
 
 
+def _whole(value: Any) -> Any:
+    """The same, with the values of bytes and of every kind of array."""
+    if isinstance(value, bytes):
+        return value.decode("latin-1")
+    return value.tolist() if hasattr(value, "tolist") else _stand_in(value)
+
+
 _PLAIN = np.typecodes["AllInteger"] + "?efdU"
 """Types of numpy whose values Python has too."""
 _JSON = json.JSONEncoder(sort_keys=True, skipkeys=True, default=_stand_in)
+_WHOLE = json.JSONEncoder(sort_keys=True, skipkeys=True, default=_whole)
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
     """The first item, and a source that still has it."""
     if isinstance(source, Mapping | str):
         raise DataError(f"data of type {type(source).__name__}; give a list of rows, a Dataset or an iterable of them")
-    items = iter(source)
+    items = each(source, "the data")
     try:
         first = next(items)
     except StopIteration:

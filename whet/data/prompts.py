@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from whet.errors import ConfigError, DataError, lookup_error, nearest
+from whet.errors import ConfigError, DataError, lookup_error, nearest, shown
 from whet.types import Message, Prompt
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None)
     for name in wanted:
         if name in columns:
             return name
+    columns = [str(name) for name in columns]
     hint = next((near for word in wanted if (near := nearest(word, columns))), "")
     raise DataError(
         f"no prompt column ({' or '.join(wanted)}) among the columns {', '.join(columns)}{hint}"
@@ -117,7 +118,7 @@ class PromptEncoder:
         source = _source(row[name], name, number)
         tokens = self._tokens(source, number)
         if not tokens:
-            raise DataError(f"row {number}: the prompt {source!r} has no tokens; leave the row out or give it a text")
+            raise DataError(f"row {number}: the prompt {shown(source)} has no tokens; leave the row out, or fill it")
         limit = self.max_prompt_length
         if limit is not None and len(tokens) > limit:
             if self.on_long_prompt == "drop":
@@ -195,8 +196,8 @@ def _source(value: Any, name: str, number: int) -> str | list[Message]:
         return _text(str(value), f"row {number}, column {name!r}")
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         raise DataError(
-            f"row {number}: column {name!r} holds {type(value).__name__} {value!r}; a prompt is a text or a list of "
-            "messages"
+            f"row {number}: column {name!r} holds {type(value).__name__} {shown(value)}; a prompt is a text or a list "
+            "of messages"
         )
     return [_message(message, place, number) for place, message in enumerate(value)]
 
@@ -213,12 +214,12 @@ def _text(text: str, where: str) -> str:
 def _message(message: Any, place: int, number: int) -> Message:
     """One message; keys that a table filled with None are left out."""
     if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise DataError(f"row {number}, message {place}: {message!r}; a message has a role and a content")
+        raise DataError(f"row {number}, message {place}: {shown(message)}; a message has a role and a content")
     role, content = message["role"], message["content"]
     if not isinstance(role, str) or not (isinstance(content, str | list | tuple) or "tool_calls" in message):
         raise DataError(
-            f"row {number}, message {place}: role {role!r} with content {content!r:.60}; both are texts: leave the "
-            "message out, or give it a text"
+            f"row {number}, message {place}: role {shown(role)} with content {shown(content, 60)}; both are texts: "
+            "leave the message out, or give it a text"
         )
     parts = content if isinstance(content, list | tuple) else ()
     for text in (content, *(p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))):

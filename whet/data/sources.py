@@ -1,26 +1,33 @@
 """Data sets: from what the user names to rows.
 
-A row is a mapping from column to value. Files on disk are read here, so that an error names the file and the line;
-only hub names and streams go through datasets.load_dataset. Left out on purpose: mixing and filtering data sets; a
+A row is a mapping from column to value. Files on disk are read by whet.data.files, so that an error names the file and
+the line; only hub names go through datasets.load_dataset. Left out on purpose: mixing and filtering data sets; a
 "file.py:function" that returns rows does that better.
 """
 
 from __future__ import annotations
 
-import json
+import logging
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from whet.errors import ConfigError, DataError, nearest
+from whet.data.files import FORMATS, read_files, sound, stream_files
+from whet.data.reading import reading, said
+from whet.errors import ConfigError, DataError, WhetError, nearest, shown
+from whet.places import hub_silence
 from whet.refs import is_ref, resolve_ref
 
 __all__ = ["load_rows"]
 
-BUILDERS = {".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
-"""Suffixes of data files, and the builder of datasets that streams them."""
+log = logging.getLogger("whet")
+
+TELL_S = 3.0
+"""Seconds of waiting for the hub after which that is said."""
 SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 """Words in a file's name that say which split it holds."""
 EVAL_SPLITS = tuple(word for word in SPLITS if not word.startswith("train"))
@@ -64,7 +71,8 @@ def load_rows(
     rows = _named(str(source), split, subset, streaming) if isinstance(source, str | Path) else source
     rows = _cut(_of_split(rows, split, source), limit)
     if not isinstance(rows, Iterable):
-        raise DataError(f"{source!r} gave {type(rows).__name__}; rows are a list of dicts, a Dataset or an iterable")
+        kind = type(rows).__name__
+        raise DataError(f"{shown(source)} gave {kind}; rows are a list of dicts, a Dataset or an iterable")
     if isinstance(rows, Sized) and len(rows) == 0:
         raise DataError(f"{_called(source)} has no rows; a data set needs at least one")
     return rows
@@ -72,17 +80,19 @@ def load_rows(
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool) -> Any:
     """The rows of a file, a folder, a function or a hub name."""
-    path = Path(text).expanduser()
-    if path.is_file():
-        return _files([path], streaming)
-    if path.is_dir():
-        return _folder(path, split, streaming)
+    with reading(shown(text), "check the path and its rights"):
+        path = Path(text).expanduser()
+        if path.is_file():
+            return _files([path], streaming)
+        if path.is_dir():
+            return _folder(path, split, streaming)
     if is_ref(text):
         made = resolve_ref(text, "data set")
-        return made() if callable(made) else made
-    looks_local = path.suffix in {*BUILDERS, ".py"} or path.is_absolute() or text.startswith((".", "~"))
+        with reading(f"data set {text!r}", "mend the function, which is called without arguments"):
+            return made() if callable(made) else made
+    looks_local = path.suffix in (*FORMATS, ".py") or path.is_absolute() or text.startswith((".", "~"))
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
-        raise DataError(f"no file or folder {text!r}{_beside(path) or '; check the path'}")
+        raise DataError(f"no file or folder {shown(text)}{_beside(path) or '; check the path'}")
     return _hub(text, split, subset, streaming)
 
 
@@ -90,42 +100,84 @@ def _hub(name: str, split: str | None, subset: str | None, streaming: bool) -> A
     """The rows of a hub data set."""
     import datasets
 
+    _check_hub(name)
     if split is None:
         names = _asked(name, "its splits", datasets.get_dataset_split_names, name, subset)
         split = _eval_split(names, name)
     return _asked(name, f"split {split!r}", datasets.load_dataset, name, subset, split=split, streaming=streaming)
 
 
+def _check_hub(name: str) -> None:
+    """Asks the hub once for a name that is not in the cache, before datasets asks for half a minute.
+
+    Raises: DataError: nobody answers. Whatever else goes wrong is left to datasets.
+    """
+    from datasets import config
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    log.info("%r is no file or folder here; asking the hub for a data set of that name", name)
+    kept = (
+        Path(config.HF_DATASETS_CACHE) / name.replace("/", "___"),
+        Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}",
+    )
+    if any(path.is_dir() for path in kept):
+        return
+    try:
+        with _telling(name):
+            HfApi().dataset_info(name, timeout=10)
+    except Exception as error:  # the client lets through what its HTTP library raises
+        if (why := hub_silence(error)) is not None:
+            raise DataError(f"{_no_path(name)}, and the hub can't be reached ({why}); {_OFFLINE}") from error
+
+
 def _asked(name: str, what: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """What the hub answers. Raises DataError where it has nothing, or can't be reached."""
     try:
-        return call(*args, **options)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{name!r} is no file or folder here{_beside(Path(name))}; and as a hub data set, {what}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        with _telling(name):
+            return call(*args, **options)
+    except (WhetError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"{_no_path(name)}; and as a hub data set, {what}: {said(error)}; {_OFFLINE}") from error
+
+
+_OFFLINE = "check the name and the network; HF_HUB_OFFLINE=1 takes what was downloaded before and asks nobody"
+
+
+def _no_path(name: str) -> str:
+    return f"{name!r} is no file or folder here{_beside(Path(name))}"
+
+
+@contextmanager
+def _telling(name: str) -> Iterator[None]:
+    """Says that the hub is being waited for, where that takes more than a moment."""
+    timer = threading.Timer(TELL_S, log.warning, ("waiting for the hub, which is asked for the data set %r", name))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _folder(path: Path, split: str | None, streaming: bool) -> Any:
     """The rows of a folder: saved by datasets, or holding data files of one format."""
-    import datasets
-
     if (path / "dataset_dict.json").is_file() or (path / "state.json").is_file():
-        saved = _of_split(datasets.load_from_disk(str(path)), split, path)
-        return saved.to_iterable_dataset() if streaming else saved
-    files = sorted(p for where in (path, path / "data") for p in where.glob("*") if p.suffix in BUILDERS)
+        return _saved(path, split, streaming)
+    files = sorted(p for where in (path, path / "data") for p in where.glob("*") if p.suffix in FORMATS)
     if not files:
-        raise DataError(f"folder {str(path)!r} holds no data; expected {', '.join(BUILDERS)} files or a saved Dataset")
-    said = sorted({word for word in SPLITS for p in files if _says(p, word)})
-    if split is None and said:
-        others = [p.name for p in files if not any(_says(p, word) for word in said)]
-        split = _eval_split([*said, *others], path)
+        raise DataError(f"folder {str(path)!r} holds no data; expected {', '.join(FORMATS)} files or a saved Dataset")
+    told = sorted({word for word in SPLITS for p in files if _says(p, word)})
+    if split is None and told:
+        others = [p.name for p in files if not any(_says(p, word) for word in told)]
+        split = _eval_split([*told, *others], path)
     chosen = [p for p in files if split is not None and _says(p, split)]
-    if not chosen and (said or split not in (None, "train")):
+    if not chosen and (told or split not in (None, "train")):
         raise DataError(
             f"folder {str(path)!r} has no split {split!r}; its files: {', '.join(p.name for p in files[:8])}"
-            f"{nearest(str(split), said)}"
+            f"{nearest(str(split), told)}"
         )
     chosen = chosen or files
     if len({p.suffix for p in chosen}) > 1:
@@ -135,6 +187,16 @@ def _folder(path: Path, split: str | None, streaming: bool) -> Any:
     return _files(chosen, streaming)
 
 
+def _saved(path: Path, split: str | None, streaming: bool) -> Any:
+    """The rows of a data set that was written by save_to_disk."""
+    import datasets
+
+    with reading(f"{path}, which save_to_disk wrote,", "save the data set again"):
+        rows = _of_split(datasets.load_from_disk(str(path)), split, path)
+        sound(rows.data.table)
+        return rows.to_iterable_dataset() if streaming else rows
+
+
 def _says(path: Path, split: str) -> bool:
     """Whether a file's name holds a split's name as a word of its own."""
     return re.search(rf"(^|[-_.]){re.escape(split)}([-_.]|$)", path.stem) is not None
@@ -142,83 +204,10 @@ def _says(path: Path, split: str) -> bool:
 
 def _files(paths: list[Path], streaming: bool) -> Any:
     """The rows of data files of one format, one after the other."""
-    import datasets
-
     suffix = paths[0].suffix
-    if suffix not in BUILDERS:
-        raise DataError(f"{str(paths[0])!r} has an unknown format {suffix!r}; known: {', '.join(BUILDERS)}")
-    if streaming:
-        files = [str(p) for p in paths]
-        return datasets.load_dataset(BUILDERS[suffix], data_files=files, split="train", streaming=True)
-    if suffix in (".json", ".jsonl"):
-        return [row for p in paths for row in _json_rows(p)]
-    tables = [datasets.Dataset(_table(p)) for p in paths]
-    return tables[0] if len(tables) == 1 else datasets.concatenate_datasets(tables)
-
-
-def _json_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file, or of the list in a .json file (or under its only key that holds a list)."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8: {error}; convert it, or name its true format by the suffix") from error
-    if path.suffix == ".jsonl" or not text.lstrip().startswith(("[", "{")):
-        return _json_lines(path, text)
-    try:
-        whole = json.loads(text)
-    except json.JSONDecodeError as error:
-        if error.msg == "Extra data":  # many write one object per line under this suffix
-            return _json_lines(path, text)
-        raise DataError(f"{path}, line {error.lineno}: not JSON: {error.msg}") from error
-    if isinstance(whole, dict):
-        lists = [value for value in whole.values() if isinstance(value, list)]
-        if len(lists) != 1:
-            raise DataError(f"{path} holds one object with keys {', '.join(whole)}; expected a list of objects")
-        whole = lists[0]
-    for place, row in enumerate(whole):
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, element {place}: {type(row).__name__}; a row is an object of columns")
-    return whole
-
-
-def _json_lines(path: Path, text: str) -> list[dict[str, Any]]:
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(
-                f"{path}, line {number}: not JSON: {error.msg} at column {error.colno}: {line[:60]!r}"
-            ) from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path}, line {number}: {type(row).__name__}; a row is an object of columns")
-        rows.append(row)
-    return rows
-
-
-def _table(path: Path) -> Any:
-    """The Arrow table of a csv, parquet or arrow file."""
-    import pyarrow as pa
-    from pyarrow import csv, parquet
-
-    try:
-        if path.suffix == ".csv":
-            one_by_one = csv.ReadOptions(use_threads=False)  # then a bad row is named by its number
-            table = csv.read_csv(path, one_by_one, csv.ParseOptions(newlines_in_values=True))
-            _ = table.column_names  # their encoding is looked at only now
-            return table
-        if path.suffix == ".parquet":
-            return parquet.read_table(path)
-        with pa.memory_map(str(path)) as file:
-            try:
-                return pa.ipc.open_stream(file).read_all()  # as datasets writes it
-            except pa.ArrowInvalid:
-                file.seek(0)
-                return pa.ipc.open_file(file).read_all()  # as Feather writes it
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} can't be read as {path.suffix[1:]}: {error}") from error
+    if suffix not in FORMATS:
+        raise DataError(f"{str(paths[0])!r} has an unknown format {suffix!r}; known: {', '.join(FORMATS)}")
+    return stream_files(paths) if streaming else read_files(paths)
 
 
 def _of_split(rows: Any, split: str | None, source: Any) -> Any:
@@ -228,7 +217,8 @@ def _of_split(rows: Any, split: str | None, source: Any) -> Any:
     if split is None:
         return rows[_eval_split(rows, source)]
     if split not in rows:
-        raise DataError(f"{_called(source)} has no split {split!r}{nearest(split, rows)}; it has {', '.join(rows)}")
+        names = [str(name) for name in rows]
+        raise DataError(f"{_called(source)} has no split {split!r}{nearest(split, names)}; it has {', '.join(names)}")
     return rows[split]
 
 

@@ -15,14 +15,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode
 from whet.errors import ConfigError
-from whet.learners.report import engine_metrics, rewarded_metrics
+from whet.learners.report import engine_metrics, rewarded_metrics, trajectory_advantages
 from whet.learners.run import Run
 from whet.metrics import Metric, merge
 from whet.rewards.manager import Rewarded, resolve_reward_manager
@@ -179,15 +178,12 @@ class RLLearner:
         return 1
 
     def _call_metric_fns(self, rewarded: Rewarded, batch: TokenBatch) -> None:
-        assert batch.advantages is not None
-        _, firsts = np.unique(batch.trajectory_of.numpy(), return_index=True)  # a sequence of each trajectory
-        starts = batch.starts[torch.from_numpy(firsts)]
         inputs = rewarded.inputs
         found = call_metric_fns(
             self.metric_fns,
             inputs.prompts,
             inputs.completions,
-            advantages=batch.advantages.index_select(0, starts).tolist(),
+            advantages=trajectory_advantages(batch).tolist(),
             rewards=batch.rewards.tolist(),
             completion_ids=inputs.completion_ids,
             trajectory_ids=inputs.trajectory_ids,

@@ -11,9 +11,8 @@ run.
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -21,20 +20,19 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, GRPOConfig, Role
-from whet.errors import ConfigError, DataError, EngineError, lookup_error
+from whet.errors import ConfigError, EngineError
 from whet.learners.base import RLLearner
-from whet.learners.report import advantage_metrics
-from whet.metrics import Max, Mean, Min, Sum, merge
-from whet.ops import (
-    ADVANTAGE_ESTIMATORS,
-    KL_MODES,
-    LOSS_AGG_MODES,
-    POLICY_LOSSES,
-    grpo_objective,
-    mismatch_metrics,
-    segment_sum,
+from whet.learners.objective import (
+    advantage_inputs,
+    make_estimator,
+    make_objective,
+    ratio_level,
+    resolve_name,
+    surrogate_name,
 )
-from whet.refs import is_ref, resolve_ref
+from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
+from whet.metrics import Max, Mean, merge
+from whet.ops import LOSS_AGG_MODES, POLICY_LOSSES, estimate, masked_column, mismatch_metrics, segment_sum
 from whet.rewards.manager import Rewarded
 from whet.types import LossInputs, TokenBatch
 
@@ -43,17 +41,24 @@ __all__ = ["GRPOLearner", "GrpoLearner"]
 log = logging.getLogger("whet")
 
 _METRICS = {
-    "is_ratio": ("mean", "max", "min"),
-    "log_ratio_abs": {"log_ratio/abs_mean": "mean"},
-    "pg_loss": {"unreduced_pg_loss": "mean", "reduced_pg_loss": "weighted"},
-    "pg_loss/clipped": {"pg_loss/clipped_mean": "mean"},
-    "pg_loss/unclipped": {"pg_loss/unclipped_mean": "mean"},
-    "clip_ratio/low": {"clip_ratio/low_mean": "mean"},
-    "clip_ratio/high": {"clip_ratio/high_mean": "mean"},
+    "clip_ratio/high": {"clip_ratio/high_mean": "mean", "clip_ratio/high_max": "sequence_max"},
+    "clip_ratio/low": {"clip_ratio/low_mean": "mean", "clip_ratio/low_min": "sequence_min"},
     "clip_ratio/region": {"clip_ratio/region_mean": "mean"},
+    "entropy": {"entropy": "weighted", "entropy/token_mean": "mean"},
+    "is_ratio": ("mean", "max", "min"),
+    "kl": {"kl": "mean", "kl_loss": "weighted"},
+    "log_ratio_abs": {"log_ratio/abs_mean": "mean"},
+    "pg_clipfrac_lower": "weighted",
+    "pg_loss": {"pg_loss/surrogate_mean": "mean"},
+    "pg_loss/clipped": {"pg_loss/clipped_mean": "mean"},
+    "pg_loss/corrected": {"unreduced_pg_loss": "weighted", "reduced_pg_loss": "weighted"},
+    "pg_loss/unclipped": {"pg_loss/unclipped_mean": "mean"},
     "sampling/sampling_logp_difference": ("mean", "max"),
+    "sequence_clip_ratio/high": {"clip_ratio/high_mean": "sequence_mean", "clip_ratio/high_max": "sequence_max"},
+    "sequence_clip_ratio/low": {"clip_ratio/low_mean": "sequence_mean", "clip_ratio/low_min": "sequence_min"},
+    "sequence_clip_ratio/region": {"clip_ratio/region_mean": "sequence_mean"},
 }
-"""What becomes of the loss's metrics: Tunix's names, else TRL's."""
+"""What becomes of the loss's metrics: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
 
 
 class GRPOLearner(RLLearner):
@@ -91,17 +96,8 @@ class GRPOLearner(RLLearner):
                 f"beta={c.beta} compares with a reference model; give RLCluster(reference=...), or beta=0.0 to do "
                 "without"
             )
-        self.estimator = named(c.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator")
-        name = c.loss_algo if c.policy_loss_fn == "grpo" else c.policy_loss_fn
-        self.objective = functools.partial(
-            grpo_objective,
-            surrogate=self._surrogate(name),
-            beta=c.beta,
-            kl_mode=c.kl_loss_mode,
-            kl_clamp=c.kl_clamp_value,
-            sampler_is_threshold=None if c.sampler_is is None else c.sampler_is_threshold,
-        )
-        named(c.kl_loss_mode, KL_MODES, "KL mode")
+        self.estimator = make_estimator(c)
+        self.objective = make_objective(c)
         if c.beta and c.kl_clamp_value is None and c.kl_loss_mode in ("kl", "k1"):
             log.warning(
                 "kl_loss_mode=%r with beta=%s: the gradient of k1 is that of log pi alone, so it does not pull towards "
@@ -109,33 +105,22 @@ class GRPOLearner(RLLearner):
                 c.kl_loss_mode,
                 c.beta,
             )
-        self.skips = name in POLICY_LOSSES and not self.needs_reference
-        mode = named(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
+        self.skips = surrogate_name(c) in POLICY_LOSSES and not self.needs_reference and c.entropy_coef == 0
+        mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
             norm = float(rl_cluster.get_rollout_config().max_tokens_to_generate)
         self.unmoved = False
         trainer = rl_cluster.actor_trainer
-        trainer.with_loss_fn(self.loss, loss_agg_mode=mode, loss_agg_norm=norm, entropy=True)
+        trainer.with_loss_fn(
+            self.loss, loss_agg_mode=mode, loss_agg_norm=norm, loss_agg_units=c.loss_agg_units, entropy=True
+        )
         trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions})
         for worker in rl_cluster.workers.values():
             worker.limit(
                 training=self._sequences(self.config.train_micro_batch_size),
                 reading=self._sequences(self.config.compute_logps_micro_batch_size),
             )
-
-    def _surrogate(self, name: Any) -> Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]:
-        """The per-token surrogate with this configuration's clipping bound to it; a user's own is called as it is."""
-        c = self.algo_config
-        if c.loss_algo != "grpo" and c.policy_loss_fn != "grpo":
-            raise ConfigError(
-                f"loss_algo={c.loss_algo!r} and policy_loss_fn={c.policy_loss_fn!r} both choose the loss; "
-                "leave one at 'grpo'"
-            )
-        fn = named(name, POLICY_LOSSES, "policy loss")
-        if name not in POLICY_LOSSES:
-            return fn
-        return functools.partial(fn, epsilon=c.epsilon, epsilon_high=c.epsilon_high, epsilon_c=c.epsilon_c)
 
     def _sequences(self, prompts: int | None) -> int | None:
         """Sequences of a micro-batch of so many prompts."""
@@ -152,10 +137,13 @@ class GRPOLearner(RLLearner):
         return batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence))
 
     def score(self, batch: TokenBatch) -> TokenBatch:
-        """Old log-probabilities where several updates follow one rollout, the reference's where beta is not 0."""
+        """Old log-probabilities where several updates follow one rollout, or a token that is trained was drawn from an
+        earlier policy; the reference's where beta is not 0.
+        """
         c, cluster = self.algo_config, self.cluster
-        self.unmoved = True  # until the first update of the step: sampler and trainer are the same policy
-        source = self.old_logprobs_from(batch.num_groups)
+        stale = batch.versions[batch.mask & (batch.versions != cluster.actor.version)].unique().tolist()
+        self.unmoved = not stale  # until the first update of the step sampler and trainer are the same policy
+        source = self.old_logprobs_from(batch.num_groups, stale)
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
@@ -173,18 +161,27 @@ class GRPOLearner(RLLearner):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         return batch
 
-    def old_logprobs_from(self, num_groups: int) -> Literal["trainer", "sampler", "nowhere"]:
+    def old_logprobs_from(
+        self, num_groups: int, stale: Sequence[int] = ()
+    ) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
 
-        Args: num_groups: of the step.
-        Raises: EngineError: several updates follow a rollout of an engine that reports no logprobs.
+        Args: num_groups: of the step. stale: the policy versions of trained tokens, other than the actor's own now.
+        Raises: EngineError: several updates follow a rollout of an engine that reports no logprobs, or tokens are
+            stale.
         """
         c, caps = self.algo_config, self.cluster.rollout.caps
         if c.sampler_is is not None or not c.use_rollout_logps:
             return "trainer"
         updates = self.updates_of(num_groups)
-        if caps.logprobs and not (updates == 1 and caps.shared_weights):
+        if caps.logprobs and (stale or updates > 1 or not caps.shared_weights):
             return "sampler"
+        if stale:
+            raise EngineError(
+                f"the rollout holds tokens of policy {', '.join(map(str, stale))} while the actor's is "
+                f"{self.cluster.actor.version}, and the engine reports no logprobs of them; let the engine stamp the "
+                "version that sync_weights gave it, or set use_rollout_logps=False to recompute them"
+            )
         if updates > 1:
             raise EngineError(
                 "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
@@ -197,7 +194,7 @@ class GRPOLearner(RLLearner):
         old = {
             "trainer": "runs: sampler_is, or use_rollout_logps=false, asks for the trainer's own",
             "sampler": "skipped: the sampler's serve",
-            "nowhere": "skipped: one update follows each rollout, so the ratio is 1",
+            "nowhere": "skipped: one update follows each rollout, so the ratio is 1 (unless a token is stale)",
         }
         found = {
             "old_logprobs": old[self.old_logprobs_from(num_groups)],
@@ -216,34 +213,25 @@ class GRPOLearner(RLLearner):
         return found
 
     def assign_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """One advantage per trajectory, given to each of its tokens."""
-        advantages = torch.as_tensor(self.estimator(batch.rewards, batch.group_of)).float()
-        if advantages.shape != batch.rewards.shape or not advantages.isfinite().all():
-            raise DataError(
-                f"advantage estimator {self.algo_config.advantage_estimator!r} gave {tuple(advantages.shape)} values, "
-                f"{int((~advantages.isfinite()).sum())} of them not finite; give one finite number for each of the "
-                f"{len(batch.rewards)} rewards (0 where a reward is NaN)"
-            )
-        self.metrics = merge(self.metrics, advantage_metrics(advantages))
-        return batch.replace(advantages=advantages.index_select(0, batch.trajectory))
+        """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
+        advantages = estimate(self.estimator, advantage_inputs(batch))
+        batch = batch.replace(advantages=advantages)
+        self.metrics = merge(self.metrics, advantage_metrics(batch))
+        return batch
 
     def update(self, mini: TokenBatch) -> None:
         """Weighs the tokens of the mini-batch, leaves out sequences that have no gradient, and updates the actor."""
         whole = self.cluster.actor_trainer.weighted(mini)
         mini = whole.select(with_signal(whole) if self.skips else trained(whole))
-        skipped = {"sequences": whole.num_sequences - mini.num_sequences, "tokens": whole.num_tokens - mini.num_tokens}
-        self.metrics = merge(self.metrics, {f"skipped/{n}": Sum(float(v)) for n, v in skipped.items()})
+        self.metrics = merge(self.metrics, skipped_metrics(whole, mini))
         self.cluster.rest_engine()
         with self.cluster.trace.span("update"):
             found = self.cluster.actor_trainer.update(mini)
         self.unmoved = False
-        if "clip_ratio/low_mean" in found:
-            found["clip_ratio/low_min"] = Min(found["clip_ratio/low_mean"].value)
-            found["clip_ratio/high_max"] = Max(found["clip_ratio/high_mean"].value)
-        self.metrics = merge(self.metrics, found)
+        self.metrics = merge(self.metrics, of_whole_batch(found, whole, mini, level=ratio_level(self.objective)))
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective at each token, ops.grpo_objective with this configuration: [s], and its metrics."""
+        """The objective at each token, as the configuration composes it: [s], and its metrics."""
         loss, metrics = self.objective(x)
         if self.unmoved and x.sampler_logprobs is not None:
             metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
@@ -272,24 +260,13 @@ class GRPOLearner(RLLearner):
 def with_signal(batch: TokenBatch) -> Tensor:
     """The sequences with a trained token whose advantage is not 0: Long [M]."""
     assert batch.advantages is not None
-    size = segment_sum((batch.advantages * batch.mask).abs(), batch.sequence, batch.num_sequences)
+    size = segment_sum(masked_column(batch.advantages, batch.mask).abs(), batch.sequence, batch.num_sequences)
     return (size > 0).nonzero().flatten()
 
 
 def trained(batch: TokenBatch) -> Tensor:
     """The sequences with a token that is trained: Long [M]. All tokens of the others weigh 0, whatever the loss."""
     return batch.sequence[batch.mask].unique()
-
-
-def named(value: Any, known: Mapping[str, Any], kind: str) -> Any:
-    """What a name stands for: a callable as it is, "package.module:function" resolved, or a name that whet knows."""
-    if callable(value):
-        return value
-    if is_ref(value):
-        return resolve_ref(value, kind)
-    if value not in known:
-        raise lookup_error(kind, value, known)
-    return known[value]
 
 
 GrpoLearner = GRPOLearner

@@ -1,10 +1,18 @@
-"""Ctrl-C and SIGTERM end a run between two steps, with a checkpoint; a second one ends it at once."""
+"""A signal ends a run between two steps, with a checkpoint; a second Ctrl-C ends it at once.
+
+SIGINT is Ctrl-C, SIGTERM what a supervisor sends, SIGHUP a session that was closed, SIGUSR1 a scheduler's warning. Only
+a person asks twice: shells and `timeout` send a SIGHUP or SIGTERM more than once and mean one.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,23 +20,39 @@ __all__ = ["Interrupts"]
 
 log = logging.getLogger("whet")
 
+_USUAL = (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGTERM, signal.SIG_DFL),
+    (signal.SIGHUP, signal.SIG_DFL),
+    (signal.SIGUSR1, signal.SIG_DFL),
+)
+"""What is listened to, and how Python handles it where nobody has said otherwise."""
+
 
 class Interrupts:
-    """Turns the first SIGINT or SIGTERM into a wish (`asked`), while it listens.
+    """Turns signals into a wish (`asked`), while it listens.
 
-    Signals can be taken on the main thread alone, and only where nobody else handles them: elsewhere it does nothing.
+    Signals can be taken on the main thread alone, and only where nobody else handles or ignores them (nohup ignores
+    SIGHUP): elsewhere it does nothing. Processes that a reward function forks are meant to finish their part of the
+    step: Ctrl-C and SIGHUP, which a terminal sends to all, are passed over there, SIGTERM ends them as ever.
     """
 
     def __init__(self) -> None:
         self.asked = False
+        self._pid = 0
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Takes both signals."""
+        """Takes the signals."""
         if threading.current_thread() is not threading.main_thread():
             return
-        for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL)):
-            if signal.getsignal(number) is usual or signal.getsignal(number) == usual:
+        self._pid = os.getpid()
+        child = weakref.WeakMethod(self._forked)
+        os.register_at_fork(after_in_child=lambda: (forked := child()) and forked())
+        caught = _caught()
+        for number, usual in _USUAL:
+            foreign = usual == signal.SIG_DFL and caught >> (number - 1) & 1
+            if signal.getsignal(number) == usual and not foreign:
                 self._before[number] = usual
                 signal.signal(number, self._take)
 
@@ -39,8 +63,40 @@ class Interrupts:
         self._before = {}
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        again, self.asked = self.asked, True
+        if os.getpid() != self._pid:
+            if number == signal.SIGTERM or (number == signal.SIGINT and again) or not _alive(self._pid):
+                signal.signal(number, self._before.get(number, signal.SIG_DFL))
+                os.kill(os.getpid(), number)
+        elif number == signal.SIGINT and again:
             self.release()
             raise KeyboardInterrupt
-        self.asked = True
-        log.warning("stopping after this step, with a checkpoint; once more stops at once")
+        elif not again:
+            how = "Ctrl-C once more" if number == signal.SIGINT else "Ctrl-C (SIGINT)"
+            with suppress(Exception):  # what was interrupted may be the writing of another line
+                name = signal.Signals(number).name
+                log.warning("%s: stopping after this step, with a checkpoint; %s stops at once", name, how)
+
+    def _forked(self) -> None:
+        """In a forked child SIGTERM ends it at once, also in the midst of a call that runs no Python."""
+        if signal.SIGTERM in self._before:
+            signal.signal(signal.SIGTERM, self._before.pop(signal.SIGTERM))
+
+
+def _caught() -> int:
+    """The signals that have a handler, one of C's included (faulthandler.register), as bits; 0 where that's unknown."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("SigCgt:"):
+                return int(line.split()[1], 16)
+    return 0
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -5,13 +5,14 @@ Dim letters: N sequences, J trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
+import torch
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
+from whet.ops import segment_count, segment_mean
 from whet.rollout.base import EngineStats
 from whet.types import Group, TokenBatch
 
@@ -22,9 +23,12 @@ __all__ = [
     "advantage_metrics",
     "completion_columns",
     "engine_metrics",
+    "of_whole_batch",
     "rewarded_metrics",
     "rollout_metrics",
+    "skipped_metrics",
     "spread",
+    "trajectory_advantages",
 ]
 
 
@@ -84,22 +88,74 @@ def engine_metrics(done: EngineStats) -> dict[str, Metric]:
     return found
 
 
-def advantage_metrics(advantages: Tensor) -> dict[str, Metric]:
-    """Advantages of trajectories [J]: their spread, and the share that carries a gradient."""
-    values = advantages.double().numpy()
-    found = spread("rewards/advantage", values)
-    return {
-        **found,
-        "rewards/advantage/std": Mean(float(values.std(ddof=1)) if len(values) > 1 else 0.0),
-        "advantage/abs_mean": Mean(float(np.abs(values).sum()), len(values)),
-        "advantage/nonzero_frac": Mean(float((np.abs(values) > 1e-8).sum()), len(values)),
+def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
+    """Advantages of trajectories, rewards/advantage/*, and of trained tokens, advantage/*, both as in Tunix."""
+    assert batch.advantages is not None
+    each = trajectory_advantages(batch)
+    each = each[~np.isnan(each)]
+    tokens = batch.advantages[batch.mask].double().numpy()
+    found = {
+        **spread("rewards/advantage", each),
+        "rewards/advantage/std": Mean(float(each.std()) if len(each) else 0.0),
+        "advantage/abs_mean": Mean(float(np.abs(tokens).sum()), len(tokens)),
+        "advantage/nonzero_frac": Mean(float((np.abs(tokens) > 1e-8).sum()), len(tokens)),
     }
+    if len(tokens):
+        found |= {"advantage/max": Max(float(tokens.max())), "advantage/min": Min(float(tokens.min()))}
+    return found
+
+
+def skipped_metrics(whole: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
+    """What of a mini-batch was not run."""
+    return {
+        "skipped/sequences": Sum(float(whole.num_sequences - run.num_sequences)),
+        "skipped/tokens": Sum(float(whole.num_tokens - run.num_tokens)),
+    }
+
+
+def of_whole_batch(
+    found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, level: str
+) -> dict[str, Metric]:
+    """An update's metrics as those of the whole mini-batch, where sequences without signal were not run.
+
+    A clip takes nothing from an advantage of 0, so such tokens count as unclipped; entropy is that of the tokens run,
+    under the weights of all; other means are over the tokens run.
+
+    Args:
+        found: of the update.
+        whole: the mini-batch, with its weights.
+        run: the part of it that was run.
+        level: of the importance ratio, "token" or "sequence": what the clip ratios count.
+    """
+    assert whole.weights is not None
+    assert run.weights is not None
+    tokens = int(whole.mask.sum() - run.mask.sum())
+    if tokens == 0:
+        return dict(found)
+    sequences = len(whole.sequence[whole.mask].unique()) - len(run.sequence[run.mask].unique())
+    metrics = dict(found)
+    for name in ("clip_ratio/high_mean", "clip_ratio/low_mean", "clip_ratio/region_mean", "pg_clipfrac"):
+        if isinstance(mean := metrics.get(name), Mean):
+            unclipped = sequences if level == "sequence" and name != "pg_clipfrac" else tokens
+            metrics[name] = Mean(mean.sum, mean.count + unclipped)
+    if "clip_ratio/low_min" in metrics:
+        metrics["clip_ratio/low_min"] = Min(0.0)
+    if isinstance(mean := metrics.get("entropy"), Mean) and run.weights.sum() > 0:
+        metrics["entropy"] = Mean(mean.sum * float(whole.weights.sum() / run.weights.sum()), mean.count)
+    return metrics
+
+
+def trajectory_advantages(batch: TokenBatch) -> np.ndarray:
+    """The advantage of each trajectory: float64 [J], the mean over its trained tokens; NaN where it has none."""
+    assert batch.advantages is not None
+    trajectory, number = batch.trajectory, len(batch.group_of)
+    means = segment_mean(batch.advantages.double(), batch.mask, trajectory, number)
+    return means.masked_fill(segment_count(batch.mask, trajectory, number) == 0, torch.nan).numpy()
 
 
 def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
     """What the store keeps of a step: the columns of its completions, and what each reward function gave them."""
     pairs = [(g.prompt, c) for g in rewarded.groups for c in g.completions]
-    advantages = None if batch.advantages is None else batch.advantages.index_select(0, batch.starts).tolist()
     trajectories = batch.trajectory_of.numpy()
     columns: dict[str, list[Any]] = {
         "row": [p.row for p, _ in pairs],
@@ -112,8 +168,8 @@ def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str,
         "finish_reason": [c.finish_reason for _, c in pairs],
         "version": [int(c.versions.max()) for _, c in pairs],
     }
-    if advantages is not None:
-        columns["advantage"] = advantages
+    if batch.advantages is not None:
+        columns["advantage"] = trajectory_advantages(batch)[trajectories].tolist()
     names = {n for g in rewarded.groups for n in g.rewards}
     rewards = {n: np.concatenate([g.rewards[n] for g in rewarded.groups])[trajectories] for n in sorted(names)}
     return columns, rewards

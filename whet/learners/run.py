@@ -13,7 +13,6 @@ and perf/ alone.
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,14 +20,17 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from whet.config import CheckpointingOptions, Mode, dump_tree
 from whet.data.order import PromptStream
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
+from whet.device import memory_metrics
 from whet.errors import CheckpointError, ConfigError, DataError
+from whet.learners.generators import random_state, set_random_state
+from whet.learners.health import Health
 from whet.learners.interrupts import Interrupts
+from whet.learners.provenance import check_reads, plain, reads
 from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.metrics import Mean, Metric, flat, merge
 from whet.observe.environment import environment, noted_environment
@@ -36,6 +38,7 @@ from whet.observe.loggers import Loggers
 from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, changed_settings, holds_steps
+from whet.observe.trace import timeline_folder
 from whet.rewards.manager import RewardManager
 from whet.rollout.fit import check_fit
 from whet.types import Prompt, TokenBatch
@@ -68,8 +71,9 @@ class Run:
         self.progress: Progress | None = None
         self.profiler = StepProfiler(self.config.profiling, folder=self.config.run_dir, trace=self.cluster.trace)
         self.tokens = 0
+        self.reads: dict[str, Any] | None = None
         self._eval_prompts: list[Prompt] | None = None
-        self._silent = 0
+        self.health = Health(self.cluster)
         self._stop = Interrupts()
 
     # ---- opening -------------------------------------------------------------------------------------------------
@@ -130,17 +134,21 @@ class Run:
                 "data.eval_path, data.eval_split or data.eval_fraction",
                 c.eval_every_n_steps,
             )
+        if self.checkpoints.root is not None or c.resume is not None:
+            self.reads = reads(self.learner, self._eval_prompts)  # before the first update: what is given, not made
         if c.run_dir is not None:
             self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
-            self.folder.write_config(self.settings)
-            self._note_environment(resumed=self.step > 0)
-            self.rows = self.folder.rows()
         elif c.resume is not None:
             self._resume()
         if c.resume is None:
             self._refuse_old_checkpoints()
+        if self.folder is not None:
+            self.folder.write_config(self.settings)
+            self._note_environment(resumed=self.step > 0)
+            self.rows = self.folder.rows()
         assert self.stream is not None
         total, updates = self.total_steps, self.learner.updates_of(self.stream.batch_size)
+        self.timeline = timeline_folder(self.cluster.perf_config, c.run_dir)
         self.profiler.expect(None if total is None else total - self.step)
         for trainer in self.cluster.trainers.values():
             trainer.worker.plan(None if total is None else total * updates)
@@ -193,7 +201,7 @@ class Run:
             usual, own = (dump_tree(self.cluster.get_rollout_config(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
             evaluation = {name: value for name, value in own.items() if value != usual[name]}
         beside = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
-        return _plain({**self.settings, "from Python": beside})
+        return plain({**self.settings, "from Python": beside})
 
     # ---- the steps -----------------------------------------------------------------------------------------------
 
@@ -232,13 +240,14 @@ class Run:
             "epoch": self._epoch(),
             "optim/updates": float(self.cluster.actor_trainer.train_steps),
             **self.cluster.trace.times(),
+            **memory_metrics(self.cluster.actor.device),
             "time/step": seconds,
             "perf/global_step_time": seconds,
             "perf/tokens_per_second": batch.num_tokens / max(seconds, 1e-9),
         }
         self._log(step, Mode.TRAIN, row)
         self._store(step, Mode.TRAIN, rewarded, batch)
-        self._watch_signal(row["frac_reward_zero_std"], rewarded)
+        self.health.watch(step, row, rewarded, batch)
         shown = {n: row[n] for n in self.cluster.actor_trainer.displayed if n in row}
         speed = row["perf/tokens_per_second"]
         assert self.progress is not None
@@ -247,19 +256,6 @@ class Run:
             self.evaluate(step)
         if self._save_due(step):
             self.save()
-
-    def _watch_signal(self, without: float, rewarded: Rewarded) -> None:
-        """Says so where three steps in a row had no group whose rewards differ: nothing is learned from them."""
-        self._silent = self._silent + 1 if without == 1.0 else 0
-        if self._silent == 3:
-            group, text = rewarded.groups[0], rewarded.texts[0][0]
-            log.warning(
-                "3 steps without a group whose rewards differ: nothing is learned. To %.80r the model said %.80r, "
-                "reward %s. Look at completions/; check the reward, raise algo.num_generations or the temperature",
-                group.prompt.source,
-                text,
-                rewarded.total[0],
-            )
 
     def _epoch(self) -> float:
         """Passes over the data so far; NaN where it has no length."""
@@ -348,8 +344,10 @@ class Run:
             "tokens": self.tokens,
             "stream": self.stream.state(),
             "cluster": self.cluster.state(),
+            "health": self.health.state(),
             "settings": self._compared(),
-            "random": _random_state(),
+            "reads": self.reads,
+            "random": random_state(),
         }
         with self.cluster.trace.span("checkpoint"):
             tokenizer = self.cluster.tokenizer
@@ -359,6 +357,7 @@ class Run:
     def _refuse_old_checkpoints(self) -> None:
         """Raises ConfigError where a new run would take another's checkpoints for its own."""
         root = self.checkpoints.root
+        self.checkpoints.open()
         if self.checkpoints.exist():
             raise ConfigError(
                 f"{root} holds the checkpoints of a run; set trainer.resume=latest to go on with it, or another folder"
@@ -367,7 +366,7 @@ class Run:
     def _resume(self) -> int:
         """Takes up the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
         assert self.config.resume is not None
-        self.checkpoints.sweep()
+        self.checkpoints.open()
         checkpoint = self.checkpoints.find(self.config.resume)
         if checkpoint is None:
             log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
@@ -386,12 +385,15 @@ class Run:
         state = self.checkpoints.state(checkpoint)
         self._check_settings(state)
         assert self.stream is not None
+        assert self.reads is not None
+        check_reads(state.get("reads"), self.reads, allow=self.config.allow_config_change)
         self.stream.restore(state["stream"])
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)
         self.cluster.restore(state["cluster"], self.step)
+        self.health.restore(state.get("health", {}))  # those of earlier versions have none
+        set_random_state(state["random"])
         self.checkpoints.discard(after=self.step)
-        _set_random_state(state["random"])
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
@@ -423,6 +425,7 @@ class Run:
             self.progress.__exit__()
         if self.loggers is not None:
             self.loggers.close()
+        self.checkpoints.close()
         if self.folder is not None:
             self.folder.close()
 
@@ -437,40 +440,11 @@ class Run:
             self.evaluate(self.step)
         if self.folder is not None:
             self.checkpoints.export(self.folder.path / "final", self.step, self.cluster.actor, self.cluster.tokenizer)
-        options = self.cluster.perf_config
-        if options is not None and options.enable_trace_writer and (options.trace_dir or self.folder):
-            place = Path(options.trace_dir) if options.trace_dir else self.folder.path  # pyright: ignore[reportOptionalMemberAccess]
-            place.mkdir(parents=True, exist_ok=True)
-            self.cluster.trace.write(place / "trace.json")
+        if self.timeline is not None:
+            self.cluster.trace.write(self.timeline / "trace.json")
 
 
 def _counted(encode: PromptEncoder) -> str:
     """What became of prompts over the limit, for the log; "" where there were none."""
     found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
     return f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
-
-
-def _plain(tree: Any) -> Any:
-    """A configuration tree without anything that a weights_only file could not hold."""
-    if isinstance(tree, Mapping):
-        return {str(k): _plain(v) for k, v in tree.items()}
-    if isinstance(tree, list | tuple):
-        return [_plain(v) for v in tree]
-    return tree if isinstance(tree, str | int | float | bool | None) else repr(tree)
-
-
-def _random_state() -> dict[str, Any]:
-    """The global generators, for reward functions that draw from them; whet itself never does."""
-    kind, keys, place, has_gauss, cached = np.random.get_state()
-    return {
-        "python": random.getstate(),
-        "numpy": (str(kind), [int(k) for k in keys], int(place), int(has_gauss), float(cached)),  # pyright: ignore[reportArgumentType]
-        "torch": torch.get_rng_state(),
-    }
-
-
-def _set_random_state(state: Mapping[str, Any]) -> None:
-    random.setstate(state["python"])
-    kind, keys, place, has_gauss, cached = state["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
-    torch.set_rng_state(state["torch"])

@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.models.buckets import BucketRow
-from whet.models.flex import FlexCase, FlexRow, flex_refusal
+from whet.models.flex import FlexCase, FlexRow, flex_failed, flex_refusal
 from whet.native.build import note
 from whet.native.segments import SegmentTables, attend_segments, segment_refusal
 
@@ -146,8 +146,12 @@ class SegmentLayout(Layout):
             raise DataError(
                 f"a layout of 1 row of {self.position_ids.shape[1]} tokens was given {q.shape[0]} of {q.shape[2]}"
             )
-        if self._by_flex(q, k, v, window, softcap, sinks):
-            return self._flex.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+        if self._by_flex(q, k, v, window, softcap, sinks, scale):
+            try:
+                return self._flex.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
+            except Exception as error:  # as in the probe; another length may be compiled anew
+                case = FlexCase.of(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
+                self._refuse(flex_failed(case, error))
         if self.attention == "auto" and not q.is_cuda:
             capped = softcap is not None or sinks is not None
             reason = "scores have caps or sinks" if capped else segment_refusal(q, k, v)
@@ -163,20 +167,29 @@ class SegmentLayout(Layout):
         return self._tables[group]
 
     def _by_flex(
-        self, q: Tensor, k: Tensor, v: Tensor, window: int | None, softcap: float | None, sinks: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        scale: float | None = None,
     ) -> bool:
         """Whether flex serves this call. Rows without masks are faster in torch's operator."""
         if self.attention == "plain" or (self.attention == "auto" and not q.is_cuda):
             return False
         if self.attention == "auto" and softcap is None and sinks is None and self.plain.unmasked(window):
             return False
-        case = FlexCase(
-            q.device, q.dtype, q.shape[1], k.shape[1], q.shape[3], v.shape[3], softcap is not None, sinks is not None
-        )
-        reason = flex_refusal(case)
-        if reason is not None and self.attention == "flex":
-            raise ConfigError(f'attention "flex" can\'t serve this model: {reason}; set it to auto or plain')
+        reason = flex_refusal(FlexCase.of(q, k, v, scale=scale, softcap=softcap, sinks=sinks))
+        if reason is not None:
+            self._refuse(reason)
         return reason is None
+
+    def _refuse(self, reason: str) -> None:
+        """Raises: ConfigError: where flex was asked for."""
+        if self.attention == "flex":
+            raise ConfigError(f'attention "flex" can\'t serve this model: {reason}; set it to auto or plain')
 
 
 def whet_attn(

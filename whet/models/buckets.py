@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.models.sdpa import masked_attention
+
 __all__ = ["Bucket", "BucketRow"]
 
 SLACK = 4096
@@ -191,14 +193,10 @@ def _take(x: Tensor, index: Tensor | None) -> Tensor:
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, bucket: Bucket, scale: float, window: int | None) -> Tensor:
     """Attention by torch's operator on one bucket, without a mask where causality says it all."""
-    grouped = q.shape[1] != k.shape[1]
     if bucket.plain(window):
+        grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=bucket.own > 1, scale=scale, enable_gqa=grouped)
-    mask = bucket.mask(window, q, q.dtype)
-    if grouped and q.is_cuda:  # the CUDA kernels that take a mask don't take grouped heads
-        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
-        grouped = False
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return masked_attention(q, k, v, bucket.mask(window, q, q.dtype), scale=scale)
 
 
 def _explicit(

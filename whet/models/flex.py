@@ -21,6 +21,7 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-__all__ = ["FlexCase", "FlexRow", "flex_refusal", "walk"]
+from whet.device import on_device
+
+__all__ = ["FlexCase", "FlexRow", "flex_failed", "flex_refusal", "walk"]
 
 log = logging.getLogger("whet")
 
@@ -45,10 +48,17 @@ TF32_TOLERANCE = 5e-3
 """The same for fp32 where products may be rounded to TF32."""
 PROBES = (([70, 45, 130, 20, 60, 1], [-1, 0, 0, 2, -1, 4]), ([200, 150, 120, 64], [-1, 0, 0, -1]))
 """Trees of the probe: rows of 3 and 5 blocks, so that the shape changes from one to the next."""
+FILLED = (([128, 200, 184, 128], [-1, 0, 0, -1]), ([300, 200, 296, 100], [-1, 0, 0, -1]))
+"""The same for rows of 5 and 7 blocks that need no padding: what they are called with is as it lies in the model."""
 
 
 class FlexCase(NamedTuple):
-    """What a kernel is compiled for."""
+    """What a kernel is compiled for.
+
+    >>> q = torch.zeros(1, 5, 4, 8).transpose(1, 2)     # 5 tokens, 4 heads of 8, as a model's product gives them
+    >>> FlexCase.of(q, q[:, :2], q[:, :2], scale=0.5, softcap=None, sinks=None).pitches
+    (32, 32, 32)
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -61,6 +71,45 @@ class FlexCase(NamedTuple):
     value_size: int
     softcap: bool
     sinks: bool
+    scale: float | None = None
+    """Factor of the scores; None = 1 / √size."""
+    grads: tuple[bool, ...] = (True, True, True, True)
+    """Of queries, keys, values and sinks: whether a gradient is taken."""
+    inference: bool = False
+    """In inference mode."""
+    pitches: tuple[int | None, ...] = (None, None, None)
+    """Of queries, keys and values: numbers from one token of a head to the next; None = they lie head by head."""
+    sink_dtype: torch.dtype | None = None
+
+    @classmethod
+    def of(
+        cls, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, softcap: float | None, sinks: Tensor | None
+    ) -> FlexCase:
+        """The case of a call. Args: as FlexRow.attend."""
+        tracked = torch.is_grad_enabled()
+        return cls(
+            device=q.device,
+            dtype=q.dtype,
+            heads=q.shape[1],
+            groups=k.shape[1],
+            size=q.shape[3],
+            value_size=v.shape[3],
+            softcap=softcap is not None,
+            sinks=sinks is not None,
+            scale=scale,
+            grads=tuple(tracked and x.requires_grad for x in (q, k, v, sinks) if x is not None),
+            inference=torch.is_inference_mode_enabled(),
+            pitches=tuple(x.stride(2) if x.stride(2) >= x.shape[1] * x.shape[3] else None for x in (q, k, v)),
+            sink_dtype=None if sinks is None else sinks.dtype,
+        )
+
+
+@dataclass
+class _Verdict:
+    """What is known of a case."""
+
+    reason: str | None
+    """Why flex can't serve it; None = it can."""
 
 
 def walk(lengths: Sequence[int], parents: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -172,7 +221,8 @@ class FlexRow:
 def flex_refusal(case: FlexCase) -> str | None:
     """Why flex can't serve a case; None = it can. Found out by a probe, once per case, and logged.
 
-    The probe runs two small trees forward and backward, and compares values and gradients with the plain path's.
+    The probe calls flex as the case does, with the same strides, scale, mode and gradients, over small trees, and
+    compares values and gradients with the plain path's. What it has compiled serves the calls themselves.
     Args: case: what it would be compiled for.
     Returns: the reason, or None.
 
@@ -181,19 +231,43 @@ def flex_refusal(case: FlexCase) -> str | None:
     """
     if case.device.type != "cuda":
         return f"FlexAttention has no backward pass on {case.device.type}"
-    return _probed(case)
+    return _probed(case).reason
+
+
+def flex_failed(case: FlexCase, error: Exception) -> str:
+    """Takes note that a case which passed its probe failed when it was called; the plain path serves it from now on.
+
+    Args: case: of the call. error: what it raised.
+    Returns: why flex can't serve.
+    Raises: the error, where it is no fault of the kernel: memory is out, or the device is lost.
+    """
+    if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
+        raise error
+    reason = _uncompiled(error)
+    if _probed(case).reason is None:
+        _probed(case).reason = reason
+        log.warning("attention of %s over packed rows: the plain path from now on, since %s", _words(case), reason)
+    return reason
 
 
 @functools.cache
-def _probed(case: FlexCase) -> str | None:
+def _probed(case: FlexCase) -> _Verdict:
     """The probe's answer, asked for and logged once."""
     reason = _probe(case)
-    what = f"{case.heads}/{case.groups} heads of {case.size} in {case.dtype}"
     if reason is None:
-        log.info("attention of %s over packed rows: FlexAttention", what)
+        log.info("attention of %s over packed rows: FlexAttention", _words(case))
     else:
-        log.warning("attention of %s over packed rows: the plain path, since %s", what, reason)
-    return reason
+        log.warning("attention of %s over packed rows: the plain path, since %s", _words(case), reason)
+    return _Verdict(reason)
+
+
+def _words(case: FlexCase) -> str:
+    use = "trained" if any(case.grads) else "scored"
+    return f"{case.heads}/{case.groups} heads of {case.size} in {case.dtype}, {use},"
+
+
+def _uncompiled(error: Exception) -> str:
+    return f"it does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 def _probe(case: FlexCase) -> str | None:
@@ -202,11 +276,16 @@ def _probe(case: FlexCase) -> str | None:
         return f"FlexAttention has no kernel in {case.dtype}"
     if torch._dynamo.config.disable:
         return "torch.compile is off (TORCHDYNAMO_DISABLE)"
+
+    def there() -> str | None:
+        with on_device(case.device):  # a new thread begins on the first one
+            return _compare(case)
+
     try:
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(_compare, case).result()
+            return pool.submit(there).result()
     except Exception as error:  # dynamo, inductor, triton and its C compiler raise what they like
-        return f"it does not compile: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return _uncompiled(error)
 
 
 def _compare(case: FlexCase) -> str | None:
@@ -214,31 +293,51 @@ def _compare(case: FlexCase) -> str | None:
     from whet.models.attention import SegmentLayout  # which imports this module
 
     generator = torch.Generator().manual_seed(0)
-    made = lambda *shape: torch.randn(shape, generator=generator).to(case.device, case.dtype)
     tf32 = case.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     limit = TF32_TOLERANCE if tf32 else TOLERANCE[case.dtype]
-    for lengths, parents in PROBES:
+    names = [n for n, g in zip(("dq", "dk", "dv", "dsinks"), case.grads) if g]
+    for lengths, parents in PROBES + (FILLED if any(case.pitches) else ()):
         layout = SegmentLayout(lengths, parents, case.device, attention="plain")
         row, tokens = FlexRow(lengths, parents, layout.position_ids), sum(lengths)
-        heads = ((case.heads, case.size), (case.groups, case.size), (case.groups, case.value_size))
-        inputs = [made(1, h, tokens, d) for h, d in heads] + ([made(case.heads)] if case.sinks else [])
-        grad = made(1, case.heads, tokens, case.value_size)
+        inputs = _made(case, tokens, generator)
+        grad = torch.randn(1, case.heads, tokens, case.value_size, generator=generator).to(case.device, case.dtype)
         plain, flex = functools.partial(layout.attend, 0), row.attend
         for window in (None, 33):
-            how = {"scale": case.size**-0.5, "window": window, "softcap": 2.0 if case.softcap else None}
-            want = _run(plain, [x.float() for x in inputs], grad.float(), how)
-            for name, a, b in zip(("output", "dq", "dk", "dv", "dsinks"), _run(flex, inputs, grad, how), want):
+            scale = case.size**-0.5 if case.scale is None else case.scale
+            how = {"scale": scale, "window": window, "softcap": 2.0 if case.softcap else None}
+            with torch.inference_mode(case.inference), torch.set_grad_enabled(any(case.grads)):
+                want = _run(plain, [x.float() for x in inputs], grad.float(), case.grads, how)
+                got = _run(flex, inputs, grad, case.grads, how)
+            for name, a, b in zip(("output", *names), got, want):
                 error = float((a.float() - b).abs().max() / b.abs().max())
                 if not error <= limit:
                     return f"its {name} is {error:.1e} from the plain path's, over {limit:.0e} (window {window})"
     return None
 
 
-def _run(attend: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, how: dict[str, object]) -> list[Tensor]:
-    """The output, and the gradient of each input."""
-    inputs = [x.detach().requires_grad_() for x in inputs]
+def _made(case: FlexCase, tokens: int, generator: torch.Generator) -> list[Tensor]:
+    """Random queries, keys and values as they lie in the case, and sinks where it has them."""
+    made = lambda *shape: torch.randn(shape, generator=generator).to(case.device, case.dtype)
+    heads = ((case.heads, case.size), (case.groups, case.size), (case.groups, case.value_size))
+    inputs = []
+    for (h, d), pitch in zip(heads, case.pitches):
+        wide = None if pitch is None else made(1, tokens, pitch)[..., : h * d]
+        inputs.append(made(1, h, tokens, d) if wide is None else wide.unflatten(2, (h, d)).transpose(1, 2))
+    return inputs + ([made(case.heads).to(case.sink_dtype or case.dtype)] if case.sinks else [])
+
+
+def _run(
+    attend: Callable[..., Tensor],
+    inputs: Sequence[Tensor],
+    grad: Tensor,
+    grads: Sequence[bool],
+    how: dict[str, object],
+) -> list[Tensor]:
+    """The output, and the gradient of each input that has one."""
+    inputs = [x.detach().requires_grad_(g) for x, g in zip(inputs, grads)]
     out = attend(*inputs[:3], sinks=inputs[3] if len(inputs) > 3 else None, **how)
-    return [out.detach(), *torch.autograd.grad(out, inputs, grad)]
+    tracked = [x for x, g in zip(inputs, grads) if g]
+    return [out.detach(), *(torch.autograd.grad(out, tracked, grad) if tracked else ())]
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:

@@ -91,7 +91,7 @@ class _LinearLogprob(torch.autograd.Function):
             logp = z.log_softmax(1)
             logprobs[s] = logp.gather(1, targets[s, None]).squeeze(1)
             if plan.entropy:
-                entropies[s] = -logp.mul_(z.softmax(1)).sum(1)
+                entropies[s] = -_finite(logp, bias).mul_(z.softmax(1)).sum(1)
         kept = z if plan.held and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
         ctx.plan = plan
@@ -114,7 +114,7 @@ class _LinearLogprob(torch.autograd.Function):
             z = _logits(hidden[s], weight, bias, plan) if kept is None else kept
             d = z.softmax(1)  # not exp: torch's softmax is several times faster on CPUs without AVX-512
             if grad_entropy is not None:
-                slope = z.log_softmax(1).add_(entropies[s, None]).mul_(grad_entropy[s, None])
+                slope = _finite(z.log_softmax(1), bias).add_(entropies[s, None]).mul_(grad_entropy[s, None])
                 d *= slope.add_(grad[s, None]).neg_()
             else:
                 d *= -grad[s, None]
@@ -133,6 +133,11 @@ class _LinearLogprob(torch.autograd.Function):
                 d_weight += weight_grad(d, hidden[s])
         to = lambda x, like: None if x is None else x.to(like.dtype)
         return d_hidden, to(d_weight, weight), to(d_bias, bias), None, None
+
+
+def _finite(logp: Tensor, bias: Tensor | None) -> Tensor:
+    """Logprobs [rows V], 0 in place of -inf: p log p is 0 for a token that the bias forbids, not 0 * -inf."""
+    return logp if bias is None else logp.masked_fill_(logp == -torch.inf, 0.0)
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import platform
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from whet._version import __version__
+from whet.observe.files import read_json
 
 __all__ = ["environment", "noted_environment"]
 
@@ -42,6 +42,8 @@ def environment() -> dict[str, Any]:
 def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
     """environment.json of a run folder; {} where there is none, or one that can't be read, which is said.
 
+    Numbers of threads that are none are left out, with a warning; whatever else it holds is only ever compared.
+
     >>> noted_environment(None)
     {}
     """
@@ -49,11 +51,17 @@ def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
     if path is None or not path.is_file():
         return {}
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
+        if not isinstance(found, dict):
+            raise ValueError(f"it holds a {type(found).__name__}, not names and values")
     except (OSError, ValueError) as error:
         log.warning("%s can't be read and counts as absent: %s", path, error)
         return {}
-    return found if isinstance(found, dict) else {}
+    threads = found.get("threads", 1)
+    if type(threads) is not int or threads < 1:
+        log.warning("%s: %.40r is no number of threads and counts as absent", path, threads)
+        del found["threads"]
+    return found
 
 
 _VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "PYTHONHASHSEED", "WHET_NATIVE", "CXX",

@@ -1,18 +1,48 @@
-"""Files that are whole or absent: a temporary beside the target, fsync, rename."""
+"""Files that are whole or absent: a temporary of a random name beside the target, fsync, rename.
+
+A temporary is made, never opened: its name can't be foreseen, and one that is there already is not followed. Those of
+killed processes are known by their pattern, `.tmp-<16 hex digits>-<name>`, and swept where a folder is locked.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from whet.errors import CheckpointError
+from whet.errors import CheckpointError, ConfigError
 
-__all__ = ["to_json", "unwritable", "write_atomic"]
+__all__ = [
+    "append_to",
+    "create",
+    "finite",
+    "is_temporary",
+    "read_json",
+    "remove",
+    "sync",
+    "temporary",
+    "to_json",
+    "unused",
+    "unwritable",
+    "usable_folder",
+    "write_atomic",
+]
+
+_TEMPORARY = re.compile(
+    r"\.tmp-[0-9a-f]{16}-.+"
+    r"|\.tmp-(step-)?[0-9]{6,}-[0-9a-f]+"  # this and the next are of earlier versions
+    r"|\.(metrics\.jsonl|config\.yaml|(environment|summary)\.json|latest|final|(train|eval)-[0-9]+\.parquet)\.tmp",
+    re.DOTALL,
+)
 
 
 def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
@@ -21,26 +51,101 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
     Args: path: the file, in a folder that is there. content: its bytes, or a function that writes them.
     Raises: CheckpointError: the disk is full or the folder can't be written; the old file stays.
     """
-    temporary = path.with_name(f".{path.name}.tmp")
+    place = temporary(path)
     try:
-        with temporary.open("wb") as file:
+        with create(place) as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
                 content(file)
             file.flush()
             os.fsync(file.fileno())
-        temporary.replace(path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        place.replace(path)
+        sync(path.parent)
     except OSError as error:
         raise unwritable(path, error) from error
     finally:
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            place.unlink(missing_ok=True)
+
+
+def temporary(path: Path) -> Path:
+    """A name beside a file or folder that nobody can have foreseen. It ends as the file's own does."""
+    return path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a name is one of `temporary`'s.
+
+    >>> is_temporary(temporary(Path("x.json")).name), is_temporary(".tmp-mine"), is_temporary("x.json")
+    (True, False, False)
+    """
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def create(path: Path) -> BinaryIO:
+    """Opens a new file for writing. Raises: FileExistsError: anything is there, be it a link to nowhere."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.fdopen(os.open(path, flags, 0o666), "wb")
+
+
+def append_to(path: Path) -> BinaryIO:
+    """Opens a file for appending, made if absent. Raises: OSError: it is a symbolic link, or no plain file."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    handle = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(f"{path} is no plain file")
+    return os.fdopen(handle, "ab")
+
+
+def unused(path: Path, word: str) -> Path:
+    """The first of <stem>.<word>-1<suffix>, <stem>.<word>-2<suffix> ... that nothing has, links to nowhere included.
+
+    >>> unused(Path("nowhere/metrics.jsonl"), "before").name
+    'metrics.before-1.jsonl'
+    """
+    n = 1
+    while os.path.lexists(found := path.with_name(f"{path.stem}.{word}-{n}{path.suffix}")):
+        n += 1
+    return found
+
+
+def remove(path: Path, *, strict: bool = False) -> None:
+    """Removes a file, a link (not what it points to) or a folder, as far as that is possible.
+
+    Args: path: what to remove; nothing there is no error. strict: raise OSError where something stays.
+    """
+    with nullcontext() if strict else suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=not strict)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Has what a file holds, or the names in a folder, on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def usable_folder(path: str | Path, key: str) -> Path:
+    """A folder that files can be written to, made where it is not there: found out before a run, not after it.
+
+    Args: path: the folder. key: where it was given, for the message.
+    Returns: its absolute path: a reward function may change the working folder.
+    Raises: ConfigError: it can't be made or written.
+    """
+    folder = Path(path).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"{key}={path} can't be written: {error}; set its rights, or give another folder") from error
+    return folder
 
 
 def unwritable(path: Path, error: OSError) -> CheckpointError:
@@ -52,6 +157,38 @@ def unwritable(path: Path, error: OSError) -> CheckpointError:
     return CheckpointError(
         f"{path} can't be written: {error}; make room or set the rights, then go on with trainer.resume=latest"
     )
+
+
+def read_json(source: Path | bytes) -> Any:
+    """What a JSON file or line says, whoever has written it.
+
+    Args: source: the file, or its bytes.
+    Raises: OSError: it can't be read. ValueError: no JSON in UTF-8: cut short, NaN, nested too deep, a number too long.
+
+    >>> read_json(b'{"step": 3}')
+    {'step': 3}
+    """
+    data = source.read_bytes() if isinstance(source, Path) else source
+    try:
+        return json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
+
+
+def _no_constant(word: str) -> None:
+    raise ValueError(f"{word} is no JSON")
+
+
+def finite(value: object) -> float | None:
+    """A number as a float; None for whatever else a file may hold in its place.
+
+    >>> finite(3), finite(10**400), finite(math.nan), finite("3")
+    (3.0, None, None, None)
+    """
+    try:
+        return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 def to_json(value: Any, indent: int | None = None) -> str:

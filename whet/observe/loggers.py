@@ -1,12 +1,14 @@
 """Loggers: where metrics go besides the run folder.
 
 A logger is anything with log(step, values) and close(). The ones known by name are TensorBoard (its own file writer,
-without torch), Weights & Biases, trackio and JSONL. A logger that fails is dropped with a warning; it never ends a run.
+without torch), Weights & Biases, trackio and JSONL. One that can't start is an error before the first step; one that
+fails later is dropped with a warning and ends no run.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import logging
 import os
 import time
@@ -16,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from whet.config import MetricsLoggerOptions
 from whet.errors import ConfigError, lookup_error
-from whet.observe.files import to_json
+from whet.observe.files import append_to, to_json, usable_folder
 from whet.refs import is_ref, resolve_ref
 
 __all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb"]
@@ -46,7 +48,8 @@ class Jsonl:
     def __init__(
         self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], *, path: str = ""
     ) -> None:
-        self._file = Path(path or folder / "log.jsonl").open("a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        file = Path(path).open("ab") if path else append_to(folder / "log.jsonl")  # noqa: SIM115 - closed by close()
+        self._file = io.TextIOWrapper(file, encoding="utf-8")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Appends a line; NaN becomes null."""
@@ -155,7 +158,8 @@ class Loggers:
     Args: given: names, "package.module:name", objects with log and close, classes of them (called with nothing), or
         functions (step, values). options: their options. folder: where files go unless options.log_dir is set.
         config: the run's, as plain dicts. prefix: put before every name, with a slash.
-    Raises: ConfigError: an unknown name, or one whose package is not installed.
+    Raises: ConfigError: an unknown name, or one that can't start: its package is not installed, its folder can't be
+        written, its server can't be reached.
 
     >>> seen = []
     >>> loggers = Loggers([lambda step, values: seen.append((step, dict(values)))])
@@ -175,6 +179,7 @@ class Loggers:
         self._options = options or MetricsLoggerOptions()
         place = self._options.log_dir or folder
         self._folder = None if place is None else Path(place).absolute()
+        self._key = "trainer.metrics_logging_options.log_dir" if self._options.log_dir else "trainer.run_dir"
         self._config = config or {}
         self._prefix = f"{prefix}/" if prefix else ""
         if unknown := [n for n in self._options.backend_kwargs if n not in LOGGERS]:
@@ -186,8 +191,7 @@ class Loggers:
             except (Exception, SystemExit) as error:
                 if isinstance(error, ConfigError):
                     raise
-                _dropped(str(item), error)
-                continue
+                raise ConfigError(_no_start(item, error)) from error
             self._loggers[f"{name} {len(self._loggers)}" if name in self._loggers else name] = logger
 
     def _made(self, item: Any) -> tuple[str, Logger]:
@@ -197,7 +201,7 @@ class Loggers:
                 raise ConfigError(
                     f"logger {item!r} writes files; set trainer.run_dir, or metrics_logging_options.log_dir"
                 )
-            self._folder.mkdir(parents=True, exist_ok=True)
+            usable_folder(self._folder, self._key)
             kwargs = self._options.backend_kwargs.get(item, {})
             return name, LOGGERS[item](self._folder, self._options, self._config, **kwargs)
         if isinstance(item, str):
@@ -229,6 +233,12 @@ class Loggers:
             except (Exception, SystemExit) as error:
                 del self._loggers[name]
                 _dropped(name, error)
+
+
+def _no_start(item: Any, error: BaseException) -> str:
+    name = item if isinstance(item, str) else getattr(item, "__qualname__", item)
+    known = f"look at metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "mend it"
+    return f"logger {name} can't start: {type(error).__name__}: {error}; {known}, or take it out of trainer.loggers"
 
 
 def _dropped(name: str, error: BaseException) -> None:

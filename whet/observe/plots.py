@@ -6,8 +6,11 @@ import importlib.util
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+
+from whet.observe.files import finite, write_atomic
 
 __all__ = ["plot_curves", "series"]
 
@@ -49,8 +52,9 @@ def series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str) -
     ([1], [0.5])
     """
     for name in names:
-        found = [(r["step"], r[name]) for r in rows if r.get("mode") == mode and isinstance(r.get(name), int | float)]
-        found = [(s, float(v)) for s, v in found if math.isfinite(v)]
+        pairs: list[tuple[Any, float | None]]
+        pairs = [(r.get("step"), finite(r.get(name))) for r in rows if r.get("mode") == mode]
+        found = [(step, value) for step, value in pairs if finite(step) is not None and value is not None]
         if found:
             return [s for s, _ in found], [v for _, v in found]
     return [], []
@@ -64,6 +68,7 @@ def plot_curves(
     Args: rows: of metrics.jsonl. path: the PNG. panels: title -> the names that the metric may have; None = reward,
         accuracy and completion length. A panel without values is left out.
     Returns: the path; None, with the reason logged, where matplotlib is not installed or nothing can be drawn.
+    Raises: CheckpointError: the file can't be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         log.info("no curves.png: matplotlib is not installed; pip install 'whet[plot]'")
@@ -85,8 +90,10 @@ def plot_curves(
         FigureCanvasAgg(figure)
         for axes, (title, curves) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items()):
             _panel(axes, title, curves)
-        figure.savefig(path)
-    return Path(path)
+        path, drawing = Path(path), BytesIO()
+        figure.savefig(drawing, format=path.suffix.removeprefix(".") or "png")
+    write_atomic(path, drawing.getvalue())
+    return path
 
 
 def _panel(axes: Any, title: str, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:

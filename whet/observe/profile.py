@@ -18,7 +18,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any
 
 from whet.config import ProfilerOptions
 from whet.errors import CheckpointError
-from whet.observe.files import write_atomic
+from whet.observe.files import create, temporary, usable_folder, write_atomic
 from whet.observe.trace import Trace
 
 __all__ = ["Cost", "StepProfiler", "costs", "table"]
@@ -51,7 +51,7 @@ class StepProfiler:
     def __init__(self, options: ProfilerOptions | None, *, folder: str | Path | None, trace: Trace) -> None:
         self.options = options if os.environ.get("RANK", "0") == "0" else None
         place = folder if options is None or options.log_dir is None else options.log_dir
-        self.folder = None if place is None else Path(place)
+        self.folder = None if place is None else Path(place).absolute()
         self.trace = trace
         self._first = 0 if options is None else options.skip_first_n_steps
         self._seen = 0
@@ -61,7 +61,10 @@ class StepProfiler:
         """Takes note of the number of steps to come: a run too short for the options has its last one profiled.
 
         Args: steps: that number; None = unknown.
+        Raises: ConfigError: log_dir can't be written.
         """
+        if self.options is not None and self.options.log_dir is not None:
+            self.folder = usable_folder(self.options.log_dir, "trainer.profiler_options.log_dir")
         if self.options is not None and steps is not None and 0 < steps <= self._first:
             log.warning(
                 "the run has no step after the first %d, which are not to be profiled; profiling its last one, in "
@@ -88,19 +91,25 @@ class StepProfiler:
 
         cuda = torch.cuda.is_available()
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        self.trace.mark = lambda name: record_function(_MARK + name)
+        seen = profile(activities=activities)
         start = time.perf_counter()
+        if not _done(number, seen.start):
+            yield
+            return
+        self.trace.mark = lambda name: record_function(_MARK + name)
         try:
-            with profile(activities=activities) as seen:
-                with record_function(_STEP):
-                    yield
-                    if cuda:
-                        torch.cuda.synchronize()
-                seconds = time.perf_counter() - start
+            with record_function(_STEP):
+                yield
+                if cuda:
+                    torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
         finally:
             self.trace.mark = None
+            whole = _done(number, seen.stop)
         self._profiled += 1
-        self._write(number, seen, seconds, torch.cuda.get_device_name() if cuda else "CPU")
+        if whole:
+            device = torch.cuda.get_device_name() if cuda else "CPU"
+            _done(number, lambda: self._write(number, seen, seconds, device))
 
     def _write(self, number: int, seen: Any, seconds: float, device: str) -> None:
         """Logs the table, and writes table and timeline; a step is not undone by a file that can't be written."""
@@ -111,13 +120,14 @@ class StepProfiler:
             log.warning("the profile of step %d is not written: there is no run_dir, and no log_dir", number)
             return
         name = f"profile-step-{number:06d}"
-        temporary = self.folder / f".{name}.json.gz"
+        half = temporary(self.folder / f"{name}.json.gz")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_atomic(self.folder / f"{name}.txt", f"{head}\n\n{table(found)}\n".encode())
-            seen.export_chrome_trace(str(temporary))
-            _check_whole(temporary)
-            temporary.replace(self.folder / f"{name}.json.gz")
+            create(half).close()  # torch writes into it: nobody else's file, by a name that could be foreseen
+            seen.export_chrome_trace(str(half))
+            _check_whole(half)
+            half.replace(self.folder / f"{name}.json.gz")
         except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: torch's own, and CheckpointError
             why = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
             log.warning(
@@ -129,7 +139,7 @@ class StepProfiler:
                 tempfile.gettempdir(),
             )
             with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                half.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Says so where the run was over before the steps that were to be profiled."""
@@ -140,6 +150,17 @@ class StepProfiler:
                 self._seen,
                 self.options.skip_first_n_steps,
             )
+
+
+def _done(number: int, part: Callable[[], None]) -> bool:
+    """Does a part of the profiler's work; where it fails it warns, since the step itself is sound."""
+    try:
+        part()
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}"
+        log.warning("step %d has no profile: %s; nothing of the step is lost, training goes on", number, what)
+        return False
+    return True
 
 
 def _check_whole(path: Path) -> None:

@@ -8,8 +8,11 @@ import math
 import os
 import sys
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from whet.streams import Stderr
 
 __all__ = ["Progress", "setup_logging", "sparkline"]
 
@@ -37,9 +40,11 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 @functools.cache
 def _console() -> Any:
     """The one console: a log handler and a bar that share it don't tear each other's lines."""
+    from typing import cast
+
     from rich.console import Console
 
-    return Console(stderr=True)
+    return Console(file=cast(Any, Stderr()))
 
 
 def _first_rank() -> bool:
@@ -58,7 +63,7 @@ def setup_logging(level: int = logging.INFO) -> None:
 
         handler: logging.Handler = RichHandler(console=_console(), show_path=False, markup=False)
     else:
-        handler = logging.StreamHandler()
+        handler = logging.StreamHandler(Stderr())
     others = logging.WARNING if first else logging.ERROR
     logging.basicConfig(level=others, handlers=[handler], format="%(message)s", force=True)
     logging.getLogger("whet").setLevel(level if first else logging.ERROR)
@@ -68,7 +73,7 @@ class Progress:
     """Shows how far a run is: step, reward and its curve, tokens per second, time left.
 
     In a terminal a bar; elsewhere a line on stderr at most every 30 seconds, and always the last. Nothing on other
-    ranks than 0. It runs a thread in a terminal: enter it after any fork.
+    ranks than 0. It runs a thread in a terminal; a process that is forked meanwhile prints as if there were no bar.
 
     Args: total: steps of the run, None where the data decides. start: steps done before (a resumed run).
         description: words before the bar; None = show nothing. every_s: seconds between two lines.
@@ -92,11 +97,14 @@ class Progress:
             fields = {"reward": "-", "curve": "", "speed": "-"}
             self._task = self._bar.add_task(self.description, total=self.total, completed=self.start, **fields)
             self._bar.start()
+            child = weakref.WeakMethod(self._leave_streams)
+            os.register_at_fork(after_in_child=lambda: (leave := child()) and leave())
         return self
 
     def __exit__(self, *exc: object) -> None:
         if self._bar is not None:
             self._bar.stop()
+            self._bar = None
         elif self._line:
             self._say()
 
@@ -132,9 +140,24 @@ class Progress:
 
     def _say(self) -> None:
         self._said = time.monotonic()
-        sys.stderr.write(self._line + "\n")
-        sys.stderr.flush()
+        stderr = Stderr()
+        stderr.write(self._line + "\n")
+        stderr.flush()
         self._line = ""
+
+    def _leave_streams(self) -> None:
+        """Takes the bar off a forked child's streams: a lock of it may be held by a thread that the child lacks."""
+        if self._bar is None:
+            return
+        self._bar, self._shown = None, False
+        from rich.logging import RichHandler
+
+        for name in ("stdout", "stderr"):
+            setattr(sys, name, getattr(vars(sys)[name], "rich_proxied_file", vars(sys)[name]))
+        _console.cache_clear()
+        for handler in logging.getLogger().handlers:
+            if isinstance(handler, RichHandler):
+                handler.console = _console()
 
 
 def _bar() -> Any:

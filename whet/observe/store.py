@@ -3,25 +3,36 @@
     config.yaml  environment.json  metrics.jsonl  completions/{train,eval}-000012.parquet  summary.json  .lock
 
 metrics.jsonl grows by a line per step and mode, {step, mode, version, name: value}; it is repaired when a run is
-taken up again. Every other file is written whole or not at all. Checkpoints lie here too, but are not this module's.
+taken up again, and kept as it was where lines of it were damaged. Every other file is written whole or not at all.
+What lies here may have been written by anybody: it is checked, and no link of a fixed name is followed. Checkpoints
+lie here too, but are not this module's.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
 import logging
 import os
-import shutil
-import socket
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from whet.config import diff, dump, dump_tree
-from whet.errors import ConfigError, DataError
-from whet.observe.files import to_json, unwritable, write_atomic
+from whet.errors import CheckpointError, ConfigError, DataError
+from whet.observe.files import (
+    append_to,
+    create,
+    is_temporary,
+    read_json,
+    remove,
+    to_json,
+    unused,
+    unwritable,
+    write_atomic,
+)
+from whet.observe.lock import FolderLock
 
 __all__ = ["RunFolder", "changed_settings", "holds_steps"]
 
@@ -47,6 +58,8 @@ _FREE = (
 """Keys that a resumed run may change: they don't change what a step computes. Of the run's length only a learning-rate
 schedule knows, which is made anew over another one, with a warning: see Optim.plan."""
 
+_COMPLETIONS = re.compile(r"(?:train|eval)-([0-9]+)\.parquet", re.ASCII)
+
 
 class RunFolder:
     """One run's folder, locked while it is open. Made on rank 0 alone.
@@ -55,17 +68,20 @@ class RunFolder:
         written after this step is removed, and the run goes on there; from 0 or less, where no step is kept, what an
         older run wrote of its steps is moved aside instead. A function that says the step is called once the folder
         is locked, so that it may read and change what lies there.
-    Raises: ConfigError: another process has the folder open, or a new run was asked for where one lies.
+    Raises: ConfigError: the path is empty or can't be written, another process has the folder open, or a new run was
+        asked for where one lies. CheckpointError: what lies there can't be read or repaired.
 
     Example: with RunFolder("runs/a") as folder: folder.log(step=1, mode="train", version=0, values={"reward": 0.5})
     """
 
     def __init__(self, path: str | Path, *, resume_step: int | Callable[[], int] | None = None) -> None:
+        if not str(path).strip():
+            raise ConfigError(f"the run folder's name is empty, {str(path)!r}; give trainer.run_dir=runs/a or the like")
         self.path = Path(path).absolute()  # a reward function may change the working folder
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "completions").mkdir(exist_ok=True)
-            self._lock = _lock(self.path / ".lock")
+            self._lock = FolderLock(self.path, "trainer.run_dir")
         except OSError as error:
             raise ConfigError(
                 f"{path} can't be written: {error}; set its rights, or another trainer.run_dir"
@@ -73,11 +89,18 @@ class RunFolder:
         try:
             if resume_step is None:
                 self._refuse_old_run()
+                step = None
             else:
-                self._rewind(resume_step() if callable(resume_step) else resume_step)
-            self._metrics = (self.path / "metrics.jsonl").open("ab")
+                step = resume_step() if callable(resume_step) else resume_step
+            try:
+                self._tidy()
+                if step is not None:
+                    self._rewind(step)
+                self._metrics = append_to(self.path / "metrics.jsonl")
+            except OSError as error:
+                raise unwritable(self.path, error) from error
         except BaseException:
-            os.close(self._lock)
+            self._lock.release()
             raise
 
     def __enter__(self) -> RunFolder:
@@ -91,8 +114,7 @@ class RunFolder:
         if not self._metrics.closed:
             with suppress(OSError):  # what a full disk did not take was said when it was written
                 self._metrics.close()
-            (self.path / ".lock").unlink(missing_ok=True)
-            os.close(self._lock)
+            self._lock.release()
 
     @property
     def checkpoints(self) -> Path:
@@ -100,12 +122,25 @@ class RunFolder:
         return self.path / "checkpoints"
 
     def _refuse_old_run(self) -> None:
-        rows = self.rows()
-        if rows:
+        """Raises ConfigError where a run lies here, in rows that can be read or not."""
+        found = _read(self.path / "metrics.jsonl")
+        if found.rows or found.damaged:
+            steps = f"a run of {found.rows[-1]['step']} steps" if found.rows else "a metrics.jsonl that can't be read"
             raise ConfigError(
-                f"{self.path} holds a run of {rows[-1].get('step')} steps; set trainer.resume=latest to go on with it, "
-                "or another trainer.run_dir"
+                f"{self.path} holds {steps}; set trainer.resume=latest to go on with it, or another trainer.run_dir"
             )
+        if found.torn:  # all that a killed run has left: the first row begins where it began
+            write_atomic(self.path / "metrics.jsonl", b"")
+
+    def _tidy(self) -> None:
+        """Removes what killed processes left half written; the last model comes back that was about to be replaced."""
+        for folder in (self.path, self.path / "completions"):
+            for file in list(folder.iterdir()):
+                if is_temporary(file.name):
+                    if file.name.endswith("-final.old") and not os.path.lexists(self.path / "final"):
+                        file.rename(self.path / "final")
+                    else:
+                        remove(file)
 
     # ---- configuration and environment ---------------------------------------------------------------------------
 
@@ -115,7 +150,7 @@ class RunFolder:
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Writes a JSON file: environment.json, summary.json. NaN becomes null."""
-        write_atomic(self.path / name, (to_json(value, indent=2) + "\n").encode())
+        write_atomic(self.path / name, (to_json(value, indent=2) + "\n").encode("utf-8", "replace"))
 
     # ---- metrics -------------------------------------------------------------------------------------------------
 
@@ -126,44 +161,59 @@ class RunFolder:
         """
         row = to_json({"step": step, "mode": mode, "version": version, **values})
         try:
-            self._metrics.write(row.encode() + b"\n")
+            self._metrics.write(row.encode("utf-8", "replace") + b"\n")
             self._metrics.flush()
             os.fsync(self._metrics.fileno())
         except OSError as error:
             raise unwritable(self.path / "metrics.jsonl", error) from error
 
     def rows(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl in order; a torn last line is left out."""
-        return _rows(self.path / "metrics.jsonl")
+        """The rows of metrics.jsonl in order; a torn last line is left out, and so are damaged ones."""
+        return _read(self.path / "metrics.jsonl").rows
 
     def _rewind(self, step: int) -> None:
         """Removes what was written after a step, and what a kill left half written."""
         if step <= 0 and holds_steps(self.path):
             self._set_aside()
-        kept = [row for row in self.rows() if row["step"] <= step]
-        lines = "".join(f"{to_json(row)}\n" for row in kept)
-        write_atomic(self.path / "metrics.jsonl", lines.encode())
+        found = _read(self.path / "metrics.jsonl")
+        if found.damaged:
+            self._keep_damaged(found)
+        kept = [line for line, row in zip(found.lines, found.rows) if row["step"] <= step]
+        write_atomic(self.path / "metrics.jsonl", b"".join(line + b"\n" for line in kept))
         for file in (self.path / "completions").iterdir():
-            number = file.stem.rpartition("-")[2]
-            late = file.suffix == ".parquet" and number.isdigit() and int(number) > step
-            if file.is_file() and (file.name.startswith(".") or late):
+            number = _COMPLETIONS.fullmatch(file.name)
+            if number is not None and int(number[1]) > step and (file.is_file() or file.is_symlink()):
                 file.unlink()
         if _number(self.path / "final" / "run.json", "step") > step:
-            shutil.rmtree(self.path / "final")
+            remove(self.path / "final", strict=True)
         if _number(self.path / "summary.json", "steps") > step:
             (self.path / "summary.json").unlink()
+
+    def _keep_damaged(self, found: _Rows) -> None:
+        """Keeps metrics.jsonl as it was beside the one that is written without its damaged lines."""
+        kept = unused(self.path / "metrics.jsonl", "damaged")
+        with create(kept) as file:
+            file.write(found.content)
+            file.flush()
+            os.fsync(file.fileno())
+        log.warning(
+            "%s: %d of its lines are no rows and are left out from now on; the file as it was is kept as %s",
+            self.path / "metrics.jsonl",
+            found.damaged,
+            kept.name,
+        )
 
     def _set_aside(self) -> None:
         """Gives the rows and completions of a run that begins anew other names: they may be all that is left of it."""
         n = 1
-        while any((self.path / name).exists() for name in (f"metrics.before-{n}.jsonl", f"completions.before-{n}")):
+        names = ("completions", "final", "summary.json", "metrics.jsonl")  # the rows last: they tell of the others
+        beside = lambda name: self.path / f"{Path(name).stem}.before-{n}{Path(name).suffix}"
+        while any(os.path.lexists(beside(name)) for name in names):
             n += 1
-        (self.path / "completions").rename(self.path / f"completions.before-{n}")  # first: the rows tell of them
+        for name in names:
+            if os.path.lexists(self.path / name):
+                (self.path / name).rename(beside(name))
         (self.path / "completions").mkdir()
-        for name in ("final", "summary.json", "metrics.jsonl"):
-            old = self.path / name
-            if old.exists():
-                old.rename(self.path / f"{old.stem}.before-{n}{old.suffix}")
         log.warning(
             "%s holds steps but no checkpoint of them; beginning anew, the old rows and completions are kept as "
             "metrics.before-%d.jsonl and completions.before-%d/",
@@ -221,30 +271,62 @@ def holds_steps(path: str | Path) -> bool:
     >>> holds_steps("nowhere")
     False
     """
-    return any(row.get("mode") == "train" for row in _rows(Path(path) / "metrics.jsonl"))
+    return any(row["mode"] == "train" for row in _read(Path(path) / "metrics.jsonl").rows)
 
 
 def _number(path: Path, name: str) -> int:
     """A whole number in a JSON file; -1 where there is none."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_json(path)
     except (OSError, ValueError):
         return -1
     value = found.get(name) if isinstance(found, dict) else None
-    return value if isinstance(value, int) else -1
+    return value if type(value) is int else -1
 
 
-def _rows(path: Path) -> list[dict[str, Any]]:
-    found = []
-    if path.is_file():
-        for line in path.read_bytes().split(b"\n")[:-1]:
-            try:
-                row = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(row, dict) and isinstance(row.get("step"), int):
-                found.append(row)
-    return found
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """What metrics.jsonl holds."""
+
+    content: bytes
+    rows: list[dict[str, Any]]
+    lines: list[bytes]
+    """The line of each row."""
+    damaged: int
+    """Lines that are no rows."""
+    torn: bool
+    """Whether a kill has cut the last line short."""
+
+
+def _read(path: Path) -> _Rows:
+    """Reads metrics.jsonl. Raises CheckpointError where that is not possible."""
+    try:
+        if path.is_symlink():
+            raise OSError("it is a symbolic link, and rows are written to no other file than this one")
+        content = path.read_bytes() if path.is_file() else b""
+    except OSError as error:
+        raise CheckpointError(f"{path} can't be read: {error}; remove it or set its rights") from error
+    *lines, last = content.split(b"\n")
+    lines = [line for line in lines if line.strip()]
+    found = [(line, row) for line in lines if (row := _row(line)) is not None]
+    return _Rows(
+        content=content,
+        rows=[row for _, row in found],
+        lines=[line for line, _ in found],
+        damaged=len(lines) - len(found),
+        torn=bool(last),
+    )
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    """The row that a line holds; None where it holds none."""
+    try:
+        row = read_json(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("mode"), str):
+        return None
+    return row if type(row.get("step")) is int and 0 <= row["step"] < 2**63 else None
 
 
 def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> Any:
@@ -291,68 +373,3 @@ def _text(value: Any) -> Any:
         value = to_json(value)
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
-
-# ---- the lock --------------------------------------------------------------------------------------------------------
-
-
-def _lock(path: Path) -> int:
-    """The descriptor that holds the lock of a folder until it is closed or the process dies.
-
-    The system's lock ends with the process, but a forked child would keep it alive: where the process named in the
-    file is gone, the file is replaced.
-    """
-    while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            holder = _holder(os.pread(fd, 4096, 0))
-            os.close(fd)
-            if holder and holder.get("host") == socket.gethostname() and not _alive(holder):
-                path.unlink(missing_ok=True)
-                continue
-            who = f"process {holder['pid']} on {holder['host']}" if holder else "another process"
-            raise ConfigError(f"{path.parent} is in use by {who}; end it, or set another trainer.run_dir") from None
-        if _same_file(fd, path):  # not one that was replaced meanwhile
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(_me()).encode(), 0)
-            return fd
-        os.close(fd)
-
-
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        return os.fstat(fd).st_ino == path.stat().st_ino
-    except FileNotFoundError:
-        return False
-
-
-def _me() -> dict[str, Any]:
-    return {"pid": os.getpid(), "host": socket.gethostname(), "started": _started(os.getpid())}
-
-
-def _holder(text: bytes) -> dict[str, Any] | None:
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return None
-    return found if isinstance(found, dict) and {"pid", "host"} <= found.keys() else None
-
-
-def _started(pid: int) -> str | None:
-    """When a process began, in the kernel's ticks; None where that can't be known."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except OSError:
-        return None
-
-
-def _alive(holder: Mapping[str, Any]) -> bool:
-    """Whether the very process that took the lock still runs, not another with its number."""
-    try:
-        os.kill(holder["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return holder.get("started") in (None, _started(holder["pid"]))

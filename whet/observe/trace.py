@@ -7,6 +7,7 @@ inside a span, which observe/profile.py shows.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections import deque
@@ -15,9 +16,28 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from whet.observe.files import write_atomic
+from whet.errors import CheckpointError
+from whet.observe.files import usable_folder, write_atomic
 
-__all__ = ["Trace"]
+__all__ = ["Trace", "timeline_folder"]
+
+log = logging.getLogger("whet")
+
+
+def timeline_folder(options: Any, run_dir: str | Path | None) -> Path | None:
+    """The folder of a run's trace.json.
+
+    Args: options: PerfMetricsOptions, or None. run_dir: where it goes unless trace_dir says otherwise.
+    Returns: a folder that can be written; None = no timeline is asked for, or there is no place for it.
+    Raises: ConfigError: trace_dir can't be written.
+
+    >>> timeline_folder(None, "runs/a")
+    """
+    if options is None or not options.enable_trace_writer:
+        return None
+    if options.trace_dir:
+        return usable_folder(options.trace_dir, "trainer.perf_metrics_options.trace_dir")
+    return None if run_dir is None else Path(run_dir).absolute()
 
 
 class Trace:
@@ -71,9 +91,14 @@ class Trace:
         return {f"time/{name}": seconds for name, seconds in spent.items()}
 
     def write(self, path: str | Path) -> None:
-        """Writes the timeline as Chrome trace JSON, whole or not at all.
+        """Writes the timeline as Chrome trace JSON, whole or not at all; where that fails it warns.
 
-        Args: path: the file, in a folder that is there.
+        Args: path: the file; its folder is made where it is missing.
         """
-        events = sorted(self._events, key=lambda e: e["ts"])
-        write_atomic(Path(path), json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+        path, events = Path(path), sorted(self._events, key=lambda e: e["ts"])
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
+        except (CheckpointError, OSError) as error:  # it only shows what was done
+            cause = error.__cause__ or error
+            log.warning("the timeline is not written, nothing else is lost: %s can't be: %s", path, cause)

@@ -4,11 +4,20 @@ Nothing here knows of models, data sets, devices or configurations; only torch, 
 LossInputs, which every loss receives, is whet.types'.
 """
 
-from whet.ops.advantages import ADVANTAGE_ESTIMATORS, group_relative, group_spread, leave_one_out, mean_only
+from whet.ops.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    estimate,
+    group_relative,
+    group_spread,
+    leave_one_out,
+    mean_only,
+)
 from whet.ops.corrections import mismatch_metrics, truncated_weights
 from whet.ops.kl import KL_MODES, kl_divergence
 from whet.ops.logprobs import entropy, selective_log_softmax
 from whet.ops.masked import (
+    masked_column,
     masked_mean,
     masked_sum,
     masked_var,
@@ -17,7 +26,15 @@ from whet.ops.masked import (
     segment_mean,
     segment_sum,
 )
-from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, grpo_objective, nll
+from whet.ops.objective import (
+    CORRECTIONS,
+    TOKEN_MASKS,
+    Objective,
+    off_policy_mask,
+    reference_kl,
+    truncated_importance,
+)
+from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, nll
 from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
 from whet.ops.uniform import address_key, uniform
 from whet.ops.value_losses import VALUE_LOSSES, clipped_value
@@ -26,11 +43,15 @@ from whet.types import LossInputs
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
+    "CORRECTIONS",
     "KL_MODES",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
+    "TOKEN_MASKS",
     "VALUE_LOSSES",
+    "AdvantageInputs",
     "LossInputs",
+    "Objective",
     "Support",
     "address_key",
     "aggregate",
@@ -39,12 +60,13 @@ __all__ = [
     "clipped_value",
     "draw",
     "entropy",
+    "estimate",
     "greedy",
     "group_relative",
     "group_spread",
-    "grpo_objective",
     "kl_divergence",
     "leave_one_out",
+    "masked_column",
     "masked_mean",
     "masked_sum",
     "masked_var",
@@ -52,12 +74,15 @@ __all__ = [
     "mean_only",
     "mismatch_metrics",
     "nll",
+    "off_policy_mask",
+    "reference_kl",
     "segment_count",
     "segment_mean",
     "segment_sum",
     "selective_log_softmax",
     "support_logits",
     "token_weights",
+    "truncated_importance",
     "truncated_weights",
     "uniform",
 ]

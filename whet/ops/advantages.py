@@ -1,14 +1,18 @@
 """Advantages of completions from the rewards of their group.
 
-Dim legend: N completions. Computed in float64, returned in fp32. A NaN reward means "not applicable": it is left out of
-its group's statistics and gets advantage 0. Equal rewards give exactly 0: that is tested by comparing the largest with
-the smallest, since seven rewards of 0.9 have a standard deviation of 1e-16, not of 0.
+Dim legend: N completions, J trajectories, S tokens. Computed in float64, returned in fp32. A NaN reward means "not
+applicable": it is left out of its group's statistics and gets advantage 0. Equal rewards give exactly 0: that is tested
+by comparing the largest with the smallest, since seven rewards of 0.9 have a standard deviation of 1e-16, not of 0.
+An estimator is fn(rewards, group_ids, **kw) -> [J], or fn(x: AdvantageInputs, **kw) -> [J] or [S] where it needs more.
 Left out on purpose, so far: per-token estimators (GAE) and per-function normalisation (GDPO).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +20,102 @@ from torch import Tensor
 from whet.errors import DataError, lookup_error
 from whet.ops.masked import masked_var, segment_count, segment_mean, segment_sum
 
-__all__ = ["ADVANTAGE_ESTIMATORS", "group_relative", "group_spread", "leave_one_out", "mean_only"]
+__all__ = [
+    "ADVANTAGE_ESTIMATORS",
+    "AdvantageInputs",
+    "estimate",
+    "group_relative",
+    "group_spread",
+    "leave_one_out",
+    "mean_only",
+]
 
 _SCALES = ("std", "none", "batch")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdvantageInputs:
+    """What an estimator is given: a whole step's rewards, and the tokens that they were given for.
+
+    Example: two completions of one prompt, of 2 and 1 tokens.
+
+    >>> from torch import tensor
+    >>> AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 1]),
+    ...                 mask=tensor([True, True, True]), table={"exact": tensor([1., 0.])}).lengths
+    tensor([2, 1])
+    """
+
+    rewards: Tensor
+    """Float64 [J]: the weighted sum of the reward functions; NaN = not applicable."""
+    group_of: Tensor
+    """Long [J]: the group (prompt) of each trajectory."""
+    trajectory: Tensor
+    """Long [S]: the trajectory of each token, in order."""
+    mask: Tensor
+    """Bool [S]: True = trained."""
+    table: Mapping[str, Tensor] = field(default_factory=dict)
+    """Float64 [J] by reward function, before its weight; NaN = not applicable."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """The weight of each function of the table."""
+    token_rewards: Tensor | None = None
+    """Float [S]: rewards given at single tokens."""
+    values: Tensor | None = None
+    """Float [S]: of the state before each token, at rollout."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """Long [J]: trained tokens of each trajectory."""
+        return segment_count(self.mask, self.trajectory, len(self.rewards))
+
+    def need(self, name: str) -> Tensor:
+        """A column that this estimator can't do without. Raises DataError: it is missing, with its name."""
+        column = {"token_rewards": self.token_rewards, "values": self.values}[name]
+        if column is None:
+            raise DataError(f"the advantage estimator needs {name}, which this batch does not have")
+        return column
+
+
+def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
+    """The advantages that an estimator of either form gives, one for each token.
+
+    Args: estimator: fn(x) -> [J] or [S], or fn(rewards, group_ids) -> [J]: it has two arguments without a default.
+        x: a whole step.
+    Returns: fp32 [S], finite.
+    Raises: DataError: another shape, or a number that is not finite at a trained token.
+
+    >>> from torch import tensor
+    >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 1]),
+    ...                     mask=tensor([True, True, True]))
+    >>> estimate(mean_only, x), estimate(lambda x: x.rewards * x.lengths, x)
+    (tensor([ 0.5000,  0.5000, -0.5000]), tensor([2., 2., 0.]))
+    """
+    plain = _num_required(estimator) == 2
+    found = torch.as_tensor(estimator(x.rewards, x.group_of) if plain else estimator(x)).detach().float()
+    wanted = f"give one finite number for each of the {len(x.rewards)} rewards (0 where a reward is NaN)"
+    if found.shape == x.rewards.shape:
+        found = found.index_select(0, x.trajectory)
+    elif found.shape != x.mask.shape:
+        raise DataError(
+            f"the advantage estimator gave an array of shape {list(found.shape)}; {wanted}, or for each of the "
+            f"{len(x.mask)} tokens"
+        )
+    bad = ~found.isfinite()
+    if (bad & x.mask).any():
+        raise DataError(
+            f"the advantage estimator gave numbers that are not finite for {int((bad & x.mask).sum())} of "
+            f"{len(x.mask)} tokens, the first at token {int((bad & x.mask).nonzero()[0])}; {wanted}, or for each token"
+        )
+    return found.masked_fill(bad, 0.0)
+
+
+def _num_required(fn: Callable[..., Any]) -> int:
+    """Positional arguments without a default. One whose signature can't be read is taken for fn(x)."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
 
 
 def group_relative(rewards: Tensor, group_ids: Tensor, *, scale: str = "std", eps: float = 1e-6) -> Tensor:
@@ -108,7 +205,7 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "grpo": group_relative,
     "rloo": leave_one_out,
 }
-"""fn(rewards [N], group_ids [N], **kw) -> [N], by name."""
+"""fn(rewards [N], group_ids [N], **kw) -> [N], or fn(x: AdvantageInputs, **kw) -> [J] or [S], by name."""
 
 
 def _grouped(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError
-from whet.ops.masked import masked_mean
+from whet.ops.masked import masked_column, masked_mean
 
 __all__ = ["mismatch_metrics", "truncated_weights"]
 
@@ -31,7 +31,7 @@ def truncated_weights(old_logprobs: Tensor, sampler_logprobs: Tensor, *, mask: T
     """
     if not threshold > 0:
         raise ConfigError(f"sampler_is_threshold {threshold!r} must be positive (2.0 is usual)")
-    gap = _wide(old_logprobs, mask) - _wide(sampler_logprobs, mask)
+    gap = masked_column(old_logprobs.detach(), mask) - masked_column(sampler_logprobs.detach(), mask)
     return torch.where(mask, gap.clamp(-20.0, 20.0).exp().clamp(max=threshold), 0.0)
 
 
@@ -51,7 +51,7 @@ def mismatch_metrics(
     (0.5, 2.0)
     """
     weights = truncated_weights(old_logprobs, sampler_logprobs, mask=mask, threshold=threshold)
-    old, sampler = _wide(old_logprobs, mask), _wide(sampler_logprobs, mask)
+    old, sampler = masked_column(old_logprobs.detach(), mask), masked_column(sampler_logprobs.detach(), mask)
     gap, p, q = (old - sampler).abs(), old.exp(), sampler.exp()
     clipped = (old - sampler).clamp(-20.0, 20.0).exp() > threshold
     metrics = {
@@ -66,11 +66,6 @@ def mismatch_metrics(
         "sampler_trainer/probs_pearson_corr": _pearson(p, q, mask),
     }
     return {name: float(value) for name, value in metrics.items()}
-
-
-def _wide(column: Tensor, mask: Tensor) -> Tensor:
-    """Detached, in fp32 or wider, 0 where masked out."""
-    return torch.where(mask, column.detach().to(torch.promote_types(column.dtype, torch.float32)), 0.0)
 
 
 def _max(x: Tensor) -> Tensor:

@@ -24,8 +24,14 @@ def _k2(d: Tensor) -> Tensor:
 
 
 def _k3(d: Tensor) -> Tensor:
-    """exp(−d) + d − 1, the exponent held in ±20: exp(88.8) is already infinite in fp32."""
-    return (-d).clamp(-20.0, 20.0).expm1() + d
+    """exp(−d) + d − 1, the exponent held in ±20: exp(88.8) is already infinite in fp32.
+
+    The gradient passes through the clamp, as 1 − exp(20) far below 0: without it that of d alone would be left, which
+    pushes the policy further away from the reference.
+    """
+    held = (-d.detach()).clamp(-20.0, 20.0)
+    free = (-d).clamp(-1e30, 1e30)  # finite, so that the difference below is 0 and not NaN
+    return (held + (free - free.detach())).expm1() + d
 
 
 KL_MODES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -49,7 +55,7 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, *, mode: str, clamp: f
     Returns: [...], fp32 or wider.
     Raises: ConfigError: an unknown mode, or a clamp that is not positive.
     Source: Schulman, "Approximating KL divergence" (2020); Tunix's compute_kl_divergence, from which k3 differs where
-        |d| > 20: the exponent is held there, so that it can't overflow (its gradient is then that of d alone).
+        |d| > 20: the exponent is held there, so that it can't overflow; its gradient is that at the bound.
 
     >>> kl_divergence(torch.tensor([-1.]), torch.tensor([-2.]), mode="low_var_kl")  # d = 1: exp(-1) + 1 - 1
     tensor([0.3679])

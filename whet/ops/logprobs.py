@@ -24,6 +24,8 @@ def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     tensor([-0.6931])
     """
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Centred first: the difference of two large numbers would keep few digits.
+    logits = logits - logits.detach().amax(-1, keepdim=True)
     chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
     return chosen - logits.logsumexp(-1)
 

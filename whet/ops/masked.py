@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "masked_column",
     "masked_mean",
     "masked_sum",
     "masked_var",
@@ -21,16 +22,29 @@ __all__ = [
 ]
 
 
+def masked_column(x: Tensor, mask: Tensor) -> Tensor:
+    """The same numbers in fp32 or wider, 0 where masked out: NaN there reaches neither a loss nor its gradient.
+
+    Args: x [S]. mask: Bool [S].
+    Returns: [S], fp32 or wider.
+
+    >>> masked_column(torch.tensor([1., torch.nan]), torch.tensor([True, False]))
+    tensor([1., 0.])
+    """
+    return torch.where(mask.bool(), x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)
+
+
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     """Sum over the places where the mask is True.
 
     Args: x [...]. mask: Bool, broadcastable to x. dim: the dim to sum over; None = all.
-    Returns: 0-d, or x's shape without `dim`; fp32 or wider.
+    Returns: 0-d, or x's shape without `dim`; fp32 or wider, Long for integers.
 
     >>> masked_sum(torch.tensor([1., 2., torch.nan]), torch.tensor([True, True, False]))
     tensor(3.)
     """
-    kept = torch.where(mask.bool(), _wide(x), 0.0)
+    x = _wide(x)
+    kept = torch.where(mask.bool(), x, x.new_zeros(()))
     return kept.sum() if dim is None else kept.sum(dim)
 
 
@@ -53,14 +67,13 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
 
     v = Σ m(x − μ)² / (n − 1), μ the masked mean, n = Σ m; unbiased=False divides by n.
     Args: x [...]. mask: Bool, broadcastable to x. unbiased: Bessel's correction.
-    Returns: 0-d, fp32 or wider.
+    Returns: 0-d, fp32 or wider; computed in float64, and exactly 0 where all numbers are equal.
 
     >>> masked_var(torch.tensor([1., 2., 3., 4., 5.]), torch.tensor([1, 1, 0, 0, 1]))  # mean 8/3: (25 + 4 + 49) / 9 / 2
     tensor(4.3333)
     """
     kept = mask.bool().expand_as(x)
-    centred = torch.where(kept, _wide(x), 0.0) - masked_mean(x, kept)
-    return masked_sum(centred.square(), kept) / (kept.sum() - int(unbiased)).clamp(min=1)
+    return _var(_centred(x, kept), kept, unbiased).to(_float(x))
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -68,15 +81,16 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
 
     y = (x − μ) / √(v + 1e-8), μ and v the masked mean and unbiased variance.
     Args: x [...]. mask: Bool, broadcastable to x.
-    Returns: x's shape, fp32 or wider; 0 where masked out.
+    Returns: x's shape, fp32 or wider; 0 where masked out, and everywhere if all numbers are equal. Computed in float64:
+        in fp32 the rounding of the mean alone would be whitened to values up to 0.5 where all numbers are 1000.1.
     Source: the whitening of PPO in Tunix, verl and TRL; they leave numbers at masked-out places.
 
     >>> masked_whiten(torch.tensor([1., 3., 9.]), torch.tensor([True, True, False]))  # mean 2, variance 2
     tensor([-0.7071,  0.7071,  0.0000])
     """
     kept = mask.bool().expand_as(x)
-    centred = torch.where(kept, _wide(x), 0.0) - masked_mean(x, kept)
-    return torch.where(kept, centred * (masked_var(x, kept) + 1e-8).rsqrt(), 0.0)
+    centred = _centred(x, kept)
+    return (centred * (_var(centred, kept, unbiased=True) + 1e-8).rsqrt()).to(_float(x))
 
 
 def segment_sum(x: Tensor, segments: Tensor, num: int) -> Tensor:
@@ -115,6 +129,24 @@ def segment_mean(x: Tensor, mask: Tensor, segments: Tensor, num: int) -> Tensor:
     """
     kept = torch.where(mask.bool(), _wide(x), 0.0)
     return segment_sum(kept, segments, num) / segment_count(mask, segments, num).clamp(min=1)
+
+
+def _centred(x: Tensor, kept: Tensor) -> Tensor:
+    """X less its masked mean, in float64; 0 where masked out, and everywhere if all numbers kept are equal."""
+    x = x.double()
+    high, low = x.detach().masked_fill(~kept, -torch.inf), x.detach().masked_fill(~kept, torch.inf)
+    differs = (high.max() > low.min()) | (high != high).any() if x.numel() else kept.any()
+    return torch.where(kept & differs, x - masked_mean(x, kept), 0.0)
+
+
+def _var(centred: Tensor, kept: Tensor, unbiased: bool) -> Tensor:
+    """0-d: the variance of numbers that are already centred, and 0 where masked out."""
+    return centred.square().sum() / (kept.sum() - int(unbiased)).clamp(min=1)
+
+
+def _float(x: Tensor) -> torch.dtype:
+    """The dtype of results: fp32, or float64 for float64."""
+    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _wide(x: Tensor) -> Tensor:

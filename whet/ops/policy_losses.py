@@ -3,7 +3,8 @@
 Dim legend: s tokens of a micro-batch, whole sequences laid end to end. Every loss is fn(x: LossInputs, **kw) ->
 (loss [s], {metric: [s]}); metrics are detached, per token, and the caller takes their mean over the mask. Masked-out
 tokens have loss 0 and metrics 0 whatever their logprobs are.
-Left out on purpose, so far: the entropy bonus, CISPO, SAPO; each new loss is one function, here or anywhere.
+Corrections, masks, the KL and the entropy bonus are pieces of their own: see objective.py.
+Left out on purpose, so far: CISPO, SAPO; each new loss is one function, here or anywhere.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, lookup_error
-from whet.ops.corrections import truncated_weights
-from whet.ops.kl import KL_MODES, kl_divergence
-from whet.ops.masked import segment_mean
+from whet.ops.masked import masked_column, segment_mean
 from whet.types import LossInputs
 
-__all__ = ["POLICY_LOSSES", "clipped_surrogate", "grpo_objective", "nll"]
+__all__ = ["POLICY_LOSSES", "clipped_surrogate", "nll"]
 
 LossOutput = tuple[Tensor, dict[str, Tensor]]
+"""(loss [s], {metric: [s]})."""
 
 
 def clipped_surrogate(
@@ -43,7 +43,7 @@ def clipped_surrogate(
         level: token or sequence.
     Returns: loss [s], and per token: pg_loss, pg_loss/unclipped and /clipped (both arms), pg_clipfrac, ppo_kl
         (−log π + log π_old, before any clip), is_ratio, log_ratio_abs (both as used), clip_ratio/low, /high and
-        /region; pg_clipfrac_lower with epsilon_c.
+        /region (sequence_clip_ratio/* at the level of sequences); pg_clipfrac_lower with epsilon_c.
     Raises: ConfigError: epsilon_c not above 1, negative epsilon, unknown level. DataError: a missing column.
     Source: PPO arXiv:1707.06347; GRPO arXiv:2402.03300; dual clip arXiv:1912.09729; clip-higher, DAPO arXiv:2503.14476;
         GSPO-token arXiv:2507.18071. Agrees with Tunix's grpo_loss_fn; clip_ratio/* are TRL's.
@@ -54,17 +54,14 @@ def clipped_surrogate(
     tensor([-2.4000])
     """
     _check(epsilon, epsilon_high, epsilon_c, level)
-    advantages = _kept(x, x.need("advantages")).detach()
+    advantages = masked_column(x.need("advantages"), x.mask).detach()
     log_ratio, used = _log_ratios(x, level)
     ratio = used.exp()
     low, high = 1 - epsilon, 1 + (epsilon if epsilon_high is None else epsilon_high)
     free, clipped = -advantages * ratio, -advantages * ratio.clamp(low, high)
     loss = torch.maximum(free, clipped)
-    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
     metrics = {
-        "clip_ratio/high": too_high,
-        "clip_ratio/low": too_low,
-        "clip_ratio/region": too_low | too_high,
+        **_clip_metrics(ratio, advantages, low, high, level),
         "is_ratio": torch.where(x.mask, ratio, 0.0),
         "log_ratio_abs": used.abs(),
         "pg_clipfrac": clipped > free,
@@ -78,44 +75,11 @@ def clipped_surrogate(
     return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}
 
 
-def grpo_objective(
-    x: LossInputs,
-    *,
-    surrogate: Callable[[LossInputs], LossOutput] = clipped_surrogate,
-    beta: float = 0.0,
-    kl_mode: str = "kl",
-    kl_clamp: float | None = None,
-    sampler_is_threshold: float | None = None,
-) -> LossOutput:
-    """What GRPO minimises at each token: a surrogate, the sampler's correction, the divergence from the reference.
-
-    l = w · surrogate + β · KL(π, π_ref), w = min(exp(clip(log π_old − log π_sampler, ±20)), threshold), a constant.
-    Args: x: as the surrogate needs it; ref_logprobs for beta (without beta they give the metric alone);
-        old_logprobs and sampler_logprobs for the correction. surrogate: fn(x) -> (loss [s], metrics). beta: KL weight;
-        0 = off. kl_mode, kl_clamp: as in kl_divergence. sampler_is_threshold: largest weight; None = no correction.
-    Returns: loss [s], and the surrogate's metrics with kl and kl_loss (β·KL) where ref_logprobs are given.
-    Raises: ConfigError: unknown kl_mode, threshold not positive. DataError: a missing column.
-    Source: GRPO arXiv:2402.03300; truncated importance sampling as in `truncated_weights`. Agrees with Tunix's
-        grpo_loss_fn, where the weight too comes before aggregation and not before the KL.
-
-    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
-    ...                advantages=torch.tensor([2.]), ref_logprobs=torch.tensor([-1.]))
-    >>> grpo_objective(x, beta=0.1)[0]  # -2 * 1 + 0.1 * (0 - -1)
-    tensor([-1.9000])
-    """
-    if kl_mode not in KL_MODES:
-        raise lookup_error("KL mode", kl_mode, KL_MODES)
-    loss, metrics = surrogate(x)
-    if sampler_is_threshold is not None:
-        old = x.logprobs if x.old_logprobs is None else x.old_logprobs
-        loss = loss * truncated_weights(
-            old, x.need("sampler_logprobs"), mask=x.mask, threshold=sampler_is_threshold
-        ).to(loss.dtype)
-    if x.ref_logprobs is not None or beta != 0:
-        kl = kl_divergence(_kept(x, x.logprobs), _kept(x, x.need("ref_logprobs")), mode=kl_mode, clamp=kl_clamp)
-        loss = loss + beta * kl if beta != 0 else loss
-        metrics = {**metrics, "kl": kl.detach(), "kl_loss": beta * kl.detach()}
-    return loss, metrics
+def _clip_metrics(ratio: Tensor, advantages: Tensor, low: float, high: float, level: str) -> dict[str, Tensor]:
+    """Where the clip takes the gradient away, Bool [s]: clip_ratio/*, or of sequences where the ratio is theirs."""
+    too_low, too_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    name = "clip_ratio" if level == "token" else "sequence_clip_ratio"
+    return {f"{name}/high": too_high, f"{name}/low": too_low, f"{name}/region": too_low | too_high}
 
 
 def nll(x: LossInputs) -> LossOutput:
@@ -128,7 +92,7 @@ def nll(x: LossInputs) -> LossOutput:
     >>> nll(LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.5])))[0]
     tensor([1.5000])
     """
-    loss = -_kept(x, x.logprobs)
+    loss = -masked_column(x.logprobs, x.mask)
     return loss, {"nll": loss.detach()}
 
 
@@ -142,8 +106,8 @@ POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
 
 def _log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     """Log π − log π_old before any clip, and the log of the importance ratio; [s] and [s]; 0 where masked out."""
-    logprobs = _kept(x, x.logprobs)
-    old = logprobs.detach() if x.old_logprobs is None else _kept(x, x.old_logprobs).detach()
+    logprobs = masked_column(x.logprobs, x.mask)
+    old = logprobs.detach() if x.old_logprobs is None else masked_column(x.old_logprobs, x.mask).detach()
     log_ratio = logprobs - old
     clipped = log_ratio.clamp(-20.0, 20.0)
     if level == "token":
@@ -157,11 +121,6 @@ def _dual_clipped(loss: Tensor, advantages: Tensor, epsilon_c: float) -> tuple[T
     """The loss, at most −ε_c·A where A < 0, and where that bound held."""
     ceiling, bad = -epsilon_c * advantages, advantages < 0
     return torch.where(bad, torch.minimum(ceiling, loss), loss), bad & (loss > ceiling)
-
-
-def _kept(x: LossInputs, column: Tensor) -> Tensor:
-    """The column in fp32 or wider, 0 where masked out: NaN there reaches neither the loss nor the gradient."""
-    return torch.where(x.mask, column.to(torch.promote_types(column.dtype, torch.float32)), 0.0)
 
 
 def _check(epsilon: float, epsilon_high: float | None, epsilon_c: float | None, level: str) -> None:

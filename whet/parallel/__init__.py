@@ -1,6 +1,14 @@
 """What spans processes and disks: ranks and checkpoints; meshes, sharding and context parallelism come here later."""
 
-from whet.parallel.checkpoint import checkpoints, find_checkpoint, load_state, publish, read_state, save_state
+from whet.parallel.checkpoint import (
+    checkpoints,
+    find_checkpoint,
+    load_state,
+    publish,
+    read_state,
+    save_state,
+    write_state,
+)
 from whet.parallel.comm import rank, world_size
 
 __all__ = [
@@ -12,4 +20,5 @@ __all__ = [
     "read_state",
     "save_state",
     "world_size",
+    "write_state",
 ]

@@ -1,25 +1,26 @@
 """Checkpoint folders: whole or absent, the last few kept, read without pickle.
 
-    checkpoints/step-000100/{actor/{model.safetensors, optimizer.safetensors, state.pt}, run.pt, sums.json}
+    checkpoints/step-000100/{actor/{model.safetensors, optimizer.safetensors, state.pt}, run.pt, run.json, sums.json}
     checkpoints/latest                      a text file: "step-000100"
 
 A folder is written under a temporary name, flushed to disk, and renamed; `latest` moves after that. A killed process
 leaves at most a temporary folder, which the next run sweeps away. Tensors lie in safetensors, the rest in files read
-with weights_only=True. `sums.json` has the SHA-256 of every file, so that a bit lost on a disk is seen.
+with weights_only=True. `sums.json` has the SHA-256 of every file, so that a bit lost on a disk is seen. `run.json`
+names the run: no run removes or takes for its own what another has written.
 """
 
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
 import os
 import re
-import shutil
 import stat
-import uuid
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -28,52 +29,127 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from whet.errors import CheckpointError
+from whet.observe.files import is_temporary, read_json, remove, temporary, write_atomic
+from whet.observe.files import sync as _fsync
+from whet.observe.lock import FolderLock
 
 __all__ = [
     "checkpoints",
     "discard",
     "find_checkpoint",
     "load_state",
+    "open_root",
     "publish",
     "read_state",
+    "run_of",
     "save_state",
     "saved",
+    "step_of",
     "sweep",
     "verify",
     "write_folder",
+    "write_state",
 ]
 
 log = logging.getLogger("whet")
 
-_STEP = re.compile(r"step-(\d{6,})")
+_STEP = re.compile(r"step-([0-9]{6,})")
 _SUMS = "sums.json"
+_RUN = "run.json"
+_FULL = re.compile(r"os error|no space left|file write failed|PytorchStreamWriter|inline_container", re.IGNORECASE)
+"""Words of torch's and the tokenizers' own errors for a file that the disk did not take."""
 
 
-def publish(root: Path, step: int, write: Callable[[Path], None], *, keep: int | None = None) -> Path:
+def open_root(root: Path) -> FolderLock:
+    """Makes the folder of checkpoints, locks it, tries what a checkpoint needs there, and sweeps it.
+
+    Tried are to write, to rename and to remove: what fails, fails before the first step and not after an hour.
+
+    Returns: the lock, to be released at the end.
+    Raises: CheckpointError: it can't be made or written. ConfigError: another process uses it.
+    """
+    lock = None
+    tried, renamed = temporary(root / "probe"), temporary(root / "probe")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = FolderLock(root, "trainer.checkpoint_root_directory")
+        _filled(tried, lambda folder: (folder / "file").touch())
+        tried.rename(renamed)
+        remove(renamed, strict=True)
+        sweep(root)
+    except BaseException as error:
+        if lock is not None:
+            remove(tried)
+            lock.release()
+        if isinstance(error, OSError):
+            raise CheckpointError(
+                f"checkpoints can't be written to {root}: {error}; set its rights or make room, or set another "
+                "trainer.checkpoint_root_directory (None = checkpoints/ in trainer.run_dir)"
+            ) from error
+        raise
+    return lock
+
+
+def publish(
+    root: Path, step: int, write: Callable[[Path], None], *, run: str | None = None, keep: int | None = None
+) -> Path:
     """Writes one checkpoint folder that is either whole or absent, then moves `latest`, then drops the oldest.
 
-    Args: root: the folder of checkpoints. step: its number. write: fills the folder it is given. keep: folders to
-        keep, the new one included; None = all.
-    Returns: root/step-<step>. A folder of that step that is already there is left as it is: a step's state is one.
-    Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays.
+    Args: root: the folder of checkpoints. step: its number. write: fills the folder it is given. run: who writes it,
+        for run.json; None = not noted. keep: folders of this run to keep, the new one included; None = all.
+    Returns: root/step-<step>. A whole folder of that step and run is left as it is: a step's state is one.
+    Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, nor is anything lost.
+        Another run's folder has that step.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    final, tmp = root / f"step-{step:06d}", root / f".tmp-{step:06d}-{uuid.uuid4().hex[:8]}"
-    if not final.exists():
-        try:
-            _filled(tmp, lambda folder: _summed(folder, write))
+    final = root / f"step-{step:06d}"
+    tmp = temporary(final)
+
+    def noted(folder: Path) -> None:
+        write(folder)
+        if run is not None:
+            (folder / _RUN).write_text(json.dumps({"run": run, "step": step}) + "\n")
+
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        if not _is_there(final, run):
+            _filled(tmp, lambda folder: _summed(folder, noted))
             tmp.rename(final)
             _fsync(root)
-        except BaseException as e:
-            shutil.rmtree(tmp, ignore_errors=True)
-            if isinstance(e, (OSError, SafetensorError)):
-                raise CheckpointError(f"checkpoint of step {step} could not be written to {root}: {e}") from e
-            raise
+    except BaseException as e:
+        remove(tmp)
+        if _of_the_disk(e):
+            raise CheckpointError(
+                f"checkpoint of step {step} could not be written to {root}: {e}; those before it stay. Make room or "
+                "set the rights, then go on with trainer.resume=latest"
+            ) from e
+        raise
     _point(root, final.name)
-    for old in checkpoints(root)[: -keep or None] if keep else []:
+    own = [p for p in checkpoints(root) if (p / "run.pt").is_file() and run_of(p) == run]
+    for old in own[: -keep or None] if keep else []:
         if old != final:
-            discard(old)
+            try:
+                discard(old)
+            except OSError as error:
+                log.warning("the old checkpoint %s can't be removed and stays: %s", old, error)
     return final
+
+
+def _is_there(final: Path, run: str | None) -> bool:
+    """Whether a run has this checkpoint already; what is none and has its name is moved aside."""
+    if not os.path.lexists(final):
+        return False
+    if final not in saved(final.parent):
+        _move_aside(final)
+        return False
+    if run_of(final) != run:
+        raise CheckpointError(
+            f"{final} is not this run's: another has written it meanwhile; end that run or move its folders away, "
+            "and give each run a trainer.checkpoint_root_directory of its own"
+        )
+    if (final / "run.pt").is_file():
+        return True
+    _move_aside(final)
+    return False
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
@@ -82,21 +158,32 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     Args: path: the folder. write: fills the folder it is given.
     Raises: CheckpointError: it could not be written; the old one stays.
     """
-    tmp, old = (path.with_name(f".{path.name}.{word}") for word in ("tmp", "old"))
-    for left in (tmp, old):
-        shutil.rmtree(left, ignore_errors=True)
+    tmp = temporary(path)
+    old = tmp.with_name(f"{tmp.name}.old")
     try:
         _filled(tmp, write)
+        if os.path.lexists(path):
+            path.rename(old)
+        tmp.rename(path)
+        _fsync(path.parent)
     except BaseException as e:
-        shutil.rmtree(tmp, ignore_errors=True)
-        if isinstance(e, (OSError, SafetensorError)):
-            raise CheckpointError(f"{path} could not be written: {e}; make room, then trainer.resume=latest") from e
+        if os.path.lexists(old) and not os.path.lexists(path):
+            with suppress(OSError):
+                old.rename(path)
+        remove(tmp)
+        if _of_the_disk(e):
+            raise CheckpointError(
+                f"{path} could not be written: {e}; make room or set the rights, then go on with trainer.resume=latest"
+            ) from e
         raise
-    if path.exists():
-        path.rename(old)
-    tmp.rename(path)
-    _fsync(path.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    remove(old)
+
+
+def _of_the_disk(error: BaseException) -> bool:
+    """Whether an error says that a file could not be written: each library has a class of its own for that."""
+    if isinstance(error, OSError | SafetensorError):
+        return True
+    return type(error) in (Exception, RuntimeError) and _FULL.search(str(error)) is not None
 
 
 def _summed(folder: Path, write: Callable[[Path], None]) -> None:
@@ -111,21 +198,26 @@ def _sum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def verify(folder: Path) -> None:
+def verify(folder: Path, needs: Iterable[str] = ()) -> None:
     """Reads every file of a checkpoint and compares it with what was written.
 
-    Args: folder: a checkpoint; one without sums.json (made by hand) passes.
+    Args: folder: a checkpoint; one without sums.json can't be compared, which is said. needs: files that it must have.
     Raises: CheckpointError: a file is missing or has changed.
     """
     path = folder / _SUMS
-    if not path.is_file():
-        return
     advice = "resume from an earlier step-* folder"
+    if missing := [name for name in needs if not (folder / name).is_file()]:
+        raise CheckpointError(f"{folder / missing[0]} is missing from its checkpoint; {advice}")
+    if not path.is_file():
+        log.warning("%s has no %s: whether its files are as they were written can't be told", folder, _SUMS)
+        return
     try:
-        sums = json.loads(path.read_text())
+        sums = read_json(path)
         if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
             raise ValueError("no mapping of names to checksums")
-    except ValueError as e:
+        if outside := [n for n in sums if "\0" in n or ".." in PurePosixPath(n).parts or n.startswith("/")]:
+            raise ValueError(f"{outside[0]!r} is no file of the checkpoint")
+    except (OSError, ValueError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); {advice}") from e
     for name, expected in sums.items():
         if not (folder / name).is_file():
@@ -154,32 +246,40 @@ def _filled(folder: Path, write: Callable[[Path], None]) -> None:
 
 def discard(folder: Path) -> None:
     """Removes a checkpoint. It loses its name first: one that a kill left half removed must not pass for whole."""
-    gone = folder.with_name(f".tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
+    gone = temporary(folder)
     folder.rename(gone)
-    shutil.rmtree(gone, ignore_errors=True)
+    remove(gone)
 
 
 def _point(root: Path, name: str) -> None:
     """Moves `latest`, in one step."""
-    link = root / ".latest.tmp"
-    link.write_text(name + "\n")
-    _fsync(link)
-    link.replace(root / "latest")
-    _fsync(root)
+    write_atomic(root / "latest", f"{name}\n".encode())
 
 
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
+def step_of(folder: Path) -> int | None:
+    """The step that a folder's name says; None where it is no checkpoint's.
+
+    >>> step_of(Path("step-000100")), step_of(Path("step-000100.broken")), step_of(Path("step-0000100"))
+    (100, None, None)
+    """
+    found = _STEP.fullmatch(folder.name)
+    return int(found[1]) if found and folder.name == f"step-{int(found[1]):06d}" else None
+
+
+def run_of(folder: Path) -> str | None:
+    """The run that has written a checkpoint; None where it does not say: earlier versions noted none."""
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        found = read_json(folder / _RUN)
+    except (OSError, ValueError):
+        return None
+    name = found.get("run") if isinstance(found, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """The whole checkpoints under a folder, oldest step first."""
-    found = [p for p in root.glob("step-*") if _STEP.fullmatch(p.name)] if root.is_dir() else []
-    return sorted(found, key=lambda p: int(p.name[5:]))
+    """What has the name of a checkpoint under a folder, oldest step first."""
+    found = [(step, p) for p in root.glob("step-*") if (step := step_of(p)) is not None] if root.is_dir() else []
+    return [p for _, p in sorted(found)]
 
 
 def saved(root: Path) -> list[Path]:
@@ -188,9 +288,24 @@ def saved(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes what killed processes left half-written."""
-    for p in root.glob(".tmp-*") if root.is_dir() else []:
-        shutil.rmtree(p, ignore_errors=True)
+    """Removes what killed processes left half-written, and moves aside what has a checkpoint's name and is none."""
+    for p in list(root.iterdir()) if root.is_dir() else []:
+        if is_temporary(p.name):
+            remove(p)
+    there = saved(root)
+    for p in checkpoints(root):
+        if p not in there:
+            _move_aside(p)
+
+
+def _move_aside(folder: Path) -> None:
+    """Gives a folder that is no checkpoint a name that is none."""
+    n, aside = 1, folder.with_name(f"{folder.name}.broken")
+    while os.path.lexists(aside):
+        n += 1
+        aside = folder.with_name(f"{folder.name}-{n}.broken")
+    folder.rename(aside)
+    log.warning("%s is no checkpoint, since files of it have gone; it is kept as %s", folder, aside.name)
 
 
 def find_checkpoint(resume: str, root: Path | None) -> Path | None:
@@ -209,7 +324,10 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
     if root is None:
         raise CheckpointError("resume='latest' needs a run_dir or a checkpoint_root_directory to look in")
     pointer = root / "latest"
-    name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    try:
+        name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    except OSError as error:
+        raise CheckpointError(f"{pointer} can't be read: {error}; set its rights or remove it") from error
     there = saved(root)
     for p in checkpoints(root):
         if p not in there:
@@ -218,7 +336,7 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
         return None
     newest = next((p for p in there if p.name == name), there[-1])
     if name not in ("", newest.name):
-        log.warning("%s names %r, which is gone; taking %s", pointer, name, newest)
+        log.warning("%s names %.80r, which is gone; taking %s", pointer, name, newest)
     if not (newest / "run.pt").is_file():
         whole = [p for p in there if (p / "run.pt").is_file()]
         other = f"trainer.resume={whole[-1]} goes on from there" if whole else "begin anew in another folder"
@@ -237,9 +355,23 @@ def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
     except Exception as e:
         why = f"{type(e).__name__}: {e}"
         raise CheckpointError(f"{path} can't be read ({why}); resume from an earlier step-* folder") from e
-    if missing := [n for n in needs if not isinstance(found, dict) or n not in found]:
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{path} is not what this version saves: a {type(found).__name__}, not a dict; resume from another"
+        )
+    if missing := [n for n in needs if n not in found]:
         raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
     return found
+
+
+def write_state(state: Mapping[str, Any], path: Path) -> None:
+    """Writes plain containers and tensors as `read_state` reads them.
+
+    Raises: OSError: the disk did not take it. torch.save says that by a RuntimeError without the reason.
+    """
+    made = io.BytesIO()
+    torch.save(dict(state), made)
+    path.write_bytes(made.getbuffer())
 
 
 def save_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | None = None) -> None:

@@ -16,32 +16,37 @@ import functools
 import inspect
 import logging
 import math
-import reprlib
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
 from whet.errors import ConfigError, RewardError, nearest
+from whet.rewards.values import OnError, checked_rewards, said
 
-__all__ = ["OnError", "RewardFn", "RewardInputs", "call_rewards", "checked_rewards", "function_name", "keywords"]
+__all__ = [
+    "OnError",
+    "RewardFn",
+    "RewardInputs",
+    "call_rewards",
+    "checked_rewards",
+    "copied",
+    "function_name",
+    "keywords",
+]
 
 LOG = logging.getLogger(__name__)
 RewardFn = Callable[..., Any]
 LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to say which functions were late."""
-LARGEST = 1e15
-"""The size of a reward: beyond it, differences within a group are lost in double precision."""
 GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompts", "rewards", "trajectory_ids")
 """What functions are offered besides the columns of the data."""
-OnError = Literal["raise", "none"]
-"""A failing reward function stops the run, or counts as "not applicable"."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -139,72 +144,6 @@ def keywords(
     return given
 
 
-def checked_rewards(
-    value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise"
-) -> tuple[np.ndarray, int]:
-    """What a function returned, as numbers.
-
-    Args:
-        value: a list, tuple, array or tensor of numbers, bools or None, one per completion.
-        ids: [N] trajectory ids. name: of the function.
-        on_error: "raise", or "none": what is wrong becomes NaN and is counted.
-
-    Returns:
-        float64 [N], NaN = not applicable (None); and how many were wrong.
-
-    Raises:
-        RewardError: None as a whole, no list, a wrong length, NaN, too large or no number, with row and value.
-
-    >>> checked_rewards([1, None, True], ["0_0", "0_1", "0_2"], name="f")
-    (array([ 1., nan,  1.]), 0)
-    """
-    problem = _shape_problem(value, len(ids), name)
-    if problem is not None:
-        if on_error == "raise":
-            raise RewardError(problem)
-        LOG.warning("%s; counted as not applicable", problem)
-        return np.full(len(ids), math.nan), len(ids)
-    items = value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else list(value)
-    rewards, wrong = np.full(len(ids), math.nan), 0
-    for i, item in enumerate(items):
-        if item is None:
-            continue
-        try:
-            number = math.nan if isinstance(item, str | bytes) else float(item)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
-            number = math.nan
-        if abs(number) <= LARGEST:
-            rewards[i] = number
-            continue
-        row, _, generation = ids[i].rpartition("_")
-        problem = (
-            f"reward function {name} returned {reprlib.repr(item)} for row {row}, generation {generation} (entry {i}); "
-            f"return a finite number up to {LARGEST:g} in size, or None where it does not apply"
-        )
-        if on_error == "raise":
-            raise RewardError(problem)
-        wrong += 1
-    if problem is not None:
-        LOG.warning("%s; %d such entries counted as not applicable", problem, wrong)
-    return rewards, wrong
-
-
-def _shape_problem(value: Any, count: int, name: str) -> str | None:
-    """What is wrong with a returned value as a whole; None = nothing."""
-    rule = f"return a list of {count} numbers, one per completion"
-    if value is None:
-        return f"reward function {name} returned None; {rule} (None entries mean: not applicable)"
-    if isinstance(value, np.ndarray | torch.Tensor):
-        return (
-            None
-            if tuple(value.shape) == (count,)
-            else f"reward function {name} returned shape {list(value.shape)}; {rule}"
-        )
-    if isinstance(value, str | bytes | Mapping | set) or not hasattr(value, "__len__"):
-        return f"reward function {name} returned {type(value).__name__} {str(value)[:60]!r}; {rule}"
-    return None if len(value) == count else f"reward function {name} returned {len(value)} rewards; {rule}"
-
-
 def call_rewards(
     fns: Mapping[str, RewardFn],
     inputs: RewardInputs,
@@ -257,19 +196,29 @@ def call_rewards(
 
 def _own(word: str, value: Any, inputs: RewardInputs) -> Any:
     """An argument that a function may change as it likes: no entry is shared with anyone."""
-    if word == "completion_ids":
-        return [list(ids) for ids in value]
-    shared = word not in inputs.columns and word not in ("prompts", "completions")
-    return value if shared else [_copied(item) for item in value]
+    shared = word not in inputs.columns and word not in ("prompts", "completions", "completion_ids")
+    return value if shared else copied(value)
+
+
+def copied(values: Any) -> Any:
+    """A list that a function may change as it likes, entry by entry; whatever else, as a deep copy.
+
+    >>> chats = [[{"role": "user"}]]
+    >>> copied(chats) == chats, copied(chats)[0][0] is chats[0][0]
+    (True, False)
+    """
+    return [_copied(item) for item in values] if isinstance(values, list) else _copied(values)
 
 
 def _copied(item: Any) -> Any:
     """A deep copy; the item itself where it can't be changed or can't be copied (a lock, a connection)."""
     if item is None or isinstance(item, str | bytes | bool | int | float):
         return item
+    if type(item) is list and all(type(x) is int for x in item):  # token ids: one by one they would take their time
+        return item.copy()
     try:
         return copy.deepcopy(item)
-    except TypeError:
+    except Exception:  # a copy is the item's own method, which may raise anything
         return item
 
 
@@ -287,15 +236,18 @@ def _same(value: Any) -> Any:
 def _outcome(call: Callable[[], Any], name: str, timeout_s: float | None) -> Any:
     """What a plain function returned, or the RewardError that stands for its failure."""
     box: list[Any] = []
+    users = KeyboardInterrupt if timeout_s is None else ()  # on the caller's thread an interrupt is the user's
 
-    def run(caught: tuple[type[BaseException], ...] = (BaseException,)) -> None:
+    def run() -> None:
         try:
             box.append(call())
-        except caught as error:
+        except users:
+            raise
+        except BaseException as error:
             box.append(_raised(name, error))
 
     if timeout_s is None:
-        run((Exception, SystemExit))  # here an interrupt is the user's
+        run()
         return box[0]
     thread = threading.Thread(target=_like_here(run), name=f"reward {name}", daemon=True)
     thread.start()
@@ -310,11 +262,19 @@ class _Loop:
         self.calls, self.timeout_s = calls, timeout_s
         self.box: dict[str, Any] = {}
         self.started = time.monotonic()
-        self.thread = threading.Thread(target=_like_here(lambda: asyncio.run(self._all())), daemon=True)
+        self.ended: BaseException | None = None
+        self.thread = threading.Thread(target=_like_here(self._run), daemon=True)
         if calls:
             self.thread.start()
 
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._all())
+        except BaseException as error:  # SystemExit in a task of a function's own ends the loop, and all with it
+            self.ended = error
+
     async def _all(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(_note_lost)
         await asyncio.gather(*(self._one(name, call) for name, call in self.calls.items()))
 
     async def _one(self, name: str, call: Callable[[], Awaitable[Any]]) -> None:
@@ -330,7 +290,20 @@ class _Loop:
         if self.calls:
             left = None if self.timeout_s is None else self.started + self.timeout_s + LOOP_GRACE_S - time.monotonic()
             self.thread.join(None if left is None else max(left, 0.0))
-        return {name: self.box.get(name) if name in self.box else _hung(name, self.timeout_s) for name in self.calls}
+        return {name: self._outcome(name) for name in self.calls}
+
+    def _outcome(self, name: str) -> Any:
+        value = self.box.get(name)
+        lost = name not in self.box or (isinstance(value, RewardError) and _cancelled(value.__cause__))
+        if self.ended is None or not lost:
+            return value if name in self.box else _hung(name, self.timeout_s)
+        text = f"the event loop of {', '.join(self.calls)} was ended by {type(self.ended).__name__}: {said(self.ended)}"
+        failed = RewardError(
+            f"reward function {name} returned nothing: {text}; let no task of an async function raise SystemExit or "
+            "KeyboardInterrupt, nor stop its loop"
+        )
+        failed.__cause__ = self.ended
+        return failed
 
 
 def _like_here(run: Callable[[], None]) -> Callable[[], None]:
@@ -347,15 +320,27 @@ def _like_here(run: Callable[[], None]) -> Callable[[], None]:
     return there
 
 
+def _note_lost(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
+    """Says what went wrong in a task that nobody waited for: no reward depends on it."""
+    error = context.get("exception")
+    what = "" if error is None else f": {type(error).__name__}: {said(error)}"
+    LOG.warning("async reward functions: %s%s", context["message"], what)
+
+
+def _cancelled(error: BaseException | None) -> bool:
+    return isinstance(error, asyncio.CancelledError)
+
+
 def _raised(name: str, error: BaseException) -> RewardError:
     """The error for a function that raised."""
-    text = f"reward function {name} raised {type(error).__name__}: {error}"
+    words = said(error)
+    text = f"reward function {name} raised {type(error).__name__}: {words}"
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename != __file__:
         text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
-    if isinstance(error, AttributeError) and "'list' object" in str(error):
+    if isinstance(error, AttributeError) and "'list' object" in words:
         text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
-    if "main thread" in str(error) or "threaded environment" in str(error):
+    if "main thread" in words or "threaded environment" in words:
         text += "; set the reward timeout to None, and it is called on the main thread"
     failed = RewardError(text)
     failed.__cause__ = error

@@ -152,17 +152,17 @@ def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: 
 
     Tunix's: rewards/<f>, the mean of one function; rewards/{sum,mean,min,max}: of a trajectory over its functions,
     unweighted; then the mean (sum, mean), least and greatest of the batch. TRL's: rewards/<f>/{mean,std}; reward, the
-    mean of the totals; reward_std, the mean over groups of the standard deviation of the totals in a group (n - 1; 0
-    for a group of one); frac_reward_zero_std, the share of groups whose totals are all equal. Standard deviations
-    merge across batches as means.
+    mean of the totals; reward_std, their standard deviation (n - 1) over the whole batch; frac_reward_zero_std, the
+    share of groups whose totals are all equal. whet's: reward_std_within_groups, the mean over groups of the standard
+    deviation of the totals in a group (n - 1; 0 for a group of one). Standard deviations merge across batches as means.
 
     Args: rewards: float64 [J] per function. total: float64 [J]. sizes: trajectories per group, sum J.
     Returns: name -> metric.
     Source: Tunix rl/reward_manager.py, TRL GRPOTrainer; Tunix logs NaN for min and max where one is NaN, whet doesn't.
 
     >>> m = reward_metrics({"f": np.array([1.0, 0.0, 1.0, 1.0])}, np.array([1.0, 0.0, 1.0, 1.0]), [2, 2])
-    >>> m["rewards/f"].value, m["reward"].value, round(m["reward_std"].value, 4), m["frac_reward_zero_std"].value
-    (0.75, 0.75, 0.3536, 0.5)
+    >>> m["rewards/f"].value, m["reward"].value, m["reward_std"].value, m["frac_reward_zero_std"].value
+    (0.75, 0.75, 0.5, 0.5)
     """
     metrics: dict[str, Metric] = {}
     for name, values in rewards.items():
@@ -181,7 +181,8 @@ def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: 
     parts = [part for part in parts if len(part)]
     known = total[~np.isnan(total)]
     metrics["reward"] = Mean(float(known.sum()), len(known))
-    metrics["reward_std"] = Mean(float(sum(_std(part) for part in parts)), len(parts))
+    metrics["reward_std"] = Mean(_std(known), 1) if len(known) else Mean(0.0, 0)
+    metrics["reward_std_within_groups"] = Mean(float(sum(_std(part) for part in parts)), len(parts))
     metrics["frac_reward_zero_std"] = Mean(float(sum(bool((part == part[0]).all()) for part in parts)), len(parts))
     return metrics
 

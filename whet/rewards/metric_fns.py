@@ -2,7 +2,7 @@
 
     fn(prompts=, completions=, advantages=, rewards=, **columns) -> {name: (value, aggregation)}
 
-Arguments are chosen as for reward functions: what the signature names, or all with **kwargs.
+Arguments are chosen as for reward functions: what the signature names, or all with **kwargs. They too are copies.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from whet.errors import RewardError
-from whet.rewards.contract import function_name, keywords
+from whet.rewards.contract import copied, function_name, keywords
+from whet.rewards.values import said, shown
 
 __all__ = ["call_metric_fns"]
 
@@ -28,7 +31,8 @@ def call_metric_fns(
 
     Args:
         fns: called one after the other. prompts, completions [N]: as reward functions see them.
-        advantages, rewards: one per trajectory (advantages also one per token). columns: [N] each, and whatever else.
+        advantages, rewards: one per trajectory (advantages also one per token); NaN where no token is trained, and
+            where no reward function applied. columns: [N] each, and whatever else.
 
     Returns:
         name -> (value, aggregation): the aggregation joins the values of a step (e.g. numpy.mean); None = as it is.
@@ -52,22 +56,45 @@ def call_metric_fns(
         name = function_name(fn)
         given = keywords(fn, offered, {}, name=name, kind="metric function")
         try:
-            made = fn(**given)
-        except Exception as error:
-            raise RewardError(f"metric function {name} raised {type(error).__name__}: {error}") from error
+            made = fn(**{word: copied(value) for word, value in given.items()})
+        except KeyboardInterrupt:  # on the caller's thread it is the user's
+            raise
+        except BaseException as error:
+            raise RewardError(f"metric function {name} raised {type(error).__name__}: {said(error)}") from error
         if not isinstance(made, Mapping):
             raise RewardError(
                 f"metric function {name} returned {type(made).__name__}; return {{name: (value, np.mean)}}"
             )
         for key, pair in made.items():
-            if not isinstance(key, str):
-                raise RewardError(f"metric function {name} returned the name {key!r}; names are texts")
-            if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[1] is None or callable(pair[1])):
-                raise RewardError(
-                    f"metric function {name} returned {pair!r} for {key!r}; give (value, aggregation), the aggregation "
-                    "a function such as numpy.mean, or None"
-                )
+            if problem := _problem(key, pair):
+                raise RewardError(f"metric function {name} returned {problem}")
             if key in metrics:
                 raise RewardError(f"metric {key!r} comes from two functions, the second {name}; rename one")
             metrics[key] = pair
     return metrics
+
+
+def _problem(key: Any, pair: Any) -> str | None:
+    """What is wrong with a metric; None = nothing."""
+    if not isinstance(key, str):
+        return f"the name {shown(key)}; names are texts"
+    if not isinstance(pair, tuple) or len(pair) != 2 or not (pair[1] is None or callable(pair[1])):
+        return (
+            f"{shown(pair)} for {key!r}; give (value, aggregation), the aggregation a function such as numpy.mean, or "
+            "None"
+        )
+    if pair[1] is not None and not _numeric(pair[0]):
+        return (
+            f"{shown(pair[0])} for {key!r}, which an aggregation can't join; give a number or a list of numbers, or "
+            "None instead of the aggregation"
+        )
+    return None
+
+
+def _numeric(value: Any) -> bool:
+    """Whether the log can make numbers of a value, as MetricsBuffer does when the step ends."""
+    try:
+        np.asarray(value, dtype=np.float64)
+    except Exception:  # a value's own methods may raise anything
+        return False
+    return True

@@ -186,7 +186,7 @@ def complete(
     if not all(np.isfinite(o.logprobs).all() for o in done.values()):
         raise EngineError(
             f"the model's logits are not finite at step {step}; resume from an earlier checkpoint with a lower "
-            "learning rate"
+            "learning rate and trainer.allow_config_change=true"
         )
     made = [[done[first_id + i * num_generations + g] for g in range(num_generations)] for i in range(len(prompts))]
     return [Group(prompt=p, completions=_completions(outputs)) for p, outputs in zip(prompts, made, strict=True)]

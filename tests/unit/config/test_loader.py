@@ -122,12 +122,35 @@ def test_a_section_is_no_shorthand():
         ("algo.use_rollout_logps=yes", "expected true or false, got 'yes'"),
         ("rollout.return_routed_experts=true", "rollout.return_routed_experts: routed experts are not replayed"),
         ("trainer.run_dir={", "trainer.run_dir: not YAML"),
+        ("trainer.run_dir=", "trainer.run_dir must not be empty, got ''; leave the key out"),
+        ("model=", "actor.model must not be empty"),
+        ("actor.betas=[0.9]", "actor.optim.betas: expected 2 values, got 1: [0.9]"),
+        ("actor.betas=[0.9, 0.9, 0.9]", "actor.optim.betas: expected 2 values, got 3: [0.9, 0.9, 0.9]"),
+        ("actor.betas=0.9", "actor.optim.betas: input should be a valid tuple, got 0.9"),
+        ("trainer.reward_timeout_s=1e300", "trainer.reward_timeout_s must be between 0 and"),
+        ("trainer.checkpointing_options.save_interval_s=-1", "save_interval_s must be between 0 and"),
+        ("rollout.max_batch_size=1000000000", "rollout.max_batch_size must be at most 1000000, got 1000000000"),
+        ("trainer.max_steps=1000000001", "trainer.max_steps must be at most 1000000000, got 1000000001"),
+        ("trainer.seed=-1", "trainer.seed must be an integer between 0 and 2**63 - 1, got -1"),
+        ("rollout.top_k=9223372036854775808", "rollout.top_k must be an integer of 64 bits, -2**63 to 2**63 - 1, got"),
+        ("actor.eps=1e39", "actor.optim.eps must be between -3.4e+38 and 3.4e+38, what fp32 holds, got 1e+39"),
         ("--algo.beta", "algo.beta: no value; write algo.beta=VALUE"),
         ("algo.beta", "expected key=value or --config FILE"),
     ],
 )
 def test_messages_say_the_key_the_rule_and_the_nearest(word, expected):
     assert expected in message(word)
+
+
+def test_sizes_that_do_not_divide_are_told_at_once_however_large():
+    sizes = "trainer.mini_batch_size=999983", "trainer.train_micro_batch_size=499992"
+    assert message(*sizes).endswith("use train_micro_batch_size=1 or 999983")
+
+
+def test_keys_of_mappings_for_others_stay_what_they_are(tmp_path):
+    made = load_run(["rollout.generation_kwargs={a: {1: x, 2.5: y, true: z, null: w}}"])
+    (tmp_path / "run.yaml").write_text(dump(made))
+    assert load_run(["--config", str(tmp_path / "run.yaml")]) == made
 
 
 def test_a_dash_word_is_no_value():

@@ -260,6 +260,93 @@ def test_a_state_that_another_version_wrote_is_refused_by_what_it_lacks():
 
 
 @pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"answer": 1}, {"answer": 2}),
+        ({"prompt": b"a"}, {"prompt": b"b"}),
+        ({"answer": np.array([1.0])}, {"answer": np.array([2.0])}),
+        ({"answer": [np.float16(1), "x"]}, {"answer": [np.float16(2), "x"]}),
+        ({"answer": 1}, {"other": 1}),
+    ],
+)
+def test_a_row_that_was_read_and_changed_is_seen_and_one_to_come_is_not(before, after):
+    def stream(*changed):
+        return PromptStream(iter([{"prompt": "a", **row} for row in changed]), batch_size=2)
+
+    saved = stream(before, before, before, before)
+    take(saved, 1)
+    assert all(type(value) is int for value in saved.state().values())
+    for same in ([before] * 4, [before, before, after, after]):
+        again = stream(*same)
+        again.restore(saved.state())
+        assert len(take(again, 1)[0]) == 2 and again.state()["used"] == 4
+    for other in ([after, before], [before, after]):
+        with pytest.raises(CheckpointError, match="first 2 rows are not those that the run had read before"):
+            stream(*other, before, before).restore(saved.state())
+    older = {name: n for name, n in saved.state().items() if name not in ("read_digest", "length")}
+    stream(after, before, before, before).restore(older)  # earlier versions noted nothing
+    with pytest.raises(CheckpointError, match="the data end after 1 rows, and the checkpoint had read 2"):
+        stream(before).restore(older)
+
+
+def test_what_was_read_counts_from_the_beginning_of_each_epoch():
+    stream = PromptStream(Stream(5), batch_size=2, num_epochs=3)
+    found = [stream.state()["read_digest"] for _ in stream]
+    assert found[:2] == found[2:4] == found[4:] and len(set(found)) == 2
+
+
+def test_ready_made_batches_keep_their_number():
+    batches = [{"prompts": ["a", "b"]}] * 3
+    stream = PromptStream(batches)
+    take(stream, 1)
+    PromptStream(list(batches)).restore(stream.state())
+    with pytest.raises(CheckpointError, match="have length 3, these have 4"):
+        PromptStream([*batches, batches[0]]).restore(stream.state())
+    other = [{"prompts": ["a", "c"]}, *batches[1:]]
+    with pytest.raises(CheckpointError, match="the first 1 batches are not those"):
+        PromptStream(other).restore(stream.state())
+
+
+def test_skipping_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
+    monkeypatch.setattr(order, "TELL_S", -1.0)
+    stream = PromptStream(Stream(5), batch_size=2)
+    take(stream, 1)
+    with caplog.at_level("INFO", logger="whet"):
+        PromptStream(Stream(5), batch_size=2).restore(stream.state())
+    assert [r.getMessage() for r in caplog.records] == [
+        f"read {n} of the 2 rows that the checkpoint had used" for n in (1, 2)
+    ]
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+@pytest.mark.parametrize(
+    "crafted",
+    [
+        {"epoch": -1},
+        {"epoch": 2**63},
+        {"epoch": True},
+        {"batch": -1},
+        {"batch": 3},
+        {"used": -4},
+        {"used": 2**80},
+        {"used": 4.0},
+        {"dropped_rows": -1},
+        {"dropped_rows": None},
+    ],
+)
+def test_a_place_that_no_run_comes_to_is_refused(kind, crafted):
+    def fresh():
+        return PromptStream(SOURCES[kind](), batch_size=None if kind == "batches" else 4)
+
+    stream = fresh()
+    take(stream, 1)
+    if kind == "stream" and crafted == {"batch": 3}:
+        crafted = {"batch": 5}  # with prompts dropped, 3 batches of 4 rows that were read can't be told from 1
+    with pytest.raises(CheckpointError, match="is none that a run comes to: epoch "):
+        fresh().restore({**stream.state(), **crafted})
+
+
+@pytest.mark.parametrize(
     ("source", "options", "error", "says"),
     [
         (Stream(4), {"batch_size": 2, "shuffle": True}, ConfigError, "the data are a stream; set shuffle=False"),

@@ -11,6 +11,7 @@ from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, Opti
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
+from whet.metrics import merge
 from whet.role_trainer import DataHooks, TrainingHooks
 
 
@@ -340,6 +341,30 @@ def test_a_hook_may_sample_between_two_updates_from_the_weights_as_they_are():
     assert held == [0] * 4  # it rests in every update
     learner(plain).train(rows(4))
     assert same(weights_of(c.actor.module), weights_of(plain.actor.module))
+
+
+def test_a_learner_that_updates_actor_and_critic_logs_the_numbers_of_each():
+    class Both(GRPOLearner):
+        def score(self, batch):
+            return super().score(batch).replace(values=self.cluster.worker("critic").values(batch))
+
+        def update(self, mini):
+            super().update(mini)
+            returns = mini.rewards.float().index_select(0, mini.trajectory)
+            found = self.cluster.critic_trainer.update(mini.replace(returns=returns, weights=None))
+            critics.append(found)
+            self.metrics = merge(self.metrics, found)
+
+    critics = []
+    algo, data = GRPOConfig(num_generations=2, beta=0.0), DataConfig(batch_size=4, shuffle=False)
+    c = cluster(critic=tiny_model(1), critic_optimizer=OptimConfig(lr=3e-4))
+    row = Both(c, algo, length_reward, data=data).train(rows(4)).rows[0]
+    alone = learner(cluster(), **{"num_generations": 2}).train(rows(4)).rows[0]
+    names = ("loss", "grad_norm", "learning_rate", "optim/skipped")
+    assert [row[n] for n in names] == [alone[n] for n in names]
+    assert [row[f"critic/{n}"] for n in names] == [critics[0][f"critic/{n}"].value for n in names]
+    assert row["critic/learning_rate"] == 3e-4 and row["critic/loss"] > 1 > abs(row["loss"])
+    assert {n for n in row if n.startswith("critic/")} == critics[0].keys()
 
 
 def test_an_object_that_logs_gets_every_row():

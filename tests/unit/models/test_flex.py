@@ -20,6 +20,7 @@ from whet.types import TokenBatch, TrainExample
 torch_flex = importlib.import_module("torch.nn.attention.flex_attention")  # the package has a function of that name
 CASE = FlexCase(torch.device("cuda"), torch.float32, 4, 2, 8, 6, False, False)
 GROUPS = ([130, 40, 7, 60, 25], [-1, 0, 0, -1, 3])
+FULL = ([128, 64, 64], [-1, 0, 0])
 DEEP = ([40, 30, 70, 20, 90, 10, 60], [-1, 0, -1, 2, 2, 1, 4])
 
 
@@ -256,6 +257,98 @@ def test_the_probe_leaves_the_layer_that_asks_alone(backward):
         assert flex._probe(here) is None  # it takes gradients, in a thread of its own
         assert not torch.is_grad_enabled()
     assert not packed
+
+
+def signature(q, k, v, mask, scale, cap, sinks):
+    """What a kernel is compiled for, beside the lengths of rows."""
+    given = [x for x in (q, k, v, sinks) if x is not None]
+    strides = [(x.stride(1) if x.stride(1) != x.shape[2] * x.shape[3] else None, *x.stride()[2:]) for x in (q, k, v)]
+    grads = [x.requires_grad for x in given] if torch.is_grad_enabled() else []
+    modes = (torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+    return (*modes, *grads, *strides, scale, *(x.dtype for x in given), cap is None)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_the_probe_makes_the_calls_that_a_model_makes(backward, fresh, monkeypatch, mode):
+    made, real = set(), flex._attention
+    monkeypatch.setattr(flex, "_attention", lambda *a: (made.add(signature(*a)), real(*a))[1])
+    monkeypatch.setattr(attention, "flex_refusal", lambda case: flex._probed(case).reason)
+    monkeypatch.setattr(flex, "PROBES", (GROUPS,))
+    monkeypatch.setattr(flex, "FILLED", (FULL,))
+    for tree in (GROUPS, FULL):  # the second fills its blocks: nothing is padded, so copied
+        tokens = sum(tree[0])
+        token_by_token = [torch.randn(1, tokens, n).unflatten(2, (-1, 8)).transpose(1, 2) for n in (32, 16)]
+        q, k = (x.requires_grad_() for x in token_by_token)
+        v = torch.randn(1, tokens, 48)[..., 32:].unflatten(2, (-1, 8)).transpose(1, 2)  # a part of one wide product
+        sinks = torch.zeros(4, dtype=torch.bfloat16)
+        with mode():
+            layout = SegmentLayout(*tree, attention="flex")
+            assert layout._by_flex(q, k, v, None, None, sinks, 0.3)
+            probed = set(made)
+            made.clear()
+            layout.attend(0, q, k, v, scale=0.3, window=None, softcap=None, sinks=sinks)
+        assert len(made) == 1 and made <= probed
+        made |= probed
+
+
+def serving(monkeypatch, error):
+    """Flex that passes its probe and fails when it is called."""
+
+    def fail(self, *args, **how):
+        raise error
+
+    monkeypatch.setattr(flex, "_probe", lambda case: None)
+    monkeypatch.setattr(attention, "flex_refusal", lambda case: flex._probed(case).reason)
+    monkeypatch.setattr(FlexRow, "attend", fail)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda self: True))
+
+
+@pytest.mark.parametrize("error", [torch._dynamo.exc.InternalTorchDynamoError("recompile_limit"), ValueError("wide")])
+def test_a_call_that_does_not_compile_leaves_the_plain_path_and_says_so_once(fresh, monkeypatch, caplog, error):
+    tensors, how = inputs(262), {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
+    want = SegmentLayout(*GROUPS, attention="plain").attend(0, *tensors, **how)
+    serving(monkeypatch, error)
+    layout = SegmentLayout(*GROUPS)
+    with caplog.at_level(logging.WARNING, "whet"):
+        for layer in range(2):
+            torch.testing.assert_close(layout.attend(layer, *tensors, **how), want, atol=1e-5, rtol=0)
+    assert len(caplog.records) == 1 and str(error) in caplog.text
+    with pytest.raises(ConfigError, match="set it to auto or plain"):
+        SegmentLayout(*GROUPS, attention="flex").attend(0, *tensors, **how)
+
+
+def test_a_call_that_flex_is_asked_for_and_that_does_not_compile_is_an_error(fresh, monkeypatch):
+    tensors, how = inputs(262), {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
+    serving(monkeypatch, RuntimeError("no triton"))
+    with pytest.raises(ConfigError, match="no triton; set it to auto or plain"):
+        SegmentLayout(*GROUPS, attention="flex").attend(0, *tensors, **how)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("20 GiB"), torch.AcceleratorError("illegal address")])
+def test_memory_that_is_out_is_no_fault_of_the_kernel(fresh, monkeypatch, caplog, error):
+    tensors, how = inputs(262), {"scale": 0.3, "window": None, "softcap": None, "sinks": None}
+    serving(monkeypatch, error)
+    with pytest.raises(type(error)):
+        SegmentLayout(*GROUPS).attend(0, *tensors, **how)
+    assert "plain path" not in caplog.text
+
+
+def test_the_probe_runs_on_the_models_device(monkeypatch):
+    current = []
+
+    class Current:
+        def __init__(self, device):
+            self.device = device
+
+        def __enter__(self):
+            current.append(self.device)
+
+        def __exit__(self, *error):
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Current)
+    monkeypatch.setattr(flex, "_compare", lambda case: f"on {current}")
+    assert flex._probe(CASE._replace(device=torch.device("cuda", 1))) == f"on {[torch.device('cuda', 1)]}"
 
 
 def test_the_switch_reaches_the_layout():

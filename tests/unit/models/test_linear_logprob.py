@@ -116,3 +116,17 @@ def test_one_row_and_no_row():
 def test_a_head_without_opinion_gives_log_vocabulary():
     logprobs, entropies = linear_logprob(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), entropy=True)
     assert logprobs.item() == pytest.approx(-1.3862944) and entropies.item() == pytest.approx(1.3862944)  # log 4
+
+
+@pytest.mark.parametrize("held_bytes", [0, 1 << 20])
+def test_a_token_that_the_bias_forbids_adds_nothing_to_the_entropy(held_bytes):
+    hidden, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.tensor([0.0, -torch.inf, 0.0, 0.1, 0.0])
+    allowed = torch.tensor([0, 2, 3, 4])
+    targets, leaves = torch.tensor([0, 2, 4]), [hidden.requires_grad_(), weight.requires_grad_()]
+    logp = F.linear(hidden, weight[allowed], bias[allowed]).log_softmax(1)
+    want = (logp.gather(1, torch.tensor([[0], [1], [3]])).squeeze(1), -(logp.exp() * logp).sum(1))
+    got = linear_logprob(hidden, weight, targets, bias=bias, entropy=True, held_bytes=held_bytes)
+    for a, b in zip(got, want, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+        for x, y in zip(*(torch.autograd.grad(z.sum(), leaves, retain_graph=True) for z in (a, b)), strict=True):
+            assert torch.allclose(x, y, atol=1e-6)

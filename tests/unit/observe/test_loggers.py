@@ -1,6 +1,8 @@
 import json
 import logging
+import shutil
 import sys
+import threading
 import types
 
 import pytest
@@ -67,18 +69,53 @@ def test_a_failing_logger_warns_once_and_is_dropped(caplog):
     assert len(caplog.records) == 1 and "no network" in caplog.text
 
 
-def test_a_logger_that_cannot_be_made_or_wants_to_exit_is_dropped_with_a_warning(caplog):
-    class Broken:
-        def __init__(self):
-            raise OSError("no network")
-
+def test_a_logger_that_wants_to_exit_is_dropped_with_a_warning(caplog):
     def leaves(step, values):
         raise SystemExit(3)
 
     seen = []
-    loggers = Loggers([Broken, leaves, lambda step, values: seen.append(step)])
+    loggers = Loggers([leaves, lambda step, values: seen.append(step)])
     loggers.log(1, {})
-    assert seen == [1] and "no network" in caplog.text and "SystemExit: 3" in caplog.text
+    assert seen == [1] and "SystemExit: 3" in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError("no network"), SystemExit("no network")])
+def test_a_logger_that_cannot_start_is_an_error_before_the_first_step(error, tmp_path):
+    class Broken:
+        def __init__(self):
+            raise error
+
+    with pytest.raises(ConfigError, match=r"Broken can't start: .*: no network; .*take it out of trainer\.loggers"):
+        Loggers([Broken])
+    options = MetricsLoggerOptions(backend_kwargs={"jsonl": {"pat": "x"}})
+    with pytest.raises(ConfigError, match=r"logger jsonl can't start: .*'pat'.*backend_kwargs\.jsonl"):
+        Loggers(["jsonl"], options=options, folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", ["jsonl", "tensorboard"])
+def test_a_folder_that_no_logger_can_write_is_an_error_that_names_its_key(name, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer\.metrics_logging_options\.log_dir=.*file/logs can't be written"):
+        Loggers([name], options=MetricsLoggerOptions(log_dir=str(tmp_path / "file" / "logs")))
+
+
+def test_a_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    with pytest.raises(ConfigError, match=r"pip install 'whet\[tensorboard\]'"):
+        Loggers(["tensorboard"], folder=tmp_path)
+
+
+def test_a_tensorboard_whose_folder_is_gone_is_dropped_and_closing_does_not_hang(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard")
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)  # its writer's own thread says so, too
+    seen = []
+    options = MetricsLoggerOptions(flush_every_n_steps=1)
+    loggers = Loggers(["tensorboard", lambda step, _: seen.append(step)], options=options, folder=tmp_path)
+    shutil.rmtree(tmp_path / "tensorboard")
+    for step in range(4):
+        loggers.log(step, {"reward": 0.5})
+    loggers.close()
+    assert seen == [0, 1, 2, 3]
 
 
 def test_unknown_names_and_things_are_refused(tmp_path):

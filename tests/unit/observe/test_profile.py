@@ -190,6 +190,29 @@ def test_a_profile_on_a_full_disk_costs_no_step_and_says_what_to_free(tmp_path, 
     )
 
 
+def test_a_log_dir_that_cannot_be_written_is_an_error_before_the_run_and_names_its_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    options = ProfilerOptions(log_dir=str(tmp_path / "file" / "profiles"))
+    with pytest.raises(ConfigError, match=r"trainer\.profiler_options\.log_dir=.*profiles can't be written"):
+        train(tmp_path / "run", profiler_options=options)
+
+
+@pytest.mark.parametrize("part", ["start", "stop", "events"])
+def test_a_profiler_that_fails_costs_no_step(tmp_path, monkeypatch, caplog, part):
+    def fails(self):
+        if part == "stop":
+            stop(self)
+        raise RuntimeError("it is in use")
+
+    profiler = StepProfiler(ProfilerOptions(skip_first_n_steps=0), folder=tmp_path, trace=Trace())
+    stop, done = profile.stop, []
+    monkeypatch.setattr(profile, part, fails)
+    with profiler.step(1):
+        done.append(X @ X)
+    assert len(done) == 1 and profiler.trace.mark is None
+    assert "step 1 has no profile: RuntimeError: it is in use" in caplog.text
+
+
 def test_a_table_that_the_disk_did_not_take_is_no_reason_to_resume(tmp_path, monkeypatch, caplog):
     def full(path, content):
         raise unwritable(path, OSError(errno.ENOSPC, "full")) from OSError(errno.ENOSPC, "full")

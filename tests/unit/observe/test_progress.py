@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from whet.observe import Progress, setup_logging, sparkline
+from whet.observe import Progress, progress, setup_logging, sparkline
 
 
 def test_a_sparkline_spans_its_own_range_and_skips_nan():
@@ -95,3 +95,57 @@ def test_ranks_other_than_0_log_errors_only(rank, shown, monkeypatch, capsys):
         root.setLevel(levels[0])
         own.setLevel(levels[1])
     assert capsys.readouterr().err.split() == shown
+
+
+class Dead:
+    """A terminal that was closed."""
+
+    encoding = "utf-8"
+
+    def write(self, text):
+        raise BrokenPipeError
+
+    flush = lambda self: self.write("")
+    isatty = lambda self: True
+    fileno = lambda self: 2
+
+
+@pytest.fixture
+def root(monkeypatch):
+    """The root logger's handlers and whet's level, put back after the test; a console of the test's own."""
+    own = logging.getLogger("whet")
+    before = logging.getLogger().level, own.level
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    progress._console.cache_clear()
+    yield
+    progress._console.cache_clear()
+    logging.getLogger().setLevel(before[0])
+    own.setLevel(before[1])
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_dead_stderr_ends_neither_the_bar_nor_the_lines_nor_the_log(terminal, root, monkeypatch):
+    monkeypatch.setattr(Dead, "isatty", lambda self: terminal)
+    monkeypatch.setattr(sys, "stderr", Dead())
+    setup_logging()
+    with Progress(2, every_s=0.0) as bar:
+        assert (bar._bar is not None) == terminal
+        bar.update(1, reward=0.5, tokens_per_s=1.0)
+        logging.getLogger("whet").warning("x")
+        if terminal:
+            bar._bar.refresh()
+            print("x", file=sys.stderr)  # through the bar
+
+
+def test_a_forked_child_prints_as_if_there_were_no_bar(root, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", Dead())
+    setup_logging()
+    handler = logging.getLogger().handlers[0]
+    with Progress(2):
+        assert hasattr(sys.stdout, "rich_proxied_file") and handler.console._live_stack
+        if (child := os.fork()) == 0:
+            os._exit(int(hasattr(sys.stdout, "rich_proxied_file") or bool(handler.console._live_stack)))
+        assert os.waitpid(child, 0)[1] == 0
+    if (child := os.fork()) == 0:  # nothing left to undo
+        os._exit(int(progress._console() is not handler.console))
+    assert os.waitpid(child, 0)[1] == 0

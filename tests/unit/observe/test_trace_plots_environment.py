@@ -4,9 +4,14 @@ import time
 
 import numpy as np
 import pytest
+from helpers import cluster, length_reward, rows
 
+from whet.config import DataConfig, GRPOConfig, PerfMetricsOptions
+from whet.errors import ConfigError
+from whet.learners.grpo import GRPOLearner
 from whet.observe import MetricsBuffer, Trace, environment, plot_curves
 from whet.observe.plots import series
+from whet.observe.trace import timeline_folder
 
 
 def test_spans_sum_by_name_until_asked():
@@ -68,6 +73,40 @@ def test_buffered_values_are_reduced_by_the_aggregation_given_last():
     buffer.add({"x": (np.array([1.0, 2.0]), np.mean), "text": (["a"], None)})
     buffer.add({"x": (6.0, np.mean)})
     assert buffer.reduced() == {"x": 3.0}
+
+
+def test_a_trace_dir_that_cannot_be_written_is_an_error_before_the_run_and_names_its_key(tmp_path):
+    (tmp_path / "file").write_text("")
+    options = PerfMetricsOptions(trace_dir=str(tmp_path / "file"))
+    c = cluster(run_dir=str(tmp_path / "run"), perf_metrics_options=options)
+    learner = GRPOLearner(c, GRPOConfig(num_generations=2, beta=0.0), length_reward, data=DataConfig(batch_size=2))
+    with pytest.raises(ConfigError, match=r"trainer\.perf_metrics_options\.trace_dir=.*file can't be written"):
+        learner.train(rows(4))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_a_timeline_that_cannot_be_written_at_the_end_is_a_warning(tmp_path, caplog):
+    place = tmp_path / "traces"
+
+    def spoils(completions, **_):
+        if place.is_dir():
+            place.rmdir()
+            place.write_text("")
+        return length_reward(completions)
+
+    c = cluster(run_dir=str(tmp_path / "run"), perf_metrics_options=PerfMetricsOptions(trace_dir=str(place)))
+    learner = GRPOLearner(c, GRPOConfig(num_generations=2, beta=0.0), spoils, data=DataConfig(batch_size=2))
+    assert learner.train(rows(4)).step == 2
+    assert "the timeline is not written, nothing else is lost: " in caplog.text and "resume" not in caplog.text
+
+
+def test_a_timeline_goes_to_the_run_folder_or_where_trace_dir_says_or_nowhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert timeline_folder(PerfMetricsOptions(), "run") == tmp_path / "run"
+    assert timeline_folder(PerfMetricsOptions(trace_dir="a/b"), None) == tmp_path / "a" / "b"
+    assert (tmp_path / "a" / "b").is_dir()
+    assert timeline_folder(PerfMetricsOptions(), None) is None
+    assert timeline_folder(PerfMetricsOptions(enable_trace_writer=False, trace_dir="c"), "run") is None
 
 
 ROWS = [

@@ -1,3 +1,4 @@
+import functools
 import math
 
 import pytest
@@ -7,7 +8,15 @@ from hypothesis import strategies as st
 from torch import tensor
 
 from whet.errors import ConfigError, DataError
-from whet.ops.advantages import ADVANTAGE_ESTIMATORS, group_relative, group_spread, leave_one_out, mean_only
+from whet.ops.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    AdvantageInputs,
+    estimate,
+    group_relative,
+    group_spread,
+    leave_one_out,
+    mean_only,
+)
 
 NAN = math.nan
 ALL = sorted(ADVANTAGE_ESTIMATORS)
@@ -106,3 +115,45 @@ def test_no_completions_give_no_advantages(name):
     assert (
         ADVANTAGE_ESTIMATORS[name](none, none.long()).tolist() == [] and group_spread(none, none.long()).tolist() == []
     )
+
+
+def step(**columns):
+    """Two groups of two; trajectories of 2, 1, 1 and 2 tokens, the second one's only token masked out."""
+    return AdvantageInputs(
+        rewards=tensor([1.0, 0.0, 2.0, 5.0], dtype=torch.float64),
+        group_of=tensor([0, 0, 1, 1]),
+        trajectory=tensor([0, 0, 1, 2, 3, 3]),
+        mask=tensor([True, True, False, True, True, True]),
+        **columns,
+    )
+
+
+def test_an_estimator_of_two_arguments_is_given_rewards_and_groups():
+    mine = lambda r, g: r + 10 * g  # whatever their names
+    assert estimate(mine, step()).tolist() == [1, 1, 0, 12, 15, 15]
+    plain = functools.partial(group_relative, scale="none")
+    assert estimate(plain, step()).tolist() == [0.5, 0.5, -0.5, -1.5, 1.5, 1.5]
+
+
+def test_an_estimator_of_one_argument_is_given_the_record():
+    x = step(table={"a": tensor([1.0, 2.0, 3.0, 4.0])}, token_rewards=torch.arange(6.0))
+    assert x.lengths.tolist() == [2, 0, 1, 2]
+    assert estimate(lambda x: x.table["a"], x).tolist() == [1, 1, 2, 3, 4, 4]
+    assert estimate(lambda x, *, gamma=2.0: gamma * x.need("token_rewards"), x).tolist() == [0, 2, 4, 6, 8, 10]
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (lambda r, g: r[:2], r"shape \[2\]; give one finite number for each of the 4 rewards .* 6 tokens"),
+        (lambda r, g: r / 0, "not finite for 5 of 6 tokens, the first at token 0; give one finite number"),
+        (lambda x: x.need("values"), "needs values, which this batch does not have"),
+    ],
+)
+def test_an_estimator_that_gives_something_else_is_refused(bad, said):
+    with pytest.raises(DataError, match=said):
+        estimate(bad, step())
+
+
+def test_a_number_that_is_not_finite_at_a_masked_token_is_nothing():
+    assert estimate(lambda x: torch.where(x.mask, 1.0, torch.nan), step()).tolist() == [1, 1, 0, 1, 1, 1]

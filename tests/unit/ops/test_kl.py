@@ -32,6 +32,22 @@ def test_k3_neither_overflows_nor_loses_small_differences():
     assert kl_divergence(tensor([1e-4]), tensor([0.0]), mode="k3").item() == pytest.approx(5e-9, rel=0.01)
 
 
+@pytest.mark.parametrize("mode", sorted(KL_MODES))
+def test_no_estimate_ever_pushes_away_from_the_reference(mode):
+    # d far below and far above 0, beyond where the exponent of k3 is held: descent must not widen |d|
+    p = tensor([-1000.0, -25.0, -20.5, -5.0, 5.0, 25.0, 1000.0], requires_grad=True)
+    kl_divergence(p, torch.zeros(7), mode=mode).sum().backward()
+    assert p.grad is not None and p.grad.isfinite().all()
+    if mode not in ("k1", "kl"):  # whose gradient is that of log pi alone, wherever it stands
+        assert (p.grad * p.detach() >= 0).all()
+    if mode == "k3":  # 1 - exp(-d), the exponent held at 20
+        assert p.grad[:3].tolist() == pytest.approx([-math.expm1(20)] * 3)
+
+
+def test_k3_of_an_impossible_token_is_no_nan():
+    assert kl_divergence(tensor([-math.inf]), tensor([0.0]), mode="k3").item() == -math.inf
+
+
 def test_gradients_by_hand():
     # d/dlogp at d = 1: k1 1, k2 d = 1, k3 1 - exp(-1) = .632121
     for mode, slope in {"k1": 1.0, "k2": 1.0, "k3": 0.632121, "abs": 1.0}.items():

@@ -57,3 +57,10 @@ def test_computed_in_fp32_or_wider(given, expected):
     logits = torch.zeros(1, 1000, dtype=given)
     assert entropy(logits).dtype == selective_log_softmax(logits, tensor([0])).dtype == expected
     assert entropy(logits).item() == pytest.approx(math.log(1000), rel=1e-6)
+
+
+def test_logprobs_keep_their_digits_where_logits_are_large():
+    logits = torch.tensor([[0.0, 1.0, -0.5]])
+    want = selective_log_softmax(logits.double(), torch.tensor([2]))
+    got = selective_log_softmax(logits + 2.0**16, torch.tensor([2]))  # the sum is exact in fp32, its spacing 1/128
+    assert torch.allclose(got.double(), want, atol=1e-6)

@@ -66,6 +66,25 @@ def test_whitened_numbers_have_mean_zero_and_variance_one():
     assert (y[~mask] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_equal_numbers_whiten_to_zero_and_have_no_variance(dtype):
+    x, mask = torch.full((1023,), 1000.1, dtype=dtype), torch.arange(1023) % 5 != 0
+    assert (masked_whiten(x, mask) == 0).all()
+    assert masked_var(x, mask).item() == 0
+
+
+def test_small_differences_of_large_numbers_survive_whitening():
+    x = 4096 + tensor([0.0, 1.0, 2.0, 3.0]) / 1024
+    want = masked_whiten(x.double(), x > 0)
+    assert torch.allclose(masked_whiten(x, x > 0).double(), want, atol=1e-6)
+
+
+def test_integers_are_summed_exactly():
+    x = tensor([2**24, 1, 2**53, 5])
+    assert masked_sum(x, tensor([True, True, True, False])).item() == 2**24 + 1 + 2**53
+    assert masked_sum(x[None], x[None] > 0, 1).dtype == torch.long
+
+
 def test_half_precision_is_summed_in_fp32():
     x = torch.ones(1000, dtype=torch.bfloat16)  # a bf16 running sum stops at 256
     assert masked_sum(x, x > 0).item() == 1000 and masked_sum(x, x > 0).dtype == torch.float32

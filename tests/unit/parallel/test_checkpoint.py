@@ -16,11 +16,16 @@ from whet.parallel.checkpoint import (
     discard,
     find_checkpoint,
     load_state,
+    open_root,
     publish,
     read_state,
+    run_of,
     save_state,
+    step_of,
     sweep,
     verify,
+    write_folder,
+    write_state,
 )
 from whet.parallel.comm import rank, require_single_process, world_size
 
@@ -206,6 +211,167 @@ def test_what_a_name_stands_for_is_on_the_disk_before_it_gets_the_name(tmp_path,
     assert tmp_path.stat().st_ino in synced  # latest too
 
 
+# ---- a folder of checkpoints ---------------------------------------------------------------------------------------
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_when_it_is_opened(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"can't be written to .*file/c: .*Not a directory.*; set its rights or"):
+        open_root(tmp_path / "file" / "c")
+    for where, name in ((Path, "touch"), (Path, "rename"), (shutil, "rmtree")):
+
+        def refused(*args, name=name, **kwargs):
+            raise OSError(errno.EACCES, name)
+
+        monkeypatch.setattr(where, name, refused)
+        with pytest.raises(CheckpointError, match=rf"can't be written to {tmp_path}/c: .*{name}"):
+            open_root(tmp_path / "c")
+        monkeypatch.undo()
+    lock = open_root(tmp_path / "c")  # nothing is left that would hinder it
+    assert names(tmp_path / "c") == [".lock"]
+    with pytest.raises(ConfigError, match=r"in use by process .* set another trainer\.checkpoint_root_directory"):
+        open_root(tmp_path / "c")
+    lock.release()
+    assert names(tmp_path / "c") == []
+
+
+def test_no_run_takes_or_removes_what_another_has_written(tmp_path):
+    for step in (1, 2):
+        publish(tmp_path, step, write("a"), run="a")
+    assert run_of(publish(tmp_path, 2, write("again"), run="a")) == "a"
+    assert (tmp_path / "step-000002" / "actor" / "file").read_text() == "a"  # its own: a step's state is one
+    for run in ("b", None):
+        with pytest.raises(CheckpointError, match=r"step-000002 is not this run's: .*give each run a .*of its own"):
+            publish(tmp_path, 2, write("b"), run=run)
+    for step in (3, 4, 5):
+        publish(tmp_path, step, write("b"), run="b", keep=1)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000001", "step-000002", "step-000005"]
+
+
+def test_what_has_the_name_of_a_checkpoint_and_is_none_is_moved_aside(tmp_path, caplog):
+    for _ in range(2):
+        (tmp_path / "step-000002").mkdir()
+        (tmp_path / "step-000002" / "actor").mkdir()
+        publish(tmp_path, 1, write())
+        sweep(tmp_path)
+        assert find_checkpoint("latest", tmp_path).name == "step-000001"
+    assert names(tmp_path) == ["latest", "step-000001", "step-000002-2.broken", "step-000002.broken"]
+    assert "step-000002 is no checkpoint, since files of it have gone; it is kept as step-000002.broken" in caplog.text
+    (tmp_path / "step-000003").mkdir()  # while a run goes on
+    folder = publish(tmp_path, 3, write(), keep=2)
+    assert (folder / "run.pt").is_file() and (tmp_path / "step-000003.broken").is_dir()
+    (folder / "run.pt").unlink()
+    assert (publish(tmp_path, 3, write(), keep=2) / "run.pt").is_file()
+    (tmp_path / "step-000002" / "actor").mkdir(parents=True)  # is not one of the two that are kept
+    publish(tmp_path, 4, write(), keep=2)
+    assert [p.name for p in checkpoints(tmp_path)] == ["step-000002", "step-000003", "step-000004"]
+
+
+def test_a_name_is_a_step_in_one_spelling():
+    names = ["step-000007", "step-1000000", "step-0000007", "step-7", "step-٠٠٠٠٠٧", "step-000007.broken", "x"]
+    assert [step_of(Path(name)) for name in names] == [7, 1_000_000, None, None, None, None, None]
+
+
+def test_the_move_of_latest_that_fails_is_an_error_in_words(tmp_path, monkeypatch):
+    publish(tmp_path, 1, write())
+
+    def refused(old, new):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(Path, "replace", refused)
+    with pytest.raises(CheckpointError, match=r"latest can't be written: .*Permission denied; make room or set"):
+        publish(tmp_path, 2, write())
+    assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_does_not_end_a_run(tmp_path, monkeypatch, caplog):
+    publish(tmp_path, 1, write())
+
+    def refused(folder):
+        raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(module, "discard", refused)
+    assert publish(tmp_path, 2, write(), keep=1).is_dir()
+    assert "step-000001 can't be removed and stays" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
+        RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 576 vs 470"),  # torch.save's
+        RuntimeError("PytorchStreamWriter failed writing file data/0: file write failed"),
+        Exception("No space left on device (os error 28)"),  # a tokenizer's
+    ],
+    ids=["system", "torch position", "torch write", "tokenizers"],
+)
+def test_a_full_disk_is_one_whichever_library_meets_it(tmp_path, error):
+    publish(tmp_path / "c", 1, write())
+    write_folder(tmp_path / "final", write("old"))
+
+    def full(folder):
+        (folder / "half").write_text("half")
+        raise error
+
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*those before it stay\. Make room or"):
+        publish(tmp_path / "c", 2, full)
+    with pytest.raises(CheckpointError, match=r"final could not be written: .*; make room or .*resume=latest"):
+        write_folder(tmp_path / "final", full)
+    assert names(tmp_path / "c") == ["latest", "step-000001"] and names(tmp_path) == ["c", "final"]
+    assert (tmp_path / "final" / "run.pt").read_text() == "old"
+    with pytest.raises(RuntimeError, match="CUDA"):  # no disk's
+        publish(tmp_path / "c", 2, lambda folder: (_ for _ in ()).throw(RuntimeError("CUDA error")))
+
+
+def test_a_folder_that_cannot_take_its_name_gives_it_back(tmp_path, monkeypatch):
+    write_folder(tmp_path / "final", write("old"))
+    rename = Path.rename
+
+    def refused(old, new):
+        if "final" == new.name and "old" not in old.name:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return rename(old, new)
+
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(CheckpointError, match="final could not be written"):
+        write_folder(tmp_path / "final", write("new"))
+    assert names(tmp_path) == ["final"] and (tmp_path / "final" / "run.pt").read_text() == "old"
+
+
+def test_sums_that_are_gone_are_said_and_other_files_that_are_gone_refused(tmp_path, caplog):
+    folder = publish(tmp_path, 1, write())
+    verify(folder, ["actor/file"])
+    assert not caplog.text
+    (folder / "sums.json").unlink()
+    verify(folder, ["actor/file"])
+    assert "step-000001 has no sums.json: whether its files are as they were written can't be told" in caplog.text
+    with pytest.raises(CheckpointError, match=r"actor/other is missing from its checkpoint; resume from an earlier"):
+        verify(folder, ["actor/file", "actor/other"])
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "a/../../../x", "a\\u0000b"])
+def test_sums_name_no_file_outside(tmp_path, name):
+    folder = publish(tmp_path, 1, write())
+    (folder / "sums.json").write_text(f'{{"{name}": "00"}}')
+    with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(.* is no file of the checkpoint\)"):
+        verify(folder)
+    (folder / "sums.json").write_text("[" * 200_000)
+    with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(it is nested too deep\)"):
+        verify(folder)
+
+
+def test_what_a_link_points_to_outlives_it(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    root = tmp_path / "c"
+    publish(root, 1, write())
+    (root / "step-000002").symlink_to(tmp_path / "elsewhere")
+    (root / ".tmp-0123456789abcdef-x").symlink_to(tmp_path / "elsewhere")
+    sweep(root)
+    assert names(root) == ["latest", "step-000001", "step-000002.broken"]
+    discard(root / "step-000002.broken")
+    assert names(root) == ["latest", "step-000001"] and (tmp_path / "elsewhere").is_dir()
+
+
 # ---- files ---------------------------------------------------------------------------------------------------------
 
 
@@ -272,6 +438,20 @@ def test_a_state_file_that_is_cut_short_or_pickled_is_named_with_the_fix(tmp_pat
     with pytest.raises(CheckpointError):
         read_state(path)
     assert not (tmp_path / "owned").exists()
+
+
+@pytest.mark.parametrize("content", [3, [1], None, torch.zeros(2)], ids=["number", "list", "none", "tensor"])
+def test_a_state_file_that_holds_no_dict_is_refused(tmp_path, content):
+    torch.save(content, tmp_path / "run.pt")
+    with pytest.raises(CheckpointError, match=r"run\.pt is not what this version saves: a .*, not a dict"):
+        read_state(tmp_path / "run.pt")
+
+
+def test_a_state_that_the_disk_does_not_take_is_the_systems_error(tmp_path):
+    write_state({"a": torch.arange(3)}, tmp_path / "a.pt")
+    assert read_state(tmp_path / "a.pt")["a"].tolist() == [0, 1, 2]
+    with pytest.raises(OSError, match="No space left"):
+        write_state({"a": 1}, Path("/dev/full"))
 
 
 # ---- processes -----------------------------------------------------------------------------------------------------

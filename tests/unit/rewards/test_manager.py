@@ -150,7 +150,9 @@ def test_metrics_by_hand():
     assert values["rewards/mean"] == (0.5 + 1.5 + 2 + 1 + 5) / 5
     assert (m["rewards/min"], m["rewards/max"]) == (Min(0.0), Max(5.0))
     assert m["reward"] == Mean(13.0, 5)
-    assert values["reward_std"] == pytest.approx(math.sqrt(2) / 3)
+    assert values["reward_std_within_groups"] == pytest.approx(math.sqrt(2) / 3)
+    # of 1, 3, 2, 2, 5, whose mean is 2.6
+    assert values["reward_std"] == pytest.approx(math.sqrt((1.6**2 + 0.4**2 + 0.6**2 + 0.6**2 + 2.4**2) / 4))
     assert m["frac_reward_zero_std"] == Mean(2.0, 3)
 
 

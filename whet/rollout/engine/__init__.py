@@ -5,7 +5,8 @@ scheduler.py  what waits, and what is let in
 shelf.py      keys and values of finished sequences, held for the next turn of their conversation
 kv_cache.py   keys and values of prompts (once per group) and of completions
 runner.py     prefill and decode, with the state of the live rows on the device
-layouts.py    how attention reads and writes the keys and values
+prefill.py    how attention of prompts reads and writes the keys and values
+layouts.py    how that of a decode step does
 forward.py    token ids -> logits: by the Hugging Face module, or by what follows
 fused.py      the decoder blocks of the Llama family, written out
 packed.py     linear layers of one input as one product, with packed weights

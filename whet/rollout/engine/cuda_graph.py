@@ -3,20 +3,38 @@
 A step is captured per bucket of rows; rows beyond the live ones are padding, whose state is zero and whose draws nobody
 reads. Whatever a step reads lies at a fixed address; where an address changes (a store has grown), a new graph is
 captured and the old ones are forgotten. On a CPU nothing is captured, and the same steps run one by one.
+
+Graphs of one StepGraphs share the memory that they work in, a pool, and the stream that they are captured on; nobody
+else has either. The pool lives from the first capture until the graphs are forgotten, which happens to all at once: a
+pool without graphs is dead, and to destroy a graph may free what others of its stream still use.
 Left out on purpose: capture over several plans, with penalties or truncation: those steps run eagerly.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
+import threading
+import traceback
 from collections.abc import Callable, Hashable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from whet.device import on_device
+
 __all__ = ["FixedTensors", "StepGraphs", "bucket_rows"]
+
+log = logging.getLogger("whet")
 
 CAPTURED = 32
 """Graphs kept at most."""
+PACKAGE = Path(__file__).parents[2]
+"""Whose lines say where a capture failed: whet's own."""
+ONE_CAPTURE = threading.Lock()
+"""Held while something is captured: torch allows one capture at a time in a process."""
 
 
 def bucket_rows(count: int, most: int) -> int:
@@ -59,14 +77,24 @@ class FixedTensors:
 class StepGraphs:
     """Steps by key: the first of a key runs eagerly and warms up, the second is captured, the others are replayed.
 
+    A capture that fails is the last: it is logged, and every step from then on runs eagerly.
     Args: device: CUDA, or any other, where every step runs eagerly.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.refusal: str | None = None
+        """Why nothing is captured any more; None = no capture has failed."""
         self._captures = device.type == "cuda"
         self._epoch: Hashable = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]] | None] = {}
-        self._pool = None
+        self._pool: Any = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def path(self) -> str:
+        """What runs, in words."""
+        return f"eager ({self.refusal})" if self.refusal else f"fixed shapes, graphs on {self.device.type}"
 
     def step(self, key: Hashable, epoch: Hashable, body: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Runs a step.
@@ -78,28 +106,59 @@ class StepGraphs:
         if not self._captures:
             return body()
         if epoch != self._epoch or (len(self._graphs) >= CAPTURED and key not in self._graphs):
-            self._graphs.clear()
+            self.clear()
             self._epoch = epoch
         if key not in self._graphs:
             self._graphs[key] = None
             return body()
         made = self._graphs[key]
         if made is None:
-            made = self._capture(body)
+            handled = sys.exception()
+            try:
+                made = self._capture(body)
+            except Exception as error:
+                self._give_up(_first(error, handled))
+                return body()  # a capture runs nothing, so the step is still to be done
             self._graphs[key] = made
         made[0].replay()
         return made[1]
 
     def _capture(self, body: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
         """Captures a step without running it."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, pool=self._pool):
-            out = body()
+        # The outer stream is the current one already: torch leaves its own behind where a capture fails.
+        with ONE_CAPTURE, on_device(self.device), torch.cuda.stream(torch.cuda.current_stream(self.device)):
+            if self._stream is None:
+                self._stream = torch.cuda.Stream(self.device)
+            pool = torch.cuda.graph_pool_handle() if self._pool is None else self._pool
+            # "thread_local": memory that another thread asks for (a reward model) does not spoil the capture
+            with torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"):
+                out = body()
+        self._pool = pool
         return graph, out
 
+    def _give_up(self, error: BaseException) -> None:
+        """Says why nothing is captured any more. Raises: what was no failure of the capture: Ctrl-C."""
+        if not isinstance(error, Exception):
+            raise error
+        what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        frames = traceback.extract_tb(error.__traceback__)
+        if own := [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)] or frames:
+            what += f" ({Path(own[-1].filename).name}:{own[-1].lineno}: {own[-1].line})"
+        self.refusal, self._captures = f"a capture failed: {what}", False
+        self.clear()
+        log.warning("decode steps are no longer captured, which makes a rollout several times slower: %s", what)
+
     def clear(self) -> None:
-        """Forgets all graphs."""
+        """Forgets all graphs; their memory is free as soon as nobody holds what they returned."""
+        if self.device.type == "cuda" and any(self._graphs.values()):
+            torch.cuda.synchronize(self.device)  # after an interrupt a replay may still run
         self._graphs.clear()
+        self._pool = None
+
+
+def _first(error: BaseException, handled: BaseException | None) -> BaseException:
+    """The error that led to this one, which torch raises when it ends a capture. Args: handled: by a caller, before."""
+    while error.__context__ is not None and error.__context__ is not handled:
+        error = error.__context__
+    return error

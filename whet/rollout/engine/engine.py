@@ -496,5 +496,5 @@ class EmbeddedEngine:
     @property
     def paths(self) -> dict[str, str]:
         """What runs, in words, with the reason where something stepped aside; never chosen by the clock."""
-        steps = "eager" if self._runner.graphs is None else f"fixed shapes, graphs on {self._runner.device.type}"
+        steps = "eager" if self._runner.graphs is None else self._runner.graphs.path
         return {**self._runner.forward.paths, "steps": steps}

@@ -8,11 +8,12 @@ Left out on purpose: any choice by the clock: the same model on the same machine
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
+from whet.device import on_device
 from whet.errors import EngineError
 from whet.models.attention import Layout
 from whet.models.load import LoadedModel
@@ -29,6 +30,7 @@ class ModuleForward:
 
     def __init__(self, loaded: LoadedModel, reason: str) -> None:
         self.loaded = loaded
+        self.device = _device(loaded)
         self.paths = {"trunk": f"module ({reason})", "products": "torch", "kernels": "torch"}
         """What runs, in words."""
         self.bytes = 0
@@ -42,8 +44,8 @@ class ModuleForward:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Around all work: no gradient, eval mode."""
-        with torch.no_grad(), evaluating(self.loaded.module):
+        """Around all work: no gradient, eval mode, the model's device."""
+        with on_device(self.device), torch.no_grad(), evaluating(self.loaded.module):
             yield
 
     def features(self, ids: Tensor, layout: Layout) -> Tensor:
@@ -72,6 +74,7 @@ class FusedForward:
 
     def __init__(self, loaded: LoadedModel, trunk: FusedTrunk, refusal: str | None) -> None:
         self.loaded = loaded
+        self.device = _device(loaded)
         torchs = f"torch ({refusal})" if refusal else "onednn, packed"
         self.paths = {
             "trunk": "fused",
@@ -87,9 +90,11 @@ class FusedForward:
         self._seen, self._kinds = self._state(), self._kind()
         self._moved = 0
 
-    def running(self) -> AbstractContextManager[None]:
-        """Around all work: no gradient."""
-        return torch.inference_mode()  # pyright: ignore
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around all work: no gradient, the model's device."""
+        with on_device(self.device), torch.inference_mode():
+            yield
 
     def features(self, ids: Tensor, layout: Layout) -> Tensor:
         """[N d] of ids [B T], after the last norm."""
@@ -140,6 +145,11 @@ class FusedForward:
     def _kind(self) -> list[tuple[object, ...]]:
         """What must stay as it was when the engine was built."""
         return [(p.dtype, p.device, p.shape, p.is_contiguous()) for p in self._weights]
+
+
+def _device(loaded: LoadedModel) -> torch.device:
+    """Where a model computes."""
+    return next(loaded.module.parameters()).device
 
 
 def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForward | FusedForward:

@@ -23,10 +23,10 @@ from whet.models.load import LoadedModel
 from whet.models.probe import PROBE, limit_for, probe_tokens
 from whet.rollout.borrow import evaluating, max_positions
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.layouts import PrefillLayout, Run
 from whet.rollout.engine.native import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
+from whet.rollout.engine.prefill import PrefillLayout, Run
 
 __all__ = ["FusedTrunk"]
 

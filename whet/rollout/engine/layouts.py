@@ -1,4 +1,4 @@
-"""How attention reads and writes the KV stores: prefill of packed prompts, and one decode step of the live rows.
+"""How a decode step of the live rows reads and writes the KV stores; prefill.py has how prompts do.
 
 A decode step looks at the prompt (once per group: the rows of a group are the queries of one block) and at the row's
 own tokens, and merges both parts by their log-sum-exp. That is exact, but carries no gradient: inference only.
@@ -20,7 +20,7 @@ from whet.models.attention import Layout
 from whet.rollout.engine.cuda_graph import FixedTensors
 from whet.rollout.engine.kv_cache import KVStore
 
-__all__ = ["DecodeLayout", "PrefillLayout", "Run", "attention_part"]
+__all__ = ["DecodeLayout", "attention_part", "hiding"]
 
 FAR = -1e30
 """Added to the score of a key that must not be seen: finite, so a part that sees nothing gets no weight, and no NaN."""
@@ -93,107 +93,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _bias(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where a key is seen, FAR (or the dtype's least) where it is hidden."""
+def hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is added to scores: 0 where a key is seen, FAR (or the dtype's least) where it is hidden."""
     far = max(FAR, torch.finfo(dtype).min)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, far)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Run:
-    """Neighbours in a packed row that are attended to together: `count` prompts, tokens start..start+length of each."""
-
-    count: int
-    start: int
-    length: int
-    store: KVStore
-    slot: int
-    """The first prompt's row of the store; the others follow."""
-
-
-class PrefillLayout(Layout):
-    """Packed prompts, or chunks of them, that see themselves causally and leave their keys and values in the stores."""
-
-    def __init__(self, runs: list[Run], device: torch.device) -> None:
-        self.runs = runs
-        steps = [torch.arange(r.start, r.start + r.length).repeat(r.count) for r in runs]
-        self.position_ids = torch.cat(steps).unsqueeze(0).to(device)
-        self._masks: dict[tuple[int, int, int | None], Tensor | None] = {}
-
-    def attend(
-        self,
-        layer: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """Writes k and v, and attends: [1, H, T, D] -> [1, H, T, D]."""
-        outs, begin = [], 0
-        for run in self.runs:
-            count, length, end = run.count, run.length, run.start + run.length
-            span = slice(begin, begin + count * length)
-            qr, kr, vr = (x[0, :, span].unflatten(1, (count, length)).transpose(0, 1) for x in (q, k, v))
-            keys, values = run.store.layer(layer, k, v)
-            rows = slice(run.slot, run.slot + count)
-            keys[rows, :, run.start : end] = kr
-            values[rows, :, run.start : end] = vr
-            if run.start:
-                kr, vr = keys[rows, :, :end], values[rows, :, :end]
-            o = self._causal(qr, kr, vr, run, scale=scale, window=window, softcap=softcap, sinks=sinks)
-            outs.append(o.transpose(0, 1).flatten(1, 2))  # [H, count * length, D]
-            begin = span.stop
-        return (outs[0] if len(outs) == 1 else torch.cat(outs, 1)).unsqueeze(0)
-
-    def _causal(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        run: Run,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: Tensor | None,
-    ) -> Tensor:
-        """One run: [count, H, length, D] queries at start.., keys from 0."""
-        allowed = self._mask(run, window, q.device)
-        if softcap is None and sinks is None:
-            return F.scaled_dot_product_attention(
-                q, k, v, attn_mask=allowed, is_causal=allowed is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-            )
-        if allowed is None:
-            allowed = torch.ones(run.length, run.length, dtype=torch.bool, device=q.device).tril()
-        (count, heads, length, _), kv = q.shape, k.shape[1]
-        o, lse = attention_part(
-            q.reshape(count, heads, length, -1),
-            k.repeat_interleave(heads // kv, 1),
-            v.repeat_interleave(heads // kv, 1),
-            _bias(~allowed, q.dtype),
-            scale=scale,
-            softcap=softcap,
-        )
-        if sinks is not None:
-            o = o * torch.sigmoid(lse - sinks.float().view(1, heads, 1)).unsqueeze(-1).to(o.dtype)
-        return o
-
-    def _mask(self, run: Run, window: int | None, device: torch.device) -> Tensor | None:
-        """Bool [length, start + length]: what each query sees; None = plainly causal."""
-        end = run.start + run.length
-        if window is not None and window >= end:
-            window = None
-        if window is None and run.start == 0:
-            return None
-        key = (run.start, run.length, window)
-        if key not in self._masks:
-            distance = torch.arange(run.start, end, device=device)[:, None] - torch.arange(end, device=device)
-            self._masks[key] = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-        return self._masks[key]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -232,6 +135,14 @@ class DecodeLayout(Layout):
         """Bool [n, 1]: joined rows, where others have prompts to look at."""
         self.fixed: FixedTensors | None = None
         """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops what was made for the last step."""
+        self._own_bias: dict[int | None, Tensor | None] = {}
+        self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
+        self._write_at: dict[int, Tensor] = {}
+        self._bags: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def regroup(
         self,
@@ -308,10 +219,7 @@ class DecodeLayout(Layout):
         self.position_ids = position.unsqueeze(1)
         self._made = made
         self._longest, self._furthest, self._equal = longest + 1, furthest, equal
-        self._own_bias: dict[int | None, Tensor | None] = {}
-        self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
-        self._write_at: dict[int, Tensor] = {}
-        self._bags: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self.forget()
         if len(self._range) < self.own.length:
             self._range = torch.arange(2 * self.own.length, device=self.device)
 
@@ -438,7 +346,7 @@ class DecodeLayout(Layout):
         if window not in self._own_bias:
             distance = self._made.unsqueeze(1) - self._range[:places]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
-            self._own_bias[window] = _bias(hidden, dtype)[:, None, None]
+            self._own_bias[window] = hiding(hidden, dtype)[:, None, None]
         return self._own_bias[window]
 
     def _prompt_mask(self, number: int, window: int | None, g: int, dtype: torch.dtype) -> Tensor | None:
@@ -449,12 +357,12 @@ class DecodeLayout(Layout):
             if bucket.hidden is None:
                 return None
             if key not in self._prompt_bias:
-                self._prompt_bias[key] = _bias(bucket.hidden, dtype)[:, None, None]
+                self._prompt_bias[key] = hiding(bucket.hidden, dtype)[:, None, None]
         elif key not in self._prompt_bias:
             position = self.position_ids.view(-1).index_select(0, bucket.row_index).view(bucket.prompts, -1, 1)
             place = torch.arange(bucket.places, device=self.device)
             hidden = (place >= bucket.lengths.view(-1, 1, 1)) | (position - place >= window)
-            self._prompt_bias[key] = _bias(hidden, dtype).repeat_interleave(g, 1).unsqueeze(1)
+            self._prompt_bias[key] = hiding(hidden, dtype).repeat_interleave(g, 1).unsqueeze(1)
         return self._prompt_bias[key]
 
     def _heads(self, heads: int, kv: int) -> tuple[list[Tensor], Tensor]:

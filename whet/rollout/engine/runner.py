@@ -21,8 +21,9 @@ from whet.ops.uniform import address_key, uniform
 from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.layouts import JOINED, DecodeLayout, PrefillLayout, Run
+from whet.rollout.engine.layouts import JOINED, DecodeLayout
 from whet.rollout.engine.native_step import NativeLayout
+from whet.rollout.engine.prefill import PrefillLayout, Run
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
 from whet.rollout.engine.shelf import Held
@@ -270,7 +271,8 @@ class Runner:
         self.forward.reach(furthest + steps)
         self.state[:, n:rows] = 0
         plans = [plan for plan, _ in self.groups]
-        if self.graphs is not None and len(plans) == 1 and plans[0].support.plain and self.seen is None and not keep:
+        fixed = self.graphs is not None and self.graphs.refusal is None
+        if fixed and len(plans) == 1 and plans[0].support.plain and self.seen is None and not keep:
             for _ in range(steps):
                 step = self.graphs.step((rows, id(plans[0])), self._epoch(), lambda: self._fixed_step(rows))
                 tokens.append(step[0][:n].clone())
@@ -397,6 +399,7 @@ class Runner:
     def drop(self) -> None:
         """Frees KV and all that depends on it."""
         if self.graphs is not None:
+            self.layout.forget()  # it may hold what a graph worked in
             self.graphs.clear()
         for store in (self.own, *self.stores.values()):
             store.drop()

@@ -1,0 +1,473 @@
+"""The first minutes on a GPU: what no CPU can show, the most doubtful first.
+
+    python benchmarks/first_run_gpu.py                       everything, in this order
+    python benchmarks/first_run_gpu.py --checks flex,tokens  some of it
+    python benchmarks/first_run_gpu.py --list                what there is
+
+A line of JSON for each check: its name, `ok` (null where it was skipped, with the reason), seconds, and what it found
+or the error with its place. A check that fails leaves the others alone; where it has lost the device, those that are
+left run in a new process. Exit code 0: none failed; 1: some did; 2: there is no CUDA device. Models are random and
+small, but for `update`, which takes the shape of recipes/gsm8k_qwen3_0.6b.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tasks
+
+SIZE = 256
+"""Rows and columns of the products that are captured."""
+LIMIT_S = 900
+"""Seconds of a check in a process of its own."""
+FAMILIES = ("Qwen3", "Llama", "Mistral")
+"""Models whose tokens are compared."""
+MOST = 48
+"""Tokens of a completion."""
+
+
+class SkipError(Exception):
+    """A check that means nothing here."""
+
+
+def need(true: Any, said: str) -> None:
+    """Fails the check, and says why."""
+    if not true:
+        raise RuntimeError(said)
+
+
+def agree(found: Any, wanted: Any, where: str) -> None:
+    """Fails the check where a replay gives other numbers than the step itself, but for rounding."""
+    off = float((found - wanted).abs().max() / wanted.abs().max())
+    need(off < 1e-4, f"{where}: a replay is {off:.1e} from the step itself")
+
+
+# ---- the checks: each takes the device and gives what it found -------------------------------------------------------
+
+
+def captures(device: Any) -> dict[str, Any]:
+    """Captures after all graphs are gone, while something of the old ones is held."""
+    from whet.rollout.engine.cuda_graph import StepGraphs
+
+    graphs, held = StepGraphs(device), []
+    body, feed, want = _product(device)
+    for epoch in range(3):
+        for step in range(4):
+            feed(4 * epoch + step)
+            (out,) = graphs.step("a", epoch, body)
+            agree(out, want(), f"epoch {epoch}, step {step}")
+        held.append(out)
+    need(graphs.refusal is None, graphs.path)
+    return {"path": graphs.path}
+
+
+def engines(device: Any) -> dict[str, Any]:
+    """Graphs of one engine are destroyed while those of another are replayed."""
+    from whet.rollout.engine.cuda_graph import StepGraphs
+
+    first, second = StepGraphs(device), StepGraphs(device)
+    sides = [(g, *_product(device, seed)) for seed, g in enumerate((first, second))]
+    for step in range(12):
+        for graphs, body, feed, want in sides:
+            feed(step)
+            (out,) = graphs.step("a", step // 4 if graphs is first else 0, body)
+            agree(out, want(), f"step {step}")
+    need(first.refusal is None and second.refusal is None, f"{first.path}; {second.path}")
+    return {"path": second.path}
+
+
+def second_device(device: Any) -> dict[str, Any]:
+    """The same on a device that is not the current one."""
+    import torch
+
+    if device.type != "cuda" or torch.cuda.device_count() < 2:
+        raise SkipError("there is one device")
+    other = torch.device("cuda", 1)
+    return {"device": str(other), **captures(other), **engines(other)}
+
+
+def fallback(device: Any) -> dict[str, Any]:
+    """A capture that fails leaves eager steps and a device that works, other engines' captures included."""
+    import torch
+
+    from whet.rollout.engine.cuda_graph import StepGraphs
+
+    graphs, x = StepGraphs(device), torch.full((4,), 3.0, device=device)
+    for _ in range(3):
+        (out,) = graphs.step("a", 0, lambda: (x * x.sum().item(),))
+        need(out.tolist() == [36.0] * 4, f"a step that can't be captured gives {out.tolist()}")
+    need(device.type != "cuda" or graphs.refusal, "a step that waits for the device was captured")
+    return {"said": graphs.path, **captures(device)}
+
+
+def threads(device: Any) -> dict[str, Any]:
+    """Another thread asks for memory while something is captured."""
+    import torch
+
+    from whet.rollout.engine.cuda_graph import StepGraphs
+
+    graphs, stop, held = StepGraphs(device), threading.Event(), []
+    body, feed, want = _product(device)
+
+    def allocate() -> None:
+        while not stop.is_set() and len(held) < 64:
+            held.append(torch.empty((len(held) + 1) << 20, dtype=torch.uint8, device=device))
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    try:
+        for epoch in range(20):
+            for step in range(3):
+                feed(step)
+                agree(graphs.step("a", epoch, body)[0], want(), f"epoch {epoch}, step {step}")
+    finally:
+        stop.set()
+        thread.join()
+    need(graphs.refusal is None, graphs.path)
+    return {"allocations": len(held)}
+
+
+def flex(device: Any) -> dict[str, Any]:
+    """FlexAttention against the plain path, as models call it."""
+    import torch
+
+    from whet.models.flex import FlexCase, flex_refusal
+
+    refused, seconds = {}, {}
+    for dtype in (torch.bfloat16, torch.float32):
+        for size in (64, 96, 128, 256):
+            for grad in (True, False):
+                name = f"{str(dtype).removeprefix('torch.')} {size} {'trained' if grad else 'scored'}"
+                case = FlexCase(device, dtype, 8, 2, size, size, False, False, size**-0.5, (grad,) * 3)
+                start = time.perf_counter()
+                if reason := flex_refusal(case._replace(pitches=(8 * size, 2 * size, 2 * size))):
+                    refused[name] = reason
+                seconds[name] = round(time.perf_counter() - start, 1)
+    usual = [name for name in refused if name.startswith(("bfloat16 64", "bfloat16 128"))]
+    need(not usual, f"the plain path serves in flex's place: {refused}")
+    return {"refused": refused, "compiled_s": seconds}
+
+
+def tokens(device: Any) -> dict[str, Any]:
+    """Steps that are replayed draw what the same steps draw one by one."""
+    from whet.rollout.engine.engine import EmbeddedEngine
+
+    found = {}
+    for family in FAMILIES:
+        drawn = []
+        for eagerly in (False, True):
+            engine = EmbeddedEngine(_model(family).to(device), max_batch=24)
+            if engine._runner.graphs is None:
+                engine._runner.fix_shapes()
+            assert engine._runner.graphs is not None
+            engine._runner.graphs._captures &= not eagerly
+            drawn.append(_drawn(engine))
+            need(engine._runner.graphs.refusal is None, engine.paths["steps"])
+        equal = sum(a == b for a, b in zip(*drawn))
+        found[family] = f"{equal} of {len(drawn[0])} completions are equal"
+        need(equal == len(drawn[0]), f"{family}: {found[family]}")
+    return found
+
+
+def masked(device: Any) -> dict[str, Any]:
+    """Grouped heads under a mask: neither scores nor repeated keys are held."""
+    import torch
+
+    from whet.models.sdpa import masked_attention
+
+    count = 8192 if device.type == "cuda" else 512
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q, k, v = (torch.randn(1, h, count, 128, device=device, dtype=dtype) for h in (16, 4, 4))
+    place = torch.arange(count, device=device)
+    mask = (place[:, None] >= place) & (place[:, None] - place < count // 2)
+    before = _peak(device)
+    out = masked_attention(q, k, v, mask, scale=0.1)
+    taken, scores = _peak(device) - before, 2 * 16 * count * count
+    rows = slice(count - 32, count)
+    keys, values = (x.float().repeat_interleave(4, 1) for x in (k, v))
+    s = (q[:, :, rows].float() @ keys.mT * 0.1).masked_fill(~mask[rows], -torch.inf)
+    off = float((out[:, :, rows].float() - s.softmax(-1) @ values).abs().max())
+    need(off < 3e-2, f"it differs from the formula by {off:.1e}")
+    need(taken < scores / 2, f"it takes {taken:,} bytes; all scores are {scores:,}")
+    return {"bytes": taken, "off": off}
+
+
+def rest(device: Any) -> dict[str, Any]:
+    """An engine that sleeps has given back what it took."""
+    import torch
+
+    from whet.device import empty_cache, memory_metrics
+    from whet.rollout.engine.engine import EmbeddedEngine
+
+    engine = EmbeddedEngine(_model("Qwen3").to(device), max_batch=24)
+    seen = []
+    for _ in range(3):
+        _drawn(engine)
+        awake = memory_metrics(device)
+        engine.sleep()
+        empty_cache(device)
+        seen.append((awake, memory_metrics(device)))
+        engine.wake()
+    need(engine.kv_bytes == 0, f"{engine.kv_bytes} bytes of KV are held")
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        first, last = seen[0][1], seen[-1][1]
+        for name in ("memory/allocated", "memory/reserved"):
+            grown = last[name] - first[name]
+            need(grown < 4 << 20, f"{name} grows by {grown:,.0f} bytes over two rollouts")
+    return {"awake": seen[-1][0], "asleep": seen[-1][1]}
+
+
+def blocking(device: Any) -> dict[str, Any]:
+    """The same with every kernel waited for: an error then names its own operation."""
+    return _again("captures,engines,tokens", env={"CUDA_LAUNCH_BLOCKING": "1"})
+
+
+def sanitizer(device: Any) -> dict[str, Any]:
+    """The same under compute-sanitizer: no access beyond what is allocated."""
+    if (tool := shutil.which("compute-sanitizer")) is None:
+        raise SkipError("compute-sanitizer is not on the path")
+    before = [tool, "--tool", "memcheck", "--error-exitcode", "9"]
+    return _again("captures,engines,tokens", before=before, env={"PYTORCH_NO_CUDA_MEMORY_CACHING": "0"})
+
+
+def kernels(device: Any) -> dict[str, Any]:
+    """Kernels and launches of a rollout, and for which share of it the device is busy."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from whet.rollout.engine.engine import EmbeddedEngine
+
+    engine = EmbeddedEngine(_model("Qwen3").to(device), max_batch=24)
+    _drawn(engine)
+    before, start = engine.stats(), time.perf_counter()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as profiled:
+        _drawn(engine)
+    seconds, events = time.perf_counter() - start, profiled.key_averages()
+    ran = [e for e in events if e.device_type.name == "CUDA"]
+    calls = lambda name: sum(e.count for e in events if name in e.key)
+    return {
+        "steps": engine.stats().since(before).steps,
+        "kernels": sum(e.count for e in ran),
+        "kernel_launches": calls("LaunchKernel"),
+        "graph_launches": calls("GraphLaunch"),
+        "busy": round(sum(e.self_device_time_total for e in ran) / 1e6 / seconds, 3),
+    }
+
+
+def update(device: Any, shape: str = "qwen3-0.6b", batch: int = 32, most: int = 1024) -> dict[str, Any]:
+    """One step of the gsm8k recipe with random weights; where the memory went lies in first_run_gpu.pickle."""
+    import torch
+
+    import whet
+    from whet.config import ClusterConfig, DataConfig, RLTrainingConfig, RoleConfig, RolloutConfig
+    from whet.device import memory_metrics
+
+    tokenizer = tasks.char_tokenizer()
+    with tempfile.TemporaryDirectory() as folder:
+        tasks.make_model(Path(folder), shape, tokenizer)
+        config = ClusterConfig(
+            rollout_config=RolloutConfig(max_prompt_length=512, max_tokens_to_generate=most),
+            training_config=RLTrainingConfig(max_steps=1, mini_batch_size=batch, pbar_description=None),
+        )
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        actor = RoleConfig(model=folder, dtype=dtype, gradient_checkpointing="full")
+        if device.type == "cuda":
+            torch.cuda.memory._record_memory_history(max_entries=200_000)
+            torch.cuda.reset_peak_memory_stats(device)
+        cluster = whet.RLCluster(actor=actor, tokenizer=tokenizer, cluster_config=config)
+        algo = whet.GRPOConfig(num_generations=8, beta=0.0)
+        rows = tasks.make_rows(tasks.Workload(prompt=128, max_tokens=most, prompts=batch), 1, tokenizer)
+        learner = whet.GRPOLearner(cluster, algo, tasks.letters_reward, data=DataConfig(batch_size=batch))
+        try:
+            run = learner.train(rows)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.memory._dump_snapshot("first_run_gpu.pickle")
+                torch.cuda.memory._record_memory_history(enabled=None)
+        row = {n: v for n, v in run.rows[0].items() if n.startswith(("time/", "perf/tokens", "sampler_trainer/prob"))}
+        found = {"paths": cluster.describe(), **row, **memory_metrics(device)}
+        cluster.close()
+    return found
+
+
+def offload(device: Any) -> dict[str, Any]:
+    """What lies on the host between uses comes back to the bit."""
+    import torch
+
+    from whet.offload import Offload
+
+    kinds = (torch.float32, torch.bfloat16, torch.int64)
+    here = [torch.randn(300, 40, device=device).mul(9).to(dtype).t() for dtype in kinds]
+    here.append(torch.ones((), device=device))
+    before, away = [x.clone() for x in here], Offload(device, "cpu" if device.type == "cuda" else "cpu:0")
+    away.out(here)
+    bytes_away = away.held_bytes
+    need(bytes_away == sum(x.nbytes for x in before), f"{bytes_away} bytes lie on the host")
+    pinned = all(x.device.type == "cpu" and x.is_pinned() for x in here) if device.type == "cuda" else True
+    need(pinned, "it is not on the host, or not pinned")
+    away.back(here)
+    need(all(a.device == b.device and a.equal(b) for a, b in zip(here, before)), "it came back changed")
+    return {"bytes": bytes_away}
+
+
+CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    f.__name__: f
+    for f in (
+        captures, engines, second_device, fallback, threads, flex, tokens, masked, rest, blocking, sanitizer, kernels,
+        update, offload,
+    )
+}  # fmt: skip
+"""By name, in order: what would give wrong tokens or end a run, then memory, then speed."""
+
+
+# ---- what they share -------------------------------------------------------------------------------------------------
+
+
+def _product(device: Any, seed: int = 0) -> tuple[Callable[[], Any], Callable[[int], Any], Callable[[], Any]]:
+    """A step that is a product, what feeds it, and what it should give."""
+    import torch
+
+    torch.manual_seed(seed)
+    x, w = (torch.randn(SIZE, SIZE, device=device) for _ in range(2))
+    start = x.clone()
+    step = lambda: (torch.relu(x @ w) @ w,)
+    return step, lambda number: x.copy_(start * (number + 1)), lambda: step()[0]
+
+
+def _model(family: str) -> Any:
+    """A random model of 2 layers, sliding windows in Mistral's."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=64, max_position_embeddings=512, initializer_range=0.2, bos_token_id=None,
+        eos_token_id=None, pad_token_id=0, **({"sliding_window": 24} if family == "Mistral" else {}),
+    )  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+def _drawn(engine: Any) -> list[list[int]]:
+    """Completions of 6 prompts, 4 each, drawn and then greedy."""
+    import numpy as np
+
+    from whet.rollout.base import Request, Sampling
+
+    out: dict[int, list[int]] = {}
+    for temperature in (1.0, 0.0):
+        sampling = Sampling(max_tokens=MOST, temperature=temperature, stop_ids=tuple(range(0, 512, 40)))
+        for i in range(24):
+            prompt = np.random.RandomState(i // 4).randint(1, 512, 5 + 13 * (i // 4)).astype(np.int32)
+            request = Request(id=i, tokens=prompt, sampling=sampling, group=i // 4, address=(0, 0, i // 4, i % 4))
+            engine.submit([request])
+        while done := engine.poll():
+            out |= {o.id + 24 * (temperature == 0.0): o.tokens.tolist() for o in done}
+    return [out[i] for i in sorted(out)]
+
+
+def _peak(device: Any) -> int:
+    """The most bytes that were allocated since the last time that this was asked."""
+    import torch
+
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    found = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return found
+
+
+def _again(checks: str, *, before: Sequence[str] = (), env: Mapping[str, str]) -> dict[str, Any]:
+    """Some checks in a process of their own."""
+    command = [*before, sys.executable, __file__, "--checks", checks]
+    done = subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, timeout=LIMIT_S)
+    said = (done.stdout + done.stderr).strip().splitlines()[-20:]
+    need(done.returncode == 0, f"exit code {done.returncode}: {said}")
+    return {"checks": checks}
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def check(name: str, device: Any) -> dict[str, Any]:
+    """One check's line."""
+    start, row = time.perf_counter(), {"check": name}
+    try:
+        row |= {"ok": True, "found": CHECKS[name](device)}
+    except SkipError as why:
+        row |= {"ok": None, "skipped": str(why)}
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
+        row |= {"ok": False, "error": f"{type(error).__name__}: {error}"[:2000], "where": place}
+    return {**row, "seconds": round(time.perf_counter() - start, 2)}
+
+
+def lost(device: Any) -> bool:
+    """Whether the device answers no more: after an illegal access nothing runs in this process."""
+    import torch
+
+    try:
+        return torch.ones(2, device=device).sum().item() != 2.0
+    except RuntimeError:
+        return True
+
+
+def run(names: Sequence[str], device: Any, emit: Callable[[dict[str, Any]], Any]) -> int:
+    """Makes the checks. Returns: the exit code."""
+    failed = 0
+    for i, name in enumerate(names):
+        row = check(name, device)
+        emit(row)
+        failed |= row["ok"] is False
+        if row["ok"] is False and names[i + 1 :] and lost(device):
+            left = [sys.executable, __file__, "--checks", ",".join(names[i + 1 :])]
+            return subprocess.run(left).returncode or 1
+    return int(failed)
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checks", default=",".join(CHECKS), help="names, by commas (all)")
+    parser.add_argument("--list", action="store_true", help="say what there is")
+    args = parser.parse_args(argv)
+    args.checks = args.checks.split(",")
+    if unknown := [name for name in args.checks if name not in CHECKS]:
+        parser.error(f"--checks {','.join(unknown)}: known are {', '.join(CHECKS)}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Makes the checks that were asked for. Returns: the exit code."""
+    args = arguments(argv)
+    if args.list:
+        for name, made in CHECKS.items():
+            print(f"{name:14s} {(inspect.getdoc(made) or '').splitlines()[0]}")
+        return 0
+    import torch
+
+    if not torch.cuda.is_available():
+        print(f"no CUDA device: torch {torch.__version__} sees none", file=sys.stderr)
+        return 2
+    return run(args.checks, torch.device("cuda", 0), lambda row: print(json.dumps(row), flush=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

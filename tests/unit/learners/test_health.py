@@ -1,0 +1,196 @@
+"""Health: what is said of a run that learns nothing or has collapsed, when, and how often."""
+
+import io
+import logging
+import math
+import re
+
+import pytest
+import torch
+from helpers import cluster, completion, prompt, rows
+
+from whet.config import DataConfig, GRPOConfig
+from whet.learners.grpo import GRPOLearner
+from whet.learners.health import AGAIN, Health, most_choices
+from whet.ops import Support, group_relative
+from whet.rewards.manager import RewardManager
+from whet.role_trainer import MOST_SKIPPED
+from whet.types import Group, TokenBatch
+
+FINE = {"grad_norm": 1.0, "entropy/token_mean": 2.0}
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return cluster()
+
+
+@pytest.fixture
+def health(tiny, caplog):
+    caplog.set_level(logging.WARNING, "whet")
+    return Health(tiny)
+
+
+def said(caplog):
+    found = [r.getMessage() for r in caplog.records if r.name == "whet"]
+    caplog.clear()
+    return found
+
+
+def sample(rewards=(1.0, 0.0), *, alike=False, trained=True, estimator=group_relative, **options):
+    """What two completions of one prompt come to: (rewarded, batch)."""
+
+    def judge(completions):
+        if rewards == "fail":
+            raise ValueError("gold")
+        return list(rewards)
+
+    version = 0 if trained else -1
+    done = (completion([7, 8], version=version), completion([7, 8] if alike else [7, 9], 1, version=version))
+    rewarded = RewardManager(judge, **options)([Group(prompt=prompt("2+2="), completions=done)], [["four", "five"]])
+    batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+    return rewarded, batch.replace(
+        advantages=estimator(batch.rewards, batch.group_of).index_select(0, batch.trajectory)
+    )
+
+
+def watch(health, first, last, sampled, row=FINE):
+    rewarded, batch = sampled
+    errors = {name: m.value for name, m in rewarded.metrics.items() if name.endswith("/errors")}
+    for step in range(first, last + 1):
+        health.watch(step, {**row, **errors}, rewarded, batch)
+
+
+# ---- no signal -----------------------------------------------------------------------------------------------------
+
+SILENT = {
+    "none": ({"rewards": (None, None)}, r"all rewards are None: judge applied to no completion; look at the columns"),
+    "failed": ({"rewards": "fail", "on_error": "none"}, r"all rewards are None, since judge failed .*on_reward_error"),
+    "equal": ({"rewards": (1.0, 1.0)}, r"rewards within each group are all equal; check judge and algo.reward_weights"),
+    "some none": ({"rewards": (1.0, None)}, r"are all equal \(1 of 2 are None\); .*algo.num_generations"),
+    "same": ({"rewards": (1.0, 1.0), "alike": True}, r"of each group are all the same, .*rollout.temperature"),
+    "masked": ({"trained": False}, r"no completion ended by itself.*mask_truncated_completions.*max_tokens_to_gen"),
+    "estimator": (
+        {"estimator": lambda r, g: torch.zeros(len(r))},
+        r"rewards differ, but all advantages are 0; look at algo.advantage_estimator",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SILENT)
+def test_steps_without_signal_are_said_with_their_cause_and_an_example(health, caplog, case):
+    options, words = SILENT[case]
+    sampled = sample(**options)
+    watch(health, 5, 6, sampled)
+    assert said(caplog) == []
+    watch(health, 7, 7, sampled)
+    (text,) = said(caplog)
+    assert text.startswith("for 3 steps, since step 5: nothing is learned from the rewards: ")
+    assert re.search(words, text), text
+    assert "To '2+2=' the model said 'four'" in text
+
+
+def test_a_silence_is_said_again_every_hundred_steps_and_begins_anew_after_a_step_with_signal(health, caplog):
+    watch(health, 1, 2 * AGAIN + 3, sample((None, None)))
+    assert [text.split(":")[0] for text in said(caplog)] == [f"for {n} steps, since step 1" for n in (3, 103, 203)]
+    watch(health, 204, 204, sample())
+    watch(health, 205, 206, sample((1.0, 1.0)))
+    assert said(caplog) == []
+    watch(health, 207, 207, sample((None, None)))  # the cause is that of the last step
+    assert [text[:44] for text in said(caplog)] == ["for 3 steps, since step 205: nothing is lear"]
+
+
+def test_without_advantages_the_rewards_tell(health, caplog):
+    for sampled, count in ((sample((1.0, 1.0)), 1), (sample(), 0)):
+        rewarded, batch = sampled
+        watch(health, 1, 3, (rewarded, batch.replace(advantages=None)))
+        assert len(said(caplog)) == count
+
+
+# ---- collapse ------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_zero_under_advantages_are_said(health, caplog):
+    watch(health, 1, 9, sample(), {"grad_norm": 0.0})
+    watch(health, 10, 11, sample((1.0, 1.0)), {"grad_norm": 0.0})  # no wonder: these steps don't tell
+    watch(health, 12, 12, sample(), {})  # all updates skipped: nor does this one
+    assert said(caplog) == []
+    watch(health, 13, 13, sample(), {"grad_norm": 0.0})
+    (text,) = said(caplog)
+    assert text.startswith("for 10 steps, since step 1: the gradient is exactly 0") and "algo.policy_loss_fn" in text
+    watch(health, 14, 14, sample(), {"grad_norm": 1e-30})
+    watch(health, 15, 23, sample(), {"grad_norm": 0.0})
+    assert said(caplog) == []
+
+
+@pytest.mark.parametrize("entropy", [0.0, 1e-5])
+def test_a_policy_that_is_certain_of_everything_is_said(health, caplog, entropy):
+    watch(health, 3, 11, sample(), {"entropy/token_mean": entropy})
+    watch(health, 12, 12, sample(), {})
+    watch(health, 13, 13, sample(), {"entropy/token_mean": math.nan})
+    assert said(caplog) == []
+    watch(health, 14, 14 + AGAIN, sample(), {"entropy/token_mean": entropy})
+    first, second = said(caplog)
+    assert first.startswith("for 10 steps, since step 3: the policy is certain of every token (entropy")
+    assert "actor.optim.lr" in first and "trainer.allow_config_change=true" in first
+    assert second.startswith("for 110 steps, since step 3: ")
+
+
+@pytest.mark.parametrize(("support", "choices"), [({}, 264), ({"top_k": 20}, 20), ({"forbidden_ids": (0, 5)}, 262)])
+def test_a_policy_that_draws_evenly_is_said(caplog, support, choices, monkeypatch, health):
+    monkeypatch.setattr(health.cluster.actor, "support", Support(**support))
+    watch(health, 1, 20, sample(), {"entropy/token_mean": math.log(choices) * 0.99})
+    assert said(caplog) == []
+    watch(health, 21, 30, sample(), {"entropy/token_mean": math.log(choices)})
+    (text,) = said(caplog)
+    assert text.startswith(f"for 10 steps, since step 21: the policy draws evenly from all {choices} tokens")
+
+
+def test_how_many_tokens_can_be_drawn():
+    assert most_choices(Support(top_p=0.9), 10) == 9 and most_choices(Support(top_k=3, full=True), 10) == 10
+    assert most_choices(Support(constrained=True), 10) is None
+    assert most_choices(Support(forbidden_ids=(1, 1, 99)), 10) == 9
+
+
+# ---- resuming ------------------------------------------------------------------------------------------------------
+
+
+def reloaded(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def test_what_is_kept_makes_a_resumed_watch_warn_as_the_uninterrupted_one(tiny, health, caplog):
+    watch(health, 1, 50, sample((None, None)))
+    watch(health, 51, 57, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0})
+    tiny.actor_trainer.skipped = 4
+    state = reloaded(health.state())
+    said(caplog)
+    tiny.actor_trainer.skipped = 0
+    other = Health(tiny)
+    other.restore(state)
+    assert tiny.actor_trainer.skipped == 4 < MOST_SKIPPED
+    texts = []
+    for one in (health, other):
+        watch(one, 58, 60, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0})
+        texts.append(said(caplog))
+    assert texts[0] == texts[1] and len(texts[0]) == 2
+    other.restore({})  # a checkpoint of an earlier version
+    assert other.state() == {"since": {}, "skipped": {"actor": 0}}
+
+
+def test_a_resumed_run_says_since_which_step_of_the_whole_run(tmp_path, caplog):
+    def nothing(completions, **_):
+        return [None] * len(completions)
+
+    def train(**training):
+        c = cluster(run_dir=str(tmp_path), **training)
+        algo, data = GRPOConfig(num_generations=2, beta=0.0), DataConfig(batch_size=1, shuffle=False)
+        GRPOLearner(c, algo, nothing, data=data).train(rows(4))
+        return [m for m in caplog.messages if "since step" in m]
+
+    assert train(max_steps=2) == []
+    (text,) = train(max_steps=3, resume="latest")
+    assert text.startswith("for 3 steps, since step 1: nothing is learned") and "nothing applied to no" in text

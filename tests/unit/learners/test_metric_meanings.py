@@ -1,0 +1,200 @@
+"""A metric's name that a peer has means what it means there: against the peers' formulas over padded arrays."""
+
+import numpy as np
+import pytest
+import torch
+from helpers import cluster, length_reward, rows, tiny_model
+
+from whet.config import DataConfig, GRPOConfig
+from whet.learners.grpo import GRPOLearner
+
+EPSILON, BETA = 0.02, 0.2
+
+
+def run(**algo):
+    """One update far from the rollout's policy: what it logged, and [B, T] arrays of what it was made of."""
+    config = {"num_generations": 4, "beta": BETA, "epsilon": EPSILON, "kl_loss_mode": "low_var_kl", **algo}
+    c = cluster(reference=tiny_model(1), rollout={"eos_tokens": tuple(range(180, 264))})
+    made = GRPOLearner(c, GRPOConfig(**config), length_reward, data=DataConfig(batch_size=4, shuffle=False))
+    seen = {}
+    loss = made.loss
+
+    def spy(x):
+        found = loss(x)
+        seen["x"] = x
+        return found
+
+    update = made.update
+
+    def moved(mini):
+        noise = torch.Generator().manual_seed(0)
+        shift = 0.3 * torch.randn(mini.num_tokens, generator=noise)
+        mini = mini.replace(old_logprobs=mini.sampler_logprobs + shift)
+        seen["mini"] = mini
+        update(mini)
+
+    made.update = moved
+    c.actor_trainer.with_loss_fn(spy)
+    row = made.train(rows(4)).rows[0]
+    return row, arrays(seen["x"], seen["mini"])
+
+
+def arrays(x, mini):
+    """The columns of one micro-batch of all sequences, padded to [B, T] float64, in the peers' names."""
+    counts = torch.bincount(x.sequence).tolist()
+    names = ("logprobs", "old_logprobs", "ref_logprobs", "advantages", "entropy")
+    padded = {n: np.zeros((len(counts), max(counts))) for n in (*names, "mask")}
+    for n in names:
+        for row, part in zip(padded[n], getattr(x, n).detach().double().split(counts), strict=True):
+            row[: len(part)] = part.numpy()
+    for row, count in zip(padded["mask"], counts, strict=True):
+        row[:count] = 1
+    assert len(counts) == mini.num_sequences
+    return padded
+
+
+def tunix(a, agg):
+    """grpo_loss_fn's auxiliary metrics."""
+    mask = a["mask"]
+    mean = lambda v: (v * mask).sum() / mask.sum()
+    aggregate = {
+        "token-mean": mean,
+        "sequence-mean-token-mean": lambda v: ((v * mask).sum(1) / mask.sum(1)).mean(),
+        "seq-mean-token-sum": lambda v: (v * mask).sum(1).mean(),
+    }[agg]
+    log_ratio = a["logprobs"] - a["old_logprobs"]
+    ratio = np.exp(log_ratio)
+    unclipped = -a["advantages"] * ratio
+    clipped = -a["advantages"] * ratio.clip(1 - EPSILON, 1 + EPSILON)
+    loss = np.maximum(unclipped, clipped)
+    bound = -1.01 * a["advantages"]
+    held = (loss > bound) & (a["advantages"] < 0)
+    loss = np.where(held, bound, loss)
+    d = a["ref_logprobs"] - a["logprobs"]
+    kl = np.exp(d) - d - 1
+    inside = a["advantages"][mask > 0]
+    return {
+        "loss": aggregate(loss) + BETA * aggregate(kl),
+        "reduced_pg_loss": aggregate(loss),
+        "unreduced_pg_loss": aggregate(loss),
+        "kl": mean(kl),
+        "kl_loss": aggregate(kl),
+        "entropy": aggregate(a["entropy"]),
+        "pg_clipfrac": mean(clipped > unclipped),
+        "pg_clipfrac_lower": aggregate(held * 1.0),
+        "ppo_kl": mean(-log_ratio),
+        "is_ratio/mean": mean(ratio),
+        "is_ratio/max": ratio[mask > 0].max(),
+        "is_ratio/min": ratio[mask > 0].min(),
+        "log_ratio/abs_mean": mean(abs(log_ratio)),
+        "pg_loss/unclipped_mean": mean(unclipped),
+        "pg_loss/clipped_mean": mean(clipped),
+        "advantage/abs_mean": abs(inside).mean(),
+        "advantage/nonzero_frac": (abs(inside) > 1e-8).mean(),
+        "advantage/max": inside.max(),
+        "advantage/min": inside.min(),
+    }
+
+
+@pytest.mark.parametrize("agg", ["token-mean", "sequence-mean-token-mean", "seq-mean-token-sum"])
+def test_tunix_names_are_tunix_numbers(agg):
+    row, a = run(loss_agg_mode=agg, epsilon_c=1.01)
+    want = tunix(a, agg)
+    for name, value in want.items():
+        assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert 0 < row["pg_clipfrac_lower"]
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_trl_names_are_trl_numbers(level):
+    row, a = run(loss_algo="gspo-token" if level == "sequence" else "grpo")
+    mask, log_ratio = a["mask"], a["logprobs"] - a["old_logprobs"]
+    if level == "sequence":
+        log_ratio = (log_ratio * mask).sum(1, keepdims=True) / mask.sum(1, keepdims=True)
+        advantages, mask = a["advantages"][:, :1], np.ones_like(log_ratio)
+    else:
+        advantages = a["advantages"]
+    ratio = np.exp(log_ratio)
+    low = ((ratio < 1 - EPSILON) & (advantages < 0)) * 1.0
+    high = ((ratio > 1 + EPSILON) & (advantages > 0)) * 1.0
+    of_all = lambda v: (v * mask).sum() / mask.sum()
+    of_each = lambda v: (v * mask).sum(1) / mask.sum(1)
+    want = {
+        "clip_ratio/low_mean": of_all(low),
+        "clip_ratio/high_mean": of_all(high),
+        "clip_ratio/region_mean": of_all(low + high),
+        "clip_ratio/low_min": of_each(low).min(),
+        "clip_ratio/high_max": of_each(high).max(),
+        "entropy/token_mean": (a["entropy"] * a["mask"]).sum() / a["mask"].sum(),  # which TRL calls entropy
+    }
+    for name, value in want.items():
+        assert row[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert 0 < row["clip_ratio/high_mean"] < row["clip_ratio/high_max"] <= 1
+
+
+def test_reward_std_is_that_of_the_whole_batch_and_advantages_are_logged_by_trajectory_and_by_token():
+    scores = iter([0.0, 1.0, 2.0, 5.0, 3.0, 3.0, 3.0, 3.0])
+    reward = lambda completions, **_: [next(scores) for _ in completions]
+    made = GRPOLearner(
+        cluster(rollout={"eos_tokens": tuple(range(180, 264))}),
+        GRPOConfig(num_generations=4, beta=0.0),
+        reward,
+        data=DataConfig(batch_size=2, shuffle=False),
+    )
+    seen = []
+    update = made.update
+    made.update = lambda mini: (seen.append(mini), update(mini))
+    row = made.train(rows(2)).rows[0]
+    given = np.array([0.0, 1.0, 2.0, 5.0, 3.0, 3.0, 3.0, 3.0])
+    assert row["reward_std"] == pytest.approx(given.std(ddof=1))
+    (mini,) = seen
+    tokens = mini.advantages[mini.mask].numpy()
+    each = np.array([float(mini.advantages[i]) for i in mini.starts.tolist()])
+    assert row["advantage/abs_mean"] == pytest.approx(abs(tokens).mean(), rel=1e-5)
+    assert row["advantage/nonzero_frac"] == pytest.approx((tokens != 0).mean())
+    assert row["rewards/advantage/mean"] == pytest.approx(each.mean(), abs=1e-7)
+    assert row["rewards/advantage/std"] == pytest.approx(each.std(), rel=1e-6)  # np.std, as Tunix
+
+
+def test_completions_that_are_not_run_count_as_unclipped_and_their_weight_in_the_entropy():
+    half = lambda completions, completion_ids, **_: [float(i // 4 and len(c)) for i, c in enumerate(completion_ids)]
+    found = []
+    for skips in (True, False):
+        c = cluster(rollout={"eos_tokens": tuple(range(180, 264))}, num_epochs=1, lr=0.0)
+        made = GRPOLearner(
+            c,
+            GRPOConfig(num_generations=4, beta=0.0, epsilon=0.0, num_iterations=2, loss_agg_mode="seq-mean-token-sum"),
+            half,
+            data=DataConfig(batch_size=2, shuffle=False),
+        )
+        made.skips = skips
+        row = made.train(rows(2)).rows[0]
+        assert (row["skipped/sequences"] > 0) == skips
+        found.append(row)
+    skipping, running = found
+    for name in ("pg_clipfrac", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
+        assert skipping[name] == pytest.approx(running[name], rel=1e-5), name
+    assert skipping["clip_ratio/low_min"] == running["clip_ratio/low_min"] == 0
+    assert skipping["entropy"] == pytest.approx(running["entropy"], rel=0.5)  # not half of it: see of_whole_batch
+
+
+def test_units_that_divide_the_loss_are_those_trained_or_all(monkeypatch):
+    losses = {}
+    for units in ("trained", "all"):
+        made = GRPOLearner(
+            cluster(rollout={"eos_tokens": tuple(range(180, 264))}),
+            GRPOConfig(num_generations=4, beta=0.0, loss_agg_units=units, mask_truncated_completions=True),
+            length_reward,
+            data=DataConfig(batch_size=4, shuffle=False),
+        )
+        seen = []
+        update = made.update
+        monkeypatch.setattr(made, "update", lambda mini, u=update, s=seen: (s.append(mini), u(mini)))
+        made.train(rows(4))
+        (mini,) = seen
+        weights = made.cluster.actor_trainer.weighted(mini).weights
+        trained = len(mini.trajectory[mini.mask].unique())
+        assert 0 < trained < 16
+        losses[units] = (float(weights.sum()), trained)
+    assert losses["trained"][0] == pytest.approx(1.0)
+    assert losses["all"][0] == pytest.approx(losses["all"][1] / 16)

@@ -1,0 +1,229 @@
+"""What a run reads, as it is noted and compared."""
+
+import copy
+import functools
+import logging
+
+import pytest
+import torch
+from helpers import cluster, length_reward, prompt, tiny_model
+from torch import nn
+
+from whet.config import DataConfig, GRPOConfig
+from whet.errors import CheckpointError
+from whet.learners import provenance
+from whet.learners.generators import random_state, set_random_state
+from whet.learners.grpo import GRPOLearner
+from whet.learners.provenance import check_reads, reads, weights_digest
+
+
+def module(tensor, **more):
+    made = nn.Module()
+    for name, t in {"a": tensor, **more}.items():
+        made.register_parameter(name, nn.Parameter(t, requires_grad=False))
+    return made
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 8 * provenance.BLOCK + 19])  # bytes: of a word, of a second block
+def test_any_byte_of_a_tensor_counts_and_so_does_its_place(size):
+    data = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+    digest = weights_digest(module(data))
+    assert weights_digest(module(data.clone())) == digest
+    seen = {digest}
+    for place in {0, size // 2, size - 1}:
+        other = data.clone()
+        other[place] ^= 1
+        seen.add(weights_digest(module(other)))
+    assert len(seen) == 1 + len({0, size // 2, size - 1})
+    assert weights_digest(module(data.roll(8))) not in seen or size <= 8
+
+
+def test_blocks_that_change_places_are_seen():
+    words = torch.randint(2**60, (3 * provenance.BLOCK,))
+    first, second, third = words.split(provenance.BLOCK)
+    assert len({weights_digest(module(torch.cat(p))) for p in ((first, second, third), (second, first, third))}) == 2
+
+
+def test_the_digest_is_of_the_numbers_not_of_how_they_lie(monkeypatch):
+    data = torch.randn(5, 6)
+    digest = weights_digest(module(data))
+    assert weights_digest(module(data.t().contiguous().t())) == digest
+    held = torch.empty(31)
+    held[1:] = data.reshape(-1)
+    assert weights_digest(module(held[1:].view(5, 6))) == digest  # words that begin beside their places
+    long = torch.randn(5 * provenance.BLOCK)
+    whole = weights_digest(module(long))
+    monkeypatch.setattr(torch.Tensor, "split", lambda self, size: [self])  # as on a device that takes many at once
+    assert weights_digest(module(long)) == whole
+
+
+def test_names_dtypes_and_shapes_count_and_tied_weights_count_once():
+    data = torch.zeros(2, 3)
+    others = [data.view(3, 2), data.view(6), data.to(torch.int32), data[:, :2].contiguous()]
+    assert len({weights_digest(module(t)) for t in (data, *others)}) == 5
+    assert weights_digest(module(data, b=data)) == weights_digest(module(data))
+    assert weights_digest(module(data, b=data.clone())) != weights_digest(module(data))
+    empty = torch.zeros(0)
+    assert weights_digest(module(empty, b=empty)) != weights_digest(module(empty))
+
+
+def test_buffers_count_where_they_are_saved():
+    digests = []
+    for persistent in (True, False):
+        for value in (0.0, 1.0):
+            made = module(torch.zeros(2))
+            made.register_buffer("b", torch.tensor(value), persistent=persistent)
+            digests.append(weights_digest(made))
+    assert digests[0] != digests[1] and digests[2] == digests[3]
+
+
+def test_weights_that_take_long_to_read_are_said(monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "whet")
+    model = tiny_model()
+    provenance._model("reference", model, True)
+    assert not caplog.messages
+    monkeypatch.setattr(provenance, "TELL_BYTES", 1)
+    provenance._model("actor", model, False)
+    assert not caplog.messages  # which is trained, so it is not read
+    provenance._model("reference", model, True)
+    assert "reference: reading its 0 GB of weights once" in caplog.text
+
+
+# ---- what is noted ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def learner():
+    c = cluster(tiny_model(num_hidden_layers=1), reference=tiny_model(1, num_hidden_layers=1), engine="mock")
+    estimator = functools.partial(lambda rewards, groups, scale: rewards * scale, scale=2.0)
+    algo = GRPOConfig(num_generations=2, advantage_estimator=estimator)
+    return GRPOLearner(c, algo, [length_reward, "exact_match"], metric_fns=[_metrics], data=DataConfig(batch_size=2))
+
+
+def _metrics(**_):
+    return {}
+
+
+class Judge:
+    """A reward that is an object."""
+
+    def __call__(self, completions):
+        return [0.0] * len(completions)
+
+
+def test_only_models_that_are_read_have_their_weights_noted_and_only_the_users_code_its_file(learner):
+    found = reads(learner, [prompt("a", answer=1), prompt("b")])
+    assert found["models"]["actor"]["weights"] is None
+    assert found["models"]["reference"]["weights"] == weights_digest(learner.cluster.workers["reference"].module)
+    assert found["models"]["actor"]["config"]["num_hidden_layers"] == 1
+    assert found["evaluation"][0] == 2 and reads(learner, None)["evaluation"] is None
+    files = {what: file and file.rpartition("/")[2] for what, (file, _) in found["code"].items()}
+    assert files == {
+        "the learner GRPOLearner": None,
+        "reward function length_reward": "helpers.py",
+        "reward function exact_match": None,
+        "metric function 0": "test_provenance.py",
+        "the loss of the actor": None,
+        "algo.advantage_estimator": "test_provenance.py",
+    }
+
+
+def test_the_source_of_objects_references_and_builtins():
+    assert [provenance._source(fn)[0] for fn in (len, "no_such_module:name", "math:sqrt")] == [None] * 3
+    wrapped = functools.wraps(_metrics)(lambda **_: {})
+    wrapped.__code__ = length_reward.__code__  # written elsewhere than what it wraps
+    for fn in (wrapped, Judge(), Judge, Judge().__call__, functools.partial(_metrics)):
+        assert provenance._source(fn)[0] == __file__, fn
+    made = {}
+    exec("def f(): pass", made)
+    assert provenance._source(made["f"]) == [None, None]
+
+
+# ---- what is compared ------------------------------------------------------------------------------------------------
+
+
+def test_the_same_is_taken_in_silence(learner, caplog):
+    now = reads(learner, [prompt("a")])
+    check_reads(copy.deepcopy(now), now, allow=False)
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r["models"]["reference"].update(weights="ab"), "reference: other weights: ab -> "),
+        (lambda r: r["models"]["actor"]["config"].update(rms_norm_eps=1), r"actor: config\.rms_norm_eps: 1 -> 1e-06"),
+        (lambda r: r.update(stop_ids=[7]), r"end a completion.*\[7\] -> \[256\]"),
+        (lambda r: r["tokenizer"].update(vocabulary="x"), "tokenizer: other vocabulary"),
+        (lambda r: r["tokenizer"].update(chat_template="x"), "tokenizer: other chat_template"),
+        (lambda r: r["tokenizer"].update(rules="x"), "tokenizer: other rules"),
+        (lambda r: r.update(evaluation=None), "evaluation data: none -> 1 prompts"),
+        (lambda r: r["evaluation"].__setitem__(1, 0), "one was changed or moved"),
+        (lambda r: r["evaluation"].__setitem__(2, 0), "another column"),
+        (lambda r: r.pop("models"), "notes of 'models' is not what whet saves"),
+        (lambda r: r["models"].update(actor=3), "notes of 'actor' is not what whet saves"),
+    ],
+)
+def test_a_difference_is_refused_by_name_and_can_be_allowed(learner, change, said, caplog):
+    now = reads(learner, [prompt("a")])
+    old = copy.deepcopy(now)
+    change(old)
+    with pytest.raises(CheckpointError, match=said):
+        check_reads(old, now, allow=False)
+    if "whet saves" not in said:
+        check_reads(old, now, allow=True)
+        assert "resuming though what the run reads has changed" in caplog.text
+
+
+def test_what_cannot_be_compared_is_no_difference(learner, caplog):
+    now = reads(learner, None)
+    old = copy.deepcopy(now)
+    old["tokenizer"] |= {"rules": "x", "versions": ["4", "0"]}  # which spelled them otherwise
+    old["models"]["actor"]["config"] |= {"gone": 1}
+    del old["models"]["actor"]["config"]["rms_norm_eps"]  # which that version did not know
+    old["models"]["critic"] = {}
+    check_reads(old, now, allow=False)
+    assert not caplog.messages
+    old["models"]["reference"] |= {"weights": "ab", "dtype": "torch.bfloat16"}
+    check_reads(old, now, allow=False)
+    assert "reference: its weights are in torch.float32, not torch.bfloat16: not compared" in caplog.text
+    check_reads(None, now, allow=False)
+    assert "nothing could be compared" in caplog.messages[-1]
+
+
+def test_code_that_changed_is_said_once_for_each_file(learner, caplog):
+    now = reads(learner, None)
+    old = copy.deepcopy(now)
+    for what in ("metric function 0", "algo.advantage_estimator"):
+        old["code"][what][1] = "other"
+    old["code"]["reward function gone"] = old["code"].pop("reward function length_reward")
+    check_reads(old, now, allow=False)
+    said = [m.partition(";")[0] for m in caplog.messages]
+    assert said[1:] == [
+        f"{__file__} has changed since the checkpoint: metric function 0, algo.advantage_estimator",
+        "reward function gone was there at the checkpoint, and is not now",
+    ]
+    assert said[0].startswith("reward function length_reward (") and said[0].endswith("was not there at the checkpoint")
+
+
+# ---- generators ------------------------------------------------------------------------------------------------------
+
+
+def test_generators_go_on_where_they_were_and_refuse_what_is_no_state():
+    import random
+
+    import numpy as np
+
+    draw = lambda: (random.random(), float(np.random.random()), float(torch.rand(())))
+    state = random_state()
+    drawn = draw()
+    set_random_state(state)
+    assert draw() == drawn
+    kind, keys, _, *rest = state["numpy"]
+    wrong = [(kind, keys, 625), (kind, keys, -1), (kind, keys[:9], 3), ("PCG64", keys, 3)]
+    for numpy in ((*w, *rest) for w in wrong):
+        with pytest.raises(CheckpointError, match="no state of the generators"):
+            set_random_state({**state, "numpy": numpy})

@@ -1,0 +1,456 @@
+"""The stages of a run, each by itself: opening, steps, what a step leaves behind, evaluation, checkpoints, the end."""
+
+import dataclasses
+import json
+import logging
+
+import numpy as np
+import pytest
+import torch
+from helpers import cluster, length_reward, rows, tiny_model
+
+from whet.checkpoints import Checkpoints
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, PerfMetricsOptions, ProfilerOptions
+from whet.errors import CheckpointError, ConfigError, DataError, RewardError
+from whet.learners import run as run_module
+from whet.learners.grpo import GRPOLearner
+from whet.learners.run import Run
+from whet.observe.store import RunFolder
+from whet.role_trainer import TrainingHooks
+
+EACH_STEP = CheckpointingOptions(save_interval_steps=1)
+NEVER = CheckpointingOptions(save_interval_s=1e9)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """One cluster for all of these runs: what they look at is not what it learns."""
+    return cluster(tiny_model(num_hidden_layers=1), engine="mock", rollout={"max_tokens_to_generate": 4})
+
+
+@pytest.fixture
+def make(model, monkeypatch):
+    """A learner whose runs are configured by fields of RLTrainingConfig."""
+    usual = model.training_config
+
+    def made(reward=length_reward, *, batch_size=2, perf=None, generations=2, **training):
+        config = dataclasses.replace(usual, **{"checkpointing_options": NEVER, **training})
+        found = GRPOLearner(model, GRPOConfig(num_generations=generations, beta=0.0), reward)
+        found.data = DataConfig(batch_size=batch_size, shuffle=False)
+        found.config = config
+        monkeypatch.setattr(model, "training_config", config)
+        monkeypatch.setattr(model, "checkpoints", Checkpoints(config.checkpoint_root, model.trainers))
+        monkeypatch.setattr(model, "perf_config", perf)
+        model.actor_trainer.with_training_hooks(TrainingHooks())
+        model.actor_trainer.train_steps = 0
+        return found
+
+    return made
+
+
+def evals_of(run):
+    return [row["step"] for row in run.rows if row["mode"] == "eval"]
+
+
+def saved(folder):
+    return sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
+
+
+# ---- opening ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_length_of_a_run_is_the_shorter_of_steps_asked_for_and_data(make):
+    def total(count, data=rows, **training):
+        return Run(make(**training), data(count)).total_steps
+
+    assert [total(9), total(9, num_epochs=3), total(9, max_steps=3), total(9, max_steps=30)] == [4, 12, 3, 30]
+    assert total(9, max_steps=30, num_epochs=2) == 8
+    assert total(9, last_batch="keep") == 5
+    stream = lambda count: iter(rows(count))
+    assert [total(9, stream), total(9, stream, max_steps=7)] == [None, 7]
+
+
+def test_the_order_is_drawn_from_its_own_seed_or_the_runs(make):
+    seeds = [Run(make(**given), rows(4)).stream.seed for given in ({"seed": 5}, {"seed": 5, "data_shuffle_seed": 0})]
+    assert seeds == [5, 0]
+
+
+def test_rewards_that_lack_a_column_and_sizes_that_do_not_divide_are_found_before_the_run_opens(make):
+    def needs(completions, answer):
+        return [0.0] * len(completions)
+
+    with pytest.raises(ConfigError, match="answer"):
+        Run(make(needs), rows(4))
+    with pytest.raises(ConfigError, match="must be a multiple of mini_batch_size=3"):
+        Run(make(mini_batch_size=3), rows(4))
+
+
+def test_schedule_profiler_and_hooks_are_told_of_the_steps_to_come(make, model, monkeypatch):
+    told = {}
+
+    class Hooks(TrainingHooks):
+        def on_train_start(self, trainer):
+            told["started"] = trainer is model.actor_trainer
+
+    made = make(mini_batch_size=1)
+    model.actor_trainer.with_training_hooks(Hooks())
+    monkeypatch.setattr(model.actor, "plan", lambda total: told.update(updates=total))
+    for done, total in ((0, rows(8)), (3, rows(8)), (0, iter(rows(8)))):
+        run = Run(made, total)
+        run.step = done
+        monkeypatch.setattr(run.profiler, "expect", lambda steps: told.update(steps=steps))
+        with pytest.raises(ZeroDivisionError), run:
+            assert told["started"] and run.progress is not None and run.loggers is not None
+            raise ZeroDivisionError
+        expected = {"started": True, "updates": 8, "steps": 4 - done} if isinstance(total, list) else None
+        assert told == (expected or {"started": True, "updates": None, "steps": None})
+        told.clear()
+
+
+def test_an_evaluation_stands_before_the_first_step_and_not_before_a_later_one(make):
+    for step, found in ((0, [0]), (2, [])):
+        run = Run(make(), rows(8), rows(2))
+        run.step = step
+        run._open()
+        run._close()
+        assert evals_of(run) == found
+
+
+def test_what_the_environment_was_is_compared_on_a_resume_alone(make, tmp_path, caplog):
+    with Run(make(run_dir=str(tmp_path), max_steps=1), rows(2)) as run:
+        step(run)
+    path = tmp_path / "environment.json"
+    noted = json.loads(path.read_text())
+    assert noted["passes"] == run.learner.passes(2) and {"rollout", "training", "versions"} <= noted.keys()
+    for resumed in (False, True):
+        path.write_text(json.dumps({**noted, "threads": -1, "variables": {"CXX": "other"}}))
+        again = Run(make(run_dir=str(tmp_path), resume="latest"), rows(2))
+        with RunFolder(tmp_path, resume_step=1) as again.folder:
+            again._note_environment(resumed=resumed)
+        assert ("{'threads': -1}, now {'threads': " in caplog.text) is resumed
+        assert json.loads(path.read_text()) == noted
+
+
+def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkeypatch):
+    class Logger:
+        closed = 0
+
+        def log(self, step, values):
+            raise AssertionError
+
+        def close(self):
+            self.closed += 1
+
+    mine = Logger()
+    run = Run(make(run_dir=str(tmp_path), loggers=[mine]), rows(4))
+    monkeypatch.setattr(run._stop, "listen", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run.__enter__()
+    assert mine.closed == 1 and not (tmp_path / ".lock").exists()
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+
+
+def step(run, upto=None):
+    """Takes the steps of an open run as a learner does, without an update."""
+    made = run.learner
+    for number, prompts in run.steps():
+        rewarded = made.reward(made.sample(prompts, number))
+        batch = made.assign_advantages(made.score(made.batch(rewarded)))
+        made.after_step(run, number, rewarded, batch)
+        if number == upto:
+            return
+
+
+def test_steps_count_from_where_the_run_stands_to_max_steps(make, model):
+    run = Run(make(max_steps=3), rows(8))
+    seen = []
+    for number, prompts in run.steps():
+        seen.append((number, [p.row for p in prompts], model.global_steps))
+        run.step = number
+    assert seen == [(1, [0, 1], 1), (2, [2, 3], 2), (3, [4, 5], 3)]
+    assert list(run.steps()) == []  # it is done
+
+
+def test_a_run_that_is_asked_to_stop_saves_its_step_and_says_where(make, tmp_path):
+    for root, said in ((tmp_path, rf"stopped after step 1 \(checkpoint: {tmp_path}/checkpoints/step-000001\)"),
+                       (None, r"stopped after step 1 \(no run_dir\)")):  # fmt: skip
+        run = Run(make(run_dir=root and str(root)), rows(8))
+        with pytest.raises(KeyboardInterrupt, match=said + "; go on with trainer.resume=latest"), run:
+            run._stop.asked = True
+            step(run)
+    assert saved(tmp_path) == ["step-000001"] and not (tmp_path / "final").exists()
+
+
+def test_a_row_counts_tokens_epochs_and_updates_of_the_whole_run(make, model):
+    run = Run(make(num_epochs=2), rows(5))
+    with run:
+        run.tokens = 100
+        for number, prompts in run.steps():
+            model.actor_trainer.train_steps += 3
+            made = run.learner
+            rewarded = made.reward(made.sample(prompts, number))
+            model.buffer_metrics({"mine": (number * 10, np.mean)})
+            made.after_step(run, number, rewarded, made.assign_advantages(made.batch(rewarded)))
+    first, second, third, _ = run.rows
+    tokens = [row["completions/tokens"] for row in run.rows]
+    assert [row["num_tokens"] for row in run.rows] == [100 + sum(tokens[: n + 1]) for n in range(4)]
+    assert [row["epoch"] for row in run.rows] == [0.5, 1.0, 1.5, 2.0]
+    assert [row["optim/updates"] for row in run.rows] == [3, 6, 9, 12]
+    assert [row["mine"] for row in run.rows] == [10, 20, 30, 40]
+    assert (first["step"], first["mode"], third["step"]) == (1, "train", 3)
+    for row in run.rows:
+        assert row["perf/tokens_per_second"] == pytest.approx(row["completions/tokens"] / row["time/step"])
+        assert row["time/step"] == row["perf/global_step_time"] >= row["time/rollout"] > 0
+    assert second["time/rollout"] != first["time/rollout"]  # each step its own
+
+
+def test_the_time_of_a_step_has_nothing_of_what_came_before_it(make, model):
+    run = Run(make(max_steps=1), rows(4))
+    with run:
+        with model.trace.span("other"):
+            pass
+        step(run)
+    assert "time/other" not in run.rows[0] and "time/rollout" in run.rows[0]
+
+
+def test_an_epoch_of_unknown_length_is_nan(make):
+    run = Run(make(), iter(rows(4)))
+    assert np.isnan(run._epoch())
+
+
+def test_three_steps_without_signal_are_said_once_with_an_example(make, caplog):
+    worth = [[1.0] * 4] * 2 + [[0.0, 1.0, 1.0, 1.0]] + [[2.0] * 4] * 4
+
+    def reward(completions, **_):
+        return worth[calls.pop(0)]
+
+    def said():
+        return [r.getMessage() for r in caplog.records if "nothing is learned" in r.getMessage()]
+
+    calls, counts = list(range(7)), []
+    run = Run(make(reward), rows(14))
+    with run:
+        for number, prompts in run.steps():
+            made = run.learner
+            rewarded = made.reward(made.sample(prompts, number))
+            made.after_step(run, number, rewarded, made.assign_advantages(made.batch(rewarded)))
+            counts.append(len(said()))
+    assert counts == [0, 0, 0, 0, 0, 1, 1]  # two in a row, one with signal, and then three
+    assert "10+1=" in said()[0] and "2.0" in said()[0]
+
+
+def test_evaluations_and_checkpoints_come_where_they_are_due(make, tmp_path):
+    every_other = CheckpointingOptions(save_interval_steps=2, max_to_keep=9)
+    options = {"eval_every_n_steps": 3, "checkpointing_options": every_other, "run_dir": str(tmp_path)}
+    with Run(make(**options), rows(14), rows(1)) as run:
+        step(run)
+    assert evals_of(run) == [0, 3, 6, 7]
+    assert saved(tmp_path) == ["step-000002", "step-000004", "step-000006", "step-000007"]
+    with Run(make(), rows(4), rows(1)) as run:  # eval_every_n_steps=0: before and after alone
+        step(run)
+    assert evals_of(run) == [0, 2]
+
+
+def test_saves_by_time_are_due_when_the_time_has_passed_since_the_last(make, tmp_path, monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: now[0])
+    run = Run(make(checkpointing_options=CheckpointingOptions(save_interval_s=60), run_dir=str(tmp_path)), rows(8))
+    run.saved_at = 1000.0
+    due = []
+    for seconds in (59.0, 60.0):
+        now[0] = 1000.0 + seconds
+        due.append(run._save_due(1))
+    assert due == [False, True]
+    run.step, run.settings = 1, run._settings()
+    run.save()
+    assert run.saved_at == 1060.0 and not run._save_due(2)
+
+
+# ---- evaluation ------------------------------------------------------------------------------------------------------
+
+
+def test_an_evaluation_of_right_and_wrong_has_an_accuracy_and_the_best_of_each_group(make, monkeypatch):
+    worth = [1.0, 0.0, 0.0, 0.0, None, 1.0]
+    run = Run(make(lambda completions, **_: worth), None, rows(3))
+    row = run.evaluate(7)
+    assert "accuracy" not in row  # one has no say
+    assert (row["rewards/best_of_2/mean"], row["rewards/best_of_2/min"]) == (pytest.approx(2 / 3), 0.0)
+    worth[4] = 1.0
+    row = run.evaluate(7)
+    assert row["accuracy"] == 0.5 and row["time/eval"] > 0 and row["prompts/count"] == 3
+    worth[4] = 0.5
+    assert "accuracy" not in run.evaluate(7)
+    assert [(r["step"], r["mode"]) for r in run.rows] == [(7, "eval")] * 3
+    evaluation = dataclasses.replace(run.cluster.get_rollout_config(), num_generations_eval=1)
+    monkeypatch.setattr(run.cluster, "get_rollout_config", lambda mode: evaluation)
+    worth[:] = [1.0, 0.0, 0.0]
+    assert not any("best_of" in name for name in run.evaluate(8))
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_holds_where_the_run_stands(make, model, tmp_path):
+    with Run(make(run_dir=str(tmp_path), max_steps=2, checkpointing_options=EACH_STEP), rows(8)) as run:
+        step(run)
+    state = Checkpoints.state(tmp_path / "checkpoints" / "step-000002")
+    assert (state["format"], state["step"], state["tokens"]) == (1, 2, run.tokens)
+    assert (state["stream"]["batch"], state["stream"]["used"]) == (2, 4)
+    assert state["cluster"]["next_id"] == model.state()["next_id"]
+    assert state["settings"]["algo"]["num_generations"] == 2
+    assert state["reads"]["models"].keys() == {"actor"} and torch.equal(state["random"]["torch"], torch.get_rng_state())
+
+
+def test_only_the_last_checkpoints_are_kept_and_none_without_a_folder(make, tmp_path):
+    options = CheckpointingOptions(save_interval_steps=1, max_to_keep=2)
+    with Run(make(run_dir=str(tmp_path), checkpointing_options=options), rows(8)) as run:
+        step(run)
+    assert saved(tmp_path) == ["step-000003", "step-000004"]
+    with Run(make(checkpointing_options=options), rows(8)) as run:
+        step(run)
+    assert run.reads is None and saved(tmp_path) == ["step-000003", "step-000004"]
+
+
+def test_a_resumed_run_stands_where_the_checkpoint_was_and_later_ones_go(make, model, tmp_path):
+    with Run(make(run_dir=str(tmp_path), checkpointing_options=EACH_STEP), rows(8)) as run:
+        step(run, upto=3)
+    weights = {n: p.detach().clone() for n, p in model.actor.module.named_parameters()}
+    with torch.no_grad():
+        next(model.actor.module.parameters()).zero_()
+    early = tmp_path / "checkpoints" / "step-000002"
+    drawn = torch.rand(3)
+    again = Run(make(run_dir=str(tmp_path), resume=str(early)), rows(8))
+    again._open()
+    again._close()
+    assert (again.step, again.stream.used, again.progress.start) == (2, 4, 2)
+    assert again.tokens == run.rows[1]["num_tokens"] and [row["step"] for row in again.rows] == [1, 2]
+    assert model.global_steps == 2 and saved(tmp_path) == ["step-000001", "step-000002"]
+    assert all(torch.equal(p, weights[n]) for n, p in model.actor.module.named_parameters())
+    assert torch.equal(torch.rand(3), drawn)  # the generators are where they were
+
+
+def test_a_checkpoint_is_compared_with_its_sums_before_anything_of_it_is_taken(make, model, tmp_path):
+    with Run(make(run_dir=str(tmp_path), max_steps=1, checkpointing_options=EACH_STEP), rows(8)) as run:
+        step(run)
+    path = tmp_path / "checkpoints" / "step-000001" / "actor" / "config.json"  # which nothing else reads
+    path.write_text(path.read_text() + " ")
+    again = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
+    with pytest.raises(CheckpointError, match=r"config\.json is not what was written"):
+        again._open()
+    assert again.step == 0
+
+
+def test_a_new_run_leaves_anothers_checkpoints_alone_and_a_resumed_one_its_folder(make, tmp_path):
+    for name in "ab":
+        with Run(make(run_dir=str(tmp_path / name), max_steps=1, checkpointing_options=EACH_STEP), rows(8)) as run:
+            step(run)
+    (tmp_path / "a" / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match=r"holds the checkpoints of a run; set trainer\.resume=latest"):
+        Run(make(run_dir=str(tmp_path / "a")), rows(8)).__enter__()
+    other = str(tmp_path / "a" / "checkpoints" / "step-000001")
+    with pytest.raises(CheckpointError, match="b holds steps of its own"):
+        Run(make(run_dir=str(tmp_path / "b"), resume=other), rows(8)).__enter__()
+
+
+def test_latest_finds_nothing_in_a_new_folder_and_says_so(make, tmp_path, caplog):
+    caplog.set_level(logging.INFO, "whet")
+    run = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
+    assert run._resume() == -1 and "no checkpoint in" in caplog.text
+    half = tmp_path / "checkpoints" / ".tmp-000009-x"
+    half.mkdir(parents=True)
+    run._resume()
+    assert not half.exists()  # what a kill left half written
+
+
+def test_a_changed_configuration_is_refused_or_said(make, tmp_path, caplog):
+    with Run(make(run_dir=str(tmp_path), max_steps=1, checkpointing_options=EACH_STEP), rows(8)) as run:
+        step(run)
+    changed = {"run_dir": str(tmp_path), "resume": "latest", "reward_timeout_s": 7.0, "max_steps": 2}
+    with pytest.raises(CheckpointError, match=r"trainer\.reward_timeout_s: 60\.0 -> 7\.0\nresume with the same one"):
+        Run(make(**changed), rows(8))._open()
+    run = Run(make(**changed, allow_config_change=True), rows(8))
+    run._open()
+    run._close()
+    assert run.step == 1 and "resuming with a changed configuration:\n  trainer.reward_timeout_s" in caplog.text
+
+
+# ---- the end ---------------------------------------------------------------------------------------------------------
+
+
+def test_an_end_that_comes_by_itself_saves_evaluates_and_exports_in_this_order(make, model, tmp_path, monkeypatch):
+    told = []
+
+    class Hooks(TrainingHooks):
+        def on_train_end(self, trainer):
+            told.append("hook")
+
+    made = make(run_dir=str(tmp_path), max_steps=1)
+    model.actor_trainer.with_training_hooks(Hooks())
+    run = Run(made, rows(4), rows(1))
+    with run:
+        step(run)
+        for name, owner in (("save", run), ("evaluate", run), ("export", run.checkpoints), ("close", run.profiler)):
+            now = getattr(owner, name)
+            monkeypatch.setattr(owner, name, lambda *a, n=name, f=now: (told.append(n), f(*a)))
+    assert told == ["close", "hook", "save", "evaluate", "export"]
+    assert json.loads((tmp_path / "final" / "run.json").read_text()) == {"step": 1}
+    assert not (tmp_path / ".lock").exists() and run.progress is not None
+
+
+def test_a_step_that_was_evaluated_is_not_evaluated_again_at_the_end(make):
+    with Run(make(eval_every_n_steps=2), rows(4), rows(1)) as run:
+        step(run)
+    assert evals_of(run) == [0, 2]
+
+
+def test_an_error_ends_a_run_without_a_checkpoint_and_closes_it(make, tmp_path):
+    with pytest.raises(RewardError), Run(make(run_dir=str(tmp_path)), rows(4)):
+        raise RewardError
+    assert not (tmp_path / "checkpoints").exists() and not (tmp_path / ".lock").exists()
+    assert not (tmp_path / "final").exists()
+
+
+def test_a_run_without_a_single_step_is_an_error(make):
+    with pytest.raises(DataError, match="without a single step"), Run(make(), rows(4)):
+        pass
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_the_trace_goes_to_its_own_folder_or_the_runs(make, tmp_path, own):
+    perf = PerfMetricsOptions(trace_dir=str(tmp_path / "traces" / "a") if own else None)
+    with Run(make(run_dir=str(tmp_path / "run"), max_steps=1, perf=perf), rows(4)) as run:
+        step(run)
+    places = [p.parent for p in tmp_path.rglob("trace.json")]
+    assert places == [tmp_path / "traces" / "a" if own else tmp_path / "run"]
+    assert "rollout" in next(tmp_path.rglob("trace.json")).read_text()
+
+
+def test_no_trace_is_written_without_options_without_a_place_or_where_it_is_off(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    off = PerfMetricsOptions(enable_trace_writer=False)
+    for root, perf in ((tmp_path / "a", None), (None, PerfMetricsOptions()), (tmp_path / "b", off)):
+        with Run(make(run_dir=root and str(root), max_steps=1, perf=perf), rows(4)) as run:
+            step(run)
+    assert not list(tmp_path.rglob("trace.json"))
+
+
+def test_a_profiled_step_leaves_its_files_in_the_run_folder(make, tmp_path):
+    made = make(run_dir=str(tmp_path), max_steps=1, profiler_options=ProfilerOptions(skip_first_n_steps=0))
+    with Run(made, rows(4)) as run:
+        step(run)
+    assert (tmp_path / "profile-step-000001.txt").is_file()
+
+
+def test_settings_from_python_name_what_has_no_section(make):
+    made = make()
+    made.data_shuffle_seed = 9
+    run = Run(made, rows(4))
+    run.settings = run._settings()
+    found = run._compared()
+    assert found["from Python"] == {"data_shuffle_seed": 9, "rollout_config[Mode.EVAL]": {}}
+    assert {"algo", "data", "rollout", "trainer"} <= found.keys() and found["rollout_engine"] == "mock"
+    made.settings = {"trainer": {"seed": object}}
+    run.settings = run._settings()
+    assert run._compared()["trainer"] == {"seed": repr(object)}  # what a checkpoint can hold

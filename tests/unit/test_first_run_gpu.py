@@ -1,0 +1,93 @@
+"""The script for the first minutes on a GPU, on a CPU: its checks run there too, and show less."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def script(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield importlib.import_module("first_run_gpu")
+    for name in ("first_run_gpu", "tasks"):
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def started(script, monkeypatch):
+    """Processes that the script would start."""
+    commands = []
+    done = subprocess.CompletedProcess([], 0, stdout="", stderr="")
+    monkeypatch.setattr(script.subprocess, "run", lambda command, **_: (commands.append(command), done)[1])
+    return commands
+
+
+def test_without_a_gpu_it_says_so_and_ends_with_2(script, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert script.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_checks_are_ordered_by_risk_and_may_be_chosen(script, capsys):
+    names = list(script.CHECKS)
+    assert names[:2] == ["captures", "engines"] and names.index("flex") < names.index("tokens") < names.index("update")
+    assert script.main(["--list"]) == 0
+    assert capsys.readouterr().out.count("\n") == len(names)
+    with pytest.raises(SystemExit):
+        script.arguments(["--checks", "captures,speed"])
+    assert "--checks speed: known are captures" in capsys.readouterr().err
+
+
+def test_a_check_that_fails_leaves_the_others_alone(script, monkeypatch, started):
+    def wrong(device):
+        raise ValueError("bad tokens")
+
+    def skipped(device):
+        raise script.SkipError("one device")
+
+    checks = {"wrong": wrong, "skipped": skipped, "right": lambda device: {"bytes": 3}}
+    monkeypatch.setattr(script, "CHECKS", checks)
+    said = []
+    assert script.run(list(checks), CPU, lambda row: said.append(json.loads(json.dumps(row)))) == 1
+    assert [row["ok"] for row in said] == [False, None, True] and started == []
+    assert said[0]["error"] == "ValueError: bad tokens" and said[0]["where"].startswith("test_first_run_gpu.py:")
+    assert said[1]["skipped"] == "one device" and said[2]["found"] == {"bytes": 3}
+    assert script.run(["right", "skipped"], CPU, said.append) == 0
+
+
+def test_where_the_device_is_lost_the_rest_runs_in_a_new_process(script, monkeypatch, started):
+    def illegal(device):
+        raise torch.AcceleratorError("illegal memory access")
+
+    monkeypatch.setattr(script, "CHECKS", {"illegal": illegal, "a": lambda d: {}, "b": lambda d: {}})
+    monkeypatch.setattr(script, "lost", lambda device: True)
+    said = []
+    assert script.run(["illegal", "a", "b"], CPU, said.append) == 1
+    assert len(said) == 1 and started == [[sys.executable, script.__file__, "--checks", "a,b"]]
+    assert script.run(["illegal"], CPU, said.append) == 1 and len(started) == 1
+
+
+def test_the_checks_themselves_pass_on_a_cpu(script, started, monkeypatch):
+    monkeypatch.setattr(script, "FAMILIES", ("Mistral",))
+    monkeypatch.setattr(script, "MOST", 4)
+    monkeypatch.setitem(script.CHECKS, "update", lambda d: script.update(d, shape="tiny", batch=2, most=4))
+    said = []
+    script.run([name for name in script.CHECKS if name != "flex"], CPU, said.append)
+    assert [row["check"] for row in said if row["ok"] is False] == [], said
+    assert {row["check"] for row in said if row["ok"] is None} >= {"second_device"}
+    found = {row["check"]: row.get("found") for row in said}
+    assert found["tokens"]["Mistral"] == "48 of 48 completions are equal" and found["kernels"]["steps"] > 4
+    assert any("captures,engines,tokens" in command for command in started)  # in processes of their own
+
+
+def test_flex_that_refuses_a_usual_model_is_a_failure(script):
+    row = script.check("flex", CPU)
+    assert row["ok"] is False and "no backward pass on cpu" in row["error"]

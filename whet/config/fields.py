@@ -1,0 +1,201 @@
+"""The types of fields: what each takes, and between which limits.
+
+They cast nothing that a reader would not: True is no integer, 2.0 is none either, numpy's numbers are. Every number has
+limits, so that one that was mistyped is refused here, with its key, and not by the library or the allocator that first
+meets it: a field that needs narrower ones checks them itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import threading
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator
+
+from whet.errors import shown
+
+__all__ = [
+    "DEEPEST",
+    "SPOKEN",
+    "Bool",
+    "Count",
+    "Float",
+    "Fn",
+    "Int",
+    "Items",
+    "Name",
+    "Number",
+    "Seconds",
+    "Seed",
+    "Size",
+    "Strings",
+    "Text",
+    "Tree",
+]
+
+DEEPEST = 64
+"""Levels that lists and mappings may lie in each other; what walks them stays far from Python's own limit."""
+LARGEST = 3.4e38
+"""Of a number with a fraction: what fp32 holds."""
+
+
+def _is_bool(value: Any) -> bool:
+    """Python's or numpy's, which is named bool_ or bool after its version."""
+    return type(value).__name__ in ("bool", "bool_")
+
+
+def _whole(value: Any) -> int:
+    if _is_bool(value):
+        raise ValueError(f"expected an integer, got {value!r}")
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"expected an integer, got {shown(value)}") from None
+
+
+def _int(value: Any, *, least: int, rule: str) -> int:
+    number = _whole(value)
+    if not least <= number < 2**63:
+        raise ValueError(f"must be {rule}, got {shown(value)}")
+    return number
+
+
+def _count(value: Any, *, most: int) -> int:
+    try:
+        number = _whole(value)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ValueError(f"must be a positive integer. Got: {shown(value)}")
+    if number > most:
+        raise ValueError(f"must be at most {most}, got {shown(value)}")
+    return number
+
+
+def _number(value: Any) -> int:
+    number = _whole(value)
+    if number < 0:
+        raise ValueError(f"must not be negative, got {shown(value)}")
+    if number > 10**9:
+        raise ValueError(f"must be at most {10**9}, got {shown(value)}")
+    return number
+
+
+def _float(value: Any, *, least: float, most: float, unit: str) -> float:
+    if _is_bool(value):
+        raise ValueError(f"expected a number, got {value!r}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"expected a number, got {shown(value)}") from None
+    except OverflowError:  # an integer beyond every float
+        number = 10 * most if value > 0 else -10 * most
+    if not math.isfinite(number):
+        raise ValueError(f"expected a finite number, got {shown(value)}")
+    if not least <= number <= most:
+        raise ValueError(f"must be between {least:g} and {most:g}{unit}, got {shown(value)}")
+    return number
+
+
+def _bool(value: Any) -> bool:
+    if _is_bool(value):
+        return bool(value)
+    raise ValueError(f"expected true or false, got {shown(value)}")
+
+
+def _many(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _text(value: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{shown(value)} is no valid text: {error.reason}") from None
+    return value
+
+
+def _name(value: str) -> str:
+    if not value.strip():
+        raise ValueError(f"must not be empty, got {value!r}; leave the key out")
+    if "\0" in value:
+        raise ValueError(f"must not hold a NUL character, got {shown(value)}")
+    return _text(value)
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """The value. Raises ValueError for what would not come back from a file as it was."""
+    if depth > DEEPEST:
+        raise ValueError(f"is nested more than {DEEPEST} deep, or holds itself")
+    if isinstance(value, Mapping):
+        for key, inside in value.items():
+            _plain(key, depth + 1)
+            _plain(inside, depth + 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for inside in value:
+            _plain(inside, depth + 1)
+    elif isinstance(value, str):
+        _text(value)
+    elif isinstance(value, int) and abs(value) >= 10**300:
+        raise ValueError("holds an integer of more than 300 digits")
+    elif isinstance(value, float) and math.isnan(value):
+        raise ValueError("holds a nan, which is equal to nothing; leave it out")
+    return value
+
+
+_whole64 = functools.partial(_int, least=-(2**63), rule="an integer of 64 bits, -2**63 to 2**63 - 1")
+_fp32 = functools.partial(_float, least=-LARGEST, most=LARGEST, unit=", what fp32 holds")
+_seconds = functools.partial(_float, least=0, most=threading.TIMEOUT_MAX, unit=" seconds")
+_seed = functools.partial(_int, least=0, rule="an integer between 0 and 2**63 - 1")
+
+Int = Annotated[int, BeforeValidator(_whole64)]
+"""An integer of 64 bits, numpy's included; neither a bool nor a float."""
+Seed = Annotated[int, BeforeValidator(_seed)]
+"""An integer between 0 and 2**63 - 1."""
+Number = Annotated[int, BeforeValidator(_number)]
+"""An integer between 0 and 10**9: steps, tokens, where none is a choice."""
+Count = Annotated[int, BeforeValidator(functools.partial(_count, most=10**9))]
+"""A positive integer up to 10**9: steps, tokens."""
+Size = Annotated[int, BeforeValidator(functools.partial(_count, most=10**6))]
+"""A positive integer up to 10**6: what is worked on at once."""
+Float = Annotated[float, BeforeValidator(_fp32)]
+"""A finite number that fp32 holds."""
+Seconds = Annotated[float, BeforeValidator(_seconds)]
+"""A time between 0 and threading.TIMEOUT_MAX, almost three centuries on Linux."""
+Bool = Annotated[bool, BeforeValidator(_bool)]
+"""True or false, nothing that merely looks like it."""
+Text = Annotated[str, AfterValidator(_text)]
+"""Text that UTF-8 holds; may be empty."""
+Name = Annotated[str, AfterValidator(_name)]
+"""Text that is not empty: a name, a path."""
+Strings = Annotated[tuple[Text, ...], BeforeValidator(_many)]
+"""Strings; a lone one counts as one."""
+Items = Annotated[tuple[Any, ...], BeforeValidator(_many), AfterValidator(_plain)]
+"""Names or objects; a lone one counts as one."""
+Tree = Annotated[dict[str, Any], AfterValidator(_plain)]
+"""Arguments for someone else: any plain values, up to 64 levels deep."""
+Fn = Callable[..., Any]
+"""A function, class or partial."""
+
+SPOKEN = {
+    "Bool": "bool",
+    "Count": "positive int",
+    "Float": "float",
+    "Fn": "callable",
+    "Int": "int",
+    "Items": "list",
+    "Name": "str",
+    "Number": "int",
+    "Recompute": "none | selective | full",
+    "Seconds": "float",
+    "Seed": "int",
+    "Size": "positive int",
+    "Strings": "list of str",
+    "Text": "str",
+    "Tree": "dict[str, Any]",
+}
+"""What help and messages call the types."""

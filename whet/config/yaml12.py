@@ -1,0 +1,170 @@
+"""YAML by the rules of YAML 1.2's core: 1e-6 is a number, `yes` and `12:30` are strings.
+
+What is silent, slow or worse in YAML at large is an error here: a key given twice, an alias that stands inside its own
+anchor, aliases that stand for more and more values, nesting without end, tags, another encoding than UTF-8.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from whet.errors import ConfigError
+
+__all__ = ["Dumper", "parse", "read_text"]
+
+DEEPEST = 100
+"""Levels of nesting that are read."""
+MOST_REPEATED = 100_000
+"""Values that all aliases of a text may stand for together."""
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = {
+    "null": (re.compile(r"^(?:~|null|Null|NULL|)$"), ["~", "n", "N", ""]),
+    "bool": (re.compile(r"^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")),
+    "int": (re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")),
+    "float": (
+        re.compile(
+            r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?=[eE]))(?:[eE][-+]?[0-9]+)?$|^[-+]?\.(?:inf|nan)$",
+        ),
+        list("-+.0123456789"),
+    ),
+}
+"""Tag -> what it looks like, and the characters that it begins with."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's scalars, within limits. An error names the text and, where it is a file, the line."""
+
+    def __init__(self, text: str, where: str, lines: bool) -> None:
+        super().__init__(text)
+        self.where, self.lines = where, lines
+        self.depth = self.values = self.repeated = 0
+        self.open_anchors: set[str] = set()
+        self.sizes: dict[str, int] = {}
+
+    def refuse(self, mark: Any, message: str) -> ConfigError:
+        place = f"{self.where}, line {mark.line + 1}" if self.lines else self.where
+        return ConfigError(f"{place}: {message}")
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        """A node, counted: its depth, and the values that it stands for with every alias written out."""
+        event: Any = self.peek_event()
+        if isinstance(event, yaml.AliasEvent):
+            if event.anchor in self.open_anchors:
+                raise self.refuse(event.start_mark, f"*{event.anchor} lies inside &{event.anchor}; write the values")
+            size = self.sizes.get(event.anchor, 0)
+            self.values, self.repeated = self.values + size, self.repeated + size
+            if self.repeated > MOST_REPEATED:
+                raise self.refuse(event.start_mark, f"the aliases stand for more than {MOST_REPEATED} values")
+            return super().compose_node(parent, index)
+        if self.depth == DEEPEST:
+            raise self.refuse(event.start_mark, f"nested more than {DEEPEST} deep")
+        before, anchor = self.values, event.anchor
+        self.depth, self.values = self.depth + 1, self.values + 1
+        self.open_anchors |= {anchor}
+        node = super().compose_node(parent, index)
+        self.open_anchors -= {anchor}
+        self.depth -= 1
+        self.sizes[anchor] = self.values - before
+        return node
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """A mapping whose keys are all different."""
+        node = super().compose_mapping_node(anchor)
+        first: dict[tuple[str, str], Any] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            if (key.tag, key.value) in first:
+                line = first[key.tag, key.value].start_mark.line + 1
+                also = f" (first on line {line})" if self.lines else ""
+                raise self.refuse(key.start_mark, f"key {key.value!r} is given twice{also}; keep one")
+            first[key.tag, key.value] = key
+        return node
+
+    def scalar(self, node: Any) -> Any:
+        """A null, bool, int or float, as its tag says."""
+        text, kind = self.construct_scalar(node), node.tag.removeprefix(_TAG)
+        if not _SCALARS[kind][0].match(text):
+            raise self.refuse(node.start_mark, f"{text[:40]!r} is no {kind}; leave the tag out")
+        if kind == "null":
+            return None
+        if kind == "bool":
+            return text.lower() == "true"
+        digits = text.replace("_", "").lower()
+        if kind == "int":
+            try:
+                return int(digits)
+            except ValueError:  # Python reads so many digits and no more
+                raise self.refuse(node.start_mark, f"{text[:12]}... is a number of {len(digits)} digits") from None
+        number = float(digits.replace(".inf", "inf").replace(".nan", "nan"))
+        if math.isinf(number) and "inf" not in digits:
+            raise self.refuse(node.start_mark, f"{text[:40]} is beyond every floating-point number")
+        return number
+
+    def unknown(self, node: Any) -> Any:
+        """Raises ConfigError for a tag."""
+        tag = node.tag.replace(_TAG, "!!")
+        raise self.refuse(node.start_mark, f"tag {tag} is not read; write plain values")
+
+
+class Dumper(yaml.SafeDumper):
+    """Quotes every string that YAML 1.1 or 1.2 would read as something else."""
+
+
+_REPLACED = {_TAG + name for name in (*_SCALARS, "timestamp", "value")}
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in found if tag not in _REPLACED]
+    for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.yaml_constructors = {
+    **{_TAG + kind: yaml.SafeLoader.yaml_constructors[_TAG + kind] for kind in ("map", "seq", "str")},
+    **{_TAG + kind: _Loader.scalar for kind in _SCALARS},
+    _TAG + "merge": yaml.SafeLoader.construct_yaml_str,
+    None: _Loader.unknown,
+}
+for _kind, (_pattern, _first) in _SCALARS.items():
+    _Loader.add_implicit_resolver(_TAG + _kind, _pattern, _first)
+    Dumper.add_implicit_resolver(_TAG + _kind, _pattern, _first)
+
+
+def parse(text: str, where: str, *, lines: bool = False) -> Any:
+    """What a text of YAML holds.
+
+    Args: text: one document. where: the file or key that it comes from, for messages. lines: they also say the line.
+    Raises: ConfigError: not YAML, or YAML that no configuration needs.
+
+    >>> parse("[1e-6, yes, 12:30]", "k")
+    [1e-06, 'yes', '12:30']
+    """
+    try:
+        loader = _Loader(text, where, lines)
+        try:
+            return loader.get_single_data()
+        finally:
+            loader.dispose()
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file of YAML.
+
+    Raises: ConfigError: it can't be read, or is not UTF-8.
+    """
+    try:
+        data = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}; --config takes a YAML file") from None
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data[:1000]:
+        raise ConfigError(f"{path} looks like UTF-16, or is no text; save it as UTF-8")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        byte = f"byte {data[error.start]:#x}"
+        raise ConfigError(f"{path}, line {line}: {byte} is not UTF-8; save the file as UTF-8") from None

@@ -1,0 +1,66 @@
+"""What others raise while rows are read, as a DataError that says where.
+
+Rows come from files of any make, from libraries that read them, and from functions of the user's own: each raises what
+it likes. Errors of whet and a lack of memory pass as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from whet.errors import DataError, WhetError
+
+__all__ = ["each", "reading", "said"]
+
+
+@contextmanager
+def reading(what: str, fix: str) -> Iterator[None]:
+    """Turns what is raised inside into a DataError.
+
+    Args: what: is read, for the message. fix: what to do about it.
+
+    >>> with reading("a.csv", "write it anew"):
+    ...     raise KeyError("x")
+    Traceback (most recent call last):
+    whet.errors.DataError: a.csv can't be read: KeyError: 'x'; write it anew
+    """
+    try:
+        yield
+    except (WhetError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"{what} can't be read: {said(error)}; {fix}") from error
+
+
+def each(rows: Iterable[Any], what: str, fix: str = "mend what makes the rows") -> Iterator[Any]:
+    """The rows, one by one; what reading one raises is a DataError with the row's number.
+
+    Args: rows: any iterable. what: holds them, for the message. fix: what to do about it.
+
+    >>> list(each(iter([1, 2]), "the data"))
+    [1, 2]
+    """
+    place = 0
+    try:
+        for row in rows:
+            yield row
+            place += 1
+    except (WhetError, MemoryError):
+        raise
+    except Exception as error:
+        raise DataError(f"{what} can't be read from row {place} on: {said(error)}; {fix}") from error
+
+
+def said(error: Exception) -> str:
+    r"""What an error is and says, in one line.
+
+    >>> said(ValueError("a\n  b"))
+    'ValueError: a b'
+    """
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # it says what it can't write down
+        text = ""
+    return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__

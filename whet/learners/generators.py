@@ -1,0 +1,46 @@
+"""The global generators of Python, numpy and torch, for rewards that draw from them; whet itself never does."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from whet.errors import CheckpointError
+
+__all__ = ["random_state", "set_random_state"]
+
+MT_WORDS = 624
+"""Words of numpy's global generator, a Mersenne Twister."""
+
+
+def random_state() -> dict[str, Any]:
+    """Where the generators stand, as plain containers and a tensor."""
+    kind, keys, place, has_gauss, cached = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (str(kind), [int(k) for k in keys], int(place), int(has_gauss), float(cached)),  # pyright: ignore[reportArgumentType]
+        "torch": torch.get_rng_state(),
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Takes `random_state` back.
+
+    Raises: CheckpointError: it is not what `random_state` gives.
+    """
+    try:
+        kind, keys, place, has_gauss, cached = state["numpy"]
+        if not 0 <= place <= len(keys) == MT_WORDS:  # numpy would read beside its memory
+            raise ValueError(f"place {place} of {len(keys)} words")
+        random.setstate(state["python"])
+        np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))
+        torch.set_rng_state(state["torch"])
+    except (IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            "the checkpoint's run.pt has no state of the generators of Python, numpy and torch that they take: "
+            f"{type(error).__name__}: {error}; resume from another step-* folder"
+        ) from error

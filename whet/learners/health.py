@@ -1,0 +1,217 @@
+"""Health: says when nothing is learned, or when the policy has collapsed, and since which step. It changes nothing.
+
+It reads what a step has made anyway: its row of metrics, its rewards, its batch. What it remembers from step to step
+is a few numbers, which a checkpoint holds, so that a resumed run warns where the uninterrupted one would. Left out on
+purpose: what is judged over a window or by a trend; that is the reader's business. Gradients that are not finite are
+the RoleTrainer's, which ends a run of them.
+
+Dim letters: J trajectories.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import nn
+
+from whet.cluster import RLCluster
+from whet.config import Role
+from whet.ops import Support
+from whet.role_trainer import lower_rate
+from whet.types import TokenBatch
+
+if TYPE_CHECKING:
+    from whet.rewards.manager import Rewarded
+
+__all__ = ["Health", "most_choices"]
+
+log = logging.getLogger("whet")
+
+AGAIN = 100
+"""Steps after which a warning whose cause goes on is said again."""
+FIRST = {"signal": 3, "gradient": 10, "certain": 10, "even": 10}
+"""Steps in a row, of each thing that is watched, before the first warning."""
+CERTAIN = 1e-4
+"""Mean entropy, in nats, below which all completions of a prompt are all but sure to be the same."""
+EVEN = 1e-3
+"""How near, as a share of it, the mean entropy comes to the most that there can be where a policy draws evenly."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """What a step has to show."""
+
+    step: int
+    row: Mapping[str, float]
+    rewarded: Rewarded
+    batch: TokenBatch
+
+    @property
+    def signal(self) -> bool:
+        """Whether a token is trained whose advantage is not 0."""
+        batch = self.batch
+        if batch.advantages is None:
+            return bool(batch.mask.any()) and _differ(batch)
+        return bool(((batch.advantages != 0) & batch.mask).any())
+
+
+class Health:
+    """Watches the steps of a run.
+
+    Args: cluster: whose run it is.
+
+    Example: health.watch(step, row, rewarded, batch) after each step; health.state() into the checkpoint.
+    """
+
+    def __init__(self, cluster: RLCluster) -> None:
+        self.cluster = cluster
+        self._since: dict[str, tuple[int, int]] = {}
+
+    def watch(self, step: int, row: Mapping[str, float], rewarded: Rewarded, batch: TokenBatch) -> None:
+        """Warns of what has gone on for too long.
+
+        Args: step: the one just finished. row: its metrics. rewarded, batch: what it was trained on.
+        """
+        seen = Seen(step=step, row=row, rewarded=rewarded, batch=batch)
+        signal = seen.signal
+        found = {"signal": not signal, "gradient": _no_gradient(row) if signal else None, **self._entropy(row)}
+        for name, ill in found.items():
+            if ill is None:  # the step does not tell: what went on before it goes on
+                continue
+            if not ill:
+                self._since.pop(name, None)
+                continue
+            first, count = self._since.get(name, (step, 0))
+            self._since[name] = (first, count + 1)
+            if count + 1 >= FIRST[name] and (count + 1 - FIRST[name]) % AGAIN == 0:
+                log.warning("for %d steps, since step %d: %s", count + 1, first, self._what(name, seen))
+
+    def _what(self, name: str, seen: Seen) -> str:
+        """What is wrong, what it means, and what to look at."""
+        if name == "signal":
+            return _silence(seen)
+        if name == "gradient":
+            return (
+                "the gradient is exactly 0 though advantages are not, so nothing is learned; look at "
+                "algo.policy_loss_fn and algo.loss_agg_mode (a loss without a gradient, weights of 0), and at entropy "
+                "(0: the policy is certain of every token)"
+            )
+        if name == "certain":
+            return (
+                f"the policy is certain of every token (entropy {seen.row['entropy/token_mean']:.3g}), so all "
+                "completions of a prompt are the same and nothing more is learned. Where the reward is not yet what it should be: "
+                f"{lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta keeps it from there"
+            )
+        return (
+            f"the policy draws evenly from all {self._choices()} tokens (entropy "
+            f"{seen.row['entropy/token_mean']:.6g}), as a model of random weights does; if it has once done better, "
+            f"{lower_rate(Role.ACTOR)}"
+        )
+
+    def _entropy(self, row: Mapping[str, float]) -> dict[str, bool | None]:
+        """Whether the policy is certain of everything or of nothing; None where no entropy was measured."""
+        entropy = row.get("entropy/token_mean", math.nan)
+        if math.isnan(entropy):
+            return {"certain": None, "even": None}
+        most = self._choices()
+        even = most is not None and entropy >= (1 - EVEN) * math.log(most)
+        return {"certain": entropy <= CERTAIN, "even": even}
+
+    def _choices(self) -> int | None:
+        return most_choices(self.cluster.actor.support, _vocabulary(self.cluster.actor.module))
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs to warn as this one would: since when what goes on, and each role's skipped updates
+        in a row, the tenth of which ends the run.
+        """
+        skipped = {role.value: trainer.skipped for role, trainer in self.cluster.trainers.items()}
+        return {"since": {name: list(found) for name, found in self._since.items()}, "skipped": skipped}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes `state` back; an empty one, of a checkpoint of an earlier version, starts anew."""
+        self._since = {name: (int(first), int(count)) for name, (first, count) in state.get("since", {}).items()}
+        for role, trainer in self.cluster.trainers.items():
+            trainer.skipped = int(state.get("skipped", {}).get(role.value, 0))
+
+
+def most_choices(support: Support, vocabulary: int) -> int | None:
+    """How many tokens a policy that draws evenly draws from, so that its entropy is the logarithm of it.
+
+    Args: support: of the draws. vocabulary: tokens there are.
+    Returns: the number; None where it is less than two or differs from token to token (a constraint).
+
+    >>> most_choices(Support(), 100), most_choices(Support(top_k=50, top_p=0.5), 100), most_choices(Support(top_k=1), 9)
+    (100, 25, None)
+    """
+    if support.full or support.temperature == 0:
+        return vocabulary if vocabulary > 1 else None
+    if support.constrained:
+        return None
+    left = vocabulary - len({i for i in support.forbidden_ids if 0 <= i < vocabulary})
+    left = min(left, support.top_k or left)
+    left = math.ceil(left * support.top_p)
+    return left if left > 1 else None
+
+
+def _vocabulary(module: nn.Module) -> int:
+    return int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+
+
+def _no_gradient(row: Mapping[str, float]) -> bool | None:
+    """Whether every update of a step had a gradient of exactly 0; None where all were skipped."""
+    return row["grad_norm"] == 0.0 if "grad_norm" in row else None
+
+
+def _differ(batch: TokenBatch) -> bool:
+    """Whether two rewards of a group differ. As ops.group_spread, which refuses infinities; here nothing is refused."""
+    each: dict[int, set[float]] = {}
+    for group, reward in zip(batch.group_of.tolist(), batch.rewards.tolist(), strict=True):
+        if not math.isnan(reward):
+            each.setdefault(group, set()).add(reward)
+    return any(len(rewards) > 1 for rewards in each.values())
+
+
+def _silence(seen: Seen) -> str:
+    """Why no token has an advantage, and what to look at."""
+    group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
+    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {seen.rewarded.total[0]}"
+    return f"nothing is learned from the rewards: {_cause(seen)}. {said}. completions/ holds them all"
+
+
+def _cause(seen: Seen) -> str:
+    rewarded, batch = seen.rewarded, seen.batch
+    if not batch.mask.any():
+        return (
+            "no completion ended by itself, and algo.mask_truncated_completions leaves those out; raise "
+            "rollout.max_tokens_to_generate, or switch it off"
+        )
+    none = int(np.isnan(rewarded.total).sum())
+    functions = ", ".join(rewarded.names) or "the reward functions"
+    if none == len(rewarded.total):
+        failed = [n for n in rewarded.names if f"rewards/{n}/errors" in seen.row]
+        if failed:
+            return (
+                f"all rewards are None, since {', '.join(failed)} failed and trainer.on_reward_error=none counts that "
+                "as None; look at rewards/<function>/errors and at the warnings above, or set it to raise"
+            )
+        return f"all rewards are None: {functions} applied to no completion; look at the columns that they read"
+    if _differ(batch):
+        return "rewards differ, but all advantages are 0; look at algo.advantage_estimator"
+    same = all(len({c.tokens.tobytes() for c in g.completions}) == 1 for g in rewarded.groups)
+    if same and all(len(g.completions) > 1 for g in rewarded.groups):
+        return (
+            "the completions of each group are all the same, and so are their rewards: the policy has collapsed or "
+            f"rollout.temperature is too low; raise it, or {lower_rate(Role.ACTOR)}"
+        )
+    some = f" ({none} of {len(rewarded.total)} are None)" if none else ""
+    return (
+        f"the rewards within each group are all equal{some}; check {functions} and algo.reward_weights, raise "
+        "algo.num_generations or rollout.temperature, or bring prompts that are neither too hard nor too easy"
+    )

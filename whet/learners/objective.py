@@ -1,0 +1,118 @@
+"""From an algorithm's configuration to what it computes: estimator, objective, weighting.
+
+A name in the configuration stands for a function from a plain dict, "package.module:function", or the function itself.
+Such a function is given those of its keyword-only arguments that the configuration has as fields, so that a new loss
+brings its parameters as fields and needs no change here.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from torch import Tensor
+
+from whet.config import AlgorithmConfig, GRPOConfig
+from whet.errors import ConfigError, lookup_error
+from whet.ops import (
+    ADVANTAGE_ESTIMATORS,
+    CORRECTIONS,
+    KL_MODES,
+    POLICY_LOSSES,
+    TOKEN_MASKS,
+    AdvantageInputs,
+    Objective,
+    reference_kl,
+)
+from whet.refs import is_ref, resolve_ref
+from whet.types import TokenBatch
+
+__all__ = [
+    "advantage_inputs",
+    "make_estimator",
+    "make_objective",
+    "ratio_level",
+    "resolve_name",
+    "surrogate_name",
+    "with_fields",
+]
+
+
+def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
+    """What a name stands for: a callable as it is, "package.module:function" resolved, or a name that whet knows."""
+    if callable(value):
+        return value
+    if is_ref(value):
+        return resolve_ref(value, kind)
+    if value not in known:
+        raise lookup_error(kind, value, known)
+    return known[value]
+
+
+def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[..., Any]:
+    """A function with the keyword-only arguments bound that the configuration has as fields.
+
+    What a functools.partial has bound already stays, and so does what a function does not ask for by keyword.
+
+    >>> def loss(x, *, epsilon=0.5, other=1):
+    ...     return epsilon, other
+    >>> with_fields(loss, GRPOConfig(epsilon=0.1))(None)
+    (0.1, 1)
+    """
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin: it has no keywords to give
+        return fn
+    given = fn.keywords if isinstance(fn, functools.partial) else {}
+    asked = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
+    bound = {f.name: getattr(config, f.name) for f in fields(config) if f.name in asked}
+    return functools.partial(fn, **bound) if bound else fn
+
+
+def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
+    """The advantage estimator of a configuration."""
+    return with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator"), config)
+
+
+def advantage_inputs(batch: TokenBatch) -> AdvantageInputs:
+    """What a step's batch gives an estimator."""
+    return AdvantageInputs(
+        rewards=batch.rewards,
+        group_of=batch.group_of,
+        trajectory=batch.trajectory,
+        mask=batch.mask,
+        values=batch.values,
+    )
+
+
+def ratio_level(objective: Objective) -> str:
+    """What has one importance ratio: a "token", or a whole "sequence"."""
+    surrogate = objective.surrogate
+    return surrogate.keywords.get("level", "token") if isinstance(surrogate, functools.partial) else "token"
+
+
+def surrogate_name(config: GRPOConfig) -> Any:
+    """The policy loss of a configuration, as it was given. Raises ConfigError: two fields choose it."""
+    if config.loss_algo != "grpo" and config.policy_loss_fn != "grpo":
+        raise ConfigError(
+            f"loss_algo={config.loss_algo!r} and policy_loss_fn={config.policy_loss_fn!r} both choose the loss; "
+            "leave one at 'grpo'"
+        )
+    return config.loss_algo if config.policy_loss_fn == "grpo" else config.policy_loss_fn
+
+
+def make_objective(config: GRPOConfig) -> Objective:
+    """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
+    resolve_name(config.kl_loss_mode, KL_MODES, "KL mode")
+    factors = [] if config.sampler_is is None else [resolve_name(config.sampler_is, CORRECTIONS, "sampler_is")]
+    factors += [resolve_name(name, TOKEN_MASKS, "loss mask") for name in config.loss_masks]
+    return Objective(
+        surrogate=with_fields(resolve_name(surrogate_name(config), POLICY_LOSSES, "policy loss"), config),
+        factors=tuple(with_fields(fn, config) for fn in factors),
+        kl=with_fields(reference_kl, config),
+        beta=config.beta,
+        entropy_coef=config.entropy_coef,
+    )

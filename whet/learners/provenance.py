@@ -1,0 +1,291 @@
+"""What a run reads besides its checkpoint: models that nobody trains, configurations, tokenizer, evaluation data, code.
+
+A checkpoint notes it (run.pt, "reads"), and a resumed run compares: weights, configurations, tokenizer and evaluation
+data that are others are refused, code that is other is said aloud. Weights count as they lie in memory, so a folder, a
+hub name and a module are alike. Training data have their own place: data/order.py. Of models that are trained the
+configuration alone counts: their weights are the checkpoint's.
+Left out on purpose: what the user's code imports in its turn, and packages, whose versions environment.json has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from whet.config import diff
+from whet.data.order import digests
+from whet.errors import CheckpointError, ConfigError
+from whet.refs import is_ref, resolve_ref
+from whet.rewards.manager import RewardManager
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from whet.learners.base import RLLearner
+    from whet.types import Prompt
+
+__all__ = ["check_reads", "plain", "reads", "weights_digest"]
+
+log = logging.getLogger("whet")
+
+BLOCK = 2**16
+"""Words of 8 bytes in one sum: they fit a processor's cache."""
+BLOCKS_AT_ONCE = 256
+"""Blocks of one operation away from the CPU."""
+TELL_BYTES = 8 * 2**30
+"""Weights on a CPU of so many bytes take seconds to read, which is then said."""
+_GAMMA = 0x9E3779B97F4A7C15 - 2**64
+"""The golden ratio as an int64: its multiples are spread over all words."""
+_NO_MATTER = ("_", "attn_implementation", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+"""What keys of a model's configuration begin with that change nothing of what it computes here."""
+
+
+def reads(learner: RLLearner, eval_prompts: Sequence[Prompt] | None) -> dict[str, Any]:
+    """What a run reads, for its checkpoints: plain containers.
+
+    Args: learner: whose models, tokenizer and functions they are. eval_prompts: encoded; None = no evaluation data.
+    """
+    cluster = learner.cluster
+    return {
+        "models": {role.value: _model(role.value, w.module, w.optim is None) for role, w in cluster.workers.items()},
+        "stop_ids": list(cluster.eos_ids),
+        "tokenizer": _tokenizer(cluster.tokenizer),
+        "evaluation": None if eval_prompts is None else [len(eval_prompts), *digests(eval_prompts)],
+        "code": {what: _source(fn) for what, fn in _functions(learner)},
+    }
+
+
+def check_reads(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
+    """Compares what a checkpoint notes with what is read now; other code is a warning.
+
+    Args: old: of the checkpoint; None = of an earlier version, which noted nothing. new: as `reads` gives it. allow:
+        differences are logged, not refused.
+    Raises: CheckpointError: they differ, each difference named; or `old` is not what `reads` gives.
+    """
+    if old is None:
+        log.warning(
+            "the checkpoint is of an earlier version of whet, which did not note what a run reads besides it: nothing "
+            "could be compared of the reference, the models' configurations, tokenizer, evaluation data and reward code"
+        )
+        return
+    changed = "\n  ".join(_changed(old, new))
+    if changed and not allow:
+        raise CheckpointError(
+            f"what the run reads is not what it was when the checkpoint was written:\n  {changed}\na resumed run goes "
+            "on with the same models, tokenizer and evaluation data; put them back, begin a new run in another "
+            "trainer.run_dir, or set trainer.allow_config_change=true to go on with these changes"
+        )
+    if changed:
+        log.warning("resuming though what the run reads has changed:\n  %s", changed)
+    for line in _changed_code(_part(old, "code", Mapping), new["code"]):
+        log.warning("%s; the steps from here on are taken with what is there now", line)
+
+
+# ---- what has changed ------------------------------------------------------------------------------------------------
+
+
+def _changed(old: Any, new: Mapping[str, Any]) -> list[str]:
+    """The differences, but for code. A model that one side lacks is not compared: whether it is read is a setting."""
+    models, found = _part(old, "models", Mapping), []
+    for role, now in new["models"].items():
+        if role in models:
+            found += _changed_model(role, _part(models, role, Mapping), now)
+    if (stop := _part(old, "stop_ids", list)) != new["stop_ids"]:
+        found.append(f"ids that end a completion, by tokenizer and actor: {stop} -> {new['stop_ids']}")
+    before, now = _part(old, "tokenizer", Mapping), new["tokenizer"]
+    alike = before.get("versions") == now["versions"]  # else the same rules may be spelled otherwise
+    for name in ("vocabulary", "chat_template", *(["rules"] if alike else [])):
+        if before.get(name) != now[name]:
+            found.append(f"tokenizer: other {name}: {before.get(name)!s:.12} -> {now[name]!s:.12}")
+    if (before := _part(old, "evaluation", list | None)) != (now := new["evaluation"]):
+        found.append(f"evaluation data: {_changed_prompts(before, now)}")
+    return found
+
+
+def _changed_model(role: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """The differences of one model: of its weights, where both are in one dtype, and of its configuration's keys."""
+    old, new = before.get("weights"), now["weights"]
+    if None not in (old, new) and before.get("dtype") != now["dtype"]:
+        log.warning("%s: its weights are in %s, not %s: not compared", role, now["dtype"], before.get("dtype"))
+    elif None not in (old, new) and old != new:
+        yield f"{role}: other weights: {old!s:.12} -> {new:.12}"
+    config = _part(before, "config", Mapping)
+    shared = sorted(config.keys() & now["config"].keys())  # other versions of transformers know other keys
+    for change in diff(*({name: side[name] for name in shared} for side in (config, now["config"]))):
+        yield f"{role}: config.{change}"
+
+
+def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) -> str:
+    """In which way evaluation data differ."""
+    sizes = ["none" if side is None else f"{side[0]} prompts" if side else "?" for side in (before, now)]
+    if sizes[0] != sizes[1] or before is None or now is None:
+        return " -> ".join(sizes)
+    if before[1:2] != now[1:2]:
+        return "as many prompts, but one was changed or moved"
+    return "the same prompts, but another column (an answer, say) was changed"
+
+
+def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    """What is to be said of functions that are others, and of files that have changed, each once."""
+    changed: dict[str, list[str]] = {}
+    for what, (file, digest) in new.items():
+        if what not in old:
+            yield f"{what} ({file or 'no file'}) was not there at the checkpoint"
+        elif _part(old, what, list)[1:] != [digest]:
+            changed.setdefault(file or "its source, now in no file,", []).append(what)
+    for file, whats in changed.items():
+        yield f"{file} has changed since the checkpoint: {', '.join(whats)}"
+    yield from (f"{what} was there at the checkpoint, and is not now" for what in old if what not in new)
+
+
+def _part(tree: Mapping[str, Any], name: str, kind: Any) -> Any:
+    """An entry of what a checkpoint notes. Raises CheckpointError where it is missing or of another kind."""
+    if not isinstance(tree, Mapping) or name not in tree or not isinstance(tree[name], kind):
+        raise CheckpointError(
+            f"what the checkpoint's run.pt notes of {name!r} is not what whet saves; resume from another step-* folder"
+        )
+    return tree[name]
+
+
+def plain(tree: Any) -> Any:
+    """A configuration tree without anything that a file read with weights_only=True could not hold.
+
+    >>> plain({1: (2, None)})
+    {'1': [2, None]}
+    """
+    if isinstance(tree, Mapping):
+        return {str(k): plain(v) for k, v in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [plain(v) for v in tree]
+    return tree if isinstance(tree, str | int | float | bool | None) else repr(tree)
+
+
+# ---- models and tokenizer --------------------------------------------------------------------------------------------
+
+
+def _model(role: str, module: nn.Module, only_read: bool) -> dict[str, Any]:
+    """What is noted of a model."""
+    config = plain(module.config.to_dict())  # pyright: ignore
+    if only_read:
+        size = sum(t.numel() * t.element_size() for t in module.parameters() if t.device.type == "cpu")
+        if size >= TELL_BYTES:
+            log.info("%s: reading its %.0f GB of weights once, to note which they are", role, size / 1e9)
+    return {
+        "weights": weights_digest(module) if only_read else None,
+        "dtype": str(next(module.parameters()).dtype),
+        "config": {name: value for name, value in config.items() if not name.startswith(_NO_MATTER)},
+    }
+
+
+def weights_digest(module: nn.Module) -> str:
+    """A digest of a module's weights and persistent buffers, at the speed of memory; the same on every device.
+
+    SHA-256 of names, dtypes, shapes, and, of each block x of 2**16 words of 8 bytes, Σ_i x_i w_i mod 2**64 with odd
+    w_i: so a word that changes always changes it. Tied weights count once.
+    Left out on purpose: protection against weights that are made to have the digest of others.
+
+    >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
+    >>> weights_digest(a) == weights_digest(b), weights_digest(a) == weights_digest(a)
+    (False, True)
+    """
+    found, seen = hashlib.sha256(), set()
+    for name, tensor in sorted(module.state_dict().items()):
+        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or place not in seen:
+            found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            found.update(_sums(tensor))
+        seen.add(place)
+    return found.hexdigest()
+
+
+@torch.no_grad()
+def _sums(tensor: Tensor) -> bytes:
+    """The sums of a tensor's blocks, and the bytes after its last whole word."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if raw.storage_offset() % 8:
+        raw = raw.clone()  # words begin at multiples of their size
+    whole = len(raw) // 8 * 8
+    words, rest = raw[:whole].view(torch.int64), bytes(raw[whole:].tolist())
+    weights = (torch.arange(BLOCK, device=raw.device) * _GAMMA) | 1
+    full = len(words) // BLOCK * BLOCK
+    blocks = words[:full].view(-1, BLOCK).split(1 if raw.device.type == "cpu" else BLOCKS_AT_ONCE)
+    sums = [(b * weights).sum(1) for b in blocks]
+    sums.append((words[full:] * weights[: len(words) - full]).sum()[None])
+    return torch.cat(sums).cpu().numpy().tobytes() + rest
+
+
+def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """What is noted of a tokenizer: its tokens, its template, and its rules as the versions that are named spell them.
+
+    What an encoding did to it (truncation, padding) is left out.
+    """
+    import tokenizers
+    import transformers
+
+    ids = tokenizer.get_vocab()
+    vocabulary = hashlib.sha256("\0".join(sorted(ids, key=ids.__getitem__)).encode("utf-8", "surrogatepass"))
+    vocabulary.update(np.array([*sorted(ids.values()), *sorted(tokenizer.all_special_ids)]).tobytes())
+    rules = None
+    if isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
+        rules = {**json.loads(tokenizer.backend_tokenizer.to_str()), "truncation": None, "padding": None}
+        if isinstance(rules["model"].get("vocab"), dict):  # half a second of a large one, and compared already
+            del rules["model"]["vocab"]
+    return {
+        "vocabulary": vocabulary.hexdigest(),
+        "chat_template": _digest(tokenizer.chat_template),
+        "rules": _digest(rules),
+        "versions": [transformers.__version__, tokenizers.__version__],
+    }
+
+
+def _digest(tree: Any) -> str:
+    """Of plain containers."""
+    return hashlib.sha256(json.dumps(tree, sort_keys=True, default=str).encode()).hexdigest()
+
+
+# ---- code ------------------------------------------------------------------------------------------------------------
+
+
+def _functions(learner: RLLearner) -> Iterator[tuple[str, Any]]:
+    """What of the user's code a run calls, with what it is."""
+    yield f"the learner {type(learner).__name__}", type(learner)
+    manager = learner.reward_manager
+    if type(manager) is not RewardManager:
+        yield "the reward manager", manager
+    if isinstance(manager, RewardManager):
+        yield from ((f"reward function {name}", fn) for name, fn in manager.fns.items())
+    yield from ((f"metric function {n}", fn) for n, fn in enumerate(learner.metric_fns))
+    yield from ((f"the loss of the {role.value}", t.loss) for role, t in learner.cluster.trainers.items())
+    for field in dataclasses.fields(learner.algo_config):
+        value = getattr(learner.algo_config, field.name)
+        if callable(value) or (isinstance(value, str) and is_ref(value)):
+            yield f"algo.{field.name}", value
+
+
+def _source(fn: Any) -> list[str | None]:
+    """The file that a function, a class, an object or a reference is written in, and its digest; None for whet's own,
+    and for what no file holds.
+    """
+    try:
+        fn = resolve_ref(fn, "function") if isinstance(fn, str) else fn
+        while isinstance(fn, functools.partial):
+            fn = fn.func
+        fn = inspect.unwrap(fn)
+        file = inspect.getsourcefile(fn if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn))
+    except (ConfigError, TypeError):  # TypeError: built in, or from a terminal
+        return [None, None]
+    path = Path(file or "").absolute()
+    if not path.is_file() or path.is_relative_to(Path(__file__).parents[1]):
+        return [None, None]
+    return [str(path), hashlib.sha256(path.read_bytes()).hexdigest()]

@@ -1,0 +1,154 @@
+"""The objective of a policy, as a sum and product of small pieces that a configuration names.
+
+    l = surrogate · Π factors + β · KL − c · H         per token; weights turn it into one number elsewhere
+
+Every piece is fn(x: LossInputs) -> [s]. A factor is a correction for a sampler that differs from the trainer, or a
+mask: a constant, without gradient. A surrogate, and a loss of a user's own, may return metrics beside its loss.
+Dim legend: s tokens of a micro-batch, whole sequences laid end to end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from whet.errors import ConfigError, DataError
+from whet.ops.corrections import truncated_weights
+from whet.ops.kl import kl_divergence
+from whet.ops.masked import masked_column, segment_mean
+from whet.ops.policy_losses import LossOutput, clipped_surrogate
+from whet.types import LossInputs
+
+__all__ = ["CORRECTIONS", "TOKEN_MASKS", "Objective", "off_policy_mask", "reference_kl", "truncated_importance"]
+
+Piece = Callable[[LossInputs], Tensor]
+"""fn(x) -> [s]."""
+Surrogate = Callable[[LossInputs], Tensor | LossOutput]
+"""fn(x) -> [s], or ([s], metrics)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """What a policy minimises at each token.
+
+    l = surrogate · Π factors + β · KL(π, π_ref) − c · H(π), each piece at the token.
+    Call it with LossInputs: it needs what its pieces need, ref_logprobs where β ≠ 0 (without β they give the metric
+    alone), entropy where c ≠ 0.
+    Returns: (loss [s], metrics [s] each): the surrogate's own, pg_loss/corrected (surrogate · factors), kl where there
+        is a reference. The loss is their sum, pg_loss/corrected + β kl − c entropy, under any weights.
+    Raises: DataError: a missing column, or a piece whose shape is not [s].
+    Source: GRPO arXiv:2402.03300; entropy bonus PPO arXiv:1707.06347. Agrees with Tunix's grpo_loss_fn, where the
+        correction too is a factor of the surrogate and not of the KL.
+
+    >>> import torch
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
+    ...                advantages=torch.tensor([2.]), ref_logprobs=torch.tensor([-1.]))
+    >>> Objective(kl=reference_kl, beta=0.1)(x)[0]  # -2 * 1 + 0.1 * (0 - -1)
+    tensor([-1.9000])
+    """
+
+    surrogate: Surrogate = clipped_surrogate
+    """The policy's loss before corrections."""
+    factors: tuple[Piece, ...] = ()
+    """Corrections and masks, constants that multiply the surrogate."""
+    kl: Piece | None = None
+    """The divergence from the reference."""
+    beta: float = 0.0
+    """β, its weight; 0 = a metric alone."""
+    entropy_coef: float = 0.0
+    """c, the weight of the entropy bonus; 0 = none."""
+
+    def __call__(self, x: LossInputs) -> LossOutput:
+        """The loss and the metrics of every token."""
+        found = self.surrogate(x)
+        policy, metrics = found if isinstance(found, tuple) else (found, {})
+        policy = _per_token("the policy loss", policy, x)
+        for factor in self.factors:
+            policy = policy * _per_token("a factor of the loss", factor(x), x).detach().to(policy.dtype)
+        loss, metrics = policy, {**metrics, "pg_loss/corrected": policy.detach()}
+        if self.kl is not None and (self.beta != 0 or x.ref_logprobs is not None):
+            kl = _per_token("the KL", self.kl(x), x)
+            loss = loss + self.beta * kl if self.beta != 0 else loss
+            metrics["kl"] = kl.detach()
+        if self.entropy_coef != 0:
+            loss = loss - self.entropy_coef * masked_column(x.need("entropy"), x.mask)
+        return loss, metrics
+
+
+def reference_kl(x: LossInputs, *, kl_loss_mode: str = "kl", kl_clamp_value: float | None = None) -> Tensor:
+    """The divergence from the reference at each token, with a gradient to the policy alone.
+
+    Args: x: needs ref_logprobs.
+        kl_loss_mode: a name of KL_MODES.
+        kl_clamp_value: bound of the estimate, both ways; None = off.
+    Returns: [s], 0 where masked out.
+    Raises: as kl_divergence; DataError: no ref_logprobs.
+
+    >>> import torch
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
+    ...                ref_logprobs=torch.tensor([-1.]))
+    >>> reference_kl(x, kl_loss_mode="mse_kl")
+    tensor([0.5000])
+    """
+    ref = masked_column(x.need("ref_logprobs"), x.mask).detach()
+    return kl_divergence(masked_column(x.logprobs, x.mask), ref, mode=kl_loss_mode, clamp=kl_clamp_value)
+
+
+def truncated_importance(x: LossInputs, *, sampler_is_threshold: float = 2.0) -> Tensor:
+    """Truncated importance weights of the trainer's rollout policy against the sampler's: see truncated_weights.
+
+    Args: x: needs sampler_logprobs; old_logprobs, or the current policy stands for them.
+        sampler_is_threshold: the largest weight.
+    Returns: [s], without gradient.
+
+    >>> import torch
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.]),
+    ...                sampler_logprobs=torch.tensor([-3.]))
+    >>> truncated_importance(x, sampler_is_threshold=2.0)  # exp(2) is cut to 2
+    tensor([2.])
+    """
+    old = x.logprobs if x.old_logprobs is None else x.old_logprobs
+    return truncated_weights(old, x.need("sampler_logprobs"), mask=x.mask, threshold=sampler_is_threshold)
+
+
+def off_policy_mask(x: LossInputs, *, off_policy_mask_threshold: float) -> Tensor:
+    """1 for sequences that are worth learning from, 0 for bad ones that the policy has moved away from.
+
+    m = 1 where A ≥ 0 or mean_t (log π_sampler − log π) ≤ δ, the mean over the trained tokens of the sequence.
+    Args: x: needs advantages and sampler_logprobs.
+        off_policy_mask_threshold: δ, in nats per token.
+    Returns: [s], 0 or 1.
+    Raises: ConfigError: a negative threshold. DataError: a missing column.
+    Source: DeepSeek-V3.2, arXiv:2512.02556, equation 9; agrees with TRL's get_off_policy_mask.
+
+    >>> import torch
+    >>> x = LossInputs(sequence=torch.tensor([0, 1]), mask=torch.tensor([True, True]),
+    ...                logprobs=torch.tensor([-3., -3.]), sampler_logprobs=torch.tensor([-1., -1.]),
+    ...                advantages=torch.tensor([1., -1.]))
+    >>> off_policy_mask(x, off_policy_mask_threshold=0.5)
+    tensor([1., 0.])
+    """
+    if not off_policy_mask_threshold >= 0:
+        raise ConfigError(f"off_policy_mask_threshold {off_policy_mask_threshold!r} must be at least 0; None = off")
+    gap = masked_column(x.need("sampler_logprobs"), x.mask) - masked_column(x.logprobs, x.mask).detach()
+    drift = segment_mean(gap, x.mask, x.sequence, len(x.sequence)).index_select(0, x.sequence)
+    return ((x.need("advantages") >= 0) | (drift <= off_policy_mask_threshold)).to(gap.dtype)
+
+
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {"token": truncated_importance}
+"""fn(x, **kw) -> weight [s], by the names of sampler_is."""
+TOKEN_MASKS: dict[str, Callable[..., Tensor]] = {"off-policy": off_policy_mask}
+"""fn(x, **kw) -> 0 or 1 [s], by the names of loss_masks."""
+
+
+def _per_token(what: str, found: Tensor, x: LossInputs) -> Tensor:
+    """What a piece returned, one number per token. Raises DataError: another shape."""
+    if found.shape != x.logprobs.shape:
+        raise DataError(
+            f"{what} has the shape {list(found.shape)}; it must have one number for each of the "
+            f"{len(x.logprobs)} tokens, 0 where masked out"
+        )
+    return found
+

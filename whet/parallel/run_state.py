@@ -1,0 +1,103 @@
+"""run.pt: the run's own state in a checkpoint, and what is looked at before any of it is believed.
+
+A file read with weights_only=True holds no code, but any numbers and containers: a field that is missing, of another
+type or out of range is an error here, not in the middle of a run. What only one reader can judge (whether a place lies
+within the data) is that reader's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.errors import CheckpointError
+from whet.parallel.checkpoint import read_state, step_of
+
+__all__ = ["FORMAT", "read_run_state"]
+
+FORMAT = 1
+"""Of what this release writes and reads; files without a number, of earlier ones, are read as this one."""
+MOST = 2**63 - 1
+"""No count is larger: it has to fit a 64-bit word."""
+
+
+def read_run_state(path: Path) -> dict[str, Any]:
+    """The run's own state.
+
+    Args: path: run.pt in the folder of a checkpoint.
+    Raises: CheckpointError: it can't be read, is of a format that this release does not know, or has a field that no
+        run writes.
+    """
+    state = read_state(path)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is not what this version saves: {type(state).__name__}; resume from another")
+    number = state.get("format", FORMAT)
+    if type(number) is not int or number != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {number!r:.40}, and this release of whet knows format {FORMAT}; go on with the release "
+            f"that wrote it, or begin a new run from its weights: actor.model={path.parent}"
+        )
+    if missing := [name for name in _FIELDS if name not in state]:
+        raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
+    step, named = state["step"], step_of(path.parent)
+    if named is not None and (type(step) is not int or step != named):
+        raise CheckpointError(
+            f"{path} says that it is of step {step!r:.40}, its folder is named {path.parent.name}; give the folder its "
+            "own name back, or resume from another"
+        )
+    for name, (what, holds) in _FIELDS.items():
+        _check(path, name, state[name], what, holds)
+    for name, (what, holds) in _CLUSTER.items():
+        if name in state["cluster"] or name != "lengths":  # which the earliest versions had none of
+            _check(path, f"cluster.{name}", state["cluster"].get(name), what, holds)
+    if "health" in state:  # which earlier versions had none of
+        _check(path, "health", state["health"], "since when warnings go on", _health)
+    return state
+
+
+def _check(path: Path, name: str, value: Any, what: str, holds: Callable[[Any], bool]) -> None:
+    if not holds(value):
+        shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+        raise CheckpointError(
+            f"{path} has {shown:.60} as {name}, which has to be {what}; resume from an earlier step-* folder"
+        )
+
+
+def _count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= MOST
+
+
+def _mapping(value: Any, holds: Callable[[Any], bool] = lambda _: True) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(key, str) and holds(x) for key, x in value.items())
+
+
+def _health(value: Any) -> bool:
+    pair = lambda x: isinstance(x, list) and len(x) == 2 and all(_count(n) for n in x)
+    parts = {"since": lambda x: _mapping(x, pair), "skipped": lambda x: _mapping(x, _count)}
+    return _mapping(value) and all(name in parts and parts[name](part) for name, part in value.items())
+
+
+def _lengths(value: Any) -> bool:
+    right = isinstance(value, Tensor) and value.dtype == torch.long and value.dim() == 2 and len(value) == 2
+    return right and bool((value >= 0).all())
+
+
+_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "cluster": ("a mapping", _mapping),
+    "random": ("a mapping", _mapping),
+    "settings": ("a mapping", _mapping),
+    "step": ("a whole number from 1", lambda x: _count(x) and x > 0),
+    "stream": ("a mapping of whole numbers", lambda x: _mapping(x, lambda n: type(n) is int)),
+    "tokens": ("a whole number from 0", _count),
+    "updates": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
+}
+_CLUSTER: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "next_id": ("a whole number from 0", _count),
+    "calls": ("a whole number from 0", _count),
+    "dtypes": ("a mapping of names", lambda x: _mapping(x, lambda name: isinstance(name, str))),
+    "lengths": ("a mapping of rows and lengths", lambda x: _mapping(x, _lengths)),
+}

@@ -1,0 +1,189 @@
+"""What reward functions give, as numbers, and anything at all in words. Nothing that a value does reaches the caller.
+
+Left out on purpose: text that looks like a number. "1" from a judge may be a score or a label; the function knows.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from whet.errors import RewardError
+
+__all__ = ["OnError", "checked_rewards", "said", "shown"]
+
+LOG = logging.getLogger(__name__)
+LARGEST = 1e15
+"""The size of a reward: beyond it, differences within a group are lost in double precision."""
+NO_NUMBERS = (
+    str,
+    bytes,
+    bytearray,
+    memoryview,
+    complex,
+    np.complexfloating,
+    np.datetime64,
+    np.timedelta64,
+)
+"""What `float` takes, in part or whole, and a reward is not."""
+OnError = Literal["raise", "none"]
+"""A failing reward function stops the run, or counts as "not applicable"."""
+
+
+def checked_rewards(
+    value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise"
+) -> tuple[np.ndarray, int]:
+    """What a function returned, as numbers.
+
+    Args:
+        value: a list, tuple, array or tensor of numbers, bools or None, one per completion. A tensor may be sparse, lie
+            on any device and have a gradient, which is dropped.
+        ids: [N] trajectory ids. name: of the function.
+        on_error: "raise", or "none": what is wrong becomes NaN and is counted.
+
+    Returns:
+        float64 [N], NaN = not applicable (None); and how many were wrong.
+
+    Raises:
+        RewardError: None as a whole, no list, a wrong length, NaN, too large or no number, with row, value and type.
+
+    >>> checked_rewards([1, None, True], ["0_0", "0_1", "0_2"], name="f")
+    (array([ 1., nan,  1.]), 0)
+    """
+    problem = _shape_problem(value, len(ids))
+    items: list[Any] = []
+    if problem is None:
+        items, problem = _entries(value, len(ids))
+    if problem is not None:
+        problem = f"reward function {name} returned {problem}; return a list of {len(ids)} numbers, one per completion"
+        problem += " (None entries mean: not applicable)" if value is None else ""
+        if on_error == "raise":
+            raise RewardError(problem)
+        LOG.warning("%s; counted as not applicable", problem)
+        return np.full(len(ids), math.nan), len(ids)
+    rewards, wrong = np.full(len(ids), math.nan), 0
+    for i, item in enumerate(items):
+        if item is None:
+            continue
+        number = _number(item)
+        if abs(number) <= LARGEST:
+            rewards[i] = number
+            continue
+        row, _, generation = ids[i].rpartition("_")
+        problem = (
+            f"reward function {name} returned {shown(item)} for row {row}, generation {generation} (entry {i}), "
+            f"{_kind(item)}; return a finite number up to {LARGEST:g} in size, or None where it does not apply"
+        )
+        if on_error == "raise":
+            raise RewardError(problem)
+        wrong += 1
+    if problem is not None:
+        LOG.warning("%s; %d such entries counted as not applicable", problem, wrong)
+    return rewards, wrong
+
+
+def said(error: BaseException) -> str:
+    """What an exception says, whatever its own methods do; of a group also what its first member says.
+
+    >>> said(ValueError("no")), said(ExceptionGroup("two failed", [KeyError("a"), ValueError("b")]))
+    ('no', "two failed (2 sub-exceptions), the first KeyError: 'a'")
+    """
+    try:
+        text = str(error)
+    except BaseException as other:  # an interrupt here too: the exception itself is on its way
+        text = f"<no text: {type(other).__name__}>"
+    if isinstance(error, BaseExceptionGroup):
+        first = error.exceptions[0]
+        text += f", the first {type(first).__name__}: {said(first)}"
+    return text
+
+
+def shown(value: Any) -> str:
+    """A value in a few words, whatever its own methods do.
+
+    >>> shown([1, "a" * 99]), shown(10**5000)
+    ("[1, 'aaaaaaaaaaaa...aaaaaaaaaaaaa']", '<an int without words: ValueError>')
+    """
+    try:
+        return reprlib.repr(value)
+    except BaseException as error:
+        name = type(value).__name__
+        return f"<{'an' if name[:1].lower() in 'aeiou' else 'a'} {name} without words: {type(error).__name__}>"
+
+
+def _kind(value: Any) -> str:
+    """What a value is, for messages."""
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {_shape(value)} on {value.device}"
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {_shape(value)}"
+    return f"of type {type(value).__name__}"
+
+
+def _shape(value: Any) -> list[int] | str:
+    """The shape of an array or tensor; a nested one has none to speak of."""
+    try:
+        return [int(n) for n in value.shape]
+    except Exception as error:
+        return f"<{type(error).__name__}>"
+
+
+def _shape_problem(value: Any, count: int) -> str | None:
+    """What is wrong with a returned value as a whole; None = nothing."""
+    if value is None:
+        return "None"
+    if isinstance(value, np.ndarray | torch.Tensor):
+        return None if _shape(value) == [count] else f"shape {_shape(value)}, {_kind(value)}"
+    listed = not isinstance(value, type | str | bytes | bytearray | memoryview | Mapping | set | frozenset)
+    if not listed or not hasattr(value, "__len__"):
+        return f"{type(value).__name__} {_text(value)!r}"
+    try:
+        length = len(value)
+    except Exception as error:
+        return f"{type(value).__name__} {_text(value)!r}, whose length raised {type(error).__name__}: {said(error)}"
+    return None if length == count else f"{length} rewards"
+
+
+def _text(value: Any) -> str:
+    """The beginning of a value's own text."""
+    try:
+        return str(value)[:60]
+    except Exception:
+        return shown(value)
+
+
+def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
+    """The entries of a list, array or tensor of the right length; and what is wrong, where they can't be read."""
+    what = _kind(value) if isinstance(value, np.ndarray | torch.Tensor) else f"a value {_kind(value)}"
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach()
+            return (value if value.layout is torch.strided else value.to_dense()).tolist(), None
+        if isinstance(value, np.ndarray) and value.dtype.kind not in "mM":  # tolist makes numbers of durations
+            return value.tolist(), None
+        items = list(itertools.islice(value, count + 1))  # its length may be a lie
+    except Exception as error:
+        return [], f"{what} that can't be read ({type(error).__name__}: {said(error)})"
+    if len(items) == count:
+        return items, None
+    how = "more" if len(items) > count else "fewer"
+    return [], f"a value {_kind(value)} with {how} entries than the {count} that its length says"
+
+
+def _number(item: Any) -> float:
+    """An entry as a number; NaN where it is none."""
+    try:
+        if isinstance(item, torch.Tensor):
+            item = item.detach().to_dense().item()
+        elif isinstance(item, np.ndarray):
+            item = item.item()
+        return math.nan if isinstance(item, NO_NUMBERS) else float(item)
+    except Exception:  # whatever its own __float__ may raise
+        return math.nan
