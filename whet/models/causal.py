@@ -28,9 +28,10 @@ SHARE = 1e-4
 
 
 def check_causal(module: PreTrainedModel, name: str) -> None:
-    """Runs a few tokens and asks for the gradient of the earlier ones' log-probabilities with respect to the later ones.
+    """Runs a few tokens and asks for the gradient of the first ones' log-probabilities with respect to the later ones.
 
-    Args: module: a causal language model of transformers with its own attention; left in eval mode. name: for messages.
+    Args: module: a causal language model of transformers with its own attention; its parts are left in the mode that
+        it is in itself. name: for messages.
     Raises: ConfigError: it can't run them, or the gradient is not 0.
 
     >>> from transformers import BertConfig, BertLMHeadModel
@@ -71,7 +72,8 @@ def _gradient(module: PreTrainedModel, tokens: list[int]) -> Tensor:
 
     layer: Any = module.get_input_embeddings()
     hook = layer.register_forward_hook(cut)
-    module.eval()
+    training = module.training
+    module.eval()  # activation checkpointing may take no gradient of what goes in
     try:
         with torch.inference_mode(False), torch.enable_grad():
             ids = torch.tensor([tokens], device=layer.weight.device)
@@ -81,4 +83,5 @@ def _gradient(module: PreTrainedModel, tokens: list[int]) -> Tensor:
             (found,) = torch.autograd.grad(loss, embeddings[:1])
     finally:
         hook.remove()
+        module.train(training)
     return found.float().abs().reshape(len(tokens), -1).amax(1)

@@ -91,12 +91,11 @@ def load_model(
     else:
         module, weight = read_model(str(model), _dtype(dtype), role)
         name = str(model)
-    module = module.to(device)  # pyright: ignore[reportArgumentType]
+    module = module.to(device).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: the checks below run without a layout
         module.set_attn_implementation("eager")
     _drop_dropout(module, name)
     check_causal(module, name)
-    module.train()
     is_critic = "whet_value_head" in vars(module.config)
     head = Head("value") if is_critic else detect_head(module)
     reasons = _refusals(module)

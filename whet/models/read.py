@@ -23,7 +23,7 @@ from transformers.utils.hub import cached_file
 
 from whet.errors import ConfigError, nearest
 from whet.models.causal import check_causal
-from whet.places import check_hub, model_folder
+from whet.places import check_hub, folders_here, model_folder
 
 __all__ = ["check_config", "read_model"]
 
@@ -61,8 +61,8 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # each family's config checks itself, and raises what it likes
         raise ConfigError(
-            f"can't read a model at {path!r}: {_said(error)}; give a folder with a config.json that is whole, or a hub name"
-            + nearest(path, [p.name for p in Path().iterdir() if p.is_dir() and p.name != path])
+            f"can't read a model at {path!r}: {_said(error)}; give a folder with a whole config.json, or a hub name"
+            + nearest(path, [name for name in folders_here() if name != path])
         ) from error
     check_config(config, path)
     critic = "whet_value_head" in vars(config)
@@ -176,8 +176,8 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
     other = [f"{n} is {list(a)} there and {list(b)} here" for n, a, b in info["mismatched_keys"] if n != head]
     if other:
         raise ConfigError(
-            f"can't load {path!r} as a causal language model: {_named(sorted(other))}; its weights must be whole and of "
-            "the shapes that its config.json says"
+            f"can't load {path!r} as a causal language model: {_named(sorted(other))}; its weights must be whole and "
+            "of the shapes that its config.json says"
         )
     if missing or dropped:
         check_causal(module, path)  # of an encoder it says more than the names of its other heads
@@ -189,7 +189,8 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
     if dropped:
         raise ConfigError(
             f"{path!r} has weights that its config.json has no place for, and that would be dropped ({len(dropped)}): "
-            f"{_named(dropped)}; copy config.json again from where the weights come from, or take these out of the files"
+            f"{_named(dropped)}; copy config.json again from where the weights come from, or take these out of the "
+            "files"
         )
 
 
