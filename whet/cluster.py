@@ -29,6 +29,8 @@ from whet.models.recompute import checkpoint_activations
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
+from whet.parallel.placement import Placement
+from whet.parallel.ranks import Ranks
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import complete, describe_engine, grammars_of, make_engine, sampling_of
 from whet.rollout.constraint import Masks
@@ -36,7 +38,7 @@ from whet.rollout.length_history import LengthHistory
 from whet.rollout.rest import Rest
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.train.checkpoints import Checkpoints
-from whet.train.offload import OffloadedWorker
+from whet.train.offload import OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics, ModelWorker
 from whet.tunix.inference_worker import InferenceWorker
@@ -102,16 +104,17 @@ class RLCluster:
             self._grammars.check(self.sampling(mode))
         for worker in self._workers.values():
             worker.support, worker.allowed = support_of(self.sampling(Mode.TRAIN)), self._allowed
-        self._engine = make_engine(
-            cluster_config.rollout_engine,
-            self.actor.loaded,
-            config=self.get_rollout_config(Mode.TRAIN),
-            decode=self.decode,
-            tokenizer=self.tokenizer,
-            grammars=self._grammars,
-            mesh=(cluster_config.role_to_mesh or {}).get(Role.ROLLOUT),
-            generation_kwargs={name for mode in Mode for name in self.get_rollout_config(mode).generation_kwargs},
-        )
+        with self.actor.rollout_weights():
+            self._engine = make_engine(
+                cluster_config.rollout_engine,
+                self.actor.loaded,
+                config=self.get_rollout_config(Mode.TRAIN),
+                decode=self.decode,
+                tokenizer=self.tokenizer,
+                grammars=self._grammars,
+                mesh=(cluster_config.role_to_mesh or {}).get(Role.ROLLOUT),
+                generation_kwargs={name for mode in Mode for name in self.get_rollout_config(mode).generation_kwargs},
+            )
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         self._trainers = {
             role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
@@ -147,7 +150,7 @@ class RLCluster:
         usual, budget = (c.token_budget(loaded.module.device.type) for c in (self.training_config, self.cluster_config))
         if budget > usual and not self._workers:
             log.info("max_tokens_per_microbatch is %d instead of %d: the rollout's longest sequence", budget, usual)
-        self._workers[role] = self._worker_class(loaded.module.device)(
+        self._workers[role] = ModelWorker(
             loaded,
             optim=None if role is Role.REFERENCE else optimizer,
             dtype=dtype,
@@ -155,16 +158,17 @@ class RLCluster:
             enough_tokens=self.training_config.enough_tokens(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
+            placement=self._placement(loaded.module.device),
         )
         empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
 
-    def _worker_class(self, device: torch.device) -> type[ModelWorker]:
-        """What works a model on a device, after offload_to_cpu."""
+    def _placement(self, device: torch.device) -> Placement:
+        """Where a role's tensors lie, after offload_to_cpu."""
         if self.cluster_config.offload_to_cpu and device.type != "cpu":
-            return OffloadedWorker
+            return OffloadPlacement()
         if self.cluster_config.offload_to_cpu and not self._workers:
             log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
-        return ModelWorker
+        return Placement()
 
     def device(self, role: Role) -> torch.device:
         """Where a role's model is loaded: its mesh's kind of device, or the GPU if there is one."""
@@ -188,6 +192,11 @@ class RLCluster:
     def actor(self) -> ModelWorker:
         """The policy that is trained."""
         return self._workers[Role.ACTOR]
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together: `agree`, `shared`, `is_writer`; alone, they do nothing."""
+        return self.actor.placement.ranks
 
     @property
     def rollout(self) -> RolloutEngine:
@@ -282,15 +291,16 @@ class RLCluster:
         expected = self._lengths.of(domain, prompts)
         for start in range(0, len(prompts), size):
             part = prompts[start : start + size]
-            groups += complete(
-                self._engine,
-                part,
-                sampling or self.sampling(own),
-                num_generations=num_generations,
-                address=(base * len(_DOMAIN) + _DOMAIN[domain], step, start),
-                first_id=self._next_id,
-                expected=expected[start : start + size],
-            )
+            with self.actor.rollout_weights():
+                groups += complete(
+                    self._engine,
+                    part,
+                    sampling or self.sampling(own),
+                    num_generations=num_generations,
+                    address=(base * len(_DOMAIN) + _DOMAIN[domain], step, start),
+                    first_id=self._next_id,
+                    expected=expected[start : start + size],
+                )
             self._next_id += len(part) * num_generations
         self._lengths.note(domain, groups)
         return groups

@@ -106,13 +106,17 @@ class RLLearner:
         return groups
 
     def reward(self, groups: list[Group], mode: Mode = Mode.TRAIN) -> Rewarded:
-        """Calls the reward functions.
+        """Calls the reward functions, once for each completion: where several processes train, each judges a part.
 
         Returns: the groups with what each function said, the weighted sums [J], and the metrics of both.
         """
+
+        def judged(own: Sequence[Group]) -> Rewarded:
+            texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in own]
+            return self.reward_manager(own, texts, mode=mode)
+
         with self.cluster.trace.span("rewards"):
-            texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
-            return self.reward_manager(groups, texts, mode=mode)
+            return Rewarded.cat(self.cluster.ranks.shared(judged, groups))
 
     def batch(self, rewarded: Rewarded) -> TokenBatch:
         """Lays rewarded groups end to end, and notes their metrics."""

@@ -33,6 +33,7 @@ def check_format(path: Path, number: Any, known: int, *, weights: Path) -> int:
         number: what it gives as its format.
         known: the newest that this release reads; it reads all before it too.
         weights: the folder of the model, from which a new run can start in any case.
+
     Raises:
         CheckpointError: another number, or no number at all.
 

@@ -55,8 +55,10 @@ class Ranks:
         Args:
             fn: of some of the items, in order; it is called at most once on each rank.
             items: the same on every rank. They stay whole: what must be judged together is one item.
+
         Returns:
             what `fn` returned, in the order of the items, the same on every rank; one result where one process works.
+
         Raises:
             WhetError: it failed on a rank; on that rank, its own error. All ranks raise, so none waits for another.
 

@@ -135,8 +135,10 @@ def saved_state(
         path: optimizer.safetensors.
         rest: "optim" of the state.pt beside it.
         groups: the names of the parameters of each group of the optimizer here.
+
     Returns:
         the settings of each group; the settings that each was made with; the entries of each parameter by its name.
+
     Raises:
         CheckpointError: it can't be read, is of a format not known here, or has other parameters or groups.
     """

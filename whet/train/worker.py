@@ -29,7 +29,8 @@ from whet.models.load import LoadedModel, save_model
 from whet.ops import Support, aggregate, segment_count, segment_mean
 from whet.parallel import load_state, read_state, save_state, write_state
 from whet.parallel.formats import STATE_FORMAT, check_format
-from whet.train.optim import Optim
+from whet.parallel.placement import Placement
+from whet.train.optim import Optim, total_norm
 from whet.types import LossInputs, TokenBatch, TokenStats
 
 __all__ = ["REDUCTIONS", "Loss", "Metrics", "ModelWorker", "Reductions"]
@@ -53,7 +54,8 @@ class ModelWorker:
         read (a reference). dtype: what the model computes in; None = as it is. support: the distribution whose
         logprobs are computed: the sampler's. max_tokens: token budget of a micro-batch. enough_tokens: from which on a
         larger micro-batch is no faster; None = unknown. max_sequences: sequences of a micro-batch at most; None = as
-        many as fit. given: what the worker is made from, for the run's settings; None = a module.
+        many as fit. given: what the worker is made from, for the run's settings; None = a module. placement:
+            where its tensors lie; None = on the model's device, in one process.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ModelWorker:
         enough_tokens: int | None = None,
         max_sequences: int | None = None,
         given: RoleConfig | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.loaded = loaded
         self.given = given
@@ -82,12 +85,19 @@ class ModelWorker:
         """By which the micro-batches of a batch are made alike."""
         if optim is None:
             loaded.module.requires_grad_(False)
-        self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype)
+        self.placement = placement or Placement()
+        self.placement.materialise(loaded.module, dtype)
+        self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None:
             for p in loaded.module.parameters():
                 p.data = p.data.to(dtype)
-        self.fast_layers: FastLayers | None = FastLayers(loaded.module)
+        self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
         """Other forwards for layers that have one; None = the module's own alone."""
+        self.placement.hold(loaded.module, self.optim)
+
+    def _norm(self, grads: Sequence[Tensor]) -> float:
+        """The norm of the whole gradient, of which this process may have a part."""
+        return self.placement.norm(grads, total_norm)
 
     @property
     def module(self) -> nn.Module:
@@ -96,8 +106,8 @@ class ModelWorker:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
-        return next(self.module.parameters()).device
+        """Where the model computes, also while its weights lie elsewhere."""
+        return self.placement.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -150,16 +160,29 @@ class ModelWorker:
     def _read(
         self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None = None
     ) -> TokenStats:
+        with self.placement.during("read"):
+            return self._read_columns(batch, names, support, max_sequences or self.max_read_sequences)
+
+    def _read_columns(
+        self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None
+    ) -> TokenStats:
         out: dict[str, Tensor] = {}
-        for micro in self.micro_batches(batch, max_sequences or self.max_read_sequences):
-            allowed = self._allowed(batch, micro, support)
-            with self._layers():
-                stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names, allowed=allowed)
+        for micro, counts in self.placement.share(self.micro_batches(batch, max_sequences)):
+            stats = self._stats(batch, micro, support, entropy="entropy" in names)
             for name in names:
                 column = getattr(stats, name)
                 whole = out.setdefault(name, column.new_zeros(batch.num_tokens))
-                whole.index_copy_(0, micro.index, column)
-        return TokenStats(**{name: whole.cpu() for name, whole in out.items()})
+                if counts:
+                    whole.index_copy_(0, micro.index, column)
+        return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather(out).items()})
+
+    def _stats(self, batch: TokenBatch, micro: MicroBatch, support: Support, *, entropy: bool) -> TokenStats:
+        """What the model says of the targets of one forward pass."""
+        allowed = self._allowed(batch, micro, support)
+        with self._layers():
+            return self.placement.forward(
+                lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, allowed=allowed)
+            )
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
         """What a constraint allows at each target, where it matters."""
@@ -206,7 +229,8 @@ class ModelWorker:
             own name if not named.
         Returns: "loss" (the sum) and the loss's metrics over the tokens of the mask.
         """
-        return self._run(batch, loss, entropy, reductions or {}, backward=True)
+        with self.placement.during("backward"):
+            return self._run(batch, loss, entropy, reductions or {}, backward=True)
 
     @torch.no_grad()
     def evaluate(
@@ -218,7 +242,8 @@ class ModelWorker:
         reductions: Reductions | None = None,
     ) -> Metrics:
         """What forward_backward would report, without a gradient."""
-        return self._run(batch, loss, entropy, reductions or {}, backward=False)
+        with self.placement.during("read"):
+            return self._run(batch, loss, entropy, reductions or {}, backward=False)
 
     def _run(self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Reductions, *, backward: bool) -> Metrics:
         if batch.weights is None:
@@ -227,22 +252,22 @@ class ModelWorker:
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
         columns = {n: None if (c := getattr(batch, n)) is None else c.to(self.device) for n in _COLUMNS}
         all_weights = batch.weights.to(self.device)
-        for micro in self.micro_batches(batch, self.max_sequences):
-            allowed = self._allowed(batch, micro, self.support)
-            with self._layers():
-                stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy, allowed=allowed)
-            x = _loss_inputs(columns, micro, stats)
+        shared = self.placement.share(self.micro_batches(batch, self.max_sequences))
+        for i, (micro, counts) in enumerate(shared):
+            self.placement.sync(i == len(shared) - 1)
+            x = _loss_inputs(columns, micro, self._stats(batch, micro, self.support, entropy=entropy))
             per_token, values = loss(x)
             weights = all_weights.index_select(0, micro.index).to(per_token.dtype)
-            total = aggregate(per_token, weights)
+            total = aggregate(per_token, weights if counts else torch.zeros_like(weights))
             if backward:
                 with self._layers():  # checkpointed layers run again
                     total.backward()
-            named, found = _reduced(values, x.mask, weights, reductions, x.sequence)
-            labels.append(named)
-            numbers.append(torch.stack([total.detach().double(), *found]))
+            if counts:
+                named, found = _reduced(values, x.mask, weights, reductions, x.sequence)
+                labels.append(named)
+                numbers.append(torch.stack([total.detach().double(), *found]))
         read = torch.cat(numbers).tolist() if numbers else []
-        return merge({"loss": Sum(0.0)}, *_metrics(labels, read))
+        return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(_metrics(labels, read))))
 
     def optim_step(self) -> Metrics:
         """Clips, steps, clears. A gradient that isn't finite is skipped, cleared and counted.
@@ -250,11 +275,19 @@ class ModelWorker:
         Returns: "grad_norm" (before clipping), "learning_rate" (of this step), "optim/skipped" (0 or 1).
         """
         assert self.optim is not None, "this worker was made without an optimizer"
-        norm, rate, skipped = self.optim.step()
+        with self.placement.during("step"):
+            norm, rate, skipped = self.optim.step()
         found: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
         return found if skipped else {**found, "grad_norm": Mean(norm, 1.0)}
 
     # ---- weights and state ---------------------------------------------------------------------------------------
+
+    def rollout_weights(self) -> AbstractContextManager[nn.Module]:
+        """Inside, the module's parameters are plain tensors in the dtype that it computes in: an engine may read them.
+
+        Example: `with worker.rollout_weights(): outputs = engine.poll()`.
+        """
+        return self.placement.weights()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names."""
@@ -280,13 +313,18 @@ class ModelWorker:
         state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
         check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
         masters = None if self.optim is None else self.optim.masters_by_name()
-        load_state(self.module, folder / "model.safetensors", masters)
-        if self.optim is not None:
-            self.optim.load(folder / "optimizer.safetensors", state["optim"])
+        with self.placement.during("load"):
+            load_state(self.module, folder / "model.safetensors", masters)
+            if self.optim is not None:
+                self.optim.load(folder / "optimizer.safetensors", state["optim"])
         self.version = state["version"]
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters where there are any."""
+        with self.placement.during("export"):
+            self._export(folder, tokenizer)
+
+    def _export(self, folder: Path, tokenizer: Any) -> None:
         masters = {} if self.optim is None else self.optim.masters_by_name()
         held = {n: p.data for n, p in self.module.named_parameters() if n in masters and masters[n] is not p}
         params = dict(self.module.named_parameters())
@@ -303,6 +341,7 @@ class ModelWorker:
         if self.optim is not None:
             self.optim.close()
         self.optim = None
+        self.placement.release()
 
 
 def _loss_inputs(columns: Mapping[str, Tensor | None], micro: MicroBatch, stats: TokenStats) -> LossInputs:

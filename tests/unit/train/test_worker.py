@@ -326,7 +326,7 @@ def test_the_state_of_a_later_release_is_refused_and_nothing_is_changed(tmp_path
     torch.save({**state, "format": 3}, tmp_path / "state.pt")
     other = make(tiny_model(1), optim=OptimConfig(lr=1e-2))
     before = weights_of(other.module)
-    with pytest.raises(CheckpointError, match=r"state\.pt has format 3, .*formats 1 to 2; .*from its weights: actor\.mod"):
+    with pytest.raises(CheckpointError, match=r"state\.pt has format 3, .*formats 1 to 2; .*from its weights"):
         other.load(tmp_path)
     assert same(weights_of(other.module), before)
     del state["format"]  # as earlier versions wrote it
