@@ -30,8 +30,9 @@ from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
 from whet.rollout.base import RolloutEngine, Sampling, support_of
-from whet.rollout.build import complete, describe_engine, grammars_of, make_engine, sampling_of
+from whet.rollout.build import describe_engine, grammars_of, make_engine, sampling_of
 from whet.rollout.constraint import Masks
+from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.length_history import LengthHistory
 from whet.rollout.rest import Rest
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
@@ -282,16 +283,17 @@ class RLCluster:
         expected = self._lengths.of(domain, prompts)
         for start in range(0, len(prompts), size):
             part = prompts[start : start + size]
-            groups += complete(
-                self._engine,
-                part,
-                sampling or self.sampling(own),
-                num_generations=num_generations,
-                address=(base * len(_DOMAIN) + _DOMAIN[domain], step, start),
-                first_id=self._next_id,
-                expected=expected[start : start + size],
+            rollouts = Rollouts(self._engine, next_id=self._next_id)
+            groups += rollouts.run(
+                single_turns(
+                    part,
+                    sampling or self.sampling(own),
+                    num_generations=num_generations,
+                    address=(base * len(_DOMAIN) + _DOMAIN[domain], step, start),
+                    expected=expected[start : start + size],
+                )
             )
-            self._next_id += len(part) * num_generations
+            self._next_id = rollouts.next_id
         self._lengths.note(domain, groups)
         return groups
 

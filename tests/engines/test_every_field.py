@@ -16,9 +16,9 @@ from tiny import VOCABULARY, build, letters, requests, run
 from whet.errors import ConfigError, EngineError
 from whet.ops.support import Support, support_logits
 from whet.rollout import sglang, vllm
-from whet.rollout.base import Sampling, check_caps, support_of
+from whet.rollout.base import Constraint, Sampling, check_caps, support_of
 from whet.rollout.compat import BaseRolloutAdapter
-from whet.rollout.constraint import Constraint, Grammars
+from whet.rollout.constraint import Grammars
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.external import Flight
 from whet.rollout.hf import HFEngine

@@ -15,52 +15,25 @@ import json
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from whet.errors import ConfigError, DataError, EngineError, lookup_error
+from whet.errors import ConfigError, DataError, EngineError
+from whet.rollout.base import Constraint, Request, Sampling
 from whet.types import FinishReason
 
-if TYPE_CHECKING:
-    from whet.rollout.base import Request, Sampling
-
-__all__ = ["Constraint", "Grammars", "Masks", "Matcher"]
+__all__ = ["Grammars", "Masks", "Matcher"]
 
 log = logging.getLogger("whet")
 
-KINDS = ("grammar", "json_schema", "regex")
 UNFORCED = '%llguidance {"no_forcing": true}'
 """Any tokens may spell a text that is forced; llguidance would allow the tokenizer's own spelling alone."""
 COMPILED = 64
 """Languages kept compiled."""
 KEPT_BYTES = 256 * 2**20
 """Distinct masks kept between the passes over a batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constraint:
-    """The language that a completion's text lies in.
-
-    Raises: ConfigError: an unknown kind. What is wrong inside the text is said by Grammars.check.
-
-    >>> Constraint(kind="regex", text="[0-9]+")
-    Constraint(kind='regex', text='[0-9]+')
-    """
-
-    kind: str
-    """"regex": the whole text matches it; "json_schema": a JSON text that the schema allows; "grammar": Lark."""
-    text: str
-    """The expression, the schema (as JSON) or the grammar (its first rule is `start`)."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise lookup_error("constraint", self.kind, KINDS)
-
-    def __str__(self) -> str:
-        text = self.text if len(self.text) <= 80 else self.text[:77] + "..."
-        return f"{self.kind} {text!r}"
 
 
 class Matcher:
@@ -125,7 +98,6 @@ class Grammars:
         its tokens, or a constraint is malformed or begins with nothing that the tokenizer can spell.
 
     >>> from whet.data.tokenizer import byte_tokenizer
-    >>> from whet.rollout.base import Sampling
     >>> grammars = Grammars(byte_tokenizer(), vocabulary=259)
     >>> m = grammars.matcher(Sampling(constraint=Constraint(kind="regex", text="ab?"), stop_ids=(256,)))
     >>> m.advance(ord("a")), grammars.refresh([m]), np.flatnonzero(np.unpackbits(m.allowed, bitorder="little"))

@@ -142,14 +142,17 @@ class Flight:
 def seed_of(request: Request, bits: int = 63) -> int:
     """The seed of a request's draws, from its address and where it goes on.
 
-    Args: request: its address and offset. bits: the seed is below 2**bits.
-    Returns: equal for equal addresses. A request that goes on has another seed: it must not repeat its first draws.
+    Args: request: its address, draw and offset. bits: the seed is below 2**bits.
+    Returns: equal for equal addresses. A later turn has another seed, and so has a request that goes on: neither must
+        repeat the first draws.
 
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
     >>> seed_of(r) == seed_of(replace(r, id=4)), seed_of(r) == seed_of(replace(r, offset=1)), seed_of(r, 31) < 2**31
     (True, False, True)
     """
     key = address_key(*request.address)
+    if request.draw:
+        key = address_key(key % 2**64, request.draw, 1, 0)
     if request.offset:
         key = address_key(key % 2**64, request.offset, 0, 0)
     return key % 2**bits

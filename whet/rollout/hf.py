@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from whet.errors import ConfigError
 from whet.models.load import LoadedModel
 from whet.models.modes import evaluating, max_positions, native_attention
-from whet.ops.uniform import address_key
+from whet.ops.uniform import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.beams import beam_search
 from whet.rollout.constraint import Grammars, Matcher
@@ -111,6 +111,7 @@ class HFEngine(QueueEngine):
         ids = torch.from_numpy(np.stack([r.tokens for r in batch]).astype(np.int64)).to(device)
         keys = torch.tensor([address_key(*r.address) for r in batch], device=device)
         place = torch.tensor([r.offset for r in batch], device=device)
+        draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
         options = Processors(plan.sampling, place_of(batch[0], device)) if plan.sampling.generation_kwargs else None
         matchers = [self._grammars.start(r) if self._grammars else None for r in batch]
@@ -120,7 +121,7 @@ class HFEngine(QueueEngine):
         cache, fresh = None, ids
         for step in range(plan.sampling.max_tokens):
             logits, cache = self._forward(ids, fresh, cache)
-            where: dict[str, Any] = {"keys": keys, "position": place + step, "seen": seen}
+            where: dict[str, Any] = {"u": uniform(keys, draws + step), "position": place + step, "seen": seen}
             if options is None:
                 allowed = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
                 token, logprob = sample_rows(logits, plan, **where, allowed=allowed)

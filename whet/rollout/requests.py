@@ -130,6 +130,8 @@ def check_request(
         raise EngineError(
             f"{name}: offset {request.offset} must be in 0..{length - 1}: its {length} tokens include them"
         )
+    if request.draw < 0:
+        raise EngineError(f"{name}: draw {request.draw} must be 0 or more: draws are counted from the address's first")
     if positions is not None and length + s.max_tokens > positions:
         raise EngineError(
             f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "
@@ -151,7 +153,7 @@ def check_request(
     if s.constraint is not None and not constrains:
         raise ConfigError(
             f"{name} has the constraint {s.constraint}, but the engine has no tokenizer to spell it with; pass "
-            "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('vanilla', 'hf')"
+            "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('embedded', 'hf')"
         )
 
 

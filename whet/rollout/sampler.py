@@ -28,8 +28,9 @@ from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.load import LoadedModel, load_model, usable_device
 from whet.models.modes import max_positions
-from whet.rollout.base import Piece, Request, RolloutEngine, Sampling, stream
-from whet.rollout.build import complete, make_engine, sampling_of
+from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
+from whet.rollout.build import make_engine, sampling_of
+from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.options import check_names, num_beams
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt
@@ -335,15 +336,10 @@ class Sampler:
                 f"temperature=0.0 takes the likeliest token, so {num_generations} generations would be one and the "
                 "same; set a temperature above 0"
             )
-        start = self._next_id
+        rollouts = Rollouts(self.engine(any_of), next_id=self._next_id)
         self._next_id += len(prompts) * num_generations
-        return complete(
-            self.engine(any_of),
-            prompts,
-            sampling,
-            num_generations=num_generations,
-            address=(seed, 0, first),
-            first_id=start,
+        return rollouts.run(
+            single_turns(prompts, sampling, num_generations=num_generations, address=(seed, 0, first))
         )
 
     def stream(
