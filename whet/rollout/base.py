@@ -149,6 +149,21 @@ class Request:
     max_tokens. It changes no token, but for what "alone and in a crowd" changes (docs/exactness.md)."""
 
 
+    def after(self, tokens: np.ndarray) -> Request:
+        """The request that goes on from here. Args: tokens: int [C], what has been made of the completion since.
+
+        >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=8), group=0, address=(0, 0, 0, 0))
+        >>> r.after(np.array([7, 2])).offset, r.after(np.array([7, 2])).sampling.max_tokens
+        (2, 6)
+        """
+        return replace(
+            self,
+            tokens=np.concatenate([self.tokens, tokens]).astype(np.int32),
+            sampling=replace(self.sampling, max_tokens=self.sampling.max_tokens - len(tokens)),
+            offset=self.offset + len(tokens),
+        )
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Output:
     """What came of a request: the new tokens only."""

@@ -117,12 +117,7 @@ class Flight:
 
     def rest(self) -> Request:
         """The request that goes on from what has been made."""
-        if not self.tokens:
-            return self.request
-        r, made = self.request, len(self.tokens)
-        sampling = replace(r.sampling, max_tokens=r.sampling.max_tokens - made)
-        tokens = np.concatenate([r.tokens, np.array(self.tokens, np.int32)])
-        return replace(r, tokens=tokens, sampling=sampling, offset=r.offset + made)
+        return self.request.after(np.array(self.tokens, np.int32)) if self.tokens else self.request
 
     def output(self, reason: FinishReason) -> Output:
         """What came of it."""

@@ -338,9 +338,7 @@ class Sampler:
             )
         rollouts = Rollouts(self.engine(any_of), next_id=self._next_id)
         self._next_id += len(prompts) * num_generations
-        return rollouts.run(
-            single_turns(prompts, sampling, num_generations=num_generations, address=(seed, 0, first))
-        )
+        return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, address=(seed, 0, first)))
 
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int, place: int = 0, conversation: int | None = None
