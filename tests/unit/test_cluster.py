@@ -30,7 +30,7 @@ from whet.ops import group_relative
 from whet.rollout.base import EngineCaps, Output
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
-from whet.rollout.rest import Rest
+from whet.rollout.policy import PolicyRollouts
 from whet.rollout.simple import QueueEngine
 from whet.tunix.metrics_buffer import MetricsBuffer
 from whet.types import TokenBatch, TrainExample
@@ -316,7 +316,7 @@ def test_an_engine_without_a_method_is_refused_by_its_name():
         stats = property()
 
     with pytest.raises(ConfigError, match=r"the engine Half has no stats; .*QueueEngine"):
-        cluster(engine=Half)
+        cluster(engine=Half).build_engine()
 
 
 def test_a_grpo_step_written_from_the_verbs_is_the_first_step_of_the_learner():
@@ -468,6 +468,7 @@ def test_what_this_release_does_not_have_is_refused(monkeypatch):
 
 def test_close_ends_the_engine_and_frees_the_optimizers():
     c = cluster(engine=Replay)
+    c.build_engine()
     c.close()
     assert c.rollout.closed and c.actor.optim is None
 
@@ -545,7 +546,7 @@ def test_a_resting_engine_holds_no_memory_and_samples_again_after_the_sync():
     draw = lambda: [x.tokens.tolist() for x in c.sample([prompt("abc")], num_generations=2, step=1)[0].completions]
     want = draw()
     assert c.rollout.stats().kv_bytes > 0
-    c.rest_engine()
+    c.release_engine_memory()
     assert c.rollout.stats().kv_bytes == 0
     c.sync_weights()
     assert draw() == want
@@ -555,12 +556,12 @@ def test_an_engine_rests_once_and_wakes_for_who_samples_before_the_sync(monkeypa
     c, trims = cluster(), []
     monkeypatch.setattr("whet.cluster.release_freed_memory", lambda: trims.append(c.rollout.stats().kv_bytes))
     want = [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens]
-    c.rest_engine()
-    c.rest_engine()  # the next mini-batch
+    c.release_engine_memory()
+    c.release_engine_memory()  # the next mini-batch
     assert trims == [0]
     assert [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens] == want
     assert c.rollout.stats().kv_bytes > 0
-    c.rest_engine()
+    c.release_engine_memory()
     assert trims == [0, 0]
 
 
@@ -588,15 +589,18 @@ class Sleeper(MockEngine):
 def test_an_engine_rests_where_that_makes_room_and_freed_memory_leaves_then(place, shared, rests, monkeypatch):
     c, log = cluster(), []
     monkeypatch.setattr("whet.cluster.empty_cache", lambda device: log.append(f"empty {device}"))
-    c._rest = Rest(Sleeper(log, shared_weights=shared), torch.device(place))
+    engine = Sleeper(log, shared_weights=shared)
+    policy = SimpleNamespace(version=0, device=torch.device(place), named_weights=c.actor.named_weights)
+    c._rollouts = PolicyRollouts(lambda: engine, policy)
+    assert c.rollout is engine
     for _ in range(2):  # two mini-batches
-        c.rest_engine()
+        c.release_engine_memory()
     c.sample([])
     c.sample([])
     between = [("update", False)] if shared else []
     assert log == (["sleep", "empty cpu", "wake", *between] if rests else [])
     log.clear()
-    c.rest_engine()
+    c.release_engine_memory()
     c.sync_weights()
     woken = ["wake"] if rests else []
     assert log == [*(["sleep", "empty cpu"] if rests else []), "empty cpu", *woken, ("update", not shared)]
@@ -607,7 +611,8 @@ def test_what_loading_left_is_given_back_before_the_engine_looks_for_memory(monk
     monkeypatch.setattr("whet.cluster.empty_cache", lambda device: log.append("empty"))
     make = whet.cluster.make_engine
     monkeypatch.setattr("whet.cluster.make_engine", lambda *a, **o: (log.append("engine"), make(*a, **o))[1])
-    cluster()
+    c = cluster()
+    assert log == ["empty"] and c.rollout is c.rollout
     assert log == ["empty", "engine"]
 
 

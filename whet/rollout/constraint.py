@@ -20,9 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from whet.data.packing import MicroBatch
 from whet.errors import ConfigError, DataError, EngineError
 from whet.rollout.base import Constraint, Request, Sampling
-from whet.types import FinishReason
+from whet.types import FinishReason, TokenBatch
 
 __all__ = ["Grammars", "Masks", "Matcher"]
 
@@ -289,6 +290,12 @@ class Masks:
     def bytes(self) -> int:
         """Memory of the distinct masks."""
         return sum(row.nbytes for row in self._rows)
+
+    def of_targets(self, sampling: Sampling, batch: TokenBatch, micro: MicroBatch) -> torch.Tensor:
+        """The masks of a micro-batch's targets. Args: sampling: that they were drawn under. Returns: uint8 [s, W]."""
+        at = micro.index.cpu()
+        tokens, sequence, versions = (x.cpu().numpy() for x in (micro.targets, micro.sequence, batch.versions[at]))
+        return self.of(sampling, tokens, sequence, versions >= 0)
 
     def of(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
         """What `Grammars.replay` gives, arguments and errors alike; sequences are whole."""

@@ -140,7 +140,7 @@ class Stubborn(MockEngine):
 
 
 def test_what_an_engine_that_cannot_abort_gives_back_later_is_dropped():
-    rollouts = Rollouts(Stubborn(vocabulary=8))
+    rollouts = Rollouts(Stubborn(vocabulary=VOCABULARY))
     rollouts.cancel(rollouts.start(single_turns(rows(2), Sampling())))
     (group,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=3), address=(1, 1, 1)))
     assert len(group.completions) == 1 and rollouts.engine.stats().in_flight == 0
@@ -212,7 +212,7 @@ def test_the_turns_of_an_episode_never_share_a_number():
         drawn.append([len(o.tokens) for o in both] + [asked.draw])
         return [completion(o, generation=0) for o in (*both, third)]
 
-    (group,) = Rollouts(MockEngine(vocabulary=8)).run([Episode(rows(1)[0], (0, 0, 0, 0), play)])
+    (group,) = Rollouts(MockEngine(vocabulary=VOCABULARY)).run([Episode(rows(1)[0], (0, 0, 0, 0), play)])
     assert drawn == [[4, 6, 10]]  # outputs in the order asked; the third begins behind the 4 + 6 set aside
     assert [c.generation for c in group.completions] == [0, 0, 0]  # forks of one trajectory
     assert len({tuple(c.tokens[:4].tolist()) for c in group.completions}) == 3
@@ -265,7 +265,7 @@ class Faulty(MockEngine):
     """Fails in its own way at the second poll."""
 
     def __init__(self, fault):
-        super().__init__(vocabulary=8, per_poll=1)
+        super().__init__(vocabulary=VOCABULARY, per_poll=1)
         self.fault, self.polls = fault, 0
 
     def poll(self, timeout_s=None):
@@ -281,7 +281,7 @@ def interrupt(outputs):
     ("fault", "error", "words"),
     [
         (lambda outputs: [], EngineError, "the engine is at rest, but 3 of 4 requests never came back"),
-        (interrupt, KeyboardInterrupt, ""),
+        (interrupt, KeyboardInterrupt, None),
         (
             lambda outputs: [replace(o, logprobs=o.logprobs * np.nan) for o in outputs],
             EngineError,
