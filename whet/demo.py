@@ -240,7 +240,7 @@ def _valid_share(worker: Any, tokenizer: Any) -> float:
     from whet.rollout.base import Sampling
     from whet.rollout.driver import Rollouts, single_turns
 
-    engine = resolve_engine("vanilla")(worker.loaded)
+    engine = resolve_engine("embedded")(worker.loaded)
     encode = PromptEncoder(tokenizer)
     prompts = [encode(row, i) for i, row in enumerate(validation_rows())]
     sampling = Sampling(max_tokens=32, temperature=0.0, stop_ids=(tokenizer.eos_token_id,))

@@ -28,6 +28,7 @@ from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.ops import group_relative
 from whet.rollout.base import EngineCaps, Output
+from whet.rollout.driver import Episode, completion
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
 from whet.rollout.policy import PolicyRollouts
@@ -661,3 +662,98 @@ def test_direct_calls_leave_no_lengths_behind():
 def test_a_checkpoint_without_lengths_is_taken():
     c = cluster()
     c.restore({k: v for k, v in c.state().items() if k != "lengths"}, 1)
+
+
+# ---- the engine, when it is asked for ------------------------------------------------------------------------------
+
+
+def no_engine(*args, **options):
+    raise AssertionError("an engine was built")
+
+
+def test_a_cluster_that_only_trains_builds_no_engine(monkeypatch):
+    groups = cluster().sample([prompt("2+2=")], num_generations=2)
+    batch = TokenBatch.from_groups(groups, [0.0, 1.0]).replace(advantages=torch.ones(sum_tokens(groups)))
+    monkeypatch.setattr("whet.cluster.make_engine", no_engine)
+    c = cluster()
+    c.actor.logprobs(batch)
+    c.release_engine_memory()
+    c.actor_trainer.update(c.actor_trainer.weighted(batch))
+    c.sync_weights()
+    assert c.actor.version == 1 and "rollout" not in c.describe()
+    state = c.state()
+    c.restore(state, 1)
+    assert c.state().keys() == state.keys() == {"next_id", "calls", "dtypes", "lengths"}
+    c.close()
+
+
+def sum_tokens(groups):
+    return sum(len(x.tokens) for g in groups for x in g.completions)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rollout": {"stop": ["<|im_end|>"]}}, "special token"),
+        ({"rollout": {"constraint": {"kind": "regex", "text": "("}}}, "is refused"),
+        ({"engine": "vllmm"}, "did you mean vllm"),
+    ],
+)
+def test_what_is_wrong_with_the_sampling_is_said_before_an_engine_is_built(options, words, monkeypatch):
+    monkeypatch.setattr("whet.cluster.make_engine", no_engine)
+    with pytest.raises(ConfigError, match=words):
+        cluster(**options)
+
+
+def test_a_learner_builds_the_engine_so_that_what_it_refuses_is_said_before_the_first_step():
+    class Half(Replay):
+        stats = property()
+
+    with pytest.raises(ConfigError, match="the engine Half has no stats"):
+        GRPOLearner(cluster(engine=Half), GRPOConfig(beta=0.0), length_reward)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vanilla"])
+def test_an_engine_that_is_built_late_draws_what_one_built_at_once_draws(engine):
+    early, late = cluster(engine=engine), cluster(engine=engine)
+    early.build_engine()
+    drawn = []
+    for c in (early, late):
+        c.sync_weights()
+        c.sync_weights()
+        (group,) = c.sample([prompt("2+2=")], num_generations=3, step=4)
+        drawn.append([x.tokens.tolist() for x in group.completions])
+        assert {v for x in group.completions for v in x.versions.tolist()} == {2}
+    assert drawn[0] == drawn[1]
+
+
+def test_an_engine_with_weights_of_its_own_that_is_built_late_gets_those_of_now():
+    log, c = [], cluster()
+    policy = SimpleNamespace(version=3, device=torch.device("cpu"), named_weights=c.actor.named_weights)
+    c._rollouts = PolicyRollouts(lambda: Sleeper(log, shared_weights=False), policy)
+    c.build_engine()
+    assert log == [("update", True)]
+
+
+def test_episodes_of_a_cluster_go_on_after_a_release_and_beside_its_samples():
+    c = cluster(rollout={"temperature": 1.0})
+
+    def play(episode):
+        first = yield episode.request(episode.prompt.tokens, c.sampling())
+        context = np.concatenate([episode.prompt.tokens, first.tokens, [65, 66]]).astype(np.int32)
+        second = yield episode.request(context, c.sampling())
+        return completion(first, np.array([65, 66]), second, generation=episode.generation)
+
+    episodes = lambda: [Episode(prompt("2+2="), (0, 1, 0, g), play) for g in range(2)]
+    want = [x.tokens.tolist() for x in c.rollouts.run(episodes())[0].completions]
+    c.release_engine_memory()
+    rollouts = c.rollouts
+    rollouts.start(episodes())
+    (other,) = c.sample([prompt("abc")], step=9)
+    alone = cluster(rollout={"temperature": 1.0}).sample([prompt("abc")], step=9)
+    assert other.completions[0].tokens.tolist() == alone[0].completions[0].tokens.tolist()
+    done = rollouts.ready()
+    assert [x.tokens.tolist() for g in done for x in g.completions] == want
+    batch = TokenBatch.from_groups(done, [0.0, 1.0])
+    gaps = (c.actor.logprobs(batch).logprobs - batch.sampler_logprobs)[batch.mask]
+    assert (~batch.mask).sum() == 4 and gaps.abs().max() < 1e-4

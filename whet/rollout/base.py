@@ -232,7 +232,7 @@ class EngineCaps:
     updates_in_flight: bool = False
     """New weights are taken between two tokens of a completion; without it, between two completions."""
     conversations: bool = False
-    """Holds what a conversation has said, so that its next turn is not encoded anew."""
+    """Holds what a conversation has said, so that its next turn is not encoded again."""
     constraints: bool = False
     """Draws under Sampling.constraint."""
 

@@ -80,31 +80,32 @@ def make_engine(
         cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...). loaded: the policy. config: the rollout's.
         decode: ids to text. generation_kwargs: names of transformers' options that it will be asked for. grammars:
         those of the tokenizer, where the caller has them already.
-    Returns: the engine. "vanilla" becomes "hf" where the model can't take whet's attention layout or transformers'
+    Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout or transformers'
         options are asked for, with the reason.
     """
-    from whet.rollout import resolve_engine
+    from whet.rollout import engine_name, resolve_engine
     from whet.rollout.compat import BaseRolloutAdapter, prompt_text
 
-    if spec == "vanilla" and not loaded.packable:
-        log.warning("rollout_engine 'vanilla' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
+    spec = engine_name(spec)
+    if spec == "embedded" and not loaded.packable:
+        log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
     if asked := sorted(generation_kwargs):
         check_names(asked)
-        if spec == "vanilla":
+        if spec == "embedded":
             log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
             spec = "hf"
     _warn_unused(spec, config)
     made = resolve_engine(spec)
     options: dict[str, Any] = {"decode": decode}
-    if spec == "vanilla":
+    if spec == "embedded":
         options |= {"max_batch": config.max_batch_size, "kv_cache_tokens": config.kv_cache_tokens}
         options |= {"native": config.native_kernels, "grammars": grammars or grammars_of(loaded, tokenizer)}
     elif spec == "hf":
         options |= {"batch_size": config.max_batch_size, "grammars": grammars or grammars_of(loaded, tokenizer)}
     elif spec in OWN_WEIGHTS:
         options["config"] = config
-    if spec not in ("vanilla", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
+    if spec not in ("embedded", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
         log.warning("kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens)
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):

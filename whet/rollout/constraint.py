@@ -78,7 +78,7 @@ class Matcher:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rules:
-    """What a Sampling says beside the language, as masks of [W] bytes."""
+    """What a Sampling says besides the language, as masks of [W] bytes."""
 
     constraint: Constraint
     all: np.ndarray
@@ -273,7 +273,7 @@ class Masks:
     """The masks that completions were drawn under, made once for all passes over a batch.
 
     Equal masks are held once, since a language has few: the memory is theirs, and 4 bytes for each token.
-    Args: grammars: of the tokenizer. most_bytes: of distinct masks; what does not fit is made anew in each pass.
+    Args: grammars: of the tokenizer. most_bytes: of distinct masks; what does not fit is made again in each pass.
     """
 
     def __init__(self, grammars: Grammars, *, most_bytes: int = KEPT_BYTES) -> None:

@@ -31,7 +31,7 @@ from whet.rollout.requests import completed_string
 from whet.types import FinishReason
 
 __all__ = [
-    "Flight",
+    "InFlightRequest",
     "Names",
     "check_agreement",
     "check_known",
@@ -60,10 +60,10 @@ TOLERANCE = {"wide": 1e-3, "half": 0.25}
 
 
 @dataclass(kw_only=True, eq=False)
-class Flight:
+class InFlightRequest:
     """A request under way, and what it has made so far.
 
-    >>> flight = Flight(request=Request(id=1, tokens=np.array([5]), sampling=Sampling(stop_ids=(2,)), group=0,
+    >>> flight = InFlightRequest(request=Request(id=1, tokens=np.array([5]), sampling=Sampling(stop_ids=(2,)), group=0,
     ...     address=(0, 0, 0, 0)))
     >>> flight.add([7, 2], [-1.0, -0.5], version=3, decode=None)
     'stop'
@@ -88,7 +88,7 @@ class Flight:
 
         Args: tokens, logprobs: as they came. version: of the policy that made them. decode: for stop strings.
         Returns: why it ends here: a stop id, a stop string, its length; None = it goes on.
-        Raises: EngineError: as many logprobs as there are not tokens.
+        Raises: EngineError: another number of logprobs than of tokens.
         """
         if len(tokens) != len(logprobs):
             raise EngineError(f"request {self.request.id}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
@@ -302,6 +302,6 @@ def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[fl
     if not apart <= (limit := limit_for(next(module.parameters()).dtype, TOLERANCE)):
         raise EngineError(
             f"{engine} does not compute this model as transformers does: logprobs of a prompt of {len(tokens)} differ "
-            f"by {apart:.1e} in the mean (rounding: below {limit}); use rollout_engine 'vanilla' or 'hf'"
+            f"by {apart:.1e} in the mean (rounding: below {limit}); use rollout_engine 'embedded' or 'hf'"
         )
     return apart

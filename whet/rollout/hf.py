@@ -27,7 +27,7 @@ from whet.rollout.beams import beam_search
 from whet.rollout.constraint import Grammars, Matcher
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.options import Processors, check_options, num_beams, place_of
-from whet.rollout.requests import Plan, check_request, completed_string, make_plan
+from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.rollout.simple import QueueEngine
 
 __all__ = ["HFEngine"]
@@ -105,7 +105,7 @@ class HFEngine(QueueEngine):
                 return self._count(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
             return self._count(batch, self._generate(batch, make_plan(first.sampling)))
 
-    def _generate(self, batch: list[Request], plan: Plan) -> list[Output]:
+    def _generate(self, batch: list[Request], plan: SamplingPlan) -> list[Output]:
         """All tokens of requests of equal lengths."""
         device = next(self._module.parameters()).device
         ids = torch.from_numpy(np.stack([r.tokens for r in batch]).astype(np.int64)).to(device)

@@ -3,7 +3,7 @@
 The engine is built when it is first asked for, so that a training that samples nothing never has one. Between two
 rollouts it gives its memory to the update: the KV, what graphs work in and what is derived from weights. An update
 drops all of it anyway, so an engine that reads the trainer's own weights is released wherever it can be. One that has
-weights of its own is released beside a trainer on a GPU, where its `sleep` makes room; on a CPU that would be copies.
+weights of its own is released next to a trainer on a GPU, where its `sleep` makes room; on a CPU that would be copies.
 Left out on purpose: engines on a device of their own, whose memory no update could take.
 """
 

@@ -118,10 +118,15 @@ class TunixVerbs:
     ) -> RolloutOutput:
         """Completes text prompts or chats, one completion each.
 
-        Args: apply_chat_template: for text prompts too; chats always take it. mode: whose rollout configuration.
-            micro_batch_size: prompts given to the engine at once; the draws don't depend on it. trace_tags: noted in
-            the trace. max_generation_steps: instead of max_tokens_to_generate. seed: two calls with the same seed draw
-            the same; without one, and with none in the configuration, each call draws anew. return_logits: as said.
+        Args:
+            apply_chat_template: for text prompts too; chats always take it.
+            mode: whose rollout configuration.
+            micro_batch_size: prompts given to the engine at once; the draws don't depend on it.
+            trace_tags: noted in the trace.
+            max_generation_steps: instead of max_tokens_to_generate.
+            seed: two calls with the same seed draw the same; without one, and with none in the configuration, each call
+                draws for itself.
+            return_logits: give the logits of each token.
         Returns: a RolloutOutput, one entry per prompt.
         Raises: DataError: no prompts, or one longer than max_prompt_length.
         """

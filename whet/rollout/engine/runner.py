@@ -27,7 +27,7 @@ from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, Run
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
-from whet.rollout.requests import Plan
+from whet.rollout.requests import SamplingPlan
 
 __all__ = ["Block", "Runner"]
 
@@ -78,7 +78,7 @@ class Runner:
         rows = min(max_batch, ROWS)
         self.state = torch.zeros(6, rows, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
-        self.groups: list[tuple[Plan, Tensor | None]] = []
+        self.groups: list[tuple[SamplingPlan, Tensor | None]] = []
         self.graphs: StepGraphs | None = None
         self.join = JOIN if join and self.device.type == "cpu" and kernels is None else 0
         """Longest prompt that is copied into its rows' own places."""
@@ -196,7 +196,7 @@ class Runner:
         self,
         first: int,
         admitted: Sequence[tuple[Task, Prefix]],
-        plans: Sequence[Plan],
+        plans: Sequence[SamplingPlan],
         allowed: Tensor | None = None,
     ) -> Block:
         """Takes sequences in as rows first.., and draws their first tokens.
@@ -244,7 +244,7 @@ class Runner:
         self.joined[first : first + len(lengths)] = lengths
         return lengths
 
-    def regroup(self, rows: Sequence[tuple[Task, Prefix]], plans: Sequence[Plan]) -> None:
+    def regroup(self, rows: Sequence[tuple[Task, Prefix]], plans: Sequence[SamplingPlan]) -> None:
         """Takes note of which rows live and where their prompts lie. Args: rows: in order. plans: of the tasks."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
         buckets[self.joined[: len(rows)] > 0] = JOINED
@@ -319,7 +319,7 @@ class Runner:
         own = (self.state.shape[1], self.own.epoch)
         return (self.layout.fixed.epoch, self.forward.epoch, *own, *self.layout.asked, *stores)
 
-    def _grouped(self, indices: list[int], plans: Sequence[Plan]) -> list[tuple[Plan, Tensor | None]]:
+    def _grouped(self, indices: list[int], plans: Sequence[SamplingPlan]) -> list[tuple[SamplingPlan, Tensor | None]]:
         """Rows by plan; None = all rows."""
         distinct = sorted(set(indices))
         if len(distinct) == 1:
@@ -330,7 +330,7 @@ class Runner:
     def _sample(
         self,
         logits: Tensor,
-        groups: list[tuple[Plan, Tensor | None]],
+        groups: list[tuple[SamplingPlan, Tensor | None]],
         rows: slice,
         u: Tensor,
         allowed: Tensor | None = None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.support import greedy, support_logits
-from whet.rollout.requests import Plan
+from whet.rollout.requests import SamplingPlan
 
 __all__ = ["sample_rows", "seen_tokens"]
 
@@ -25,7 +25,7 @@ BLOCK = 256
 
 def sample_rows(
     logits: Tensor,
-    plan: Plan,
+    plan: SamplingPlan,
     *,
     u: Tensor,
     position: Tensor,
