@@ -695,7 +695,7 @@ def sum_tokens(groups):
     ("options", "words"),
     [
         ({"rollout": {"stop": ["<|im_end|>"]}}, "special token"),
-        ({"rollout": {"constraint": {"kind": "regex", "text": "("}}}, "is refused"),
+        ({"rollout": {"constraint": {"regex": "("}}}, "is refused"),
         ({"engine": "vllmm"}, "did you mean vllm"),
     ],
 )
