@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
-from whet.data.packing import MicroBatch
 from whet.data.padded import padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 from whet.models.load import load_model
+from whet.models.micro_batch import MicroBatch
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
 from whet.observe.trace import Trace
@@ -152,7 +152,7 @@ class RLCluster:
             optim=None if role is Role.REFERENCE else optimizer,
             dtype=dtype,
             max_tokens=budget,
-            enough_tokens=self.training_config.enough_tokens(loaded.module.device.type),
+            saturating_tokens=self.training_config.saturating_tokens(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
         )
@@ -232,7 +232,7 @@ class RLCluster:
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch) -> Tensor:
         """uint8 [s, W]: the tokens that the training constraint allowed where each target was drawn."""
-        at = micro.index.cpu()
+        at = micro.token_index.cpu()
         tokens, sequence, versions = (x.cpu().numpy() for x in (micro.targets, micro.sequence, batch.versions[at]))
         return self._masks.of(self.sampling(Mode.TRAIN), tokens, sequence, versions >= 0)
 
