@@ -27,7 +27,8 @@ def start(folder, size, prompts):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent)]))
         forkserver.ensure_running()
-    processes = [context.Process(target=one_of, args=(rank, size, folder, prompts), daemon=True) for rank in range(size)]
+    made = lambda rank: context.Process(target=one_of, args=(rank, size, folder, prompts), daemon=True)
+    processes = [made(rank) for rank in range(size)]
     for process in processes:
         process.start()
     return processes

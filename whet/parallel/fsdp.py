@@ -56,7 +56,7 @@ class FSDPPlacement(Placement):
         """Shards every decoder layer, and what lies around them (embedding, last norm, head) as one more part."""
         odd = sorted({str(p.dtype) for p in module.parameters()} | ({str(dtype)} if dtype is not None else set()))
         if odd != ["torch.float32"]:
-            raise ConfigError(f"FSDP computes in fp32 alone in this release, not in {', '.join(odd)}; set dtype=float32")
+            raise ConfigError(f"FSDP takes fp32 alone in this release, not {', '.join(odd)}; set dtype=float32")
         trunk: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
         for layer in trunk.layers:
             fully_shard(layer, mesh=self.mesh)
@@ -70,8 +70,8 @@ class FSDPPlacement(Placement):
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
         """See Placement. After a pass without gradient the root would keep plain parameters, not the optimizer's."""
-        if phase in ("load", "export"):
-            raise ConfigError("checkpoints and exports of a model in parts are not part of this release; use one process")
+        if phase in ("save", "load", "export"):
+            raise ConfigError(f"{phase}: a model in parts has no files in this release of whet; use one process")
         try:
             yield
         finally:
@@ -103,7 +103,7 @@ class FSDPPlacement(Placement):
         return self.module.whet_call(fn)  # pyright: ignore[reportCallIssue]
 
     def share(self, passes: Sequence[Result]) -> list[tuple[Result, bool]]:
-        """See Placement; passes are of like cost, so they go round. Gathering a layer takes all ranks: none may stop."""
+        """See Placement; passes are of like cost, so they go round. A layer is gathered by all ranks: none may stop."""
         size = self.ranks.size
         own = [(x, True) for x in passes[self.ranks.rank :: size]]
         missing = -(-len(passes) // size) - len(own)

@@ -23,8 +23,8 @@ from whet.parallel.ranks import Ranks
 
 __all__ = ["Phase", "Placement", "Trained"]
 
-Phase = Literal["read", "backward", "step", "load", "export"]
-"""What a worker does: scores, adds gradients, steps, restores a checkpoint, writes the model."""
+Phase = Literal["read", "backward", "step", "save", "load", "export"]
+"""What a worker does: scores, adds gradients, steps, writes a checkpoint, restores one, writes the model."""
 Result = TypeVar("Result")
 
 

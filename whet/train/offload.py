@@ -126,6 +126,8 @@ class OffloadPlacement(Placement):
     # ---- what moves ----------------------------------------------------------------------------------------------
 
     def _needed(self, phase: Phase) -> list[Tensor]:
+        if phase == "save":  # files are written from where tensors lie
+            return []
         if phase == "read":
             return self._weights()
         if phase == "backward":

@@ -339,13 +339,14 @@ class ModelWorker:
 
         The weights lie under the module's own names beside its config.json, so transformers loads the folder too.
         """
-        masters = None if self.optim is None else self.optim.masters_by_name()
-        save_state(self.module, folder / "model.safetensors", masters)
-        self.module.config.save_pretrained(folder)  # pyright: ignore
-        state: dict[str, Any] = {"format": STATE_FORMAT, "version": self.version}
-        if self.optim is not None:
-            state["optim"] = self.optim.save(folder / "optimizer.safetensors")
-        write_state(state, folder / "state.pt")
+        with self.placement.during("save"):
+            masters = None if self.optim is None else self.optim.masters_by_name()
+            save_state(self.module, folder / "model.safetensors", masters)
+            self.module.config.save_pretrained(folder)  # pyright: ignore
+            state: dict[str, Any] = {"format": STATE_FORMAT, "version": self.version}
+            if self.optim is not None:
+                state["optim"] = self.optim.save(folder / "optimizer.safetensors")
+            write_state(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
