@@ -9,7 +9,7 @@ from typing import Any, Literal
 from whet.config import Role
 from whet.errors import TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
-from whet.ops import token_weights
+from whet.ops import token_weights, unit_weights
 from whet.ops.weighting import Weighting
 from whet.train.worker import REDUCTIONS, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TrainExample
@@ -86,6 +86,8 @@ class RoleTrainer:
         self.loss_agg_units: Literal["trained", "all"] = "trained"
         self.accumulate = accumulate
         self.entropy = False
+        self.scores = False
+        self.loss_per: Literal["token", "unit"] = "token"
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
         self.train_steps = 0
@@ -103,23 +105,31 @@ class RoleTrainer:
         loss_agg_mode: str | Weighting | None = None,
         loss_agg_norm: float | None = None,
         loss_agg_units: Literal["trained", "all"] | None = None,
+        loss_per: Literal["token", "unit"] | None = None,
         entropy: bool | None = None,
+        scores: bool | None = None,
     ) -> RoleTrainer:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`, or the first alone if not has_aux.
+
+        A loss per unit returns [u] in place of [s], and weighs all units with a trained token alike.
 
         Args:
             loss: of every token.
             has_aux: it returns metrics too.
             loss_agg_mode, loss_agg_norm: how token losses become one number.
-            loss_agg_units: which trajectories a mean over them counts: those with a trained token, or all.
+            loss_agg_units: which trajectories (units) a mean over them counts: those with a trained token, or all.
+            loss_per: what the loss returns a number for: each token, or each unit of TokenBatch.unit_of.
             entropy: the loss needs x.entropy.
+            scores: the loss needs x.scores, of a model with a value head.
         """
         self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
         if loss_agg_mode is not None or loss_agg_norm is not None:
             self.loss_agg_norm = loss_agg_norm
         self.loss_agg_units = loss_agg_units or self.loss_agg_units
+        self.loss_per = loss_per or self.loss_per
         self.entropy = self.entropy if entropy is None else entropy
+        self.scores = self.scores if scores is None else scores
         return self
 
     def with_gen_model_input_fn(self, fn: Callable[[Any], TrainExample | TokenBatch]) -> RoleTrainer:
@@ -165,9 +175,12 @@ class RoleTrainer:
         return self._hooks
 
     def weighted(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with its token weights: made from all of it, once per optimizer step."""
-        if batch.weights is not None:
+        """The batch with the weights of its tokens, or units: made from all of it, once per optimizer step."""
+        if batch.weights is not None or batch.unit_weights is not None:
             return batch
+        if self.loss_per == "unit":
+            count = float(batch.num_units) if self.loss_agg_units == "all" else None
+            return batch.replace(unit_weights=unit_weights(batch.mask, batch.unit, num_units=count))
         units = float(len(batch.group_of)) if self.loss_agg_units == "all" else None
         weights = token_weights(
             batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm, num_units=units
@@ -183,7 +196,7 @@ class RoleTrainer:
         """
         self._hooks.on_train_step_start(self)
         metrics = self.worker.forward_backward(
-            self.weighted(batch), self.loss, entropy=self.entropy, reductions=self.reductions
+            self.weighted(batch), self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
         )
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
@@ -227,7 +240,9 @@ class RoleTrainer:
         for item in batches:
             self._hooks.on_eval_step_start(self)
             batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
-            found = self.worker.evaluate(batch, self.loss, entropy=self.entropy, reductions=self.reductions)
+            found = self.worker.evaluate(
+                batch, self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
+            )
             found = self._prefixed(found)
             self._hooks.on_eval_step_end(self, found)
             metrics = merge(metrics, _per_update(found))
