@@ -367,8 +367,8 @@ class ClusterConfig:
     """Device mesh of each role; None or {} = all on this process's device."""
     role_to_logical_axis_rule: dict[Role, Any] | None = None
     """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
-    rollout_engine: Name | Fn = "vanilla"
-    """"vanilla" = the embedded engine, another known name, "package.module:name", or an engine's class or partial."""
+    rollout_engine: Name | Fn = "embedded"
+    """"embedded" (Tunix's "vanilla"), another known name, "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
     in pinned host memory otherwise. Nothing to do on a CPU."""

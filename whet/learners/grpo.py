@@ -222,7 +222,7 @@ class GRPOLearner(RLLearner):
         whole = self.cluster.actor_trainer.weighted(mini)
         mini = whole.select(with_signal(whole) if self.skips else trained(whole))
         self.metrics = merge(self.metrics, skipped_metrics(whole, mini))
-        self.cluster.rest_engine()
+        self.cluster.release_engine_memory()
         with self.cluster.trace.span("update"):
             found = self.cluster.actor_trainer.update(mini)
         self.unmoved = False

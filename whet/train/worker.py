@@ -32,11 +32,13 @@ from whet.parallel import load_state, read_state, save_state, write_state
 from whet.train.optim import Optim
 from whet.types import LossInputs, TokenBatch, TokenStats
 
-__all__ = ["REDUCTIONS", "Loss", "Metrics", "ModelWorker", "Reductions"]
+__all__ = ["REDUCTIONS", "Allowed", "Loss", "Metrics", "ModelWorker", "Reductions"]
 
 Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+Allowed = Callable[[TokenBatch, MicroBatch], Tensor]
+"""Gives uint8 [s, W], the tokens that each target of a micro-batch was drawn from, a bit each."""
 REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
 """What becomes of a metric per token: over the tokens of the mask; the sum under the token weights, as the loss; the
 mean, largest and least of the means of sequences."""
@@ -53,6 +55,7 @@ class ModelWorker:
         optim: its optimizer, or None for a model that is only read (a reference).
         dtype: what the model computes in; None = as it is.
         support: the distribution whose logprobs are computed: the sampler's.
+        allowed: what a constraint allows; needed where the support is constrained.
         max_tokens: token budget of a micro-batch.
         saturating_tokens: from which on a larger micro-batch is no faster; None = unknown.
         max_sequences: sequences of a micro-batch at most; None = no limit but the token budget.
@@ -66,6 +69,7 @@ class ModelWorker:
         optim: OptimConfig | Callable[..., Any] | None = None,
         dtype: torch.dtype | None = None,
         support: Support | None = None,
+        allowed: Allowed | None = None,
         max_tokens: int = 16384,
         saturating_tokens: int | None = None,
         max_sequences: int | None = None,
@@ -74,8 +78,7 @@ class ModelWorker:
         self.loaded = loaded
         self.given = given
         self.support = support or Support()
-        self.allowed: Callable[[TokenBatch, MicroBatch], Tensor] | None = None
-        """Gives uint8 [s, W], the tokens that each target was drawn from, where the support is constrained."""
+        self.allowed = allowed
         self.max_tokens = max_tokens
         self.saturating_tokens = saturating_tokens
         self.max_sequences = max_sequences
