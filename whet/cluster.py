@@ -161,7 +161,7 @@ class RLCluster(TunixVerbs):
             support=support,
             allowed=allowed,
             max_tokens=budget,
-            enough_tokens=self.training_config.enough_tokens(loaded.module.device.type),
+            saturating_tokens=self.training_config.saturating_tokens(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
         )

@@ -623,7 +623,7 @@ def test_a_default_token_budget_that_grows_is_logged_once(caplog):
         made = cluster(reference=tiny_model(1), rollout=long)
         given = cluster(max_tokens_per_microbatch=200)
         cluster()
-    assert [w.enough_tokens for w in (*made.workers.values(), given.actor)] == [1536, 1536, None]
+    assert [w.saturating_tokens for w in (*made.workers.values(), given.actor)] == [1536, 1536, None]
     assert [w.max_tokens for w in made.workers.values()] == [2176, 2176]
     grown = [r.message for r in caplog.records if "max_tokens_per_microbatch" in r.message]
     assert len(grown) == 1 and "2176 instead of 2048" in grown[0]

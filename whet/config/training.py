@@ -241,11 +241,13 @@ class TrainingConfig:
             )
         return given
 
-    def enough_tokens(self, device: str) -> int | None:
+    def saturating_tokens(self, device: str) -> int | None:
         """Tokens from which on a larger micro-batch is no faster on a kind of device; None = unknown, or the user's.
 
-        >>> TrainingConfig().enough_tokens("cpu"), TrainingConfig(max_tokens_per_microbatch=4096).enough_tokens("cpu")
-        (1536, None)
+        >>> TrainingConfig().saturating_tokens("cpu")
+        1536
+        >>> TrainingConfig(max_tokens_per_microbatch=4096).saturating_tokens("cpu") is None
+        True
         """
         return 1536 if device == "cpu" and self.max_tokens_per_microbatch is None else None
 

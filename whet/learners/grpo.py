@@ -161,9 +161,7 @@ class GRPOLearner(RLLearner):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         return batch
 
-    def old_logprobs_from(
-        self, num_groups: int, stale: Sequence[int] = ()
-    ) -> Literal["trainer", "sampler", "nowhere"]:
+    def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
 
         Args: num_groups: of the step. stale: the policy versions of trained tokens, other than the actor's own now.

@@ -384,4 +384,3 @@ def _text(value: Any) -> Any:
     if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
         value = to_json(value)
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from whet.data.packing import MicroBatch
 from whet.errors import ConfigError, DataError, EngineError
+from whet.models.micro_batch import MicroBatch
 from whet.rollout.base import Constraint, Request, Sampling
 from whet.types import FinishReason, TokenBatch
 
@@ -293,7 +293,7 @@ class Masks:
 
     def of_targets(self, sampling: Sampling, batch: TokenBatch, micro: MicroBatch) -> torch.Tensor:
         """The masks of a micro-batch's targets. Args: sampling: that they were drawn under. Returns: uint8 [s, W]."""
-        at = micro.index.cpu()
+        at = micro.token_index.cpu()
         tokens, sequence, versions = (x.cpu().numpy() for x in (micro.targets, micro.sequence, batch.versions[at]))
         return self.of(sampling, tokens, sequence, versions >= 0)
 
