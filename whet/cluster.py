@@ -88,7 +88,7 @@ class RLCluster:
         self._workers: dict[Role, ModelWorker] = {}
         config = self.training_config
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
-        self._noted_dtypes = {} if found is None else Checkpoints.state(found)["cluster"]["dtypes"]
+        self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
         if reference is actor and isinstance(reference, nn.Module):
             reference = copy.deepcopy(reference)
         self._add(Role.ACTOR, actor, config.actor_optimizer)
@@ -118,7 +118,7 @@ class RLCluster:
             for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value))
             if role in self._workers
         }
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers)
+        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
         self.global_steps = 0
         self._calls = self._next_id = 0
         self._rest = Rest(self._engine, self.actor.device)
