@@ -97,7 +97,7 @@ class RoleTrainer:
         self.skipped = 0
         """Updates in a row, up to now, whose gradient was not finite."""
         self.on_policy = False
-        """While an update runs: whether all trained tokens of its mini-batch were drawn from the weights as they are."""
+        """While an update runs: whether all trained tokens of its mini-batch come from the weights as they are."""
         self.listeners: list[Callable[[RoleTrainer, Metrics], Any]] = []
         """Told of each update and its metrics, after the hooks."""
         self._moved_version: int | None = None

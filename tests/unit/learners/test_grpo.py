@@ -214,7 +214,8 @@ def test_a_run_notes_which_passes_it_leaves_out_and_why(tmp_path, caplog):
     assert made.planned_passes(4)["old_logprobs"] == "skipped: the sampler's serve"
     assert learner(use_rollout_logps=False).planned_passes(4)["old_logprobs"].startswith("runs")
     assert "truncated completions" not in noted
-    assert learner(mask_truncated_completions=True).planned_passes(4)["truncated completions"].startswith("skipped: masked")
+    masking = learner(mask_truncated_completions=True)
+    assert masking.planned_passes(4)["truncated completions"].startswith("skipped: masked")
 
 
 # ---- groups without signal -----------------------------------------------------------------------------------------

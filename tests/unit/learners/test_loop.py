@@ -453,7 +453,7 @@ def test_a_failing_reward_can_count_as_not_applicable():
 def test_a_run_of_the_same_seed_is_the_same_and_of_another_is_not():
     runs = [learner(cluster(tiny_model(), seed=seed)).train(rows(8)) for seed in (3, 3, 4)]
     completions = [[(row["completions/tokens"], row["reward"]) for row in run.rows] for run in runs]
-    weights = [weights_of(run.cluster.actor.module) for run in runs]
+    weights = [weights_of(run.trainer.worker.module) for run in runs]
     assert same(weights[0], weights[1]) and completions[0] == completions[1]
     assert not same(weights[0], weights[2])
 

@@ -389,6 +389,7 @@ def test_latest_finds_nothing_in_a_new_folder_and_says_so(make, tmp_path, caplog
     caplog.set_level(logging.INFO, "whet")
     run = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
     assert run._resume() == -1 and "no checkpoint in" in caplog.text
+    run.checkpoints.close()
     half = tmp_path / "checkpoints" / ".tmp-000009-a"
     half.mkdir(parents=True)
     run.checkpoints.open()
@@ -400,7 +401,7 @@ def test_a_changed_configuration_is_refused_or_said(make, tmp_path, caplog):
     with Run(make(run_dir=str(tmp_path), max_steps=1, checkpointing_options=EACH_STEP), rows(8)) as run:
         step(run)
     with pytest.raises(CheckpointError, match="evaluation data: none -> 2 prompts"):
-        Run(make(run_dir=str(tmp_path), resume="latest"), rows(8), rows(2))._open()
+        Run(make(run_dir=str(tmp_path), resume="latest"), rows(8), rows(2)).__enter__()
     changed = {"run_dir": str(tmp_path), "resume": "latest", "reward_timeout_s": 7.0, "max_steps": 2}
     with (
         pytest.raises(CheckpointError, match=r"trainer\.reward_timeout_s: 60\.0 -> 7\.0\nresume with the same one"),
