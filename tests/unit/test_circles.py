@@ -45,7 +45,6 @@ def circles(graph):
 KNOWN = [
     ["whet.models.attention", "whet.models.flex"],
     ["whet.models.heads", "whet.models.load"],
-    ["whet.rollout.base", "whet.rollout.constraint"],
 ]
 """To be opened; none may come to it."""
 

@@ -126,7 +126,7 @@ class GRPOLearner(RLLearner):
         )
         trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions})
         for worker in rl_cluster.workers.values():
-            worker.limit(
+            worker.set_max_sequences(
                 training=self._sequences(self.config.train_micro_batch_size),
                 reading=self._sequences(self.config.compute_logps_micro_batch_size),
             )
@@ -175,9 +175,7 @@ class GRPOLearner(RLLearner):
         )
         return {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
 
-    def old_logprobs_from(
-        self, num_groups: int, stale: Sequence[int] = ()
-    ) -> Literal["trainer", "sampler", "nowhere"]:
+    def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
 
         Args: num_groups: of the step. stale: the policy versions of trained tokens, other than the actor's own now.
@@ -234,7 +232,7 @@ class GRPOLearner(RLLearner):
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
         """Updates the actor; sequences that have no gradient are weighed and not run."""
-        self.cluster.rest_engine()
+        self.cluster.release_engine_memory()
         with self.cluster.trace.span("update"):
             keep = with_signal if self.skips else trained
             return step.log(self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole))

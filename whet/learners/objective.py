@@ -31,7 +31,7 @@ from whet.ops import (
 )
 from whet.rewards.manager import Rewarded
 from whet.types import TokenBatch
-from whet.util.refs import is_ref, resolve_ref
+from whet.util.refs import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",
@@ -49,7 +49,7 @@ def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
     if callable(value):
         return value
     if is_ref(value):
-        return resolve_ref(value, kind)
+        return resolve_callable(value, kind)
     if value not in known:
         raise lookup_error(kind, value, known)
     return known[value]
@@ -100,6 +100,7 @@ def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> Adv
         mask=batch.mask,
         table=table,
         reward_weights={name: rewarded.weights[name] for name in table} if rewarded is not None else {},
+        token_rewards=batch.token_rewards,
         values=batch.values,
     )
 

@@ -20,7 +20,7 @@ from whet.learners.report import completion_columns, rewarded_metrics, spread
 from whet.learners.step import Step
 from whet.metrics import Mean, Metric, flat, merge
 from whet.rewards.manager import Rewarded, RewardManager
-from whet.rollout.fit import check_fit
+from whet.rollout.requests import check_prompt_lengths
 from whet.run.observer import Observed
 from whet.run.provenance import note_reads
 from whet.run.task import Task
@@ -130,7 +130,7 @@ class RLTask(Task):
 
     def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
         config = self.cluster.get_rollout_config(mode)
-        check_fit(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
+        check_prompt_lengths(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
 
     def _encoder(self, mode: Mode) -> PromptEncoder:
         data = self.learner.data

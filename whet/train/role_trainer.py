@@ -176,7 +176,7 @@ class RoleTrainer:
 
     def weighted(self, batch: TokenBatch) -> TokenBatch:
         """The batch with its token weights: made from all of it, once per optimizer step."""
-        if batch.weights is not None:
+        if batch.weights is not None or batch.unit_weights is not None:
             return batch
         units = float(len(batch.group_of)) if self.loss_agg_units == "all" else None
         weights = token_weights(

@@ -9,9 +9,10 @@ from helpers import cluster, length_reward, rows
 from whet.config import DataConfig, GRPOConfig, PerfMetricsOptions
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
-from whet.observe import MetricsBuffer, Trace, environment, plot_curves
+from whet.observe import Trace, environment, plot_curves
 from whet.observe.plots import series
 from whet.observe.trace import timeline_folder
+from whet.tunix.metrics_buffer import MetricsBuffer
 
 
 def test_spans_sum_by_name_until_asked():

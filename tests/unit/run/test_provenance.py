@@ -49,10 +49,11 @@ def test_any_byte_of_a_tensor_counts_and_so_does_its_place(size):
     assert weights_digest(module(data.roll(8))) not in seen or size <= 8
 
 
-def test_blocks_that_change_places_are_seen():
+@pytest.mark.parametrize("size", [1, provenance.BLOCK])
+def test_words_and_blocks_that_change_places_are_seen(size):
     words = torch.randint(2**60, (3 * provenance.BLOCK,))
-    first, second, third = words.split(provenance.BLOCK)
-    assert len({weights_digest(module(torch.cat(p))) for p in ((first, second, third), (second, first, third))}) == 2
+    first, second, rest = words.split([size, size, len(words) - 2 * size])
+    assert len({weights_digest(module(torch.cat(p))) for p in ((first, second, rest), (second, first, rest))}) == 2
 
 
 def test_the_digest_is_of_the_numbers_not_of_how_they_lie(monkeypatch):
@@ -198,6 +199,8 @@ def test_what_cannot_be_compared_is_no_difference(learner, caplog):
     old["models"]["reference"] |= {"weights": "ab", "dtype": "torch.bfloat16"}
     check_reads(old, now, allow=False)
     assert "reference: its weights are in torch.float32, not torch.bfloat16: not compared" in caplog.text
+    del old["models"]["reference"]
+    check_reads(old, now, allow=False)
     check_reads(None, now, allow=False)
     assert "nothing could be compared" in caplog.messages[-1]
 

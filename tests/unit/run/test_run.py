@@ -168,11 +168,17 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
             self.closed += 1
 
     mine = Logger()
-    run = Run(make(run_dir=str(tmp_path), loggers=[mine]), rows(4))
-    monkeypatch.setattr(run._stop, "listen", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    run, closed = Run(make(run_dir=str(tmp_path), loggers=[mine]), rows(4)), []
+    with pytest.raises(ZeroDivisionError), monkeypatch.context() as patch:
+        patch.setattr(run._stop, "listen", lambda: 1 / 0)
         run.__enter__()
     assert mine.closed == 1 and not (tmp_path / ".lock").exists()
+    run = Run(run.task.learner, rows(4))
+    with pytest.raises(RewardError), run:
+        monkeypatch.setattr(run.progress, "__exit__", lambda *a: closed.append("bar"), raising=False)
+        monkeypatch.setattr(run._stop, "release", lambda: closed.append("signals"))
+        raise RewardError
+    assert closed == ["signals", "bar"]
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A run serves a learner that samples nothing: imitation of prompt + completion, with the same Run and no other loop."""
+"""A run serves a learner that samples nothing: imitation of prompt + completion, with the same Run, no other loop."""
 
 import json
 from dataclasses import dataclass, field
