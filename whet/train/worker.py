@@ -9,7 +9,7 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -20,30 +20,26 @@ from torch import Tensor, nn
 from whet.config import OptimConfig, RoleConfig
 from whet.data.balance import model_cost
 from whet.data.packing import plan_micro_batches
-from whet.errors import DataError
-from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
+from whet.errors import ConfigError, DataError
+from whet.metrics import Last, Mean, Sum, merge
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import LoadedModel, save_model
 from whet.models.micro_batch import MicroBatch
-from whet.ops import Support, aggregate, segment_count, segment_mean
+from whet.ops import Support, aggregate, segment_count
 from whet.parallel import load_state, read_state, save_state, write_state
 from whet.parallel.formats import STATE_FORMAT, check_format
 from whet.parallel.placement import Placement
 from whet.train.optim import Optim, total_norm
+from whet.train.reductions import REDUCTIONS, Metrics, Reductions, metrics_of, reduced
 from whet.types import LossInputs, TokenBatch, TokenStats
 
 __all__ = ["REDUCTIONS", "Allowed", "Loss", "Metrics", "ModelWorker", "Reductions"]
 
-Metrics = dict[str, Metric]
-Reductions = Mapping[str, Mapping[str, str]]
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 Allowed = Callable[[TokenBatch, MicroBatch], Tensor]
 """Gives uint8 [s, W], the tokens that each target of a micro-batch was drawn from, a bit each."""
-REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
-"""What becomes of a metric per token: over the tokens of the mask; the sum under the token weights, as the loss; the
-mean, largest and least of the means of sequences."""
 BF16_MULTIPLE = 32
 """Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
 megabytes of it."""
@@ -88,6 +84,8 @@ class ModelWorker:
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
         self.version = 0
+        self.moved = False
+        """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
         self.cost = model_cost(loaded.module)
         """By which the micro-batches of a batch are made alike."""
         if optim is None:
@@ -303,11 +301,16 @@ class ModelWorker:
             counted, of = (
                 (trained_units(x), torch.arange(x.num_units, device=self.device)) if per_unit else (x.mask, x.sequence)
             )
-            named, reduced = _reduced(values, counted, weights, reductions, of)
+            named, sums = reduced(values, counted, weights, reductions, of)
             labels.append(named)
-            numbers.append(torch.stack([total.detach().double(), *reduced]))
+            numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
-        return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(_metrics(labels, read))))
+        return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(metrics_of(labels, read))))
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps taken, over all resumes; skipped ones don't count."""
+        return 0 if self.optim is None else self.optim.updates
 
     def optim_step(self) -> Metrics:
         """Clips, steps, clears. A gradient that isn't finite is skipped, cleared and counted.
@@ -333,6 +336,25 @@ class ModelWorker:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names."""
         for name, p in self.module.named_parameters(remove_duplicate=False):
             yield name, p.detach()
+
+    @torch.no_grad()
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]], share: float = 1.0) -> None:
+        """Moves a model that is only read towards others' weights: p <- p + share (w - p), in place.
+
+        Args: weights: (name, tensor), as `named_weights` gives them. share: 1 = takes them as they are.
+        Raises: ConfigError: the model is trained, or has no parameter of that name.
+        """
+        if self.optim is not None:
+            raise ConfigError("take_weights is for a model that is only read; this one has an optimizer of its own")
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        seen: set[int] = set()
+        for name, weight in weights:
+            if name not in own:
+                raise ConfigError(f"{name} is no parameter of this model; the two have to be of one architecture")
+            if id(own[name]) not in seen:  # a shared tensor comes under each of its names
+                own[name].lerp_(weight.to(own[name]), share)
+            seen.add(id(own[name]))
+        self.moved = True
 
     def save(self, folder: Path) -> None:
         """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
@@ -441,58 +463,3 @@ def check_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, p
                 f"{name} has shape {list(x.shape)}, and the batch has {way}: return one number per {kind}, "
                 f"[{letter}] = [{len(weights)}]; see docs/extending.md"
             )
-
-
-def _reduced(
-    values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions, sequence: Tensor
-) -> tuple[list[tuple[str, str]], list[Tensor]]:
-    """Per-token metrics over the mask, under the labels that `reductions` gives them, as numbers on the device.
-
-    Returns: (label, how) of each; first the count of the mask, then a number for each label, float64 without dims.
-    """
-    labels, found = [], [mask.sum().double()]
-    for name, value in values.items():
-        value = value.detach().double()
-        for label, how in reductions.get(name, {name: "mean"}).items():
-            labels.append((label, how))
-            if how.startswith("sequence_"):
-                found += _over_sequences(value, mask, sequence, how)
-                labels += [(label, "count")] if how == "sequence_mean" else []
-            elif how == "max":
-                found.append(torch.where(mask, value, -torch.inf).max())
-            elif how == "min":
-                found.append(torch.where(mask, value, torch.inf).min())
-            else:
-                kept = torch.where(mask, value, 0.0)
-                found.append((weights * kept if how == "weighted" else kept).sum())
-    return labels, found
-
-
-def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, how: str) -> list[Tensor]:
-    """The means of sequences over their trained tokens: their largest, their least, or their sum and their count."""
-    number = len(sequence)  # there are at most so many sequences: no count is read back from the device
-    means, there = segment_mean(value, mask, sequence, number), segment_count(mask, sequence, number) > 0
-    if how == "sequence_max":
-        return [torch.where(there, means, -torch.inf).max()]
-    if how == "sequence_min":
-        return [torch.where(there, means, torch.inf).min()]
-    return [torch.where(there, means, 0.0).sum(), there.sum().double()]
-
-
-def _metrics(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
-    """The metrics of each micro-batch, from its labels and all numbers: loss, count, and one for each label."""
-    at = 0
-    for named in labels:
-        loss, count, *numbers = read[at : at + 2 + len(named)]
-        at += 2 + len(named)
-        found: Metrics = {"loss": Sum(loss)}
-        for (label, how), x in zip(named, numbers):
-            if how in ("mean", "sequence_mean"):
-                found[label] = Mean(x, count)
-            elif how == "count":
-                found[label] = Mean(found[label].sum, x)  # pyright: ignore[reportAttributeAccessIssue]
-            elif how == "weighted":
-                found[label] = Sum(x)
-            elif count:
-                found[label] = Max(x) if how.endswith("max") else Min(x)
-        yield found
