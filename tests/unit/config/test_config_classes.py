@@ -21,6 +21,7 @@ from whet.config import (
     config,
     field_docs,
 )
+from whet.config.engines import FLAT
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 from whet.tunix.fields import REQUIRED, TUNIX_FIELDS, page

@@ -22,6 +22,7 @@ from whet.models.attention import Layout
 from whet.models.load import LoadedModel
 from whet.models.modes import evaluating, max_positions
 from whet.models.selfcheck import PROBE, limit_for, probe_tokens
+from whet.native.build import Unavailable
 from whet.native.decode import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
@@ -246,7 +247,9 @@ class FusedTrunk:
             return "heads differ from layer to layer"
         widths = {weight.shape[1], *(b.gate_up.width // 2 for b in self._blocks)}
         kernels = load_kernels()
-        return kernels if isinstance(kernels, str) else unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
+        if isinstance(kernels, Unavailable):
+            return kernels.reason
+        return unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
 
     def reach(self, positions: int) -> None:
         """Makes the rotary tables long enough for this many positions."""
