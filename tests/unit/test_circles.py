@@ -46,7 +46,6 @@ KNOWN = [
     ["whet.learners.base", "whet.learners.provenance", "whet.learners.run"],
     ["whet.models.attention", "whet.models.flex"],
     ["whet.models.heads", "whet.models.load"],
-    ["whet.rollout.base", "whet.rollout.constraint"],
 ]
 """To be opened; none may come to it."""
 

@@ -43,7 +43,8 @@ class VLLMOptions:
     async_scheduling: Bool = False
     """Schedule the next step while one runs."""
     logprobs_mode: Name = "processed_logprobs"
-    """Its logprobs: processed_logprobs, or raw_logprobs (before temperature and truncation: logprob_support "full")."""
+    """Its logprobs: processed_logprobs, or raw_logprobs, those before temperature and truncation, for
+    logprob_support "full"."""
     hf_config_path: Name | None = None
     """Folder of another Hugging Face configuration."""
     additional_config: Tree | None = None

@@ -73,9 +73,7 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
     module, info = _weights(path, config, dtype)
     head = _head_name(module) if critic else None
     _check_weights(module, info, path, head)
-    if head is None:
-        return module, None
-    return module, _value_weight(path, head, module.get_output_embeddings().weight.shape[1])
+    return module, None if head is None else _value_weight(path, head, module.get_parameter(head).shape[1])
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:

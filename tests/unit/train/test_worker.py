@@ -281,12 +281,12 @@ def test_a_bf16_worker_steps_its_masters_and_computes_with_their_roundings():
 
 def test_reading_may_take_more_sequences_at_once_than_training():
     worker = make()
-    worker.limit(training=2, reading=3)
+    worker.set_max_sequences(training=2, reading=3)
     assert (worker.max_sequences, worker.max_read_sequences) == (2, 3)
     worker = make(max_sequences=4)
-    worker.limit(training=2, reading=None)  # follows training
+    worker.set_max_sequences(training=2, reading=None)  # follows training
     assert (worker.max_sequences, worker.max_read_sequences) == (2, 2)
-    worker.limit(training=8, reading=8)  # never over what was said before
+    worker.set_max_sequences(training=8, reading=8)  # never over what was said before
     assert (worker.max_sequences, worker.max_read_sequences) == (2, 2)
 
 
