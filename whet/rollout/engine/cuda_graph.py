@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from whet.util.device import on_device
+from whet.util.experimental import warn_experimental
 
 __all__ = ["FixedTensors", "StepGraphs", "bucket_rows"]
 
@@ -86,6 +87,8 @@ class StepGraphs:
         self.refusal: str | None = None
         """Why nothing is captured any more; None = no capture has failed."""
         self._captures = device.type == "cuda"
+        if self._captures:
+            warn_experimental("a rollout on a GPU, whose decode steps are captured as CUDA graphs,")
         self._epoch: Hashable = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]] | None] = {}
         self._pool: Any = None
@@ -94,7 +97,10 @@ class StepGraphs:
     @property
     def path(self) -> str:
         """What runs, in words."""
-        return f"eager ({self.refusal})" if self.refusal else f"fixed shapes, graphs on {self.device.type}"
+        if self.refusal:
+            return f"eager ({self.refusal})"
+        mark = ", experimental" if self.device.type == "cuda" else ""
+        return f"fixed shapes, graphs on {self.device.type}{mark}"
 
     def step(self, key: Hashable, epoch: Hashable, body: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Runs a step.
