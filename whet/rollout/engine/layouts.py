@@ -121,7 +121,33 @@ class _Bucket:
 
 
 class DecodeLayout(Layout):
-    """One new token for each live row."""
+    """One new token for each live row.
+
+    An example: rows 0, 1 and 2 are live. Rows 0 and 2 have the same prompt of 5 tokens, in slot 0 of the store of
+    bucket 32; row 1 has one of 40, in slot 0 of bucket 64. They have made 3, 1 and 3 tokens:
+
+    >>> own, stores = KVStore(rows=3, length=32), {n: KVStore(rows=1, length=n) for n in (32, 64)}
+    >>> layout = DecodeLayout(own, torch.device("cpu"))
+    >>> layout.regroup(stores, np.array([32, 64, 32]), np.array([0, 0, 0]), np.array([5, 40, 5]))
+    >>> [(b.prompts, b.most, b.rows.tolist(), b.places) for b in layout._buckets]
+    [(1, 2, [[0, 2]], 5), (1, 1, [[1]], 40)]
+
+    So there are three products with keys in a step: the queries of rows 0 and 2 as one block with the 5 keys of their
+    prompt, those of row 1 with 40, and each row's with its own tokens:
+
+    >>> made, position = torch.tensor([3, 1, 3]), torch.tensor([8, 41, 8])
+    >>> layout.begin(position, made, longest=3, furthest=41, equal=False)
+    >>> q, kv = torch.zeros(3, 2, 1, 4), torch.ones(3, 1, 1, 4)  # 2 query heads over 1 KV head
+    >>> layout.attend(0, q, kv, kv, scale=1.0, window=None, softcap=None, sinks=None).shape
+    torch.Size([3, 2, 1, 4])
+
+    The new keys lie behind what each row had made, at its places 3, 1 and 3:
+
+    >>> [row.nonzero().flatten().tolist() for row in own.layer(0, kv, kv)[0][:, 0, :, 0]]
+    [[3], [1], [3]]
+
+    Args: own: KV of the rows' own tokens. device: where they lie.
+    """
 
     def __init__(self, own: KVStore, device: torch.device) -> None:
         self.own = own

@@ -115,7 +115,34 @@ class Prefix:
 
 
 class Scheduler:
-    """The queue and the memory account. KV is counted in tokens, padding of the buffers included."""
+    """The queue and the memory account. KV is counted in tokens, padding of the buffers included.
+
+    An example: room for 4 sequences and 96 tokens of KV. Two requests of a group have the same prompt of 3 tokens (a
+    row of 32) and may make 10 tokens each; a third, of another group, may make 40:
+
+    >>> from whet.rollout.base import Sampling
+    >>> def task(i, prompt, group, new):
+    ...     what = {"tokens": np.array(prompt, np.int32), "sampling": Sampling(max_tokens=new)}
+    ...     return Task(request=Request(id=i, group=group, address=(0, 0, group, i), **what), plan=0)
+    >>> scheduler = Scheduler(max_batch=4, kv_cache_tokens=96)
+    >>> scheduler.add([task(0, [5, 6, 7], 0, 10), task(1, [5, 6, 7], 0, 10), task(2, [8, 9], 1, 40)])
+    >>> [t.request.id for t in scheduler.queue]  # the longest completion first, groups together
+    [2, 0, 1]
+
+    Each live row is given the places of the longest, since the rows are one rectangle. The third alone takes 32 + 40;
+    with the first that would be 32 + 32 for two prompts and 2 x 40 for two rows, which is over 96:
+
+    >>> free = {"shelf": ConversationCache(None), "idle": 1}
+    >>> first = scheduler.admit(live=0, longest=0, prefixes={}, **free)
+    >>> [(t.request.id, p.bucket) for t, p in first]
+    [(2, 32)]
+
+    When it has ended the two others go in, over one prompt: 32 + 2 x 10:
+
+    >>> (a, p), (b, q) = scheduler.admit(live=0, longest=0, prefixes={}, **free)
+    >>> a.request.id, b.request.id, p is q
+    (0, 1, True)
+    """
 
     def __init__(self, *, max_batch: int, kv_cache_tokens: int | None) -> None:
         self.max_batch = max_batch
