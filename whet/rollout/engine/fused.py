@@ -27,7 +27,7 @@ from whet.native.decode import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
-from whet.rollout.engine.prefill import PrefillLayout, Run
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 
 __all__ = ["FusedTrunk"]
 
@@ -220,7 +220,8 @@ class FusedTrunk:
         """Hidden states [2, d] of the last tokens of ids [1, T], decoded one by one behind the others as a prompt."""
         count, prompt, own = ids.shape[1] - 2, KVStore(rows=1, length=PROBE), KVStore()
         own.reserve(1, 2)
-        self(ids[:, :count], PrefillLayout([Run(count=1, start=0, length=count, store=prompt, slot=0)], ids.device))
+        span = PrefillSpan(count=1, start=0, length=count, store=prompt, slot=0)
+        self(ids[:, :count], PrefillLayout([span], ids.device))
         layout, zero = NativeLayout(kernels, own), np.zeros(1, np.int64)
         layout.regroup({PROBE: prompt}, zero + PROBE, zero, zero + count)
         steps = []
@@ -337,4 +338,4 @@ def _apart(got: Tensor, want: Tensor) -> float:
 def _probe_layout(kind: type, device: torch.device) -> Any:
     """A layout of one short prompt with a store of its own."""
     store = KVStore(rows=1, length=PROBE)
-    return kind([Run(count=1, start=0, length=PROBE, store=store, slot=0)], device)
+    return kind([PrefillSpan(count=1, start=0, length=PROBE, store=store, slot=0)], device)
