@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whet.models.load import LoadedModel
-from whet.train.worker import Loss, Metrics, ModelWorker, Reductions
+from whet.train.worker import Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TokenStats
 from whet.util.experimental import warn_experimental
 
@@ -101,12 +101,10 @@ class OffloadedWorker(ModelWorker):
         with self._here(self._weights()):
             return super()._read(*args, **options)
 
-    def forward_backward(
-        self, batch: TokenBatch, loss: Loss, *, entropy: bool = False, reductions: Reductions | None = None
-    ) -> Metrics:
+    def forward_backward(self, batch: TokenBatch, loss: Loss, **options: Any) -> Metrics:
         """See ModelWorker; gradients are added to the masters, which come first and stay until the step."""
         self.offload.back(self._masters())
-        return super().forward_backward(batch, loss, entropy=entropy, reductions=reductions)
+        return super().forward_backward(batch, loss, **options)
 
     def optim_step(self) -> Metrics:
         """See ModelWorker; the moments come for it, and leave with the masters."""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.unit.models.test_attention import TREES, oracle, trees
 from whet.config import RoleConfig
-from whet.data.packing import _on, plan_micro_batches
+from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError
 from whet.models import attention, flex
 from whet.models.attention import SegmentLayout
@@ -374,7 +374,7 @@ def test_the_switch_reaches_the_layout():
     assert micro.layout is not None and micro.layout.attention == "auto"
     (micro,) = plan_micro_batches(batch, max_tokens=100, attention="plain")
     assert micro.layout is not None and micro.layout.attention == "plain"
-    moved = _on(micro, "meta").layout
+    moved = micro.to("meta").layout
     assert moved is not None and moved.attention == "plain" and moved.position_ids.device.type == "meta"
 
 
