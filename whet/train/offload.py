@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whet.parallel.placement import Phase, Placement, Trained
+from whet.util.experimental import warn_experimental
 
 __all__ = ["Offload", "OffloadPlacement"]
 
@@ -28,6 +29,7 @@ Copy = Callable[[Tensor, torch.device], Tensor]
 def copied(tensor: Tensor, place: torch.device) -> Tensor:
     """A copy of a tensor elsewhere; from a GPU to the host into pinned memory, so that both ways are fast."""
     if tensor.is_cuda and place.type == "cpu":
+        warn_experimental("offload_to_cpu through pinned memory")
         return torch.empty_like(tensor, device=place, pin_memory=True).copy_(tensor, non_blocking=True)
     return tensor.to(place, non_blocking=True, copy=True)
 
