@@ -424,9 +424,8 @@ class EmbeddedEngine:
         """
         self._model.check_given(weights)
         self._requeue()
-        self._renew = True
+        self._renew, self.version = True, version
         self._model.take(weights)
-        self.version = version
 
     def _requeue(self) -> None:
         """Takes all rows out, keeping what they made, and drops all KV."""
