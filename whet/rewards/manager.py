@@ -64,6 +64,7 @@ class Rewarded:
             total=total,
             metrics={**merge(*(part.metrics for part in parts)), **reward_metrics(made, total, sizes)},
             names=names,
+            weights={name: weight for part in parts for name, weight in part.weights.items()},
             texts=[texts for part in parts for texts in part.texts],
             inputs=RewardInputs.cat([part.inputs for part in parts]),
         )
