@@ -235,7 +235,7 @@ def test_parts_judged_apart_are_the_batch_judged_together():
         {n: m.value for n, m in whole.metrics.items()}, nan_ok=True
     )
     assert joined.weights == whole.weights
-    assert set(joined.names) == set(whole.names) and joined.texts == whole.texts 
+    assert set(joined.names) == set(whole.names) and joined.texts == whole.texts
     assert joined.inputs.offered() == whole.inputs.offered()
     for a, b in zip(joined.groups, whole.groups, strict=True):
         for name in set(a.rewards) & set(b.rewards):
