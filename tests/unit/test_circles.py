@@ -43,7 +43,6 @@ def circles(graph):
 
 
 KNOWN = [
-    ["whet.learners.base", "whet.learners.provenance", "whet.learners.run"],
     ["whet.models.attention", "whet.models.flex"],
     ["whet.models.heads", "whet.models.load"],
 ]

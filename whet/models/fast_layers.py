@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from whet.native.build import note
+from whet.native.build import Unavailable, note
 from whet.native.layers import LayerKernels, layer_kernels
-from whet.observe.environment import environment
+from whet.util.cpu import cpu_facts
 
 __all__ = ["FastLayers", "chunks", "linear", "onednn_refusal", "weight_grad", "wide_registers"]
 
@@ -94,7 +94,7 @@ def onednn_refusal() -> str | None:
     """
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return "torch has no oneDNN, or no MKL to replace"
-    model = str(environment()["cpu"]["model"])
+    model = str(cpu_facts()["model"])
     if "AMD" not in model or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return f"on {model} torch's default products are as fast"
     generator = torch.Generator().manual_seed(0)
@@ -128,8 +128,8 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
 def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
     """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]; added to `into` where that is given."""
     wide = wide_registers() and grad.dtype == x.dtype == torch.float32 and grad.device.type == "cpu"
-    kernels = layer_kernels() if wide else "torch's product is as fast"
-    if not isinstance(kernels, str):
+    kernels = layer_kernels() if wide else Unavailable("torch's product is as fast")
+    if not isinstance(kernels, Unavailable):
         return kernels.weight_grad(grad.contiguous(), x.contiguous(), into)
     if into is not None:
         return into.addmm_(grad.t(), x)
@@ -147,7 +147,7 @@ def wide_registers() -> bool:
     >>> wide_registers() in (True, False)
     True
     """
-    return onednn_refusal() is None and int(environment()["cpu"]["family"] or 0) >= 26
+    return onednn_refusal() is None and int(cpu_facts()["family"] or 0) >= 26
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -241,8 +241,8 @@ def _native(*tensors: Tensor) -> LayerKernels | None:
     if tensors[0].dtype not in (torch.float32, torch.bfloat16):
         return None
     kernels = layer_kernels()
-    if isinstance(kernels, str):
-        note("norms, gates and gradients of weights in training", kernels)
+    if isinstance(kernels, Unavailable):
+        note("norms, gates and gradients of weights in training", kernels.reason)
         return None
     return kernels if kernels.fit(*tensors) else None
 

@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from whet.models.load import LoadedModel
 from whet.train.worker import Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TokenStats
+from whet.util.experimental import warn_experimental
 
 __all__ = ["Offload", "OffloadedWorker"]
 
@@ -32,6 +33,7 @@ Copy = Callable[[Tensor, torch.device], Tensor]
 def copied(tensor: Tensor, place: torch.device) -> Tensor:
     """A copy of a tensor elsewhere; from a GPU to the host into pinned memory, so that both ways are fast."""
     if tensor.is_cuda and place.type == "cpu":
+        warn_experimental("offload_to_cpu through pinned memory")
         return torch.empty_like(tensor, device=place, pin_memory=True).copy_(tensor, non_blocking=True)
     return tensor.to(place, non_blocking=True, copy=True)
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
+
+from torch import Tensor
 
 from whet.config import Role
 from whet.errors import TrainingError, lookup_error
@@ -14,11 +17,14 @@ from whet.ops.weighting import Weighting
 from whet.train.worker import REDUCTIONS, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TrainExample
 
-__all__ = ["DataHooks", "RoleTrainer", "TrainingHooks", "lower_rate"]
+__all__ = ["DataHooks", "Keep", "Report", "RoleTrainer", "TrainingHooks", "lower_rate"]
 
 log = logging.getLogger("whet")
 
-MOST_SKIPPED = 10
+Keep = Callable[[TokenBatch], Tensor]
+Report = Callable[[Metrics, TokenBatch, TokenBatch], Metrics]
+
+MAX_SKIPPED = 10
 """Updates in a row that may be skipped before the run ends: nothing is learned from then on."""
 
 
@@ -90,9 +96,13 @@ class RoleTrainer:
         self.loss_per: Literal["token", "unit"] = "token"
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
-        self.train_steps = 0
         self.skipped = 0
         """Updates in a row, up to now, whose gradient was not finite."""
+        self.on_policy = False
+        """While an update runs: whether all trained tokens of its mini-batch come from the weights as they are."""
+        self.listeners: list[Callable[[RoleTrainer, Metrics], Any]] = []
+        """Told of each update and its metrics, after the hooks."""
+        self._moved_version: int | None = None
         self._hooks = TrainingHooks()
         self._data_hooks = DataHooks()
         self._input_fn: Callable[[Any], Any] = lambda x: x
@@ -155,7 +165,7 @@ class RoleTrainer:
         return self
 
     def with_tqdm_metrics_to_display(self, names: Iterable[str]) -> RoleTrainer:
-        """Sets which metrics the progress bar shows beside the reward."""
+        """Sets which metrics the progress bar shows next to the reward."""
         self.displayed = tuple(names)
         return self
 
@@ -187,25 +197,59 @@ class RoleTrainer:
         )
         return batch.replace(weights=weights)
 
-    def update(self, batch: TokenBatch) -> Metrics:
-        """One optimizer step on one mini-batch.
+    @property
+    def train_steps(self) -> int:
+        """Updates taken, over all resumes; skipped ones don't count."""
+        return self.worker.updates
 
-        Args: batch: with `weights`, or they are made here from the whole of it.
+    @property
+    def moved(self) -> bool:
+        """Whether an update has moved the weights since they got their version."""
+        return self._moved_version == self.worker.version
+
+    def stale_versions(self, batch: TokenBatch) -> list[int]:
+        """The policy versions of trained tokens, other than the model's own now."""
+        return batch.versions[batch.mask & (batch.versions != self.worker.version)].unique().tolist()
+
+    def update(self, batch: TokenBatch, *, keep: Keep | None = None, report: Report | None = None) -> Metrics:
+        """One optimizer step on one mini-batch: weighs its tokens, selects, runs forward and backward, steps.
+
+        Args:
+            batch: the whole mini-batch, with `weights`, or they are made here.
+            keep: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
+                gradient, and have been counted in the weights. None = all.
+            report: (metrics, whole, run) -> metrics, where those of the part that was run are to speak of the whole.
+
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
         """
         self._hooks.on_train_step_start(self)
-        metrics = self.worker.forward_backward(
-            self.weighted(batch), self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
-        )
+        whole = self.weighted(batch)
+        run = whole if keep is None else whole.select(keep(whole))
+        self.on_policy = not self.moved and not self.stale_versions(whole)
+        try:
+            metrics = self.worker.forward_backward(
+                run, self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
+            )
+        finally:
+            self.on_policy = False
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._note_skipped(metrics)
         else:
-            self.train_steps, self.skipped = self.train_steps + 1, 0
+            self.skipped, self._moved_version = 0, self.worker.version
+        if report is not None:
+            metrics = report(metrics, whole, run)
         metrics = self._prefixed(metrics)
         self._hooks.on_train_step_end(self, self.train_steps, metrics)
+        for listener in list(self.listeners):
+            listener(self, metrics)
         return metrics
+
+    def load(self, folder: Path) -> None:
+        """Takes up the model and optimizer that its worker saved. Raises CheckpointError where they don't fit."""
+        self.worker.load(folder)
+        self._moved_version = None  # checkpoints are written between steps
 
     def _prefixed(self, metrics: Metrics) -> Metrics:
         return {f"{self.prefix}{name}": metric for name, metric in metrics.items()}
@@ -217,9 +261,9 @@ class RoleTrainer:
         numbers = f"loss {metrics['loss'].value:.6g}, learning rate {metrics['learning_rate'].value:.6g}"
         counter = f"{self.prefix}optim/skipped"
         log.warning("%s skipped: its gradient is not finite (%s); %s counts them", which, numbers, counter)
-        if self.skipped >= MOST_SKIPPED:
+        if self.skipped >= MAX_SKIPPED:
             raise TrainingError(
-                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one {which} ({numbers}); "
+                f"{MAX_SKIPPED} updates in a row had a gradient that is not finite, the last one {which} ({numbers}); "
                 f"{lower_rate(self.role)}. Check the rewards and the loss for huge values too"
             )
 
