@@ -82,8 +82,7 @@ def plan_micro_batches(
         shared_prefix: common beginnings are run once; False = once per sequence.
         at_end: completions are run to their last token, whose hidden state is at `MicroBatch.last_index`.
         cost: by which micro-batches are made alike.
-        device: of the tensors.
-        attention: what serves the layouts there, one of models.attention.KERNELS.
+        device, attention: of the tensors; what serves the layouts there, one of models.attention.KERNELS.
         saturating_tokens: from which on a larger micro-batch is no faster; None = unknown, so they are as few as fit.
         multiple: of the layouts' buckets, see SegmentLayout.
     Returns: the micro-batches, most expensive first.
