@@ -16,11 +16,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError
-from whet.models.fast_layers import chunks
 from whet.models.heads import Head
 from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, linear_logprob
+from whet.models.products import chunks
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import selective_log_softmax
+from whet.ops.masked import to_fp32
 from whet.ops.support import Support, support_logits
 from whet.types import TokenStats
 
@@ -78,7 +79,7 @@ def model_stats(
     layer: Any = module.get_output_embeddings()
     if head.kind == "value":
         values = layer(_hidden(module, micro)).squeeze(1)
-        return TokenStats(values=_wide(values))
+        return TokenStats(values=to_fp32(values))
     temperature = support.temperature or 1.0
     if head.linear and support.plain:
         logprobs, entropies = linear_logprob(
@@ -97,7 +98,7 @@ def model_stats(
         vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(rows[s], layer.weight, layer.bias))
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.rows)
-        vocab, logits = rows.shape[1], lambda s: _wide(rows[s])
+        vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
     return _supported(logits, micro, vocab, support, entropy, allowed)
 
 
@@ -117,11 +118,6 @@ def _hidden(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """[s D]: the last hidden states that predict the targets; index_select, whose backward is repeatable."""
     hidden = module.get_decoder()(**_inputs(micro)).last_hidden_state  # [B T D]
     return hidden.flatten(0, 1).index_select(0, micro.rows)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In fp32, or float64 where it was."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _supported(

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from whet.ops.masked import to_fp32
+
 if TYPE_CHECKING:
     from whet.models.load import LoadedModel
 
@@ -47,7 +49,7 @@ class Head:
         >>> Head("scale", scale=0.5).logits(torch.tensor([[3.0]], dtype=torch.bfloat16))
         tensor([[1.5000]])
         """
-        x = products.to(torch.promote_types(products.dtype, torch.float32))
+        x = to_fp32(products)
         x = x if self.scale == 1.0 else x * self.scale
         return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 
