@@ -32,12 +32,13 @@ from whet.data.sources import load_rows
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.run import Run
+from whet.models.made import made_model
 from whet.models.precision import probe_threads
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, to_json, write_atomic
 from whet.observe.plots import plot_curves
 from whet.parallel.comm import require_single_process
-from whet.util.refs import is_ref, resolve_ref
+from whet.util.refs import is_ref
 
 __all__ = ["demo", "grpo"]
 
@@ -195,7 +196,7 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
     model = config.actor.model
     if model is None or not is_ref(model):
         return config
-    made = resolve_ref(model, "model")(folder=str(folder / "start"), seed=config.trainer.seed)
+    made = made_model(model, str(folder / "start"), config.trainer.seed)
     actor = dataclasses.replace(config.actor, model=made)
     return dataclasses.replace(config, actor=actor)
 

@@ -50,12 +50,20 @@ def load_tokenizer(source: Any, **kwargs: Any) -> PreTrainedTokenizerBase:
     place = model_folder(source)
     check_hub(place)
     try:
-        return AutoTokenizer.from_pretrained(place, **{"trust_remote_code": False, **kwargs})
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(place, **{"trust_remote_code": False, **kwargs})
+    except Exception as error:  # each class reads its own files, and raises what it likes
+        said = " ".join(str(error).split())
         raise ConfigError(
-            f"no tokenizer at {str(source)!r} ({type(error).__name__}: {error}); give a folder that holds "
-            "tokenizer.json, a hub name, or 'byte'"
+            f"no tokenizer at {str(source)!r} ({type(error).__name__}: {said[:300]}); set tokenizer to a folder that "
+            "holds tokenizer.json, a hub name, or 'byte'"
         ) from error
+    if _is_empty(tokenizer):
+        raise ConfigError(
+            f"no tokenizer at {str(source)!r}: no file there has a vocabulary, and {type(tokenizer).__name__} without "
+            "one turns every text into nothing; set tokenizer to the folder or hub name of the model that this one was "
+            "made from, or 'byte' for one that was made for bytes"
+        )
+    return tokenizer
 
 
 def byte_tokenizer() -> PreTrainedTokenizerBase:
@@ -117,6 +125,12 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = (
         if value is not None:
             return int(value)
     return 0
+
+
+def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether it knows no more than its special tokens: transformers makes one like that where no file is."""
+    few = len(tokenizer) < 1000  # a vocabulary is not looked through for nothing
+    return few and len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2  # some keep a space
 
 
 def _field(config: Any, name: str) -> Any:

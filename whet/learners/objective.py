@@ -28,7 +28,7 @@ from whet.ops import (
     reference_kl,
 )
 from whet.types import TokenBatch
-from whet.util.refs import is_ref, resolve_ref
+from whet.util.refs import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",
@@ -46,7 +46,7 @@ def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
     if callable(value):
         return value
     if is_ref(value):
-        return resolve_ref(value, kind)
+        return resolve_callable(value, kind)
     if value not in known:
         raise lookup_error(kind, value, known)
     return known[value]

@@ -1,31 +1,29 @@
-"""Loading and saving Hugging Face causal language models, and the check whether they take a layout.
+"""Hugging Face causal language models made ready to train, and saved; the check whether they take a layout.
 
 A model that takes a layout (`packable`) trains on packed rows with shared prefixes; any other trains on padded rows
 with its own attention. Whether it does is found by a look at its config and by running 24 tokens: many models that
 can't would not raise but return wrong logits. Dim legend: T tokens, V vocabulary.
-Left out on purpose: vision, audio and encoder-decoder models; remote code; quantised weights.
+Left out on purpose: reading them (read.py).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
-from transformers.utils.hub import cached_file
 
-from whet.errors import ConfigError, lookup_error, nearest
+from whet.errors import ConfigError, lookup_error
 from whet.models.attention import ATTENTION, KERNELS, SegmentLayout
+from whet.models.causal import check_causal
 from whet.models.heads import Head, detect_head, with_value_head
+from whet.models.read import check_config, read_model
 from whet.models.selfcheck import limit_for, probe_tokens
-from whet.util.model_paths import check_hub, model_folder
 
 __all__ = ["LoadedModel", "load_model", "save_model", "usable_device"]
 
@@ -71,8 +69,8 @@ def load_model(
         read in bf16 would lose every small update. device: where it goes. role: actor, critic (value head) or
         reference (no gradient). attention: what computes attention over packed rows: auto, flex or plain.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
-    Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there, flex without CUDA, or not
-        a text-only causal language model.
+    Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
+        without CUDA, or not a text-only causal language model.
 
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
@@ -89,14 +87,15 @@ def load_model(
                 f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
             )
         module, name = model, model.name_or_path or type(model).__name__
-        _check_config(module.config, name)
+        check_config(module.config, name)
     else:
-        module, weight = _read(str(model), _dtype(dtype), role)
+        module, weight = read_model(str(model), _dtype(dtype), role)
         name = str(model)
     module = module.to(device).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: the checks below run without a layout
         module.set_attn_implementation("eager")
     _drop_dropout(module, name)
+    check_causal(module, name)
     is_critic = "whet_value_head" in vars(module.config)
     head = Head("value") if is_critic else detect_head(module)
     reasons = _refusals(module)
@@ -171,70 +170,6 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
     if dtype not in DTYPES:
         raise lookup_error("dtype", dtype, DTYPES)
     return DTYPES[dtype]
-
-
-def _read(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Tensor | None]:
-    """The module of a folder or hub name, and the value head where one was saved there."""
-    given, path = path, model_folder(path)
-    if Path(path) != Path(given).expanduser():
-        logger.info("%s is a run's; taking %s", given, path)
-    check_hub(path)
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"can't read a model at {path!r}: {error}; give a folder with config.json or a hub name"
-            + nearest(path, [p.name for p in Path().iterdir() if p.is_dir() and p.name != path])
-        ) from error
-    _check_config(config, path)
-    critic = "whet_value_head" in vars(config)
-    if critic and role != "critic":
-        raise ConfigError(f"{path!r} is a critic: it has a value head and no language head; it can't be the {role}")
-    if critic:
-        del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        module, info = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
-            path,
-            config=config,
-            dtype=dtype,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=critic,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:  # RuntimeError: other shapes
-        raise ConfigError(
-            f"can't load {path!r} as a causal language model: {type(error).__name__}: {error}; its weights must be "
-            "whole and of the shapes that its config.json says"
-        ) from error
-    missing = sorted(set(info["missing_keys"]) & dict(module.named_parameters()).keys())  # a tied head is no parameter
-    if missing and not critic:
-        raise ConfigError(
-            f"{path!r} has no weights for {len(missing)} parameters, which would be random: {', '.join(missing[:3])}; "
-            "copy its weights again, or give the folder of the whole model"
-        )
-    return module, _value_weight(path) if critic else None
-
-
-def _value_weight(path: str) -> Tensor:
-    """The [1 D] value head of a saved critic."""
-    name, file = "lm_head.weight", "model.safetensors"
-    index = cached_file(path, f"{file}.index.json", _raise_exceptions_for_missing_entries=False)
-    if index is not None:
-        file = json.loads(Path(index).read_text())["weight_map"][name]
-    with safe_open(cached_file(path, file), "pt") as f:
-        return f.get_tensor(name)
-
-
-def _check_config(config: PretrainedConfig, name: str) -> None:
-    """Raises ConfigError unless this is a text-only causal language model."""
-    extra = sorted(set(vars(config)) & {"vision_config", "audio_config", "image_token_id", "audio_token_id"})
-    if extra or config.get_text_config() is not config:
-        raise ConfigError(
-            f"{name!r} ({config.model_type}) is not a text-only model: its config has "
-            f"{', '.join(extra) or 'sub-models'}; give the causal language model alone"
-        )
-    if config.is_encoder_decoder:
-        raise ConfigError(f"{name!r} ({config.model_type}) is an encoder-decoder; give a causal language model")
 
 
 def _drop_dropout(module: nn.Module, name: str) -> None:

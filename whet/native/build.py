@@ -129,14 +129,20 @@ def note(what: str, reason: str) -> None:
 def cache_folder() -> Path:
     """Where built kernels are kept: whet/ in $XDG_CACHE_HOME, or in ~/.cache. Raises: OSError: there is no home.
 
+    A relative $XDG_CACHE_HOME counts as unset, as its specification says: what lies in it is loaded as code, and the
+    working folder may be anybody's.
+
     >>> cache_folder().name
     'whet'
     """
-    root = os.environ.get("XDG_CACHE_HOME")
+    root = Path(os.environ.get("XDG_CACHE_HOME", ""))
     try:
-        return (Path(root) if root else Path.home() / ".cache") / "whet"
+        root = root if root.is_absolute() else Path.home() / ".cache"
     except RuntimeError as error:  # neither $HOME nor a user of this number
         raise OSError(str(error)) from error
+    if not root.is_absolute():
+        raise OSError(f"HOME={os.environ.get('HOME')} is no absolute path")
+    return root / "whet"
 
 
 def _openmp() -> str | None:

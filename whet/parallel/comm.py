@@ -3,26 +3,46 @@
 from __future__ import annotations
 
 import os
+import re
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, shown
 
 __all__ = ["rank", "require_single_process", "world_size"]
 
 
 def rank() -> int:
-    """This process's place among all of the job; 0 without torchrun."""
-    return int(os.environ.get("RANK", "0"))
+    """This process's place among all of the job; 0 without torchrun. Raises ConfigError: RANK is no such number."""
+    return _number("RANK", 0, least=0)
 
 
 def world_size() -> int:
-    """Processes of the job; 1 without torchrun."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Processes of the job; 1 without torchrun. Raises ConfigError: WORLD_SIZE is no such number."""
+    return _number("WORLD_SIZE", 1, least=1)
 
 
 def require_single_process() -> None:
-    """Raises ConfigError where torchrun started several processes: each would train a copy of its own."""
-    if world_size() > 1:
+    """Raises ConfigError where torchrun started several processes: each would train a copy of its own.
+
+    What it sets (RANK, LOCAL_RANK, WORLD_SIZE) is refused where it is no such number.
+    """
+    count = world_size()
+    if count > 1:
         raise ConfigError(
-            f"WORLD_SIZE is {world_size()}, and training over several processes is not part of this release; "
+            f"WORLD_SIZE is {count}, and training over several processes is not part of this release; "
             "start one process (torchrun --nproc_per_node=1, or without torchrun)"
         )
+    rank()
+    _number("LOCAL_RANK", 0, least=0)
+
+
+def _number(name: str, default: int, *, least: int) -> int:
+    """A variable of the environment that torchrun sets."""
+    text = os.environ.get(name, "")
+    if not text.strip():
+        return default
+    if not re.fullmatch(r"\s*\d{1,9}\s*", text, re.ASCII) or int(text) < least:
+        raise ConfigError(
+            f"{name}={shown(text)} in the environment must be a whole number from {least} up, as torchrun sets it; "
+            f"unset {name}"
+        )
+    return int(text)

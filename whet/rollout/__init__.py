@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 
 from whet.errors import ConfigError, lookup_error
-from whet.util.refs import resolve_ref
+from whet.util.refs import resolve_callable
 
 __all__ = ["ENGINES", "resolve_engine"]
 
@@ -39,7 +39,7 @@ def resolve_engine(name: str | type) -> type:
     if name not in ENGINES:
         if ":" not in name:
             raise lookup_error("rollout engine", name, ENGINES)
-        return resolve_ref(name, "rollout engine")
+        return resolve_callable(name, "rollout engine")
     module, _, attribute = ENGINES[name].partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from whet.errors import ConfigError, nearest
+from whet.errors import ConfigError, nearest, shown
 
-__all__ = ["check_hub", "hub_silence", "model_folder"]
+__all__ = ["check_hub", "folders_here", "hub_silence", "model_folder"]
 
 HELD = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
@@ -29,11 +29,18 @@ def model_folder(source: str | Path) -> str:
     >>> model_folder("Qwen/Qwen3-0.6B")
     'Qwen/Qwen3-0.6B'
     """
-    named, folder = str(source), Path(source).expanduser()
-    if not folder.exists():
+    named, folder = str(source), Path(source)
+    if not str(source).strip():
+        raise ConfigError("the name of a model or tokenizer is empty; give a folder or a hub name")
+    try:
+        folder = folder.expanduser()
+        there, above = folder.exists(), folder.parent.is_dir()
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
+        raise ConfigError(f"can't look for {shown(named)}: {error}; give a folder or a hub name") from error
+    if not there:
         if named.startswith(("/", ".", "~")) or named.count("/") > 1:
             here = folder.parent
-            near = nearest(folder.name, [p.name for p in here.iterdir()]) if here.is_dir() else f"; there is no {here}"
+            near = nearest(folder.name, _inside(here)) if above else f"; there is no {here}"
             raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
         return named
     if folder.is_file():
@@ -66,7 +73,7 @@ def check_hub(name: str) -> None:
 
     if Path(name).expanduser().exists():
         return
-    near = nearest(name, [p.name for p in Path().iterdir() if p.is_dir()])
+    near = nearest(name, folders_here())
     try:
         if any(isinstance(try_to_load_from_cache(name, file), str) for file in HELD):
             return
@@ -85,6 +92,19 @@ def check_hub(name: str) -> None:
                 f"there is no folder {name!r} here, and no model of that name on the hub that you may see; check the "
                 f"name, or log in: hf auth login{near}"
             ) from error
+
+
+def folders_here() -> list[str]:
+    """Names of the folders beside which a relative path begins, for messages; none where it may not be read."""
+    return [name for name in _inside(Path()) if Path(name).is_dir()]
+
+
+def _inside(folder: Path) -> list[str]:
+    """What lies in a folder, as far as it may be read."""
+    try:
+        return [p.name for p in folder.iterdir()]
+    except OSError:
+        return []
 
 
 def hub_silence(error: BaseException) -> str | None:

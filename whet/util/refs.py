@@ -15,9 +15,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from whet.errors import ConfigError, nearest
+from whet.errors import ConfigError, nearest, shown
 
-__all__ = ["is_ref", "resolve_ref"]
+__all__ = ["is_ref", "resolve_callable", "resolve_ref"]
 
 
 def is_ref(text: str) -> bool:
@@ -46,10 +46,10 @@ def resolve_ref(text: str, kind: str) -> Any:
     3.0
     """
     if not is_ref(text):
-        raise ConfigError(f"{kind} {text!r} is no reference; write package.module:name or path/to/file.py:name")
+        raise ConfigError(f"{kind} {shown(text)} is no reference; write package.module:name or path/to/file.py:name")
     place, _, name = text.rpartition(":")
     module = (
-        _from_file(Path(place).expanduser(), text, kind) if place.endswith(".py") else _from_name(place, text, kind)
+        _from_file(Path(place), text, kind) if place.endswith(".py") else _from_name(place, text, kind)
     )
     found: Any = module
     for part in name.split("."):
@@ -59,13 +59,37 @@ def resolve_ref(text: str, kind: str) -> Any:
             known = [word for word, _ in inspect.getmembers_static(found) if not word.startswith("_")]
             hint = nearest(part, known) or "; check the name"
             raise ConfigError(f"{kind} {text!r}: {place} has no {part!r}{hint}") from error
+        except Exception as error:  # a module's own __getattr__, a property
+            raise _failed(text, kind, f"looking up {part!r} in {place}", error) from error
+    return found
+
+
+def resolve_callable(text: str, kind: str) -> Any:
+    """The function or class that a reference names.
+
+    Args: as resolve_ref. Raises: ConfigError: as there, or what it names can't be called.
+
+    >>> resolve_callable("sys:maxunicode", "reward")
+    Traceback (most recent call last):
+    whet.errors.ConfigError: reward 'sys:maxunicode' is 1114111 (int), and must be a function or a class; check the name
+    """
+    found = resolve_ref(text, kind)
+    if not callable(found):
+        value = f"{shown(found, most=80)} ({type(found).__name__})"
+        raise ConfigError(f"{kind} {text!r} is {value}, and must be a function or a class; check the name")
     return found
 
 
 def _from_file(path: Path, text: str, kind: str) -> ModuleType:
     """The module of a file, run on first use."""
-    if not path.is_file():
-        beside = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    try:
+        path = path.expanduser()
+        there = path.is_file()
+        beside = [p.name for p in path.parent.glob("*.py")] if not there and path.parent.is_dir() else []
+    except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
+        why = shown(str(error))
+        raise ConfigError(f"{kind} {shown(text)}: can't look for {shown(str(path))}: {why}; check the path") from error
+    if not there:
         raise ConfigError(f"{kind} {text!r}: no file {path}{nearest(path.name, beside) or '; check the path'}")
     path = path.resolve()
     for module in list(sys.modules.values()):
@@ -80,9 +104,9 @@ def _from_file(path: Path, text: str, kind: str) -> ModuleType:
     sys.modules[name] = module  # before it runs: dataclasses and pickle look their module up by name
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script that ends itself ends no run
         del sys.modules[name]
-        raise _failed(text, kind, str(path), error) from error
+        raise _failed(text, kind, f"importing {path}", error) from error
     return module
 
 
@@ -95,14 +119,14 @@ def _from_name(place: str, text: str, kind: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or ""
         if missing != place and not place.startswith(missing + "."):
-            raise _failed(text, kind, place, error) from error  # found, but something that it imports is not
+            raise _failed(text, kind, f"importing {place}", error) from error  # what it imports is not there
         parent, _, last = missing.rpartition(".")
-        folders = sys.modules[parent].__path__ if parent else None
+        folders = vars(sys.modules[parent]).get("__path__", []) if parent else None  # a module has none
         beside = [info.name for info in pkgutil.iter_modules(folders)]
         hint = nearest(last, beside) or "; is it installed?"
         raise ConfigError(f"{kind} {text!r}: no module {missing!r}{hint}") from error
-    except Exception as error:
-        raise _failed(text, kind, place, error) from error
+    except (Exception, SystemExit) as error:
+        raise _failed(text, kind, f"importing {place}", error) from error
 
 
 def _reach(folder: Path) -> None:
@@ -112,5 +136,5 @@ def _reach(folder: Path) -> None:
         sys.path.append(str(folder))
 
 
-def _failed(text: str, kind: str, place: str, error: Exception) -> ConfigError:
-    return ConfigError(f"{kind} {text!r}: importing {place} raised {type(error).__name__}: {error}; fix that first")
+def _failed(text: str, kind: str, what: str, error: BaseException) -> ConfigError:
+    return ConfigError(f"{kind} {text!r}: {what} raised {type(error).__name__}: {error}; fix that first")

@@ -1,5 +1,5 @@
 import pytest
-from transformers import GenerationConfig, Qwen3Config
+from transformers import Gemma2Config, GenerationConfig, MambaConfig, Qwen3Config
 
 from whet.data.tokenizer import byte_tokenizer, load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
@@ -44,6 +44,22 @@ def test_what_is_no_tokenizer_is_refused(tmp_path):
         load_tokenizer(tmp_path)
     with pytest.raises(ConfigError, match="got int"):
         load_tokenizer(3)
+
+
+@pytest.mark.parametrize("config", [Qwen3Config, Gemma2Config, MambaConfig])
+def test_a_models_folder_without_a_tokenizer_is_refused_and_says_what_to_set(tmp_path, config):
+    config().save_pretrained(tmp_path)  # transformers makes an empty tokenizer of the model's class
+    with pytest.raises(ConfigError, match=r"no file there has a vocabulary.*set tokenizer to the folder or hub name"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("content", [b"", b"[]", b'{"a":' * 200_000], ids=["empty", "list", "deep"])
+def test_files_of_a_tokenizer_that_are_broken_are_errors_that_say_where(tokenizer, tmp_path, name, content):
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match="no tokenizer at"):
+        load_tokenizer(tmp_path)
 
 
 def test_stop_ids_gather_from_everywhere_as_int_or_list(tokenizer):

@@ -147,3 +147,46 @@ def test_without_a_home_they_are_built_for_the_process_and_this_is_said(folder, 
 def test_a_compiler_with_an_open_quote_is_a_reason_and_no_error(monkeypatch):
     monkeypatch.setenv("CXX", "g++ 'open")
     assert str(load_library("number")) == "building them failed: No closing quotation"
+
+
+@pytest.mark.parametrize("given", ["", "cache", "./cache", "~/cache"])
+def test_a_relative_cache_folder_is_none(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    assert build.cache_folder() == tmp_path / "home" / ".cache" / "whet"
+    monkeypatch.setenv("HOME", "home")
+    with pytest.raises(OSError, match="HOME=home is no absolute path"):
+        build.cache_folder()
+
+
+@needs_compiler
+def test_a_link_of_the_librarys_name_is_replaced_and_what_it_names_is_left_alone(cache, folder, tmp_path, monkeypatch):
+    assert number() == 1
+    (built,) = cache.iterdir()
+    other = tmp_path / "other"
+    other.write_bytes(b"mine")
+    again = tmp_path / "again" / "whet"  # a path that this process has not loaded before
+    again.mkdir(mode=0o700, parents=True)
+    (again / built.name).symlink_to(other)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(again.parent))
+    assert number() == 1 and other.read_bytes() == b"mine"
+    assert [x.name for x in again.iterdir()] == [built.name] and not (again / built.name).is_symlink()
+
+
+@needs_compiler
+def test_what_is_half_built_lies_in_a_folder_that_is_made_for_it_alone(cache, folder, monkeypatch):
+    seen, run = [], build._run
+
+    def watched(*command):
+        if "-o" in command:
+            place = build.Path(command[command.index("-o") + 1]).parent
+            seen.append((place, stat.S_IMODE(place.stat().st_mode)))
+        return run(*command)
+
+    monkeypatch.setattr(build, "_run", watched)
+    assert number() == 1
+    (folder / "number.h").write_text("#define NUMBER 2\n")
+    assert number() == 2
+    assert {mode for _, mode in seen} == {0o700} and {place.parent for place, _ in seen} == {cache}
+    assert len({place for place, _ in seen}) == 2

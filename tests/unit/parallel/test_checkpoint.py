@@ -467,3 +467,22 @@ def test_ranks_are_torchruns_and_more_than_one_is_refused(monkeypatch):
     assert (rank(), world_size()) == (3, 4)
     with pytest.raises(ConfigError, match=r"WORLD_SIZE is 4.*start one process"):
         require_single_process()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "x"), ("RANK", "-1"), ("WORLD_SIZE", "abc"), ("WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 5000),
+     ("LOCAL_RANK", "-1"), ("LOCAL_RANK", "1.0"), ("RANK", "\u0662")],
+    ids=lambda value: value[:8],
+)  # fmt: skip
+def test_a_variable_of_torchruns_that_is_no_such_number_is_named_with_its_value(name, value, monkeypatch):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=f"^{name}='{value[:20]}.* in the environment must be a whole number from"):
+        require_single_process()
+
+
+def test_variables_of_torchruns_that_are_empty_count_as_unset(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "")
+    assert (rank(), world_size()) == (0, 1)
+    require_single_process()

@@ -105,3 +105,14 @@ def test_a_name_that_the_hub_does_not_have_is_one_line(monkeypatch):
 def test_a_name_in_the_cache_needs_no_hub(monkeypatch, file):
     monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda name, wanted: "x" if wanted == file else None)
     check_hub("some/model")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("", "is empty"), (" ", "is empty"), ("/" + "n" * 300, "name too long"), ("~nobody_zz/model", "home directory")],
+    ids=lambda word: word[:12],
+)
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_names_that_no_folder_can_have_are_errors_of_their_own(load, name, says):
+    with pytest.raises(ConfigError, match=says):
+        load(name)

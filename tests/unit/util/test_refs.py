@@ -3,7 +3,8 @@ import sys
 import pytest
 
 from whet.errors import ConfigError
-from whet.util.refs import is_ref, resolve_ref
+from whet.rollout import resolve_engine
+from whet.util.refs import is_ref, resolve_callable, resolve_ref
 
 
 @pytest.fixture
@@ -49,12 +50,34 @@ def test_a_module_in_the_working_folder_is_found(folder):
         ("needs:f", "raised ModuleNotFoundError: No module named 'not_here_zz'"),
         ("math:sqr", "did you mean sqrt"),
         ("nothing", "write package.module:name"),
+        ("", "write package.module:name"),
+        (":", "write package.module:name"),
+        ("a:b:c", "write package.module:name"),
+        ("math.x:f", "no module 'math.x'; is it installed?"),
+        ("leaves.py:f", "raised SystemExit: 3"),
+        ("leaves:f", "raised SystemExit: 3"),
+        ("odd.py:f", "looking up 'f' in odd.py raised ZeroDivisionError"),
+        ("latin.py:f", "raised SyntaxError"),
+        ("n" * 300 + ".py:f", "name too long"),
+        ("~nobody_zz/x.py:f", "home directory"),
     ],
+    ids=lambda word: word[:20],
 )
 def test_what_is_missing_is_named_with_the_nearest(folder, text, says):
     (folder / "reward.py").write_text("def score(): pass\n")
     (folder / "broken.py").write_text("def f(:\n")
     (folder / "needs.py").write_text("import not_here_zz\ndef f(): pass\n")
+    (folder / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    (folder / "odd.py").write_text("def __getattr__(name): 1 / 0\n")
+    (folder / "latin.py").write_bytes(b"x = '\xe9'\n")
     with pytest.raises(ConfigError) as error:
         resolve_ref(text, "reward")
-    assert says in str(error.value) and text in str(error.value)
+    assert says in str(error.value) and text[:150] in str(error.value)
+
+
+@pytest.mark.parametrize("resolve", [lambda text: resolve_callable(text, "loss"), resolve_engine])
+def test_what_is_to_be_called_must_be_a_function_or_a_class(folder, resolve):
+    (folder / "things.py").write_text("NUMBER = 3\ndef f(): pass\n")
+    assert callable(resolve("things.py:f"))
+    with pytest.raises(ConfigError, match=r"'things.py:NUMBER' is 3 \(int\), and must be a function or a class"):
+        resolve("things.py:NUMBER")
