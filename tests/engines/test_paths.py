@@ -258,7 +258,7 @@ def test_logprobs_of_a_half_precision_model_that_scales_its_logits_are_the_train
     config, own, head = HEADS[name]
     monkeypatch.setitem(FAMILIES, name, (config, own))
     loaded = load_model(build(name, gain=2.0).to(torch.bfloat16))
-    assert loaded.head.scale == pytest.approx(head.scale)
+    assert loaded.lm_head.scale == pytest.approx(head.scale)
     rows = [Prompt(tokens=p, source="", columns={}, row=i) for i, p in enumerate(prompts())]
     groups = complete(
         EmbeddedEngine(loaded), rows, Sampling(max_tokens=12), num_generations=4, address=(0, 0, 0), first_id=0

@@ -6,12 +6,13 @@ V vocabulary, D width. Left out on purpose: sampling, which belongs to the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
@@ -27,7 +28,7 @@ from whet.types import TokenStats
 
 if TYPE_CHECKING:
     from whet.data.packing import MicroBatch
-    from whet.models.load import LoadedModel
+    from whet.models.types import LoadedModel
 
 __all__ = ["model_stats", "token_stats"]
 
@@ -41,14 +42,16 @@ def token_stats(
     support: Support = PLAIN,
     entropy: bool = False,
     allowed: Tensor | None = None,
+    want: Collection[str] | None = None,
 ) -> TokenStats:
     """What a model says of each target of a micro-batch.
 
     log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
-    before aₜ. Greedy decoding (temperature 0) is scored at temperature 1.
+    before aₜ; of a trunk with both heads, both. Greedy decoding (temperature 0) is scored at temperature 1.
     Args: loaded: the model. micro: what to run; with a layout where the model is packable, else padded.
         support: the sampler's distribution. entropy: also the entropies. allowed: uint8 [s, W], the tokens that a
-        constraint allows, a bit each (see support_logits); needed with one only.
+        constraint allows, a bit each (see support_logits); needed with one only. want: of "logprobs" and "values" those
+        that are needed; None = all that the heads make.
     Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), or a critic's values; in fp32 or float64.
     Raises: ConfigError: a packed micro-batch for a model that can't take a layout.
 
@@ -58,7 +61,19 @@ def token_stats(
         raise ConfigError(
             f"{loaded.name} can't take packed rows ({'; '.join(loaded.reasons)}); plan with packable=False"
         )
-    return model_stats(loaded.module, micro, head=loaded.head, support=support, entropy=entropy, allowed=allowed)
+    want = loaded.outputs if want is None else want
+    if missing := set(want) - loaded.outputs:
+        raise ConfigError(f"{loaded.name} has no head for {', '.join(sorted(missing))}; it gives {[*loaded.outputs]}")
+    with loaded.reading():
+        return model_stats(
+            loaded.module,
+            micro,
+            head=loaded.lm_head if "logprobs" in want else Head("none"),
+            score_head=loaded.score_head if "values" in want else None,
+            support=support,
+            entropy=entropy,
+            allowed=allowed,
+        )
 
 
 def model_stats(
@@ -66,40 +81,43 @@ def model_stats(
     micro: MicroBatch,
     *,
     head: Head,
+    score_head: nn.Linear | None = None,
     support: Support = PLAIN,
     entropy: bool = False,
     allowed: Tensor | None = None,
 ) -> TokenStats:
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
-    Args: module: the root. head: its head. The others and the result as in token_stats.
+    Args: module: the root. head: its language head, of kind "none" where no logprobs are wanted. score_head: what makes
+        values; None = none are wanted. The others and the result as in token_stats.
 
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
     """
     layer: Any = module.get_output_embeddings()
-    if head.kind == "value":
-        values = layer(_hidden(module, micro)).squeeze(1)
-        return TokenStats(values=to_fp32(values))
-    temperature = support.temperature or 1.0
+    hidden = _hidden(module, micro) if head.linear or score_head is not None else None
+    values = None if score_head is None or hidden is None else to_fp32(score_head(hidden).squeeze(1))
+    if head.kind == "none":
+        return TokenStats(values=values)
     if head.linear and support.plain:
+        assert hidden is not None
         logprobs, entropies = linear_logprob(
-            _hidden(module, micro),
+            hidden,
             layer.weight,
             micro.targets,
             bias=layer.bias,
-            temperature=temperature,
+            temperature=support.temperature or 1.0,
             scale=head.scale,
             softcap=head.softcap,
             entropy=entropy,
         )
-        return TokenStats(logprobs=logprobs, entropy=entropies)
+        return TokenStats(logprobs=logprobs, entropy=entropies, values=values)
     if head.linear:
-        rows = _hidden(module, micro)
-        vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(rows[s], layer.weight, layer.bias))
+        assert hidden is not None
+        vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(hidden[s], layer.weight, layer.bias))
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.rows)
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
-    return _supported(logits, micro, vocab, support, entropy, allowed)
+    return dataclasses.replace(_supported(logits, micro, vocab, support, entropy, allowed), values=values)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:

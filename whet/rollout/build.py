@@ -12,7 +12,7 @@ import numpy as np
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel
+from whet.models.types import LoadedModel
 from whet.rollout.base import Output, Request, RolloutEngine, Sampling, check_caps
 from whet.rollout.constraint import Constraint, Grammars
 from whet.rollout.options import check_names, frozen_options

@@ -20,12 +20,13 @@ from torch import Tensor, nn
 from whet.config import OptimConfig, RoleConfig
 from whet.data.balance import model_cost
 from whet.data.packing import MicroBatch, plan_micro_batches
-from whet.errors import DataError
+from whet.errors import ConfigError, DataError
 from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
-from whet.models.load import LoadedModel, save_model
+from whet.models.load import save_model
+from whet.models.types import LoadedModel
 from whet.ops import Support, aggregate, segment_count, segment_mean
 from whet.parallel import load_state, read_state, save_state, write_state
 from whet.train.optim import Optim
@@ -67,6 +68,8 @@ class ModelWorker:
         max_sequences: int | None = None,
         given: RoleConfig | None = None,
     ) -> None:
+        if loaded.is_view and optim is not None:
+            raise ConfigError(f"{loaded.name} is a view, which is only read: give its owner's worker the optimizer")
         self.loaded = loaded
         self.given = given
         self.support = support or Support()
@@ -79,10 +82,10 @@ class ModelWorker:
         self.version = 0
         self.cost = model_cost(loaded.module)
         """By which the micro-batches of a batch are made alike."""
-        if optim is None:
+        if optim is None and not loaded.is_view:  # a view's module is trained by its owner
             loaded.module.requires_grad_(False)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype)
-        if dtype is not None:
+        if dtype is not None and not loaded.is_view:
             for p in loaded.module.parameters():
                 p.data = p.data.to(dtype)
         self.fast_layers: FastLayers | None = FastLayers(loaded.module)
@@ -153,7 +156,14 @@ class ModelWorker:
         for micro in self.micro_batches(batch, max_sequences or self.max_read_sequences):
             allowed = self._allowed(batch, micro, support)
             with self._layers():
-                stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names, allowed=allowed)
+                stats = token_stats(
+                    self.loaded,
+                    micro,
+                    support=support,
+                    entropy="entropy" in names,
+                    allowed=allowed,
+                    want={*names} - {"entropy"},
+                )
             for name in names:
                 column = getattr(stats, name)
                 whole = out.setdefault(name, column.new_zeros(batch.num_tokens))
@@ -162,7 +172,7 @@ class ModelWorker:
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
         """What a constraint allows at each target, where it matters."""
-        matters = support.constrained and not support.full and self.loaded.head.kind != "value"
+        matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
         return self.allowed(batch, micro) if matters and self.allowed else None
 
     def _layers(self) -> AbstractContextManager[None]:

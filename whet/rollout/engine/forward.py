@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from whet.errors import EngineError
 from whet.models.attention import Layout
-from whet.models.load import LoadedModel
 from whet.models.modes import evaluating
+from whet.models.types import LoadedModel
 from whet.native.decode import Kernels
 from whet.rollout.engine.fused import FusedTrunk
 from whet.rollout.engine.packed import Product, pack_refusal
@@ -51,13 +51,14 @@ class ModuleForward:
     def features(self, ids: Tensor, layout: Layout) -> Tensor:
         """[N d] of ids [B T], after the last norm; logits [N V] where only the model itself can make them."""
         call = {"input_ids": ids, "position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
-        if not self.loaded.head.linear:
+        if not self.loaded.lm_head.linear:
             return self.loaded.module(**call).logits.flatten(0, 1)
         return self._trunk(**call).last_hidden_state.flatten(0, 1)
 
     def logits(self, features: Tensor) -> Tensor:
         """fp32 [n V] of features [n d]."""
-        return self.loaded.head.logits(self._head(features)).float() if self.loaded.head.linear else features.float()
+        head = self.loaded.lm_head
+        return head.logits(self._head(features)).float() if head.linear else features.float()
 
     def reach(self, positions: int) -> None:
         """Positions must be below this. Nothing to do here."""
@@ -102,7 +103,7 @@ class FusedForward:
 
     def logits(self, features: Tensor) -> Tensor:
         """fp32 [n V] of features [n d]."""
-        return self.loaded.head.logits(self._head(features)).float()
+        return self.loaded.lm_head.logits(self._head(features)).float()
 
     def reach(self, positions: int) -> None:
         """Positions must be below this."""

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whet.models.adapters import Adapter, plain_linear
 from whet.models.attention import Layout
-from whet.models.load import LoadedModel
 from whet.models.modes import evaluating, max_positions
 from whet.models.selfcheck import PROBE, limit_for, probe_tokens
+from whet.models.types import LoadedModel
 from whet.native.decode import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
@@ -167,7 +168,7 @@ class FusedTrunk:
             our own.
         Returns: the trunk, or the reason.
         """
-        if not loaded.head.linear:
+        if not loaded.lm_head.linear:
             return "only the module itself can make its logits"
         module = loaded.module
         if module.get_output_embeddings().weight.dtype != module.get_input_embeddings().weight.dtype:  # pyright: ignore
@@ -234,9 +235,10 @@ class FusedTrunk:
         weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return f"none for {weight.dtype} on {weight.device.type}"
-        if wrong := sorted(
-            n for n, p in self._module.named_parameters() if p.dtype != weight.dtype or not p.is_contiguous()
-        ):
+        adapter = Adapter.of(self._module)
+        merged = set() if adapter is None else {id(p) for p in adapter.parameters()}  # into copies of their layers
+        read = [(n, p) for n, p in self._module.named_parameters() if id(p) not in merged]
+        if wrong := sorted(n for n, p in read if p.dtype != weight.dtype or not p.is_contiguous()):
             return f"{', '.join(wrong[:3])}: of another dtype than the embedding, or not contiguous"
         if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
             return "soft-capped scores or sinks"
@@ -282,12 +284,12 @@ class FusedTrunk:
 
 
 def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
-    """The children of a module, if they are exactly the known ones; the linear ones must be plain."""
+    """The children of a module, if they are exactly the known ones; linear ones must be plain, adapters aside."""
     parts = dict(module.named_children())
     if wrong := (set(parts) - optional) ^ known:
         raise _UnfitError(f"its {type(module).__name__} differs in {', '.join(sorted(wrong))}")
     for name, part in parts.items():
-        if name.endswith("_proj") and type(part) is not nn.Linear:
+        if name.endswith("_proj") and plain_linear(part) is None:
             raise _UnfitError(f"its {name} is a {type(part).__name__}")
     return parts
 
