@@ -138,13 +138,13 @@ def test_the_mock_takes_the_vocabulary_of_a_model(model):
 @pytest.mark.parametrize(
     ("spec", "fields", "said"),
     [
-        ("vanilla", {"rollout_vllm_hbm_utilization": 1.0}, "rollout.rollout_vllm_hbm_utilization=1.0: no effect"),
-        ("hf", {"rollout_vllm_server_mode": True}, "rollout.rollout_vllm_server_mode=True: no effect"),
-        ("vanilla", {"rollout_sglang_jax_page_size": 1}, "rollout.rollout_sglang_jax_page_size=1: no effect"),
+        ("vanilla", {"rollout_vllm_hbm_utilization": 1.0}, "rollout.vllm.hbm_utilization=1.0: no effect"),
+        ("hf", {"rollout_vllm_server_mode": True}, "rollout.vllm.server_mode=True: no effect"),
+        ("vanilla", {"rollout_sglang_jax_page_size": 1}, "rollout.sglang.page_size=1: no effect"),
         ("vanilla", {"tensor_parallel_size": 2}, "rollout.tensor_parallel_size=2: no effect"),
         ("vanilla", {"tensor_parallel_size": 1}, ""),
         ("vllm", {"rollout_vllm_hbm_utilization": 0.5, "tensor_parallel_size": 2}, ""),
-        ("sglang", {"rollout_vllm_hbm_utilization": 0.5}, "rollout_vllm_hbm_utilization=0.5: no effect"),
+        ("sglang", {"rollout_vllm_hbm_utilization": 0.5}, "vllm.hbm_utilization=0.5: no effect"),
         (MockEngine, {"rollout_vllm_hbm_utilization": 0.5}, ""),
     ],
 )

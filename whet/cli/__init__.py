@@ -206,8 +206,8 @@ def _verb_help(verb: str) -> str:
     from whet.config import SHORT, RunConfig, show
 
     if verb == "grpo":
-        keys = show(RunConfig, SHORT, hidden=("rollout_vllm_", "rollout_sglang_"))
-        end = "\n\nKeys of vLLM and SGLang (rollout.rollout_vllm_*, rollout.rollout_sglang_jax_*): docs/from-tunix.md."
+        keys = show(RunConfig, SHORT, hidden=("rollout.vllm.", "rollout.sglang."))
+        end = "\n\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
     else:
         from whet.config.generate import ChatConfig, GenerateConfig
 

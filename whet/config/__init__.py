@@ -3,6 +3,7 @@
 from whet.config.algo import AlgorithmConfig, GRPOConfig, GrpoConfig
 from whet.config.base import check, config, field_docs
 from whet.config.data import DataConfig
+from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
 from whet.config.model import OptimConfig, RoleConfig
@@ -39,7 +40,9 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "SGLangOptions",
     "TrainingConfig",
+    "VLLMOptions",
     "check",
     "check_complete",
     "config",

@@ -223,7 +223,7 @@ def _show(cls: type, prefix: str, hidden: tuple[str, ...], listed: dict[type, st
     """Adds the lines of a section's keys; `listed` has the prefix under which each class was listed first."""
     for key, field, owner in leaves(cls, prefix=prefix):
         listed.setdefault(owner, key.removesuffix(field.name))
-        if field.name.startswith(hidden):
+        if key.startswith(hidden):
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         text = "(required)" if default is dataclasses.MISSING else _one_line(default)

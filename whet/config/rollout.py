@@ -1,8 +1,7 @@
 """Sampling: the section rollout.
 
-The names and defaults are Tunix's where Tunix has the field. Fields rollout_vllm_... speak to rollout_engine "vllm",
-rollout_sglang_jax_... to "sglang", and have no effect on another, which warns; what the engine can't carry out it
-refuses.
+The names and defaults are Tunix's where Tunix has the field. The sections vllm and sglang (config/engines.py) speak to
+the rollout_engine of that name and have no effect on another, which warns; what the engine can't carry out it refuses.
 """
 
 from __future__ import annotations
@@ -10,10 +9,15 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar, Literal
 
+from pydantic import model_validator
+from pydantic_core import ArgsKwargs
+
 from whet.config.base import check, config
+from whet.config.engines import FLAT, SGLangOptions, VLLMOptions, nested
 from whet.config.enums import Mode
 from whet.config.fields import (
     Bool,
@@ -22,7 +26,6 @@ from whet.config.fields import (
     Int,
     Name,
     Number,
-    Seconds,
     Seed,
     Size,
     Strings,
@@ -201,85 +204,10 @@ class RolloutConfig:
     eval: Tree = field(default_factory=dict)
     """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
 
-    rollout_vllm_server_mode: Bool = False
-    """vLLM. No effect: requests are taken while it decodes in any case."""
-    rollout_vllm_server_mode_submission_threshold: Number = 0
-    """vLLM server: requests to gather before decoding starts. No effect: a step's requests come together."""
-    rollout_vllm_server_mode_submission_timeout_s: Seconds = 0.0
-    """vLLM server: longest wait for that many, in seconds. No effect."""
-    rollout_vllm_model_version: Text = ""
-    """vLLM: folder or name whose config it takes; "" = the actor's. The weights are the actor's either way."""
-    rollout_vllm_lora_config: Tree | None = None
-    """vLLM: must be None, whole weights are sent."""
-    rollout_vllm_hbm_utilization: Float = 0.2
-    """vLLM: share of the GPU's memory it may take; on a CPU, share of the host's that its KV may take."""
-    rollout_vllm_init_with_random_weights: Bool = True
-    """vLLM. No effect: it starts without weights and takes the actor's at once."""
-    rollout_vllm_tpu_backend_type: Name | None = None
-    """vLLM on TPU: must be None, there is no TPU back end."""
-    rollout_vllm_async_scheduling: Bool = False
-    """vLLM: schedule the next step while one runs."""
-    rollout_vllm_logprobs_mode: Name = "processed_logprobs"
-    """vLLM: "processed_logprobs", or "raw_logprobs" (before temperature and truncation, for logprob_support "full")."""
-    rollout_vllm_hf_config_path: Name | None = None
-    """vLLM: folder of another Hugging Face configuration."""
-    rollout_vllm_additional_config: Tree | None = None
-    """vLLM: its additional_config."""
-    rollout_vllm_enable_dp_attention: Bool = False
-    """vLLM: must be False, it runs on one device."""
-    rollout_vllm_delete_dst_buffers: Bool = True
-    """vLLM. No effect: weights are written in place."""
-    rollout_vllm_max_num_batched_tokens: Count | None = None
-    """vLLM: tokens of one step."""
-    rollout_vllm_max_num_seqs: Size | None = None
-    """vLLM: completions decoded together; None = max_batch_size."""
-    rollout_vllm_reshard_chunk_size: Count | None = None
-    """vLLM. No effect: parameters are handed over one at a time, by reference."""
-    rollout_vllm_kwargs: Tree = field(default_factory=dict)
-    """vLLM: further arguments of its LLM, over those that whet gives."""
-    rollout_vllm_sampling_kwargs: Tree = field(default_factory=dict)
-    """vLLM: further SamplingParams; those that change the distribution are refused."""
-
-    rollout_sglang_jax_model_version: Text = ""
-    """SGLang: folder or name whose config it takes; "" = the actor's. The weights are the actor's either way."""
-    rollout_sglang_jax_context_length: Count | None = None
-    """SGLang: longest prompt and completion together."""
-    rollout_sglang_jax_mem_fraction_static: Float = 0.2
-    """SGLang: share of the device's memory it may take."""
-    rollout_sglang_jax_init_with_random_weights: Bool = True
-    """SGLang. No effect: it starts without weights and takes the actor's at once."""
-    rollout_sglang_jax_disable_radix_cache: Bool = True
-    """SGLang: keep no prefixes from one call to the next."""
-    rollout_sglang_jax_enable_deterministic_sampling: Bool = False
-    """SGLang: draw by the request's seed, so that a run can be repeated."""
-    rollout_sglang_jax_use_sort_for_toppk_minp: Bool = True
-    """SGLang on JAX: sort in top-k, top-p and min-p. No effect."""
-    rollout_sglang_jax_enable_static_lora: Bool = False
-    """SGLang: must be False, whole weights are sent."""
-    rollout_sglang_jax_enable_single_process: Bool = True
-    """SGLang on JAX: one controlling process. No effect."""
-    rollout_sglang_jax_lora_target_modules: list[Name] | None = None
-    """SGLang: modules with LoRA. No effect."""
-    rollout_sglang_jax_max_lora_rank: Count | None = None
-    """SGLang: LoRA rank. No effect."""
-    rollout_sglang_jax_lora_scaling: Float | None = None
-    """SGLang: LoRA scaling. No effect."""
-    rollout_sglang_jax_precompile_bs_paddings: list[Int] | None = None
-    """SGLang on JAX: batch sizes to compile for. No effect."""
-    rollout_sglang_jax_precompile_token_paddings: list[Int] | None = None
-    """SGLang on JAX: prefill lengths to compile for. No effect."""
-    rollout_sglang_jax_chunked_prefill_size: Int | None = -1
-    """SGLang: tokens prefilled at a time; -1 = all."""
-    rollout_sglang_jax_page_size: Count = 128
-    """SGLang: tokens of a KV page."""
-    rollout_sglang_jax_load_format: Name = "auto"
-    """SGLang: format of the weights. No effect: none are read."""
-    rollout_sglang_jax_max_running_requests: Size | None = None
-    """SGLang: completions decoded together; None = max_batch_size."""
-    rollout_sglang_jax_log_level: Name | None = "info"
-    """SGLang: level of its log."""
-    rollout_sglang_jax_kwargs: Tree = field(default_factory=dict)
-    """SGLang: further arguments of its Engine, over those that whet gives."""
+    vllm: VLLMOptions = field(default_factory=VLLMOptions)
+    """How vLLM is built; Tunix's rollout_vllm_* are read too. No effect with another engine."""
+    sglang: SGLangOptions = field(default_factory=SGLangOptions)
+    """How SGLang is built; Tunix's rollout_sglang_jax_* are read too. No effect with another engine."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "return_routed_experts": "routed experts are not replayed in training",
@@ -288,6 +216,23 @@ class RolloutConfig:
         "rollout_vllm_swap_space_size_gb": "vLLM has no swap space any more; leave it out",
     }
 
+    @model_validator(mode="before")
+    @classmethod
+    def _flat_names(cls, given: Any) -> Any:
+        """Reads Tunix's names of the engines' fields."""
+        words = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(words, Mapping) or not FLAT.keys() & words.keys():
+            return given
+        found = nested(words)
+        return ArgsKwargs((), found) if isinstance(given, ArgsKwargs) else found
+
+    def __getattr__(self, name: str) -> Any:
+        """An engine's field by the name that Tunix has for it."""
+        if name not in FLAT:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}{nearest(name, vars(self))}")
+        section, own = FLAT[name]
+        return vars(vars(self)[section])[own]
+
     def __post_init__(self) -> None:
         """Checks the ranges and the overrides of evaluation."""
         self._check_ranges()
@@ -295,14 +240,16 @@ class RolloutConfig:
             raise ConfigError(f"data_type must be None, got {self.data_type!r}: {_SHARED}")
         if self.rollout_mapping_config is not None:
             raise ConfigError("rollout_mapping_config must be None: both sides use Hugging Face's parameter names")
-        if self.rollout_vllm_tpu_backend_type is not None:
-            raise ConfigError("rollout_vllm_tpu_backend_type must be None: there is no TPU back end")
         if self.eval:
             known = {f.name for f in dataclasses.fields(self)} - {"eval"}
             for name in self.eval:
+                if name in FLAT:
+                    section, own = FLAT[name]
+                    where = f"{section}.{own}"
+                    raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set {where}")
                 if name not in known:
                     raise ConfigError(f"eval.{name}: unknown key{nearest(name, known)}")
-                if name in ("max_batch_size", "kv_cache_tokens"):
+                if name in ("kv_cache_tokens", "max_batch_size", "sglang", "vllm"):
                     raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set rollout.{name}")
             try:
                 self.for_mode(Mode.EVAL)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import diff, dump, dump_tree
+from whet.config.engines import nested
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.observe.files import (
     append_to,
@@ -259,10 +260,16 @@ def changed_settings(old: Any, new: Any) -> list[str]:
     >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
     ['trainer.seed: 0 -> 1']
     """
-    old, new = dump_tree(old), dump_tree(new)
+    old, new = (_nested(dump_tree(side)) for side in (old, new))
     shared = old.keys() & new.keys()
     old, new = ({k: v for k, v in side.items() if k in shared} for side in (old, new))
     return [change for change in diff(old, new) if not change.startswith(_FREE)]
+
+
+def _nested(tree: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the engines' fields in their sections, where earlier versions had them flat."""
+    rollout = tree.get("rollout")
+    return {**tree, "rollout": nested(rollout)} if isinstance(rollout, Mapping) else tree
 
 
 def holds_steps(path: str | Path) -> bool:

@@ -126,10 +126,11 @@ def _warn_unused(spec: Any, config: RolloutConfig) -> None:
     """Says which fields are set that speak to another engine; a class of the user's own may read them all."""
     if not isinstance(spec, str) or ":" in spec:
         return
-    own = {"vllm": "rollout_vllm_", "sglang": "rollout_sglang_", "sglang_jax": "rollout_sglang_"}.get(spec)
-    other = tuple(p for p in ("rollout_vllm_", "rollout_sglang_") if p != own)
-    plain = vars(RolloutConfig())
-    unused = {n: v for n, v in vars(config).items() if n.startswith(other) and v != plain[n]}
+    own = {"vllm": "vllm", "sglang": "sglang", "sglang_jax": "sglang"}.get(spec)
+    unused = {}
+    for section in {"vllm", "sglang"} - {own}:
+        given, plain = vars(vars(config)[section]), vars(type(vars(config)[section])())
+        unused |= {f"{section}.{n}": v for n, v in given.items() if v != plain[n]}
     if own is None:
         devices = ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")
         unused |= {n: vars(config)[n] for n in devices if vars(config)[n] not in (-1, 1)}

@@ -57,7 +57,7 @@ class SGLangEngine:
     """SGLang behind whet's protocol.
 
     Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
-            strings only. config: the rollout's; its fields rollout_sglang_jax_* say how the engine is built.
+            strings only. config: the rollout's; its section sglang say how the engine is built.
     Raises: EngineError: SGLang is not installed, or it does not compute this model as transformers does. ConfigError: a
         field that it can't carry out.
 
@@ -75,13 +75,13 @@ class SGLangEngine:
         config = config or RolloutConfig()
         package = _imported()
         self._decode = decode
-        self._seeded = config.rollout_sglang_jax_enable_deterministic_sampling
+        self._seeded = config.sglang.enable_deterministic_sampling
         self.caps = EngineCaps(addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True)
         _check_config(config)
         for mode in ("train", "eval"):
             self._check_sampling(sampling_of(config.for_mode(mode), ()))
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
-        limits = [n for n in (max_positions(module), config.rollout_sglang_jax_context_length) if n is not None]
+        limits = [n for n in (max_positions(module), config.sglang.context_length) if n is not None]
         self._positions = min(limits, default=None)
         self._names = Names(module)
         self._flights: dict[int, Flight] = {}
@@ -96,7 +96,7 @@ class SGLangEngine:
         """The policy version stamped on what is drawn now."""
         with tempfile.TemporaryDirectory(prefix="whet-sglang-") as folder:
             write_config(module, Path(folder))
-            start = config.rollout_sglang_jax_model_version or folder
+            start = config.sglang.model_version or folder
             self._engine: Any = package.Engine(model_path=start, **arguments)
         self._send((n, p.detach()) for n, p in module.named_parameters())
         self.paths = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
@@ -343,7 +343,7 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
     """The arguments of Engine for a rollout configuration.
 
     Args: config: the rollout's. dtype: what the policy computes in.
-    Returns: keyword arguments, without the model; rollout_sglang_jax_kwargs go over them.
+    Returns: keyword arguments, without the model; sglang.kwargs go over them.
 
     >>> found = engine_arguments(RolloutConfig(rollout_sglang_jax_page_size=16), dtype=torch.bfloat16)
     >>> found["dtype"], found["mem_fraction_static"], found["page_size"], found["load_format"]
@@ -352,20 +352,20 @@ def engine_arguments(config: RolloutConfig, *, dtype: torch.dtype) -> dict[str, 
     found: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": "dummy",
-        "context_length": config.rollout_sglang_jax_context_length,
-        "mem_fraction_static": config.rollout_sglang_jax_mem_fraction_static,
-        "disable_radix_cache": config.rollout_sglang_jax_disable_radix_cache,
-        "enable_deterministic_inference": config.rollout_sglang_jax_enable_deterministic_sampling,
-        "chunked_prefill_size": config.rollout_sglang_jax_chunked_prefill_size,
-        "page_size": config.rollout_sglang_jax_page_size,
-        "max_running_requests": config.rollout_sglang_jax_max_running_requests or config.max_batch_size,
+        "context_length": config.sglang.context_length,
+        "mem_fraction_static": config.sglang.mem_fraction_static,
+        "disable_radix_cache": config.sglang.disable_radix_cache,
+        "enable_deterministic_inference": config.sglang.enable_deterministic_sampling,
+        "chunked_prefill_size": config.sglang.chunked_prefill_size,
+        "page_size": config.sglang.page_size,
+        "max_running_requests": config.sglang.max_running_requests or config.max_batch_size,
         "max_total_tokens": config.kv_cache_tokens,
-        "log_level": config.rollout_sglang_jax_log_level,
+        "log_level": config.sglang.log_level,
         "skip_tokenizer_init": True,
         "enable_memory_saver": True,
         "random_seed": 0,
     }
-    return {**{n: v for n, v in found.items() if v is not None}, **config.rollout_sglang_jax_kwargs}
+    return {**{n: v for n, v in found.items() if v is not None}, **config.sglang.kwargs}
 
 
 def _check_config(config: RolloutConfig) -> None:
@@ -374,10 +374,10 @@ def _check_config(config: RolloutConfig) -> None:
     refused: dict[str, tuple[object, str]] = {
         n: (v, "the adapter runs one copy on one device") for n, v in devices.items() if v > 1
     }
-    if config.rollout_sglang_jax_enable_static_lora:
-        refused["rollout_sglang_jax_enable_static_lora"] = (True, "whole weights are sent, not adapters")
-    for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.rollout_sglang_jax_kwargs):
-        refused["rollout_sglang_jax_kwargs"] = (name, "whet sets it; see the fields rollout_sglang_jax_*")
+    if config.sglang.enable_static_lora:
+        refused["sglang.enable_static_lora"] = (True, "whole weights are sent, not adapters")
+    for name in {"model_path", "skip_tokenizer_init", "server_args"} & set(config.sglang.kwargs):
+        refused["sglang.kwargs"] = (name, "whet sets it; see the section sglang")
     check_options("sglang", refused)
 
 

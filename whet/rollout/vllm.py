@@ -64,7 +64,7 @@ class VLLMEngine:
     """vLLM behind whet's protocol.
 
     Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
-            strings only. config: the rollout's; its fields rollout_vllm_* say how vLLM is built.
+            strings only. config: the rollout's; its section vllm say how vLLM is built.
     Raises: EngineError: vLLM is not installed, or it does not compute this model as transformers does. ConfigError: a
         field that it can't carry out.
 
@@ -81,9 +81,9 @@ class VLLMEngine:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
         self._vllm = _imported()
-        self._decode, self._extra = decode, dict(config.rollout_vllm_sampling_kwargs)
+        self._decode, self._extra = decode, dict(config.vllm.sampling_kwargs)
         _check_config(config)
-        self._reports: Literal["drawn", "raw"] = MODES[config.rollout_vllm_logprobs_mode]
+        self._reports: Literal["drawn", "raw"] = MODES[config.vllm.logprobs_mode]
         for mode in ("train", "eval"):
             self._check_sampling(sampling_of(config.for_mode(mode), ()))
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
@@ -119,7 +119,7 @@ class VLLMEngine:
         with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _contained():
             write_config(module, Path(folder))
             try:
-                return self._vllm.LLM(model=config.rollout_vllm_model_version or folder, **arguments)
+                return self._vllm.LLM(model=config.vllm.model_version or folder, **arguments)
             except Exception as error:  # whatever it was, the next try must find no half of this one
                 parallel.destroy_model_parallel()
                 raise EngineError(f"vLLM can't be built for this model and configuration: {error}") from error
@@ -344,7 +344,7 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
 
     Args: config: the rollout's. device: "cpu" or "cuda". dtype: what the policy computes in. kv_bytes: keys and
         values of one token.
-    Returns: keyword arguments, without the model; rollout_vllm_kwargs go over them. On a CPU the KV takes what a full
+    Returns: keyword arguments, without the model; vllm.kwargs go over them. On a CPU the KV takes what a full
         batch of the longest needs, and no more than the share: vLLM touches all of it at once.
 
     >>> config = RolloutConfig(rollout_vllm_kwargs={"seed": 3})
@@ -355,34 +355,34 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
     >>> found["kv_cache_memory_bytes"] == (1 + 256) * 128 * 100
     True
     """
-    rows = config.rollout_vllm_max_num_seqs or config.max_batch_size
+    rows = config.vllm.max_num_seqs or config.max_batch_size
     block = BLOCK.get(device, 16)
     found: dict[str, Any] = {
         "dtype": str(dtype).removeprefix("torch."),
         "load_format": "dummy",
-        "logprobs_mode": config.rollout_vllm_logprobs_mode,
+        "logprobs_mode": config.vllm.logprobs_mode,
         "max_num_seqs": rows,
-        "max_num_batched_tokens": config.rollout_vllm_max_num_batched_tokens,
-        "async_scheduling": config.rollout_vllm_async_scheduling,
-        "hf_config_path": config.rollout_vllm_hf_config_path,
+        "max_num_batched_tokens": config.vllm.max_num_batched_tokens,
+        "async_scheduling": config.vllm.async_scheduling,
+        "hf_config_path": config.vllm.hf_config_path,
         "max_model_len": -1,  # as long as the model's positions and the memory allow
         "generation_config": "vllm",
         "skip_tokenizer_init": True,
         "use_tqdm_on_load": False,
         "seed": 0,
     }
-    if config.rollout_vllm_additional_config:
-        found["additional_config"] = dict(config.rollout_vllm_additional_config)
+    if config.vllm.additional_config:
+        found["additional_config"] = dict(config.vllm.additional_config)
     if device == "cpu":
         found["enforce_eager"] = True
         blocks = NULL + rows * -(-(config.max_prompt_length + config.max_tokens_to_generate) // block)
-        share = int(config.rollout_vllm_hbm_utilization * _host_memory())
+        share = int(config.vllm.hbm_utilization * _host_memory())
         found["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
     else:
-        found["gpu_memory_utilization"] = config.rollout_vllm_hbm_utilization
+        found["gpu_memory_utilization"] = config.vllm.hbm_utilization
     if config.kv_cache_tokens is not None:
         found["num_gpu_blocks_override"] = NULL + -(-config.kv_cache_tokens // block)
-    return {**{n: v for n, v in found.items() if v is not None}, **config.rollout_vllm_kwargs}
+    return {**{n: v for n, v in found.items() if v is not None}, **config.vllm.kwargs}
 
 
 def _check_config(config: RolloutConfig) -> None:
@@ -390,21 +390,21 @@ def _check_config(config: RolloutConfig) -> None:
     one = "the adapter runs vLLM in this process, on one device"
     devices = {n: vars(config)[n] for n in ("tensor_parallel_size", "data_parallel_size", "expert_parallel_size")}
     refused: dict[str, tuple[object, str]] = {n: (v, one) for n, v in devices.items() if v > 1}
-    if config.rollout_vllm_enable_dp_attention:
-        refused["rollout_vllm_enable_dp_attention"] = (True, one)
-    if config.rollout_vllm_lora_config is not None:
-        refused["rollout_vllm_lora_config"] = (config.rollout_vllm_lora_config, "whole weights are sent, not adapters")
-    if config.rollout_vllm_logprobs_mode not in MODES:
+    if config.vllm.enable_dp_attention:
+        refused["vllm.enable_dp_attention"] = (True, one)
+    if config.vllm.lora_config is not None:
+        refused["vllm.lora_config"] = (config.vllm.lora_config, "whole weights are sent, not adapters")
+    if config.vllm.logprobs_mode not in MODES:
         why = f"training takes logprobs; known: {', '.join(sorted(MODES))}"
-        refused["rollout_vllm_logprobs_mode"] = (config.rollout_vllm_logprobs_mode, why)
+        refused["vllm.logprobs_mode"] = (config.vllm.logprobs_mode, why)
     own = sampling_arguments(Request(id=0, tokens=np.zeros(1), sampling=Sampling(), group=0, address=(0, 0, 0, 0)))
-    for name in config.rollout_vllm_sampling_kwargs:
+    for name in config.vllm.sampling_kwargs:
         if name in (*own, "n", "output_kind", "prompt_logprobs", "stop"):
-            refused["rollout_vllm_sampling_kwargs"] = (name, "whet sets it from the rollout's own fields")
+            refused["vllm.sampling_kwargs"] = (name, "whet sets it from the rollout's own fields")
         elif name in DISTORTING:
-            refused["rollout_vllm_sampling_kwargs"] = (name, "the trainer's logprobs would be of another distribution")
-    for name in {"model", "logprobs_mode", "skip_tokenizer_init"} & set(config.rollout_vllm_kwargs):
-        refused["rollout_vllm_kwargs"] = (name, "whet sets it; see the fields rollout_vllm_*")
+            refused["vllm.sampling_kwargs"] = (name, "the trainer's logprobs would be of another distribution")
+    for name in {"model", "logprobs_mode", "skip_tokenizer_init"} & set(config.vllm.kwargs):
+        refused["vllm.kwargs"] = (name, "whet sets it; see the section vllm")
     check_options("vllm", refused)
 
 
