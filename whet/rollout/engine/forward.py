@@ -1,4 +1,4 @@
-"""From token ids to logits: by the Hugging Face module, or by the fused trunk with packed weights where that fits.
+"""From token ids to logits: by the Hugging Face module, or by the fused trunk where that fits, packed where it can be.
 
 The module is the oracle: it runs wherever the fused trunk steps aside, and everything is tested over both.
 Dim legend: B rows, T tokens of a row, N = B T, V vocabulary, d hidden size.
@@ -19,7 +19,7 @@ from whet.models.modes import evaluating
 from whet.models.types import LoadedModel
 from whet.native.decode import Kernels
 from whet.rollout.engine.fused import FusedTrunk
-from whet.rollout.engine.packed import Product, pack_refusal
+from whet.rollout.engine.packed import Product
 from whet.util.device import on_device
 
 __all__ = ["FusedForward", "ModuleForward", "make_forward"]
@@ -71,22 +71,21 @@ class ModuleForward:
 
 
 class FusedForward:
-    """The fused trunk and a packed head. Args: loaded: the model. trunk: its own. refusal: why nothing is packed."""
+    """The fused trunk and a head of the same kind of product. Args: loaded: the model. trunk: its own."""
 
-    def __init__(self, loaded: LoadedModel, trunk: FusedTrunk, refusal: str | None) -> None:
+    def __init__(self, loaded: LoadedModel, trunk: FusedTrunk) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
-        torchs = f"torch ({refusal})" if refusal else "onednn, packed"
         self.paths = {
             "trunk": "fused",
-            "products": "native, packed" if trunk.kernels else torchs,
+            "products": "native, packed" if trunk.kernels else "torch",
             "kernels": f"native ({trunk.kernels.compiler})" if trunk.kernels else f"torch ({trunk.refusal})",
         }
         """What runs, in words."""
         self.kernels = trunk.kernels
         """Those of a decode step; None = torch's."""
         self._trunk = trunk
-        self._head = Product([loaded.module.get_output_embeddings()], pack=refusal is None, kernels=trunk.kernels)  # pyright: ignore
+        self._head = Product([loaded.module.get_output_embeddings()], kernels=trunk.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
         self._seen, self._kinds = self._state(), self._kind()
         self._moved = 0
@@ -161,7 +160,5 @@ def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForw
     """
     if not fast:
         return ModuleForward(loaded, "fast=False")
-    weight = loaded.module.get_input_embeddings().weight
-    refusal = pack_refusal(weight.dtype, weight.device)  # pyright: ignore
-    trunk = FusedTrunk.of(loaded, pack=refusal is None, native=native)
-    return ModuleForward(loaded, trunk) if isinstance(trunk, str) else FusedForward(loaded, trunk, refusal)
+    trunk = FusedTrunk.of(loaded, native=native)
+    return ModuleForward(loaded, trunk) if isinstance(trunk, str) else FusedForward(loaded, trunk)
