@@ -67,7 +67,7 @@ def run_whet(job: Job) -> dict[str, Any]:
         optim=OptimConfig(lr=job.lr),
         dtype=getattr(torch, job.dtype),
         max_tokens=budget,
-        enough_tokens=training.enough_tokens(job.device),
+        saturating_tokens=training.saturating_tokens(job.device),
     )
     MECHANISMS[job.without](worker)
     tokenizer = AutoTokenizer.from_pretrained(job.model)
@@ -120,11 +120,13 @@ def _plan_with(**options: Any) -> Callable[[Any], None]:
         from whet.data.packing import plan_micro_batches
 
         keep = {"max_tokens": worker.max_tokens, "packable": worker.loaded.packable}
-        keep |= {"cost": worker.cost, "device": worker.device, "enough": worker.enough_tokens}
+        keep |= {"cost": worker.cost, "device": worker.device, "saturating_tokens": worker.saturating_tokens}
         keep |= {"attention": worker.loaded.attention}
         if not options.get("packable", True):
             worker.module.set_attn_implementation("sdpa")
-        worker.micro_batches = lambda batch, most: plan_micro_batches(batch, max_sequences=most, **{**keep, **options})
+        worker.micro_batches = lambda batch, most, at_end=False: plan_micro_batches(
+            batch, max_sequences=most, at_end=at_end, **{**keep, **options}
+        )
 
     return patch
 

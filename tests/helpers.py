@@ -115,6 +115,24 @@ def forest(seed, n, *, piece=40, vocab=60):
     return batch.select(torch.arange(n))
 
 
+def places_seen(micro, place):
+    """The places of a micro-batch's input that the state at a place sees, in order."""
+    if micro.layout is None:
+        width = micro.input_ids.shape[1]
+        return list(range(place - place % width, place + 1))
+    starts = np.cumsum([0, *micro.layout.lengths])
+    k = int(np.searchsorted(starts, place, side="right")) - 1
+    found = list(range(int(starts[k]), place + 1))
+    while (k := micro.layout.parents[k]) >= 0:
+        found = list(range(int(starts[k]), int(starts[k + 1]))) + found
+    return found
+
+
+def seen(micro, target):
+    """The tokens that a target of a micro-batch is predicted from."""
+    return micro.input_ids.flatten()[places_seen(micro, int(micro.hidden_index[target]))].tolist()
+
+
 def one_by_one(model, batch, temperature=1.0):
     """The oracle: transformers' own forward on each sequence alone; [S] logprobs with gradient."""
     before = model.config._attn_implementation

@@ -238,13 +238,13 @@ def _valid_share(worker: Any, tokenizer: Any) -> float:
     from whet.data.prompts import PromptEncoder
     from whet.rollout import resolve_engine
     from whet.rollout.base import Sampling
-    from whet.rollout.build import complete
+    from whet.rollout.driver import Rollouts, single_turns
 
-    engine = resolve_engine("vanilla")(worker.loaded)
+    engine = resolve_engine("embedded")(worker.loaded)
     encode = PromptEncoder(tokenizer)
     prompts = [encode(row, i) for i, row in enumerate(validation_rows())]
     sampling = Sampling(max_tokens=32, temperature=0.0, stop_ids=(tokenizer.eos_token_id,))
-    groups = complete(engine, prompts, sampling, num_generations=1, address=(0, 0, 0), first_id=0)
+    groups = Rollouts(engine).run(single_turns(prompts, sampling))
     engine.close()
     texts = [tokenizer.decode(g.completions[0].tokens, skip_special_tokens=True) for g in groups]
     return sum(valid_steps(str(p.source), t) for p, t in zip(prompts, texts, strict=True)) / len(prompts)

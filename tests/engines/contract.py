@@ -16,7 +16,8 @@ from tiny import build, drain, letters, prompts, requests, run
 
 from whet.errors import EngineError, WhetError
 from whet.rollout import resolve_engine
-from whet.rollout.base import Piece, Request, RolloutEngine, Sampling, stream
+from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
+from whet.rollout.driver import stream
 
 ENGINES = {
     "mock": {"vocabulary": 64, "length_distribution": "uniform", "per_poll": 3},
@@ -212,6 +213,14 @@ def test_going_on_with_an_offset_equals_going_through(engine, rounding):
     assert_same(rest, {i: behind[i] for i in rest}, rounding)
 
 
+def test_a_later_turn_does_not_repeat_the_draws_of_the_first(engine):
+    needs(engine, "addressed")
+    work = requests(prompts(), Sampling(max_tokens=12), group=3)
+    first = run(engine, work)
+    later = run(engine, [replace(r, draw=12) for r in work])
+    assert sum(not same(first[i], later[i]) for i in first) > len(first) // 2
+
+
 def test_aborted_requests_come_back_once_as_aborted(engine):
     needs(engine, "abort")
     work = requests(prompts(), Sampling(max_tokens=40), group=2)
@@ -260,6 +269,7 @@ def test_weights_that_come_while_it_sleeps_are_used_after_waking_or_refused(engi
         ({"sampling": Sampling(max_tokens=0)}, "max_tokens 0"),
         ({"sampling": Sampling(stop_ids=(64,))}, "64"),
         ({"offset": 2}, r"offset 2 must be in 0\.\.1"),
+        ({"draw": -1}, "draw -1 must be 0 or more"),
     ],
 )
 def test_a_request_that_could_never_be_served_is_refused_and_none_is_queued(engine, fields, message):

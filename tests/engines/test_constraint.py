@@ -17,8 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, EngineError, WhetError
 from whet.ops.support import Support, allowed_tokens, support_logits
-from whet.rollout.base import Request, Sampling
-from whet.rollout.constraint import Constraint, Grammars, Masks
+from whet.rollout.base import Constraint, Request, Sampling
+from whet.rollout.constraint import Grammars, Masks
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine

@@ -16,11 +16,11 @@ from tiny import VOCABULARY, build, letters, requests, run
 from whet.errors import ConfigError, EngineError
 from whet.ops.support import Support, support_logits
 from whet.rollout import sglang, vllm
-from whet.rollout.base import Sampling, check_caps, support_of
+from whet.rollout.base import Constraint, Sampling, check_caps, support_of
 from whet.rollout.compat import BaseRolloutAdapter
-from whet.rollout.constraint import Constraint, Grammars
+from whet.rollout.constraint import Grammars
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.external import Flight
+from whet.rollout.external import InFlightRequest
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
 from whet.rollout.options import check_trainable
@@ -78,7 +78,7 @@ def external(name, sampling):
     else:
         sglang.SGLangEngine._check_sampling(SimpleNamespace(_seeded=False), sampling)
     (request,) = requests([np.array([3], np.int32)], sampling)
-    flight = Flight(request=request)
+    flight = InFlightRequest(request=request)
     flight.add(list(range(1, 40, 2)), [0.0] * 20, version=0, decode=letters)
     return {"vllm": vllm, "sglang": sglang}[name].sampling_arguments(request), flight.tokens
 

@@ -15,7 +15,7 @@ from whet.models.selfcheck import probe_tokens
 from whet.rollout import resolve_engine
 from whet.rollout.base import Request, Sampling
 from whet.rollout.external import (
-    Flight,
+    InFlightRequest,
     Names,
     check_agreement,
     check_known,
@@ -224,7 +224,7 @@ def letters(ids):
 
 
 def test_a_completion_is_cut_at_its_first_end_whatever_came_after():
-    flight = Flight(request=request(Sampling(max_tokens=9, stop_ids=(5,), stop=("cd",))))
+    flight = InFlightRequest(request=request(Sampling(max_tokens=9, stop_ids=(5,), stop=("cd",))))
     assert flight.add([1, 2], [-1.0, -2.0], version=0, decode=letters) is None
     assert flight.add([3, 4, 5, 6], [-3.0, -4.0, -5.0, -6.0], version=1, decode=letters) == "stop"
     out = flight.output("stop")
@@ -233,14 +233,14 @@ def test_a_completion_is_cut_at_its_first_end_whatever_came_after():
 
 
 def test_a_completion_ends_at_its_limit_and_a_stop_string_may_begin_before_the_offset():
-    flight = Flight(request=request(Sampling(max_tokens=2)))
+    flight = InFlightRequest(request=request(Sampling(max_tokens=2)))
     assert flight.add([1, 2, 3], [0.0] * 3, version=0, decode=None) == "length" and flight.tokens == [1, 2]
-    going_on = Flight(request=request(Sampling(stop=("gb",)), tokens=(4, 5, 6), offset=1))
+    going_on = InFlightRequest(request=request(Sampling(stop=("gb",)), tokens=(4, 5, 6), offset=1))
     assert going_on.add([1, 9], [0.0, 0.0], version=0, decode=letters) == "stop" and going_on.tokens == [1]
 
 
 def test_what_is_left_of_a_request_begins_with_what_it_has_made():
-    flight = Flight(request=request(Sampling(max_tokens=9)))
+    flight = InFlightRequest(request=request(Sampling(max_tokens=9)))
     assert flight.rest() is flight.request
     flight.add([1, 2], [0.0, 0.0], version=0, decode=None)
     rest = flight.rest()
@@ -249,7 +249,7 @@ def test_what_is_left_of_a_request_begins_with_what_it_has_made():
 
 def test_a_token_without_a_logprob_is_an_error():
     with pytest.raises(EngineError, match="1 logprobs came for 2 tokens"):
-        Flight(request=request()).add([1, 2], [0.0], version=0, decode=None)
+        InFlightRequest(request=request()).add([1, 2], [0.0], version=0, decode=None)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import torch
 from tiny import FORMS, VOCABULARY, build, drain, letters, prompts, requests, run
 
 from whet.errors import EngineError
-from whet.rollout.base import EngineStats, Request, Sampling, stream
+from whet.rollout.base import EngineStats, Request, Sampling
+from whet.rollout.driver import stream
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.engine.conversation_cache import ConversationCache, Held
 

@@ -13,7 +13,8 @@ from whet.errors import ConfigError, EngineError
 from whet.models.load import load_model
 from whet.rollout.base import Request, Sampling, support_of
 from whet.rollout.beams import _StopStrings
-from whet.rollout.build import complete, make_engine, sampling_of
+from whet.rollout.build import make_engine, sampling_of
+from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
 from whet.rollout.options import Place, Processors, check_names, check_trainable, frozen_options
@@ -278,14 +279,8 @@ def test_options_that_leave_no_token_say_so(model):
 
 def test_another_engine_refuses_options(model):
     with pytest.raises(EngineError, match="EmbeddedEngine knows no num_beams; use rollout_engine 'hf'"):
-        complete(
-            EmbeddedEngine(model),
-            [Prompt(tokens=prompts()[0], source="")],
-            sampling({"num_beams": 2}, temperature=0.0),
-            num_generations=1,
-            address=(0, 0, 0),
-            first_id=0,
-        )
+        asked = sampling({"num_beams": 2}, temperature=0.0)
+        Rollouts(EmbeddedEngine(model)).run(single_turns([Prompt(tokens=prompts()[0], source="")], asked))
 
 
 def test_options_make_vanilla_hf_and_say_why(model, caplog):

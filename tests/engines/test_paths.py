@@ -15,7 +15,7 @@ from whet.models.load import load_model
 from whet.native.decode import load_kernels
 from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Sampling
-from whet.rollout.build import complete
+from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.engine.forward import FusedForward, ModuleForward, make_forward
 from whet.rollout.engine.packed import Product
@@ -231,9 +231,7 @@ def test_logprobs_of_a_half_precision_model_that_scales_its_logits_are_the_train
     loaded = load_model(build(name, gain=2.0).to(torch.bfloat16))
     assert loaded.lm_head.scale == pytest.approx(head.scale)
     rows = [Prompt(tokens=p, source="", columns={}, row=i) for i, p in enumerate(prompts())]
-    groups = complete(
-        EmbeddedEngine(loaded), rows, Sampling(max_tokens=12), num_generations=4, address=(0, 0, 0), first_id=0
-    )
+    groups = Rollouts(EmbeddedEngine(loaded)).run(single_turns(rows, Sampling(max_tokens=12), num_generations=4))
     batch = TokenBatch.from_groups(groups, np.zeros(len(rows) * 4))
     apart = (ModelWorker(loaded).logprobs(batch).logprobs - batch.sampler_logprobs).abs()
     assert apart.mean() < 0.01 and apart.max() < 0.05

@@ -22,8 +22,8 @@ def run(loaded, way):
     out = torch.full((BATCH.num_tokens,), torch.nan)
     for micro in plan_micro_batches(BATCH, **WAYS[way]):
         logprobs = token_stats(loaded, micro).logprobs
-        (logprobs * COEFFICIENTS[micro.index]).sum().backward()
-        out[micro.index] = logprobs.detach()
+        (logprobs * COEFFICIENTS[micro.token_index]).sum().backward()
+        out[micro.token_index] = logprobs.detach()
     return out
 
 

@@ -48,7 +48,7 @@ def test_any_split_gives_the_gradient_of_the_whole(mode, family, dtype):
         plan = plan_micro_batches(BATCH, **split)
         assert len(plan) > 1 or "0 tokens" not in name
         for micro in plan:
-            objective(token_stats(loaded, micro).logprobs, micro.index, weights).backward()
+            objective(token_stats(loaded, micro).logprobs, micro.token_index, weights).backward()
         assert worst(gradients(model), want) <= LIMIT[family, dtype], name
 
 
@@ -59,8 +59,8 @@ def test_weights_made_per_micro_batch_would_be_wrong():
     def run(weights_of):
         for micro in plan_micro_batches(BATCH, max_tokens=20):
             weights = torch.zeros(BATCH.num_tokens, dtype=torch.float64)
-            weights[micro.index] = weights_of(micro.index)
-            objective(token_stats(loaded, micro).logprobs, micro.index, weights).backward()
+            weights[micro.token_index] = weights_of(micro.token_index)
+            objective(token_stats(loaded, micro).logprobs, micro.token_index, weights).backward()
         return gradients(model)
 
     whole = token_weights(BATCH.mask, BATCH.trajectory, "token-mean")

@@ -21,8 +21,8 @@ def run(loaded, batch, support, **plan):
     out, tokens = torch.full((batch.num_tokens,), torch.nan), 0
     for micro in plan_micro_batches(batch, **plan):
         logprobs = token_stats(loaded, micro, support=support).logprobs
-        (logprobs * coefficients[micro.index]).sum().backward()
-        out[micro.index] = logprobs.detach()
+        (logprobs * coefficients[micro.token_index]).sum().backward()
+        out[micro.token_index] = logprobs.detach()
         tokens += micro.num_tokens
     return out, tokens
 

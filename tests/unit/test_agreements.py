@@ -16,10 +16,10 @@ from whet.errors import ConfigError, EngineError
 from whet.models.load import load_model
 from whet.observe.profile import StepProfiler
 from whet.observe.trace import Trace
-from whet.rollout.base import Output, Request, Sampling, stream
+from whet.rollout.base import Constraint, Output, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.compat import BaseRolloutAdapter, prompt_text
-from whet.rollout.constraint import Constraint
+from whet.rollout.driver import stream
 from whet.rollout.simple import QueueEngine
 
 

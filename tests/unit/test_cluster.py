@@ -28,9 +28,10 @@ from whet.errors import ConfigError, DataError
 from whet.learners.grpo import GRPOLearner
 from whet.ops import group_relative
 from whet.rollout.base import EngineCaps, Output
+from whet.rollout.driver import Episode, completion
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
-from whet.rollout.rest import Rest
+from whet.rollout.policy import PolicyRollouts
 from whet.rollout.simple import QueueEngine
 from whet.tunix.metrics_buffer import MetricsBuffer
 from whet.types import TokenBatch, TrainExample
@@ -316,7 +317,7 @@ def test_an_engine_without_a_method_is_refused_by_its_name():
         stats = property()
 
     with pytest.raises(ConfigError, match=r"the engine Half has no stats; .*QueueEngine"):
-        cluster(engine=Half)
+        cluster(engine=Half).build_engine()
 
 
 def test_a_grpo_step_written_from_the_verbs_is_the_first_step_of_the_learner():
@@ -468,6 +469,7 @@ def test_what_this_release_does_not_have_is_refused(monkeypatch):
 
 def test_close_ends_the_engine_and_frees_the_optimizers():
     c = cluster(engine=Replay)
+    c.build_engine()
     c.close()
     assert c.rollout.closed and c.actor.optim is None
 
@@ -545,7 +547,7 @@ def test_a_resting_engine_holds_no_memory_and_samples_again_after_the_sync():
     draw = lambda: [x.tokens.tolist() for x in c.sample([prompt("abc")], num_generations=2, step=1)[0].completions]
     want = draw()
     assert c.rollout.stats().kv_bytes > 0
-    c.rest_engine()
+    c.release_engine_memory()
     assert c.rollout.stats().kv_bytes == 0
     c.sync_weights()
     assert draw() == want
@@ -555,12 +557,12 @@ def test_an_engine_rests_once_and_wakes_for_who_samples_before_the_sync(monkeypa
     c, trims = cluster(), []
     monkeypatch.setattr("whet.cluster.release_freed_memory", lambda: trims.append(c.rollout.stats().kv_bytes))
     want = [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens]
-    c.rest_engine()
-    c.rest_engine()  # the next mini-batch
+    c.release_engine_memory()
+    c.release_engine_memory()  # the next mini-batch
     assert trims == [0]
     assert [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens] == want
     assert c.rollout.stats().kv_bytes > 0
-    c.rest_engine()
+    c.release_engine_memory()
     assert trims == [0, 0]
 
 
@@ -588,15 +590,18 @@ class Sleeper(MockEngine):
 def test_an_engine_rests_where_that_makes_room_and_freed_memory_leaves_then(place, shared, rests, monkeypatch):
     c, log = cluster(), []
     monkeypatch.setattr("whet.cluster.empty_cache", lambda device: log.append(f"empty {device}"))
-    c._rest = Rest(Sleeper(log, shared_weights=shared), torch.device(place))
+    engine = Sleeper(log, shared_weights=shared)
+    policy = SimpleNamespace(version=0, device=torch.device(place), named_weights=c.actor.named_weights)
+    c._rollouts = PolicyRollouts(lambda: engine, policy)
+    assert c.rollout is engine
     for _ in range(2):  # two mini-batches
-        c.rest_engine()
+        c.release_engine_memory()
     c.sample([])
     c.sample([])
     between = [("update", False)] if shared else []
     assert log == (["sleep", "empty cpu", "wake", *between] if rests else [])
     log.clear()
-    c.rest_engine()
+    c.release_engine_memory()
     c.sync_weights()
     woken = ["wake"] if rests else []
     assert log == [*(["sleep", "empty cpu"] if rests else []), "empty cpu", *woken, ("update", not shared)]
@@ -607,7 +612,8 @@ def test_what_loading_left_is_given_back_before_the_engine_looks_for_memory(monk
     monkeypatch.setattr("whet.cluster.empty_cache", lambda device: log.append("empty"))
     make = whet.cluster.make_engine
     monkeypatch.setattr("whet.cluster.make_engine", lambda *a, **o: (log.append("engine"), make(*a, **o))[1])
-    cluster()
+    c = cluster()
+    assert log == ["empty"] and c.rollout is c.rollout
     assert log == ["empty", "engine"]
 
 
@@ -617,7 +623,7 @@ def test_a_default_token_budget_that_grows_is_logged_once(caplog):
         made = cluster(reference=tiny_model(1), rollout=long)
         given = cluster(max_tokens_per_microbatch=200)
         cluster()
-    assert [w.enough_tokens for w in (*made.workers.values(), given.actor)] == [1536, 1536, None]
+    assert [w.saturating_tokens for w in (*made.workers.values(), given.actor)] == [1536, 1536, None]
     assert [w.max_tokens for w in made.workers.values()] == [2176, 2176]
     grown = [r.message for r in caplog.records if "max_tokens_per_microbatch" in r.message]
     assert len(grown) == 1 and "2176 instead of 2048" in grown[0]
@@ -656,3 +662,98 @@ def test_direct_calls_leave_no_lengths_behind():
 def test_a_checkpoint_without_lengths_is_taken():
     c = cluster()
     c.restore({k: v for k, v in c.state().items() if k != "lengths"}, 1)
+
+
+# ---- the engine, when it is asked for ------------------------------------------------------------------------------
+
+
+def no_engine(*args, **options):
+    raise AssertionError("an engine was built")
+
+
+def test_a_cluster_that_only_trains_builds_no_engine(monkeypatch):
+    groups = cluster().sample([prompt("2+2=")], num_generations=2)
+    batch = TokenBatch.from_groups(groups, [0.0, 1.0]).replace(advantages=torch.ones(sum_tokens(groups)))
+    monkeypatch.setattr("whet.cluster.make_engine", no_engine)
+    c = cluster()
+    c.actor.logprobs(batch)
+    c.release_engine_memory()
+    c.actor_trainer.update(c.actor_trainer.weighted(batch))
+    c.sync_weights()
+    assert c.actor.version == 1 and "rollout" not in c.describe()
+    state = c.state()
+    c.restore(state, 1)
+    assert c.state().keys() == state.keys() == {"next_id", "calls", "dtypes", "lengths"}
+    c.close()
+
+
+def sum_tokens(groups):
+    return sum(len(x.tokens) for g in groups for x in g.completions)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rollout": {"stop": ["<|im_end|>"]}}, "special token"),
+        ({"rollout": {"constraint": {"regex": "("}}}, "is refused"),
+        ({"engine": "vllmm"}, "did you mean vllm"),
+    ],
+)
+def test_what_is_wrong_with_the_sampling_is_said_before_an_engine_is_built(options, words, monkeypatch):
+    monkeypatch.setattr("whet.cluster.make_engine", no_engine)
+    with pytest.raises(ConfigError, match=words):
+        cluster(**options)
+
+
+def test_a_learner_builds_the_engine_so_that_what_it_refuses_is_said_before_the_first_step():
+    class Half(Replay):
+        stats = property()
+
+    with pytest.raises(ConfigError, match="the engine Half has no stats"):
+        GRPOLearner(cluster(engine=Half), GRPOConfig(beta=0.0), length_reward)
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vanilla"])
+def test_an_engine_that_is_built_late_draws_what_one_built_at_once_draws(engine):
+    early, late = cluster(engine=engine), cluster(engine=engine)
+    early.build_engine()
+    drawn = []
+    for c in (early, late):
+        c.sync_weights()
+        c.sync_weights()
+        (group,) = c.sample([prompt("2+2=")], num_generations=3, step=4)
+        drawn.append([x.tokens.tolist() for x in group.completions])
+        assert {v for x in group.completions for v in x.versions.tolist()} == {2}
+    assert drawn[0] == drawn[1]
+
+
+def test_an_engine_with_weights_of_its_own_that_is_built_late_gets_those_of_now():
+    log, c = [], cluster()
+    policy = SimpleNamespace(version=3, device=torch.device("cpu"), named_weights=c.actor.named_weights)
+    c._rollouts = PolicyRollouts(lambda: Sleeper(log, shared_weights=False), policy)
+    c.build_engine()
+    assert log == [("update", True)]
+
+
+def test_episodes_of_a_cluster_go_on_after_a_release_and_beside_its_samples():
+    c = cluster(rollout={"temperature": 1.0})
+
+    def play(episode):
+        first = yield episode.request(episode.prompt.tokens, c.sampling())
+        context = np.concatenate([episode.prompt.tokens, first.tokens, [65, 66]]).astype(np.int32)
+        second = yield episode.request(context, c.sampling())
+        return completion(first, np.array([65, 66]), second, generation=episode.generation)
+
+    episodes = lambda: [Episode(prompt("2+2="), (0, 1, 0, g), play) for g in range(2)]
+    want = [x.tokens.tolist() for x in c.rollouts.run(episodes())[0].completions]
+    c.release_engine_memory()
+    rollouts = c.rollouts
+    rollouts.start(episodes())
+    (other,) = c.sample([prompt("abc")], step=9)
+    alone = cluster(rollout={"temperature": 1.0}).sample([prompt("abc")], step=9)
+    assert other.completions[0].tokens.tolist() == alone[0].completions[0].tokens.tolist()
+    done = rollouts.ready()
+    assert [x.tokens.tolist() for g in done for x in g.completions] == want
+    batch = TokenBatch.from_groups(done, [0.0, 1.0])
+    gaps = (c.actor.logprobs(batch).logprobs - batch.sampler_logprobs)[batch.mask]
+    assert (~batch.mask).sum() == 4 and gaps.abs().max() < 1e-4

@@ -12,6 +12,15 @@ def group(p, *completions, row=0):
     return Group(prompt=prompt(p, row), completions=completions)
 
 
+def assert_same(got, want):
+    for name, value in vars(want).items():
+        ours = vars(got)[name]
+        if isinstance(value, dict):
+            assert ours.keys() == value.keys() and all(torch.equal(ours[n], c) for n, c in value.items()), name
+        else:
+            assert ours is value is None or torch.equal(ours, value), name
+
+
 # ---- from_groups ---------------------------------------------------------------------------------------------------
 
 
@@ -98,8 +107,7 @@ def test_select_renumbers_prefixes_trajectories_and_groups_and_leaves_columns_al
 def test_select_of_everything_changes_nothing_and_of_nothing_is_empty():
     batch = random_batch((3, [2, 5]), (1, [1, 1, 4]), masked=True)
     again = batch.select(torch.arange(batch.num_sequences))
-    for name, value in vars(batch).items():
-        assert value is None or torch.equal(vars(again)[name], value), name
+    assert_same(again, batch)
     none = batch.select(torch.zeros(0, dtype=torch.long))
     assert (none.num_sequences, none.num_tokens, len(none.prefixes), len(none.rewards)) == (0, 0, 0, 0)
 
@@ -111,8 +119,7 @@ def test_cat_of_the_parts_of_a_batch_is_the_batch():
     batch = random_batch((3, [2, 5]), (1, [1, 1, 4]), (6, [2]))
     parts = [batch.select(torch.tensor(i)) for i in ([0, 1], [2, 3, 4], [5])]
     again = TokenBatch.cat(parts)
-    for name, value in vars(batch).items():
-        assert value is None or torch.equal(vars(again)[name], value), name
+    assert_same(again, batch)
     assert TokenBatch.cat(parts[:1]) is parts[0]
 
 
@@ -212,7 +219,7 @@ def test_groups_and_padded_arrays_of_the_same_rows_give_the_same_batch():
     ids = left_padded([packed.prefix(i).numpy() for i in range(3)], PAD)
     batch, _ = padded_batch(ids, [[7, 0, PAD], [8, 9, 1], [3, 0, PAD]], PAD, [0])
     for name in ("prefixes", "prefix_ends", "prefix_of", "tokens", "ends", "group_of", "mask"):
-        assert torch.equal(vars(packed)[name], vars(batch)[name]), name
+        assert torch.equal(getattr(packed, name), getattr(batch, name)), name
 
 
 def test_padded_shapes_that_do_not_fit_are_refused():

@@ -69,8 +69,8 @@ class SampledConfig:
     """Put before every conversation. "" = none."""
     chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: true}."""
-    rollout_engine: Name = "vanilla"
-    """"vanilla" = the embedded engine, "hf" = transformers' own decoding, or "package.module:Class"."""
+    rollout_engine: Name = "embedded"
+    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' own decoding, or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
     device: Name | None = None

@@ -199,9 +199,7 @@ def diff(old: Any, new: Any) -> list[str]:
 
 
 def _one_line(value: Any) -> str:
-    return (
-        yaml.dump(dump_tree(value), Dumper=Dumper, default_flow_style=True, width=1000).removesuffix("...\n").strip()
-    )
+    return yaml.dump(dump_tree(value), Dumper=Dumper, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
 def show(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[str] = ()) -> str:

@@ -191,8 +191,8 @@ class RolloutConfig:
     kv_cache_tokens: Count | None = None
     """Tokens that the KV cache holds over all completions; None = what max_batch_size of the longest need."""
     native_kernels: Bool = True
-    """On a CPU, "vanilla" runs on kernels that this machine's C++ compiler builds once; false = on torch's. Those of
-    training are another matter: WHET_NATIVE=0 in the environment does without any."""
+    """On a CPU, the embedded engine runs on kernels that this machine's C++ compiler builds once; false = on torch's.
+    Those of training are another matter: WHET_NATIVE=0 in the environment does without any."""
     num_generations_eval: Size | None = None
     """Completions of each evaluation prompt; None = algo.num_generations, or 1 where evaluation is greedy."""
     generation_kwargs: Tree = field(default_factory=dict)

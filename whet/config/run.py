@@ -43,8 +43,8 @@ class RunConfig:
     """The loop."""
     reward: Name | list[Name] | dict[Name, Float] | None = None
     """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight."""
-    rollout_engine: Name = "vanilla"
-    """"vanilla" = the embedded engine, "hf" = transformers' own decoding, or "package.module:Class"."""
+    rollout_engine: Name = "embedded"
+    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' own decoding, or "package.module:Class"."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
     in pinned host memory otherwise. Nothing to do on a CPU."""

@@ -241,11 +241,13 @@ class TrainingConfig:
             )
         return given
 
-    def enough_tokens(self, device: str) -> int | None:
+    def saturating_tokens(self, device: str) -> int | None:
         """Tokens from which on a larger micro-batch is no faster on a kind of device; None = unknown, or the user's.
 
-        >>> TrainingConfig().enough_tokens("cpu"), TrainingConfig(max_tokens_per_microbatch=4096).enough_tokens("cpu")
-        (1536, None)
+        >>> TrainingConfig().saturating_tokens("cpu")
+        1536
+        >>> TrainingConfig(max_tokens_per_microbatch=4096).saturating_tokens("cpu") is None
+        True
         """
         return 1536 if device == "cpu" and self.max_tokens_per_microbatch is None else None
 
@@ -365,8 +367,8 @@ class ClusterConfig:
     """Device mesh of each role; None or {} = all on this process's device."""
     role_to_logical_axis_rule: dict[Role, Any] | None = None
     """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
-    rollout_engine: Name | Fn = "vanilla"
-    """"vanilla" = the embedded engine, another known name, "package.module:name", or an engine's class or partial."""
+    rollout_engine: Name | Fn = "embedded"
+    """"embedded" (Tunix's "vanilla"), another known name, "package.module:name", or an engine's class or partial."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
     in pinned host memory otherwise. Nothing to do on a CPU."""

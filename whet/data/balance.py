@@ -1,8 +1,8 @@
-"""What a pass costs, and how units of work are put into few passes of like cost.
+"""What a pass costs, and how items of work are put into few passes of like cost.
 
 Both ways of packing cut twice: into as few micro-batches as the token budget allows, then again under the smallest cap
 on cost that needs no more of them (MULTIFIT: Coffman, Garey, Johnson 1978). A cap that is too low changes nothing, so
-the result never has more micro-batches than first fit, and of as many never a dearer one.
+the result never has more micro-batches than first fit, and of equally many never a more expensive one.
 All numbers are integers made of lengths: the same batch gives the same cut on any machine.
 Left out on purpose: sliding windows, which see fewer pairs; any look at the clock.
 """
@@ -17,7 +17,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
-__all__ = ["NO_CAP", "PassCost", "Split", "Unit", "first_fit", "level", "model_cost", "pack", "pad"]
+__all__ = ["NO_CAP", "PackItem", "PassCost", "Split", "first_fit", "level", "model_cost", "pack", "pad"]
 
 ROUNDS = 12
 """Halvings of the range in which the smallest cap lies."""
@@ -52,17 +52,23 @@ class PassCost:
 
 
 @dataclass(frozen=True)
-class Unit:
-    """Sequences that stay together, with what they take."""
+class PackItem:
+    """Sequences that stay together, with what they take: places of input_ids, and cost as PassCost counts it.
+
+    In a packed row they are one prefix with its completions, or a tree, or several of these (`parts`). As padded rows
+    `tokens` and `cost` are those of one row, the widest.
+    """
 
     sequences: tuple[int, ...]
     tokens: int
     cost: int
     tree: bool = False
     """They share whatever they begin with alike, not a prefix alone."""
+    parts: tuple[PackItem, ...] = ()
+    """What lies end to end; () = the item itself."""
 
 
-Split = Callable[[Sequence[Unit], int, int], list[list[Unit]]]
+Split = Callable[[Sequence[PackItem], int, int], list[list[PackItem]]]
 """Units, tokens and sequences of a bin at most -> bins: first_fit or pack."""
 
 
@@ -77,7 +83,7 @@ def model_cost(module: PreTrainedModel) -> PassCost:
     >>> model_cost(LlamaForCausalLM(LlamaConfig(vocab_size=10, num_hidden_layers=1, **sizes)))
     PassCost(token=576, pair=16, target=80)
     """
-    config, head = module.config, module.get_output_embeddings()
+    config, head = module.config, module.get_output_embeddings() or score_layer(module)
     met = vars(config).get("num_experts_per_tok")
     token = 0
     for part in module.modules():
@@ -97,63 +103,67 @@ def model_cost(module: PreTrainedModel) -> PassCost:
     return PassCost(token=token, pair=pair, target=target)
 
 
-def first_fit(units: Sequence[Unit], max_tokens: int, max_sequences: int, cap: int = NO_CAP) -> list[list[Unit]]:
-    """First fit decreasing: each unit, largest first, into the first bin with room.
+def first_fit(
+    items: Sequence[PackItem], max_tokens: int, max_sequences: int, cap: int = NO_CAP
+) -> list[list[PackItem]]:
+    """First fit decreasing: each item, largest first, into the first bin with room.
 
-    Args: units: each within the limits. max_tokens, max_sequences: of a bin. cap: most cost of a bin; with one the
-        dearest unit comes first, and a unit over it has a bin of its own.
+    Args: items: each within the limits. max_tokens, max_sequences: of a bin. cap: most cost of a bin; with one the
+        most expensive item comes first, and an item over it has a bin of its own.
     Returns: the bins in the order in which they were begun.
     """
     size = (lambda u: (-u.tokens, u.sequences)) if cap == NO_CAP else (lambda u: (-u.cost, u.sequences))
-    bins: list[list[Unit]] = []
-    room = np.empty((3, len(units)), dtype=np.int64)  # tokens, sequences, cost
-    for unit in sorted(units, key=size):
-        needs = np.array([unit.tokens, len(unit.sequences), unit.cost])
-        fits = (room[:, : len(bins)] >= needs[:, None]).all(0)
+    bins: list[list[PackItem]] = []
+    left = np.empty((3, len(items)), dtype=np.int64)  # tokens, sequences, cost
+    for item in sorted(items, key=size):
+        needs = np.array([item.tokens, len(item.sequences), item.cost])
+        fits = (left[:, : len(bins)] >= needs[:, None]).all(0)
         b = int(fits.argmax()) if fits.any() else len(bins)
         if b == len(bins):
             bins.append([])
-            room[:, b] = max_tokens, max_sequences, cap
-        bins[b].append(unit)
-        room[:, b] -= needs
+            left[:, b] = max_tokens, max_sequences, cap
+        bins[b].append(item)
+        left[:, b] -= needs
     return bins
 
 
-def pack(units: Sequence[Unit], max_tokens: int, max_sequences: int) -> list[list[Unit]]:
-    """Bins of units, as few as first fit makes, of like cost; dearest bin first.
+def pack(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:
+    """Bins of items, as few as first fit makes, of like cost; most expensive bin first.
 
-    >>> bins = pack([Unit((i,), n, n) for i, n in enumerate((5, 4, 3, 2, 2))], 10, 9)     # first fit: 5+4, 3+2+2
+    >>> bins = pack([PackItem((i,), n, n) for i, n in enumerate((5, 4, 3, 2, 2))], 10, 9)     # first fit: 5+4, 3+2+2
     >>> [[u.tokens for u in b] for b in bins]
     [[5, 3], [4, 2, 2]]
     """
-    if not units:
+    if not items:
         return []
     cost = lambda b: sum(u.cost for u in b)
-    return level(lambda cap: first_fit(units, max_tokens, max_sequences, cap), cost)
+    return level(lambda cap: first_fit(items, max_tokens, max_sequences, cap), cost)
 
 
-def pad(rows: Sequence[Unit], max_tokens: int, max_sequences: int) -> list[list[Unit]]:
-    """Bins of rows of like length, as few as rows times the longest allow, of like cost; dearest bin first.
+def pad(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:
+    """Bins of rows of like length, as few as rows times the longest allow, of like cost; most expensive bin first.
 
-    Args: rows: of one sequence each; `cost` is that of a row of this length, without its neighbours' padding.
+    Args: items: each within the limits; a row for each of its sequences. `tokens` and `cost` are those of its widest
+        row, without its neighbours' padding.
     """
-    ordered = sorted(rows, key=lambda u: (-u.tokens, u.sequences))
+    ordered = sorted(items, key=lambda u: (-u.tokens, u.sequences))
+    rows = lambda b: sum(len(u.sequences) for u in b)
 
-    def fit(cap: int) -> list[list[Unit]]:
-        bins: list[list[Unit]] = []
+    def fit(cap: int) -> list[list[PackItem]]:
+        bins: list[list[PackItem]] = []
         for u in ordered:
-            n, first = (len(bins[-1]) + 1, bins[-1][0]) if bins else (1, u)
+            n, first = (rows(bins[-1]) + len(u.sequences), bins[-1][0]) if bins else (1, u)
             if bins and n <= max_sequences and n * first.tokens <= max_tokens and n * first.cost <= cap:
                 bins[-1].append(u)
             else:
                 bins.append([u])
         return bins
 
-    return level(fit, lambda b: len(b) * b[0].cost) if rows else []
+    return level(fit, lambda b: rows(b) * b[0].cost) if items else []
 
 
 def level(fit: Callable[[int], list[list[T]]], cost: Callable[[list[T]], int]) -> list[list[T]]:
-    """The cut under the smallest cap that needs no more bins than no cap does; dearest bin first.
+    """The cut under the smallest cap that needs no more bins than no cap does; most expensive bin first.
 
     Args: fit: cap -> bins, at least one. cost: of a bin.
     """
@@ -162,9 +172,9 @@ def level(fit: Callable[[int], list[list[T]]], cost: Callable[[list[T]], int]) -
     for _ in range(ROUNDS if len(best) > 1 else 0):
         middle = (low + high) // 2
         found = fit(middle)
-        dearest = max(cost(b) for b in found)
-        if len(found) <= len(best) and dearest < high:
-            best, high = found, dearest
+        highest = max(cost(b) for b in found)
+        if len(found) <= len(best) and highest < high:
+            best, high = found, highest
         else:
             low = middle + 1
     return sorted(best, key=cost, reverse=True)

@@ -55,6 +55,7 @@ class RLLearner:
     ) -> None:
         self.rl_cluster = self.cluster = rl_cluster
         check_trainable(rl_cluster.sampling())
+        rl_cluster.build_engine()
         self.algo_config = algo_config
         self.config = rl_cluster.training_config
         self.metric_fns = list(metric_fns or ())

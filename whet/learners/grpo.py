@@ -117,7 +117,7 @@ class GRPOLearner(RLLearner):
         )
         trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions})
         for worker in rl_cluster.workers.values():
-            worker.limit(
+            worker.set_max_sequences(
                 training=self._sequences(self.config.train_micro_batch_size),
                 reading=self._sequences(self.config.compute_logps_micro_batch_size),
             )
@@ -161,9 +161,7 @@ class GRPOLearner(RLLearner):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         return batch
 
-    def old_logprobs_from(
-        self, num_groups: int, stale: Sequence[int] = ()
-    ) -> Literal["trainer", "sampler", "nowhere"]:
+    def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
 
         Args: num_groups: of the step. stale: the policy versions of trained tokens, other than the actor's own now.
@@ -224,7 +222,7 @@ class GRPOLearner(RLLearner):
         whole = self.cluster.actor_trainer.weighted(mini)
         mini = whole.select(with_signal(whole) if self.skips else trained(whole))
         self.metrics = merge(self.metrics, skipped_metrics(whole, mini))
-        self.cluster.rest_engine()
+        self.cluster.release_engine_memory()
         with self.cluster.trace.span("update"):
             found = self.cluster.actor_trainer.update(mini)
         self.unmoved = False

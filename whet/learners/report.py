@@ -113,9 +113,7 @@ def skipped_metrics(whole: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
     }
 
 
-def of_whole_batch(
-    found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, level: str
-) -> dict[str, Metric]:
+def of_whole_batch(found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, level: str) -> dict[str, Metric]:
     """An update's metrics as those of the whole mini-batch, where sequences without signal were not run.
 
     A clip takes nothing from an advantage of 0, so such tokens count as unclipped; entropy is that of the tokens run,

@@ -39,7 +39,7 @@ from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, changed_settings, holds_steps
 from whet.observe.trace import timeline_folder
 from whet.rewards.manager import RewardManager
-from whet.rollout.fit import check_fit
+from whet.rollout.requests import check_prompt_lengths
 from whet.types import Prompt, TokenBatch
 from whet.util.device import memory_metrics
 
@@ -103,7 +103,7 @@ class Run:
 
     def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
         config = self.cluster.get_rollout_config(mode)
-        check_fit(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
+        check_prompt_lengths(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
 
     @property
     def total_steps(self) -> int | None:

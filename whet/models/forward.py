@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from whet.errors import ConfigError
 from whet.models.heads import Head
 from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, linear_logprob
+from whet.models.micro_batch import MicroBatch
 from whet.models.products import chunks
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import selective_log_softmax
@@ -27,7 +28,6 @@ from whet.ops.support import Support, support_logits
 from whet.types import TokenStats
 
 if TYPE_CHECKING:
-    from whet.data.packing import MicroBatch
     from whet.models.types import LoadedModel
 
 __all__ = ["model_stats", "token_stats"]
@@ -48,12 +48,18 @@ def token_stats(
 
     log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
     before aₜ; of a trunk with both heads, both. Greedy decoding (temperature 0) is scored at temperature 1.
-    Args: loaded: the model. micro: what to run; with a layout where the model is packable, else padded.
-        support: the sampler's distribution. entropy: also the entropies. allowed: uint8 [s, W], the tokens that a
-        constraint allows, a bit each (see support_logits); needed with one only. want: of "logprobs" and "values" those
-        that are needed; None = all that the heads make.
-    Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), or a critic's values; in fp32 or float64.
-    Raises: ConfigError: a packed micro-batch for a model that can't take a layout.
+
+    Args:
+        loaded: the model.
+        micro: what to run; with a layout where the model is packable, else padded.
+        support: the sampler's distribution.
+        entropy: also the entropies.
+        allowed: uint8 [s, W], the tokens that a constraint allows, a bit each (see support_logits); needed with one
+            only.
+        want: those of "logprobs", "values" and "scores" that are needed; None = all that the heads make.
+    Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), a score head's values and, where the
+        micro-batch was planned with at_end, its scores [n]; in fp32 or float64.
+    Raises: ConfigError: a packed micro-batch for a model that can't take a layout; no head for what is wanted.
 
     Example: `[token_stats(loaded, m) for m in plan_micro_batches(batch, max_tokens=4096, packable=loaded.packable)]`.
     """
@@ -63,13 +69,14 @@ def token_stats(
         )
     want = loaded.outputs if want is None else want
     if missing := set(want) - loaded.outputs:
-        raise ConfigError(f"{loaded.name} has no head for {', '.join(sorted(missing))}; it gives {[*loaded.outputs]}")
+        shown = ", ".join(sorted(missing))
+        raise ConfigError(f"{loaded.name} has no head for {shown}; load the model with role='critic' or 'actor'")
     with loaded.reading():
         return model_stats(
             loaded.module,
             micro,
             head=loaded.lm_head if "logprobs" in want else Head("none"),
-            score_head=loaded.score_head if "values" in want else None,
+            score_head=loaded.score_head if {"values", "scores"} & set(want) else None,
             support=support,
             entropy=entropy,
             allowed=allowed,
@@ -94,10 +101,17 @@ def model_stats(
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
     """
     layer: Any = module.get_output_embeddings()
-    hidden = _hidden(module, micro) if head.linear or score_head is not None else None
-    values = None if score_head is None or hidden is None else to_fp32(score_head(hidden).squeeze(1))
+    states = _states(module, micro) if head.linear or score_head is not None else None
+    hidden = None if states is None else states.index_select(0, micro.hidden_index)
+    values = scores = None
+    if score_head is not None and states is not None and hidden is not None:
+        values = to_fp32(score_head(hidden).squeeze(1))
+        last = micro.last_index
+        scores = None if last is None else to_fp32(score_head(states.index_select(0, last)).squeeze(1))
+    elif micro.last_index is not None:
+        raise ConfigError("scores are what a score head says of the last state; load the model with role='critic'")
     if head.kind == "none":
-        return TokenStats(values=values)
+        return TokenStats(values=values, scores=scores)
     if head.linear and support.plain:
         assert hidden is not None
         logprobs, entropies = linear_logprob(
@@ -110,14 +124,15 @@ def model_stats(
             softcap=head.softcap,
             entropy=entropy,
         )
-        return TokenStats(logprobs=logprobs, entropy=entropies, values=values)
+        return TokenStats(logprobs=logprobs, entropy=entropies, values=values, scores=scores)
     if head.linear:
         assert hidden is not None
         vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(hidden[s], layer.weight, layer.bias))
     else:
-        rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.rows)
+        rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.hidden_index)
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
-    return dataclasses.replace(_supported(logits, micro, vocab, support, entropy, allowed), values=values)
+    found = _supported(logits, micro, vocab, support, entropy, allowed)
+    return dataclasses.replace(found, values=values, scores=scores)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:
@@ -132,10 +147,9 @@ def _inputs(micro: MicroBatch) -> dict[str, object]:
     }
 
 
-def _hidden(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """[s D]: the last hidden states that predict the targets; index_select, whose backward is repeatable."""
-    hidden = module.get_decoder()(**_inputs(micro)).last_hidden_state  # [B T D]
-    return hidden.flatten(0, 1).index_select(0, micro.rows)
+def _states(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
+    """[B·T D]: the last hidden states of all places."""
+    return module.get_decoder()(**_inputs(micro)).last_hidden_state.flatten(0, 1)
 
 
 def _supported(
@@ -147,19 +161,18 @@ def _supported(
     allowed: Tensor | None,
 ) -> TokenStats:
     """Statistics from whole logits, in chunks of rows; more than one chunk is made again in the backward pass."""
-    first = _first_places(micro, vocab) if support.penalises else None
+    first, before = _first_places(micro, vocab) if support.penalises else (None, None)
 
     def part(s: slice) -> tuple[Tensor, Tensor | None]:
         seen = None
-        if first is not None:
-            before = micro.spans[:, 1].index_select(0, micro.sequence[s]) + micro.position[s]
-            seen = first.index_select(0, micro.sequence[s]) < before[:, None]
+        if first is not None and before is not None:
+            seen = first.index_select(0, micro.sequence[s]) < before[s, None]
         keep = micro.targets[s]
         inside = None if allowed is None else allowed[s].to(keep.device)
         z = support_logits(logits(s), support, seen=seen, position=micro.position[s], keep=keep, allowed=inside)
         return selective_log_softmax(z, keep), entropy_of(z) if entropy else None
 
-    count, size = len(micro.rows), vocab * 4
+    count, size = len(micro.hidden_index), vocab * 4
     if count * size <= HELD_BYTES or not torch.is_grad_enabled():
         parts = [part(s) for s in chunks(count, max(1, CHUNK_BYTES // size))]
     else:
@@ -168,10 +181,19 @@ def _supported(
     return TokenStats(logprobs=torch.cat(logprobs), entropy=torch.cat(entropies) if entropy else None)
 
 
-def _first_places(micro: MicroBatch, vocab: int) -> Tensor:
-    """[n V]: where each token first stands in a sequence, prefix included; a place past the end where it does not."""
-    device = micro.input_ids.device
-    first = torch.full((len(micro.spans), vocab), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
-    for row, ids in zip(first, micro.runs()):
+def _first_places(micro: MicroBatch, vocab: int) -> tuple[Tensor, Tensor]:
+    """What a repetition penalty needs: which tokens stand before a target in its own sequence, prefix included.
+
+    Returns: int32 [n V], where each token first stands in each sequence, a place past the end where it does not; Long
+    [s], the place of each target in its sequence.
+    """
+    batch, device = micro.batch, micro.input_ids.device
+    ends, lengths = batch.ends.tolist(), batch.lengths.tolist()
+    first = torch.full((len(micro.sequences), vocab), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
+    prefixes = []
+    for row, i in zip(first, micro.sequences.tolist()):
+        prefix = batch.prefix(i)
+        prefixes.append(len(prefix))
+        ids = torch.cat([prefix, batch.tokens[ends[i] - lengths[i] : ends[i]]]).to(device)
         row.scatter_reduce_(0, ids, torch.arange(len(ids), dtype=torch.int32, device=device), "amin")
-    return first
+    return first, torch.tensor(prefixes, device=device).index_select(0, micro.sequence) + micro.position

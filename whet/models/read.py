@@ -84,9 +84,7 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
     shared = not scores and "whet_shared_score_head" in vars(config)
     head = _head_name(module) if old else "score.weight" if shared else None
     _check_weights(module, info, path, head)
-    if head is None:
-        return module, None
-    return module, _score_weight(path, head, module.get_input_embeddings().weight.shape[1])
+    return module, None if head is None else _score_weight(path, head, module.get_input_embeddings().weight.shape[1])
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:

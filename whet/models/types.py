@@ -47,9 +47,9 @@ class LoadedModel:
 
     @property
     def outputs(self) -> frozenset[str]:
-        """What the heads make of a token: "logprobs", "values" or both."""
-        made = {"logprobs": self.lm_head.kind != "none", "values": self.score_head is not None}
-        return frozenset(name for name, there in made.items() if there)
+        """What the heads make: "logprobs" of tokens, "values" of states and "scores" of last states."""
+        language = {"logprobs"} if self.lm_head.kind != "none" else set()
+        return frozenset(language if self.score_head is None else language | {"values", "scores"})
 
     def base_view(self) -> LoadedModel:
         """The same module with its adapter off: a reference that needs no memory of its own.

@@ -259,8 +259,13 @@ def changed_settings(old: Any, new: Any) -> list[str]:
 
     >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
     ['trainer.seed: 0 -> 1']
+    >>> changed_settings({"rollout_engine": "vanilla"}, {"rollout_engine": "embedded"})  # Tunix's name of it
+    []
     """
     old, new = (_nested(dump_tree(side)) for side in (old, new))
+    names = [side.get("rollout_engine") for side in (old, new)]
+    if names in (["vanilla", "embedded"], ["embedded", "vanilla"]):  # Tunix's name and whet's, of one engine
+        new = {**new, "rollout_engine": names[0]}
     shared = old.keys() & new.keys()
     old, new = ({k: v for k, v in side.items() if k in shared} for side in (old, new))
     return [change for change in diff(old, new) if not change.startswith(_FREE)]
@@ -379,4 +384,3 @@ def _text(value: Any) -> Any:
     if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
         value = to_json(value)
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-

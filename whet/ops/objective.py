@@ -151,4 +151,3 @@ def _per_token(what: str, found: Tensor, x: LossInputs) -> Tensor:
             f"{len(x.logprobs)} tokens, 0 where masked out"
         )
     return found
-

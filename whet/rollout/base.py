@@ -13,12 +13,12 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from whet.errors import EngineError
+from whet.errors import EngineError, lookup_error
 from whet.ops.support import Support
-from whet.rollout.constraint import Constraint
 from whet.types import FinishReason
 
 __all__ = [
+    "Constraint",
     "EngineCaps",
     "EngineStats",
     "Output",
@@ -28,9 +28,36 @@ __all__ = [
     "Sampling",
     "aborted",
     "check_caps",
-    "stream",
     "support_of",
 ]
+
+
+CONSTRAINTS = ("grammar", "json_schema", "regex")
+"""Kinds of languages."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constraint:
+    """The language that a completion's text lies in.
+
+    Raises: ConfigError: an unknown kind. What is wrong inside the text is said by Grammars.check.
+
+    >>> Constraint(kind="regex", text="[0-9]+")
+    Constraint(kind='regex', text='[0-9]+')
+    """
+
+    kind: str
+    """"regex": the whole text matches it; "json_schema": a JSON text that the schema allows; "grammar": Lark."""
+    text: str
+    """The expression, the schema (as JSON) or the grammar (its first rule is `start`)."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in CONSTRAINTS:
+            raise lookup_error("constraint", self.kind, CONSTRAINTS)
+
+    def __str__(self) -> str:
+        text = self.text if len(self.text) <= 80 else self.text[:77] + "..."
+        return f"{self.kind} {text!r}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,20 +128,40 @@ class Request:
 
     id: int
     tokens: np.ndarray
-    """int32 [P]: the prompt, then `offset` completion tokens made earlier."""
+    """int32 [P]: what stands before the completion, then `offset` tokens of it that were made earlier."""
     sampling: Sampling
     group: int
     """Requests of one group are let in together where they can be; those with equal prompts share its KV."""
     address: tuple[int, int, int, int]
     """(seed, step, prompt, generation): with the position, the address of every random draw."""
     offset: int = 0
-    """Completion tokens already in `tokens`: draw t uses u(address, offset + t)."""
+    """Completion tokens already in `tokens`, of a request that goes on: min_tokens counts them, a stop string may begin
+    in them, a constraint has taken them in. Earlier turns, and what a tool has answered, are not among them."""
+    draw: int = 0
+    """Number of the completion's first draw under its address: token t of the completion, those of `offset` counted,
+    uses u(address, draw + t). A later turn begins behind the draws of those before it; a request that goes on keeps
+    its number."""
     conversation: int | None = None
     """Requests of one conversation come one after the other, each beginning with what the one before it held: an engine
     with caps.conversations encodes only what is new. None = on its own. It changes no token."""
     expected: int | None = None
     """Tokens that its completion is expected to have, where the caller has a guess: long ones start first. None =
     max_tokens. It changes no token, but for what "alone and in a crowd" changes (docs/exactness.md)."""
+
+
+    def after(self, tokens: np.ndarray) -> Request:
+        """The request that goes on from here. Args: tokens: int [C], what has been made of the completion since.
+
+        >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=8), group=0, address=(0, 0, 0, 0))
+        >>> r.after(np.array([7, 2])).offset, r.after(np.array([7, 2])).sampling.max_tokens
+        (2, 6)
+        """
+        return replace(
+            self,
+            tokens=np.concatenate([self.tokens, tokens]).astype(np.int32),
+            sampling=replace(self.sampling, max_tokens=self.sampling.max_tokens - len(tokens)),
+            offset=self.offset + len(tokens),
+        )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -185,7 +232,7 @@ class EngineCaps:
     updates_in_flight: bool = False
     """New weights are taken between two tokens of a completion; without it, between two completions."""
     conversations: bool = False
-    """Holds what a conversation has said, so that its next turn is not encoded anew."""
+    """Holds what a conversation has said, so that its next turn is not encoded again."""
     constraints: bool = False
     """Draws under Sampling.constraint."""
 
@@ -317,56 +364,12 @@ def check_caps(engine: RolloutEngine, sampling: Sampling) -> None:
     if sampling.stop and not caps.stop_strings:
         raise EngineError(f"{name} knows no stop strings; use stop ids (rollout.eos_tokens)")
     if sampling.return_logits and not caps.logits:
-        raise EngineError(f"{name} gives no logits; use rollout_engine 'vanilla'")
+        raise EngineError(f"{name} gives no logits; use rollout_engine 'embedded'")
     if sampling.generation_kwargs and not caps.generation_kwargs:
         names = ", ".join(option for option, _ in sampling.generation_kwargs)
         raise EngineError(f"{name} knows no {names}; use rollout_engine 'hf'")
     if sampling.constraint is not None and not caps.constraints:
         raise EngineError(
-            f"{name} knows no constraints; use rollout_engine 'vanilla' or 'hf', or leave rollout.constraint out "
+            f"{name} knows no constraints; use rollout_engine 'embedded' or 'hf', or leave rollout.constraint out "
             f"({sampling.constraint})"
         )
-
-
-def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece]:
-    """Runs requests and gives their tokens as they are made; an engine without caps.peek gives them at their end.
-
-    Leaving the loop early aborts what is under way.
-    Args: engine: at rest. requests: to submit.
-    Returns: pieces with the new tokens of a request; its last one has the finish_reason, and may be empty.
-    Raises: EngineError: the engine has other requests in flight, whose outputs would be lost; it can't do what a
-        Sampling asks for; the model's logits are not finite.
-
-    >>> from whet.rollout.mock import MockEngine
-    >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=4), group=0, address=(0, 0, 0, 0))
-    >>> [(len(p.tokens), p.finish_reason) for p in stream(MockEngine(), [r])]
-    [(4, 'length')]
-    """
-    if others := engine.stats().in_flight:
-        raise EngineError(f"{others} requests are in flight; poll until there are none, then stream")
-    for sampling in {id(r.sampling): r.sampling for r in requests}.values():
-        check_caps(engine, sampling)
-    engine.submit(requests)
-    shown = {r.id: 0 for r in requests}
-    try:
-        while shown:
-            for o in engine.poll(timeout_s=0.0):
-                whole = Piece(
-                    id=o.id, tokens=o.tokens, logprobs=o.logprobs, versions=o.versions, finish_reason=o.finish_reason
-                )
-                yield _finite(whole.after(shown.pop(o.id)))
-            for i, piece in engine.peek(shown).items():
-                if len(piece.tokens) > shown[i]:
-                    count, shown[i] = shown[i], len(piece.tokens)
-                    yield _finite(piece.after(count))
-            if shown and not engine.stats().in_flight:
-                raise EngineError(f"the engine is at rest, but {len(shown)} requests never came back")
-    finally:
-        engine.abort(shown)
-
-
-def _finite(piece: Piece) -> Piece:
-    """The piece. Raises EngineError where its logprobs are not finite."""
-    if not np.isfinite(piece.logprobs).all():
-        raise EngineError("the model's logits are not finite; its weights are broken, or its dtype is too narrow")
-    return piece

@@ -1,4 +1,4 @@
-"""From configuration to an engine, and from prompts to groups: what the cluster asks of rollout/."""
+"""From configuration to an engine and its sampling parameters."""
 
 from __future__ import annotations
 
@@ -8,17 +8,14 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from whet.config import RolloutConfig
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError
 from whet.models.types import LoadedModel
-from whet.rollout.base import Output, Request, RolloutEngine, Sampling, check_caps
-from whet.rollout.constraint import Constraint, Grammars
+from whet.rollout.base import Constraint, RolloutEngine, Sampling
+from whet.rollout.constraint import Grammars
 from whet.rollout.options import check_names, frozen_options
-from whet.types import Completion, Group, Prompt
 
-__all__ = ["complete", "describe_engine", "grammars_of", "make_engine", "sampling_of"]
+__all__ = ["describe_engine", "grammars_of", "make_engine", "sampling_of"]
 
 log = logging.getLogger("whet")
 
@@ -83,31 +80,32 @@ def make_engine(
         cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...). loaded: the policy. config: the rollout's.
         decode: ids to text. generation_kwargs: names of transformers' options that it will be asked for. grammars:
         those of the tokenizer, where the caller has them already.
-    Returns: the engine. "vanilla" becomes "hf" where the model can't take whet's attention layout or transformers'
+    Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout or transformers'
         options are asked for, with the reason.
     """
-    from whet.rollout import resolve_engine
+    from whet.rollout import engine_name, resolve_engine
     from whet.rollout.compat import BaseRolloutAdapter, prompt_text
 
-    if spec == "vanilla" and not loaded.packable:
-        log.warning("rollout_engine 'vanilla' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
+    spec = engine_name(spec)
+    if spec == "embedded" and not loaded.packable:
+        log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
     if asked := sorted(generation_kwargs):
         check_names(asked)
-        if spec == "vanilla":
+        if spec == "embedded":
             log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
             spec = "hf"
     _warn_unused(spec, config)
     made = resolve_engine(spec)
     options: dict[str, Any] = {"decode": decode}
-    if spec == "vanilla":
+    if spec == "embedded":
         options |= {"max_batch": config.max_batch_size, "kv_cache_tokens": config.kv_cache_tokens}
         options |= {"native": config.native_kernels, "grammars": grammars or grammars_of(loaded, tokenizer)}
     elif spec == "hf":
         options |= {"batch_size": config.max_batch_size, "grammars": grammars or grammars_of(loaded, tokenizer)}
     elif spec in OWN_WEIGHTS:
         options["config"] = config
-    if spec not in ("vanilla", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
+    if spec not in ("embedded", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
         log.warning("kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens)
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
@@ -147,79 +145,3 @@ def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
     """What runs the rollout, for a run's notes: the class, and what it says of its paths and versions."""
     return {"engine": type(engine).__name__, **engine.paths}
-
-
-def complete(
-    engine: RolloutEngine,
-    prompts: Sequence[Prompt],
-    sampling: Sampling | Sequence[Sampling],
-    *,
-    num_generations: int,
-    address: tuple[int, int, int],
-    first_id: int,
-    expected: Sequence[int | None] | None = None,
-) -> list[Group]:
-    """Runs prompts through an engine to the end.
-
-    Args: sampling: of all prompts, or of each. address: (seed, step, place of the first prompt). first_id: requests are
-        numbered from it. expected: tokens that completions of each prompt may come to; None = no guess.
-    Returns: a group per prompt, in order; completions in the order of generation.
-    Raises: EngineError: the engine can't do what the sampling asks for, lost a request, or drew from logits that
-        are not finite.
-    """
-    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
-    for distinct in {id(s): s for s in each}.values():
-        check_caps(engine, distinct)
-    seed, step, start = address
-    requests = [
-        Request(
-            id=first_id + i * num_generations + g,
-            tokens=p.tokens,
-            sampling=s,
-            group=first_id + i * num_generations,
-            address=(seed, step, start + i, g),
-            expected=guess,
-        )
-        for i, (p, s, guess) in enumerate(zip(prompts, each, expected or [None] * len(prompts), strict=True))
-        for g in range(num_generations)
-    ]
-    done = _run(engine, requests)
-    if not all(np.isfinite(o.logprobs).all() for o in done.values()):
-        raise EngineError(
-            f"the model's logits are not finite at step {step}; resume from an earlier checkpoint with a lower "
-            "learning rate and trainer.allow_config_change=true"
-        )
-    made = [[done[first_id + i * num_generations + g] for g in range(num_generations)] for i in range(len(prompts))]
-    return [Group(prompt=p, completions=_completions(outputs)) for p, outputs in zip(prompts, made, strict=True)]
-
-
-def _completions(outputs: Sequence[Output]) -> tuple[Completion, ...]:
-    """The completions of one prompt, in the order of generation."""
-    return tuple(
-        Completion(
-            tokens=np.asarray(o.tokens, np.int32),
-            logprobs=np.asarray(o.logprobs, np.float32),
-            versions=np.asarray(o.versions, np.int32),
-            finish_reason=o.finish_reason,
-            generation=g,
-            info={} if o.logits is None else {"logits": o.logits},
-        )
-        for g, o in enumerate(outputs)
-    )
-
-
-def _run(engine: RolloutEngine, requests: Sequence[Request]) -> dict[int, Output]:
-    """The outputs of requests by id, once all are finished; none stays in the engine where that fails."""
-    engine.submit(requests)
-    done: dict[int, Output] = {}
-    try:
-        while len(done) < len(requests):
-            outputs = engine.poll()
-            if not outputs:
-                lost = len(requests) - len(done)
-                raise EngineError(f"the engine is at rest, but {lost} of {len(requests)} requests never came back")
-            done |= {o.id: o for o in outputs}
-    except BaseException:  # Ctrl-C in a notebook: the next call must not find these
-        engine.abort(r.id for r in requests)
-        raise
-    return done

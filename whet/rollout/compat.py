@@ -108,7 +108,7 @@ class BaseRolloutAdapter(QueueEngine):
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """Generates for all requests that share the first one's Sampling; [] = nothing in flight.
 
-        Raises: EngineError: as many completions came back as there are not prompts, an empty one, or no logprobs.
+        Raises: EngineError: another number of completions than of prompts came back, an empty one, or no logprobs.
         """
         self._awake()
         if not self._queue:

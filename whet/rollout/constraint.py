@@ -15,52 +15,26 @@ import json
 import logging
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from whet.errors import ConfigError, DataError, EngineError, lookup_error
-from whet.types import FinishReason
+from whet.errors import ConfigError, DataError, EngineError
+from whet.models.micro_batch import MicroBatch
+from whet.rollout.base import Constraint, Request, Sampling
+from whet.types import FinishReason, TokenBatch
 
-if TYPE_CHECKING:
-    from whet.rollout.base import Request, Sampling
-
-__all__ = ["Constraint", "Grammars", "Masks", "Matcher"]
+__all__ = ["Grammars", "Masks", "Matcher"]
 
 log = logging.getLogger("whet")
 
-KINDS = ("grammar", "json_schema", "regex")
 UNFORCED = '%llguidance {"no_forcing": true}'
 """Any tokens may spell a text that is forced; llguidance would allow the tokenizer's own spelling alone."""
 COMPILED = 64
 """Languages kept compiled."""
 KEPT_BYTES = 256 * 2**20
 """Distinct masks kept between the passes over a batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Constraint:
-    """The language that a completion's text lies in.
-
-    Raises: ConfigError: an unknown kind. What is wrong inside the text is said by Grammars.check.
-
-    >>> Constraint(kind="regex", text="[0-9]+")
-    Constraint(kind='regex', text='[0-9]+')
-    """
-
-    kind: str
-    """"regex": the whole text matches it; "json_schema": a JSON text that the schema allows; "grammar": Lark."""
-    text: str
-    """The expression, the schema (as JSON) or the grammar (its first rule is `start`)."""
-
-    def __post_init__(self) -> None:
-        if self.kind not in KINDS:
-            raise lookup_error("constraint", self.kind, KINDS)
-
-    def __str__(self) -> str:
-        text = self.text if len(self.text) <= 80 else self.text[:77] + "..."
-        return f"{self.kind} {text!r}"
 
 
 class Matcher:
@@ -104,7 +78,7 @@ class Matcher:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Rules:
-    """What a Sampling says beside the language, as masks of [W] bytes."""
+    """What a Sampling says besides the language, as masks of [W] bytes."""
 
     constraint: Constraint
     all: np.ndarray
@@ -125,7 +99,6 @@ class Grammars:
         its tokens, or a constraint is malformed or begins with nothing that the tokenizer can spell.
 
     >>> from whet.data.tokenizer import byte_tokenizer
-    >>> from whet.rollout.base import Sampling
     >>> grammars = Grammars(byte_tokenizer(), vocabulary=259)
     >>> m = grammars.matcher(Sampling(constraint=Constraint(kind="regex", text="ab?"), stop_ids=(256,)))
     >>> m.advance(ord("a")), grammars.refresh([m]), np.flatnonzero(np.unpackbits(m.allowed, bitorder="little"))
@@ -300,7 +273,7 @@ class Masks:
     """The masks that completions were drawn under, made once for all passes over a batch.
 
     Equal masks are held once, since a language has few: the memory is theirs, and 4 bytes for each token.
-    Args: grammars: of the tokenizer. most_bytes: of distinct masks; what does not fit is made anew in each pass.
+    Args: grammars: of the tokenizer. most_bytes: of distinct masks; what does not fit is made again in each pass.
     """
 
     def __init__(self, grammars: Grammars, *, most_bytes: int = KEPT_BYTES) -> None:
@@ -317,6 +290,12 @@ class Masks:
     def bytes(self) -> int:
         """Memory of the distinct masks."""
         return sum(row.nbytes for row in self._rows)
+
+    def of_targets(self, sampling: Sampling, batch: TokenBatch, micro: MicroBatch) -> torch.Tensor:
+        """The masks of a micro-batch's targets. Args: sampling: that they were drawn under. Returns: uint8 [s, W]."""
+        at = micro.token_index.cpu()
+        tokens, sequence, versions = (x.cpu().numpy() for x in (micro.targets, micro.sequence, batch.versions[at]))
+        return self.of(sampling, tokens, sequence, versions >= 0)
 
     def of(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
         """What `Grammars.replay` gives, arguments and errors alike; sequences are whole."""

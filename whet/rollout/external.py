@@ -31,7 +31,7 @@ from whet.rollout.requests import completed_string
 from whet.types import FinishReason
 
 __all__ = [
-    "Flight",
+    "InFlightRequest",
     "Names",
     "check_agreement",
     "check_known",
@@ -60,10 +60,10 @@ TOLERANCE = {"wide": 1e-3, "half": 0.25}
 
 
 @dataclass(kw_only=True, eq=False)
-class Flight:
+class InFlightRequest:
     """A request under way, and what it has made so far.
 
-    >>> flight = Flight(request=Request(id=1, tokens=np.array([5]), sampling=Sampling(stop_ids=(2,)), group=0,
+    >>> flight = InFlightRequest(request=Request(id=1, tokens=np.array([5]), sampling=Sampling(stop_ids=(2,)), group=0,
     ...     address=(0, 0, 0, 0)))
     >>> flight.add([7, 2], [-1.0, -0.5], version=3, decode=None)
     'stop'
@@ -88,7 +88,7 @@ class Flight:
 
         Args: tokens, logprobs: as they came. version: of the policy that made them. decode: for stop strings.
         Returns: why it ends here: a stop id, a stop string, its length; None = it goes on.
-        Raises: EngineError: as many logprobs as there are not tokens.
+        Raises: EngineError: another number of logprobs than of tokens.
         """
         if len(tokens) != len(logprobs):
             raise EngineError(f"request {self.request.id}: {len(logprobs)} logprobs came for {len(tokens)} tokens")
@@ -117,12 +117,7 @@ class Flight:
 
     def rest(self) -> Request:
         """The request that goes on from what has been made."""
-        if not self.tokens:
-            return self.request
-        r, made = self.request, len(self.tokens)
-        sampling = replace(r.sampling, max_tokens=r.sampling.max_tokens - made)
-        tokens = np.concatenate([r.tokens, np.array(self.tokens, np.int32)])
-        return replace(r, tokens=tokens, sampling=sampling, offset=r.offset + made)
+        return self.request.after(np.array(self.tokens, np.int32)) if self.tokens else self.request
 
     def output(self, reason: FinishReason) -> Output:
         """What came of it."""
@@ -142,14 +137,17 @@ class Flight:
 def seed_of(request: Request, bits: int = 63) -> int:
     """The seed of a request's draws, from its address and where it goes on.
 
-    Args: request: its address and offset. bits: the seed is below 2**bits.
-    Returns: equal for equal addresses. A request that goes on has another seed: it must not repeat its first draws.
+    Args: request: its address, draw and offset. bits: the seed is below 2**bits.
+    Returns: equal for equal addresses. A later turn has another seed, and so has a request that goes on: neither must
+        repeat the first draws.
 
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
     >>> seed_of(r) == seed_of(replace(r, id=4)), seed_of(r) == seed_of(replace(r, offset=1)), seed_of(r, 31) < 2**31
     (True, False, True)
     """
     key = address_key(*request.address)
+    if request.draw:
+        key = address_key(key % 2**64, request.draw, 1, 0)
     if request.offset:
         key = address_key(key % 2**64, request.offset, 0, 0)
     return key % 2**bits
@@ -304,6 +302,6 @@ def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[fl
     if not apart <= (limit := limit_for(next(module.parameters()).dtype, TOLERANCE)):
         raise EngineError(
             f"{engine} does not compute this model as transformers does: logprobs of a prompt of {len(tokens)} differ "
-            f"by {apart:.1e} in the mean (rounding: below {limit}); use rollout_engine 'vanilla' or 'hf'"
+            f"by {apart:.1e} in the mean (rounding: below {limit}); use rollout_engine 'embedded' or 'hf'"
         )
     return apart

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from whet.errors import ConfigError
 from whet.models.modes import evaluating, max_positions, native_attention
 from whet.models.types import LoadedModel
-from whet.ops.uniform import address_key
+from whet.ops.uniform import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.beams import beam_search
 from whet.rollout.constraint import Grammars, Matcher
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.options import Processors, check_options, num_beams, place_of
-from whet.rollout.requests import Plan, check_request, completed_string, make_plan
+from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.rollout.simple import QueueEngine
 
 __all__ = ["HFEngine"]
@@ -105,12 +105,13 @@ class HFEngine(QueueEngine):
                 return self._count(batch, beam_search(self._module, batch, decode=self._decode, version=self.version))
             return self._count(batch, self._generate(batch, make_plan(first.sampling)))
 
-    def _generate(self, batch: list[Request], plan: Plan) -> list[Output]:
+    def _generate(self, batch: list[Request], plan: SamplingPlan) -> list[Output]:
         """All tokens of requests of equal lengths."""
         device = next(self._module.parameters()).device
         ids = torch.from_numpy(np.stack([r.tokens for r in batch]).astype(np.int64)).to(device)
         keys = torch.tensor([address_key(*r.address) for r in batch], device=device)
         place = torch.tensor([r.offset for r in batch], device=device)
+        draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
         options = Processors(plan.sampling, place_of(batch[0], device)) if plan.sampling.generation_kwargs else None
         matchers = [self._grammars.start(r) if self._grammars else None for r in batch]
@@ -120,7 +121,7 @@ class HFEngine(QueueEngine):
         cache, fresh = None, ids
         for step in range(plan.sampling.max_tokens):
             logits, cache = self._forward(ids, fresh, cache)
-            where: dict[str, Any] = {"keys": keys, "position": place + step, "seen": seen}
+            where: dict[str, Any] = {"u": uniform(keys, draws + step), "position": place + step, "seen": seen}
             if options is None:
                 allowed = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
                 token, logprob = sample_rows(logits, plan, **where, allowed=allowed)

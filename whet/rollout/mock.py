@@ -82,12 +82,13 @@ class MockEngine(QueueEngine):
     def _output(self, request: Request) -> Output:
         """One completion, whole."""
         s, key = request.sampling, address_key(*request.address)
-        length = max(s.min_tokens, self._length(key, s.max_tokens + request.offset))
+        turn = address_key(key % 2**64, request.draw, 0, 0) if request.draw else key  # each has a length of its own
+        length = max(s.min_tokens, self._length(turn, s.max_tokens + request.offset))
         count = max(1, min(s.max_tokens, length - request.offset))
         barred = set(s.stop_ids) | set(s.forbidden_ids)
         allowed = np.array([i for i in range(self._vocabulary) if i not in barred], np.int32)
-        places = torch.arange(request.offset, request.offset + count)
-        u = uniform(torch.full((count,), key), places).numpy()
+        draws = torch.arange(count) + request.draw + request.offset
+        u = uniform(torch.full((count,), key), draws).numpy()
         tokens = allowed[(u * len(allowed)).astype(np.int64)]
         stopped = bool(s.stop_ids) and count < s.max_tokens
         if stopped:

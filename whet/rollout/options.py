@@ -22,7 +22,6 @@ from whet.config.rollout import OWN_FIELDS
 from whet.errors import ConfigError, EngineError, nearest
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.support import Support, draw, greedy, support_logits
-from whet.ops.uniform import uniform
 from whet.rollout.base import Request, Sampling
 
 __all__ = [
@@ -315,17 +314,18 @@ class Processors:
         support: Support,
         reported: Support,
         *,
-        keys: Tensor,
+        u: Tensor,
         position: Tensor,
         seen: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         """One token for each row, and its logprob under the distribution drawn from, or under `reported`.
 
-        Args: as `scores`. reported: whose logprobs logprob_support "full" means. keys: Long [n], address keys.
+        Args: as `scores`. reported: whose logprobs logprob_support "full" means. u: float64 [n], the numbers of the
+            draws.
         Returns: (Long [n], fp32 [n]).
         """
         scores = self.scores(ids, logits, support, seen=seen, position=position)
-        tokens = greedy(scores) if self._greedy else draw(scores, uniform(keys, position))
+        tokens = greedy(scores) if self._greedy else draw(scores, u)
         if self._full:
             scores = support_logits(logits.float(), reported, position=position)
         return tokens, selective_log_softmax(scores, tokens)

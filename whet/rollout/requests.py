@@ -1,21 +1,27 @@
 """What every engine does with a request: the check, the distribution it asks for, and its end by a stop string.
 
-Left out on purpose: draws (whet.rollout.engine.sampler), and what one engine alone refuses.
+Prompts that could never fit the model are found before the first rollout: a run would end at the step that meets one.
+
+Left out on purpose: draws (whet.rollout.engine.sampler), what one engine alone refuses, and prompts of a stream, which
+nobody has seen yet: the engine refuses those one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from torch import nn
 
-from whet.errors import ConfigError, EngineError, lookup_error
+from whet.errors import ConfigError, DataError, EngineError, lookup_error
+from whet.models.modes import max_positions
 from whet.ops.support import Support
 from whet.rollout.base import Request, Sampling, support_of
 from whet.rollout.text import INCOMPLETE
+from whet.types import Prompt
 
-__all__ = ["Plan", "check_request", "completed_string", "make_plan"]
+__all__ = ["SamplingPlan", "check_prompt_lengths", "check_request", "completed_string", "make_plan"]
 
 SLACK = 8
 """Characters at the start of a decoded tail, and at its joint with new tokens, that may differ from the whole text's:
@@ -23,7 +29,7 @@ a space that is taken off, a character begun before, an apostrophe that pulls a 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Plan:
+class SamplingPlan:
     """A Sampling, worked out once: what to do with the logits of its rows."""
 
     sampling: Sampling
@@ -33,7 +39,7 @@ class Plan:
     """Whose logprobs are reported."""
 
 
-def make_plan(sampling: Sampling) -> Plan:
+def make_plan(sampling: Sampling) -> SamplingPlan:
     """Works a Sampling out.
 
     Args: sampling: of a request.
@@ -47,7 +53,7 @@ def make_plan(sampling: Sampling) -> Plan:
         raise lookup_error("logprob_support", sampling.logprob_support, ["sampling", "full"])
     support = replace(support_of(sampling), full=False)
     full = sampling.logprob_support == "full" and not support.plain
-    return Plan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
+    return SamplingPlan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
 
 
 def completed_string(
@@ -130,6 +136,8 @@ def check_request(
         raise EngineError(
             f"{name}: offset {request.offset} must be in 0..{length - 1}: its {length} tokens include them"
         )
+    if request.draw < 0:
+        raise EngineError(f"{name}: draw {request.draw} must be 0 or more: draws are counted from the address's first")
     if positions is not None and length + s.max_tokens > positions:
         raise EngineError(
             f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "
@@ -151,7 +159,7 @@ def check_request(
     if s.constraint is not None and not constrains:
         raise ConfigError(
             f"{name} has the constraint {s.constraint}, but the engine has no tokenizer to spell it with; pass "
-            "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('vanilla', 'hf')"
+            "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('embedded', 'hf')"
         )
 
 
@@ -166,3 +174,39 @@ def _check_arrays(request: Request) -> None:
         raise EngineError(
             f"{name}: the address must be four integers, (seed, step, prompt, generation), got {request.address!r}"
         )
+
+
+def check_prompt_lengths(prompts: Iterable[Prompt], module: nn.Module, max_tokens: int) -> None:
+    """Refuses a prompt that the model could never complete.
+
+    Args: prompts: encoded. module: a model of transformers. max_tokens: new tokens that may be asked for, as
+        max_tokens_to_generate says.
+    Raises: DataError: prompt and completion have more tokens than the model has positions, or an id that is outside
+        its vocabulary; with the row and the numbers.
+
+    >>> import numpy as np
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=1, n_positions=16, vocab_size=32))
+    >>> p = Prompt(tokens=np.arange(10), source="", row=3)
+    >>> check_prompt_lengths([p], model, max_tokens=6)
+    >>> check_prompt_lengths([p], model, max_tokens=7)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    whet.errors.DataError: row 3: 10 prompt tokens + rollout.max_tokens_to_generate 7 = 17, but ...
+    """
+    positions = max_positions(module)
+    vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+    for p in prompts:
+        length, highest = len(p.tokens), int(p.tokens.max())
+        if positions is not None and length + max_tokens > positions:
+            room = max(positions - max_tokens, 0)
+            raise DataError(
+                f"row {p.row}: {length} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = "
+                f"{length + max_tokens}, but the model has {positions} positions (max_position_embeddings); set "
+                f"rollout.max_prompt_length to {room} with on_long_prompt drop or truncate_left, or lower "
+                "max_tokens_to_generate"
+            )
+        if highest >= vocabulary:
+            raise DataError(
+                f"row {p.row}: token {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer is "
+                "another model's: set tokenizer to this one's"
+            )

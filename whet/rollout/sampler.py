@@ -29,8 +29,10 @@ from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.load import load_model, usable_device
 from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
-from whet.rollout.base import Piece, Request, RolloutEngine, Sampling, stream
-from whet.rollout.build import complete, make_engine, sampling_of
+from whet.rollout import engine_name
+from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
+from whet.rollout.build import make_engine, sampling_of
+from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.options import check_names, num_beams
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt
@@ -94,11 +96,15 @@ class SamplerOutput:
 class Sampler:
     """Completes texts and chats.
 
-    Args: transformer: a module of transformers, a LoadedModel, a folder (of a model, a finished run, or a checkpoint),
-        or a hub name. tokenizer: a tokenizer, a folder, a hub name; None = where the model lies. cache_config: bounds a
-        sequence; None = the model's positions. rollout_engine: "vanilla", "hf" or what ClusterConfig takes. dtype: of a
-        model that is read: "float32", "bfloat16", or "auto" = bf16 on a GPU that has it, else fp32. device: of a model
-        that is read; None = the GPU if there is one. max_batch_size, kv_cache_tokens: as in RolloutConfig.
+    Args:
+        transformer: a module of transformers, a LoadedModel, a folder (of a model, a finished run, or a checkpoint), or
+            a hub name.
+        tokenizer: a tokenizer, a folder, a hub name; None = where the model lies.
+        cache_config: bounds a sequence; None = the model's positions.
+        rollout_engine: "embedded", "hf" or what ClusterConfig takes.
+        dtype: of a model that is read: "float32", "bfloat16", or "auto" = bf16 on a GPU that has it, else fp32.
+        device: of a model that is read; None = the GPU if there is one.
+        max_batch_size, kv_cache_tokens: as in RolloutConfig.
         chat_template_kwargs: further arguments of the chat template.
     Raises: ConfigError: no model or tokenizer there, or one that can't generate.
     Source: the call of Tunix's Sampler. Unlike there, two calls without a seed draw differently, the end token stays,
@@ -119,7 +125,7 @@ class Sampler:
         tokenizer: Any = None,
         cache_config: CacheConfig | None = None,
         *,
-        rollout_engine: Any = "vanilla",
+        rollout_engine: Any = "embedded",
         dtype: str = "auto",
         device: str | torch.device | None = None,
         max_batch_size: int = 256,
@@ -142,7 +148,7 @@ class Sampler:
         self.longest = min(bounds) if bounds else None
         """Most tokens of a prompt and its completion together; None = no bound."""
         self._made_of = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
-        self._spec = rollout_engine
+        self._spec = engine_name(rollout_engine)
         self._engines: dict[str, RolloutEngine] = {}
         self._closed = False
         self._next_id = self._version = 0
@@ -153,7 +159,7 @@ class Sampler:
         if self._closed:
             raise EngineError("this Sampler is closed; make another")
         options = [name for name, _ in sampling.generation_kwargs]
-        kind = "options" if options and self._spec == "vanilla" else "own"
+        kind = "options" if options and self._spec == "embedded" else "own"
         if kind not in self._engines:
             self._engines[kind] = make_engine(
                 self._spec,
@@ -336,16 +342,9 @@ class Sampler:
                 f"temperature=0.0 takes the likeliest token, so {num_generations} generations would be one and the "
                 "same; set a temperature above 0"
             )
-        start = self._next_id
+        rollouts = Rollouts(self.engine(any_of), next_id=self._next_id)
         self._next_id += len(prompts) * num_generations
-        return complete(
-            self.engine(any_of),
-            prompts,
-            sampling,
-            num_generations=num_generations,
-            address=(seed, 0, first),
-            first_id=start,
-        )
+        return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, address=(seed, 0, first)))
 
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int, place: int = 0, conversation: int | None = None

@@ -29,7 +29,7 @@ from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (
-    Flight,
+    InFlightRequest,
     Names,
     check_agreement,
     check_known,
@@ -84,7 +84,7 @@ class SGLangEngine:
         limits = [n for n in (max_positions(module), config.sglang.context_length) if n is not None]
         self._positions = min(limits, default=None)
         self._names = Names(module)
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, InFlightRequest] = {}
         self._tasks: dict[asyncio.Task[Any], int] = {}
         self._rids: dict[int, str] = {}
         self._serial = 0
@@ -124,11 +124,11 @@ class SGLangEngine:
             )
             self._check_sampling(r.sampling)
         for r in requests:
-            self._flights[r.id] = Flight(request=r)
+            self._flights[r.id] = InFlightRequest(request=r)
             if not self._asleep:
                 self._add(self._flights[r.id])
 
-    def _add(self, flight: Flight) -> None:
+    def _add(self, flight: InFlightRequest) -> None:
         """Gives SGLang what is left of a request."""
         rest, self._serial = flight.rest(), self._serial + 1
         rid = f"whet-{rest.id}-{self._serial}"
@@ -149,7 +149,7 @@ class SGLangEngine:
         if sampling.repetition_penalty != 1.0:
             raise ConfigError(
                 f"repetition_penalty {sampling.repetition_penalty}: sglang counts tokens of the completion alone, "
-                "whet those of the prompt too; leave it out, or use rollout_engine 'vanilla' or 'vllm'"
+                "whet those of the prompt too; leave it out, or use rollout_engine 'embedded' or 'vllm'"
             )
         if sampling.temperature > 0 and sampling.top_p < 1 and (sampling.top_k or sampling.min_p):
             raise ConfigError(

@@ -1,6 +1,6 @@
 """Between text and token ids, at both ends of an engine: what RLCluster.generate and Sampler share.
 
-Left out on purpose: drawing. `whet.rollout.build.complete` does that, on ids alone.
+Left out on purpose: drawing. whet.rollout.driver does that, on ids alone.
 """
 
 from __future__ import annotations

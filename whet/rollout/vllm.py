@@ -33,7 +33,7 @@ from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (
-    Flight,
+    InFlightRequest,
     Names,
     check_agreement,
     check_known,
@@ -88,7 +88,7 @@ class VLLMEngine:
             self._check_sampling(sampling_of(config.for_mode(mode), ()))
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._names = Names(module)
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, InFlightRequest] = {}
         self._done: list[Output] = []
         self._asleep = False
         self.version = 0
@@ -146,7 +146,7 @@ class VLLMEngine:
             )
             self._check_sampling(r.sampling)
         for r in requests:
-            self._flights[r.id] = Flight(request=r)
+            self._flights[r.id] = InFlightRequest(request=r)
             self._add(r)
 
     def _add(self, request: Request) -> None:
@@ -166,7 +166,7 @@ class VLLMEngine:
         if sampling.temperature > 2 or 0 < sampling.temperature < 0.01:
             raise ConfigError(
                 f"vllm takes temperatures of 0 and 0.01..2, not {sampling.temperature}; choose one of these, or use "
-                "rollout_engine 'vanilla'"
+                "rollout_engine 'embedded'"
             )
         if sampling.temperature > 0 and sampling.min_p > 0 and sampling.top_p < 1:
             raise ConfigError(

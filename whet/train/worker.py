@@ -19,41 +19,48 @@ from torch import Tensor, nn
 
 from whet.config import OptimConfig, RoleConfig
 from whet.data.balance import model_cost
-from whet.data.packing import MicroBatch, plan_micro_batches
+from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError, DataError
 from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import save_model
+from whet.models.micro_batch import MicroBatch
 from whet.models.types import LoadedModel
 from whet.ops import Support, aggregate, segment_count, segment_mean
 from whet.parallel import load_state, read_state, save_state, write_state
 from whet.train.optim import Optim
 from whet.types import LossInputs, TokenBatch, TokenStats
 
-__all__ = ["REDUCTIONS", "Loss", "Metrics", "ModelWorker", "Reductions"]
+__all__ = ["REDUCTIONS", "Allowed", "Loss", "Metrics", "ModelWorker", "Reductions"]
 
 Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
+Allowed = Callable[[TokenBatch, MicroBatch], Tensor]
+"""Gives uint8 [s, W], the tokens that each target of a micro-batch was drawn from, a bit each."""
 REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
 """What becomes of a metric per token: over the tokens of the mask; the sum under the token weights, as the loss; the
 mean, largest and least of the means of sequences."""
 BF16_MULTIPLE = 32
 """Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
 megabytes of it."""
-_COLUMNS = ("mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "versions", "advantages", "values", "returns")
 
 
 class ModelWorker:
     """One model behind verbs: logprobs, values, forward_backward, optim_step, weights, state.
 
-    Args: loaded: the model, as models.load_model gives it. optim: its optimizer, or None for a model that is only
-        read (a reference). dtype: what the model computes in; None = as it is. support: the distribution whose
-        logprobs are computed: the sampler's. max_tokens: token budget of a micro-batch. enough_tokens: from which on a
-        larger micro-batch is no faster; None = unknown. max_sequences: sequences of a micro-batch at most; None = as
-        many as fit. given: what the worker is made from, for the run's settings; None = a module.
+    Args:
+        loaded: the model, as models.load_model gives it.
+        optim: its optimizer, or None for a model that is only read (a reference).
+        dtype: what the model computes in; None = as it is.
+        support: the distribution whose logprobs are computed: the sampler's.
+        allowed: what a constraint allows; needed where the support is constrained.
+        max_tokens: token budget of a micro-batch.
+        saturating_tokens: from which on a larger micro-batch is no faster; None = unknown.
+        max_sequences: sequences of a micro-batch at most; None = no limit but the token budget.
+        given: what the worker is made from, for the run's settings; None = a module.
     """
 
     def __init__(
@@ -63,8 +70,9 @@ class ModelWorker:
         optim: OptimConfig | Callable[..., Any] | None = None,
         dtype: torch.dtype | None = None,
         support: Support | None = None,
+        allowed: Allowed | None = None,
         max_tokens: int = 16384,
-        enough_tokens: int | None = None,
+        saturating_tokens: int | None = None,
         max_sequences: int | None = None,
         given: RoleConfig | None = None,
     ) -> None:
@@ -73,10 +81,9 @@ class ModelWorker:
         self.loaded = loaded
         self.given = given
         self.support = support or Support()
-        self.allowed: Callable[[TokenBatch, MicroBatch], Tensor] | None = None
-        """Gives uint8 [s, W], the tokens that each target was drawn from, where the support is constrained."""
+        self.allowed = allowed
         self.max_tokens = max_tokens
-        self.enough_tokens = enough_tokens
+        self.saturating_tokens = saturating_tokens
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
         self.version = 0
@@ -116,8 +123,8 @@ class ModelWorker:
         if self.optim is not None:
             self.optim.plan(total_updates)
 
-    def limit(self, *, training: int | None, reading: int | None) -> None:
-        """Caps the sequences of one pass, beside the token budget; None = as before. `reading` follows `training`."""
+    def set_max_sequences(self, *, training: int | None, reading: int | None) -> None:
+        """Caps the sequences of one pass, besides the token budget; None = as before. `reading` follows `training`."""
         caps = [n for n in (training, self.max_sequences) if n is not None]
         self.max_sequences = min(caps, default=None)
         caps = [n for n in (reading or training, self.max_read_sequences) if n is not None]
@@ -148,12 +155,22 @@ class ModelWorker:
         assert values is not None
         return values
 
+    def scores(self, batch: TokenBatch) -> Tensor:
+        """What a value head says of the state at the last token of each sequence: [N], detached, on the CPU.
+
+        Raises: ConfigError: the model has no value head.
+        """
+        scores = self._read(batch, ("scores",), self.support).scores
+        assert scores is not None
+        return scores
+
     @torch.no_grad()
     def _read(
         self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None = None
     ) -> TokenStats:
         out: dict[str, Tensor] = {}
-        for micro in self.micro_batches(batch, max_sequences or self.max_read_sequences):
+        apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
+        for micro in self.micro_batches(apart, max_sequences or self.max_read_sequences, "scores" in names):
             allowed = self._allowed(batch, micro, support)
             with self._layers():
                 stats = token_stats(
@@ -166,8 +183,13 @@ class ModelWorker:
                 )
             for name in names:
                 column = getattr(stats, name)
-                whole = out.setdefault(name, column.new_zeros(batch.num_tokens))
-                whole.index_copy_(0, micro.index, column)
+                size, at = (
+                    (batch.num_sequences, micro.sequences)
+                    if name == "scores"
+                    else (batch.num_tokens, micro.token_index)
+                )
+                whole = out.setdefault(name, column.new_zeros(size))
+                whole.index_copy_(0, at, column)
         return TokenStats(**{name: whole.cpu() for name, whole in out.items()})
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
@@ -179,22 +201,24 @@ class ModelWorker:
         """Around forward and backward passes."""
         return nullcontext() if self.fast_layers is None else self.fast_layers.on()
 
-    def micro_batches(self, batch: TokenBatch, max_sequences: int | None) -> list[MicroBatch]:
+    def micro_batches(self, batch: TokenBatch, max_sequences: int | None, at_end: bool = False) -> list[MicroBatch]:
         """The batch, packed into forward passes of like cost within the token budget; always the same list.
 
-        They are few, unless smaller ones are as fast: see `enough_tokens`.
+        They are few, unless smaller ones are as fast: see `saturating_tokens`.
 
-        Raises: DataError: a sequence over the token budget.
+        Args: max_sequences: of one pass. at_end: run completions to their last token, for scores.
+        Raises: DataError: a sequence or a unit over the token budget.
         """
         return plan_micro_batches(
             batch,
             max_tokens=self.max_tokens,
             max_sequences=max_sequences,
             packable=self.loaded.packable,
+            at_end=at_end,
             cost=self.cost,
             device=self.device,
             attention=self.loaded.attention,
-            enough=self.enough_tokens,
+            saturating_tokens=self.saturating_tokens,
             multiple=BF16_MULTIPLE if self.device.type == "cpu" and self.dtype == torch.bfloat16 else 1,
         )
 
@@ -206,16 +230,23 @@ class ModelWorker:
         loss: Loss,
         *,
         entropy: bool = False,
+        scores: bool = False,
         reductions: Reductions | None = None,
     ) -> Metrics:
         """Adds the gradient of (weights * loss).sum() over the whole batch.
 
-        Args: batch: with `weights`, made once per optimizer step. loss: per token. entropy: give the loss the entropy.
+        Args:
+            batch: with `weights` [S], or `unit_weights` [U], made once per optimizer step.
+            loss: per token, [s], where the batch has `weights`; per unit, [u], where it has `unit_weights`.
+            entropy: give the loss the entropy.
+            scores: give the loss the scores, of a model with a value head.
             reductions: what becomes of a loss's metric: name -> {label: how}, how one of REDUCTIONS; its mean under its
-            own name if not named.
-        Returns: "loss" (the sum) and the loss's metrics over the tokens of the mask.
+                own name if not named.
+        Returns: "loss" (the sum) and the loss's metrics, over the tokens of the mask, or over the units with a trained
+            token.
+        Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
-        return self._run(batch, loss, entropy, reductions or {}, backward=True)
+        return self._run(batch, loss, entropy, scores, reductions or {}, backward=True)
 
     @torch.no_grad()
     def evaluate(
@@ -224,32 +255,40 @@ class ModelWorker:
         loss: Loss,
         *,
         entropy: bool = False,
+        scores: bool = False,
         reductions: Reductions | None = None,
     ) -> Metrics:
         """What forward_backward would report, without a gradient."""
-        return self._run(batch, loss, entropy, reductions or {}, backward=False)
+        return self._run(batch, loss, entropy, scores, reductions or {}, backward=False)
 
-    def _run(self, batch: TokenBatch, loss: Loss, entropy: bool, reductions: Reductions, *, backward: bool) -> Metrics:
-        if batch.weights is None:
-            raise DataError("the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)")
+    def _run(
+        self, batch: TokenBatch, loss: Loss, entropy: bool, scores: bool, reductions: Reductions, *, backward: bool
+    ) -> Metrics:
+        all_weights, per_unit = _weights(batch)
+        all_weights = all_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
-        columns = {n: None if (c := getattr(batch, n)) is None else c.to(self.device) for n in _COLUMNS}
-        all_weights = batch.weights.to(self.device)
-        for micro in self.micro_batches(batch, self.max_sequences):
+        token, per_sequence = (
+            {name: c.to(self.device) for name, c in columns.items()} for columns in (batch.token, batch.per_sequence)
+        )
+        for micro in self.micro_batches(batch, self.max_sequences, scores):
             allowed = self._allowed(batch, micro, self.support)
             with self._layers():
                 stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy, allowed=allowed)
-            x = _loss_inputs(columns, micro, stats)
-            per_token, values = loss(x)
-            weights = all_weights.index_select(0, micro.index).to(per_token.dtype)
-            total = aggregate(per_token, weights)
+            x = loss_inputs(token, per_sequence, micro, stats)
+            found, values = loss(x)
+            weights = all_weights.index_select(0, micro.units if per_unit else micro.token_index).to(found.dtype)
+            check_shapes(found, values, weights, per_unit)
+            total = aggregate(found, weights)
             if backward:
                 with self._layers():  # checkpointed layers run again
                     total.backward()
-            named, found = _reduced(values, x.mask, weights, reductions, x.sequence)
+            counted, of = (
+                (trained_units(x), torch.arange(x.num_units, device=self.device)) if per_unit else (x.mask, x.sequence)
+            )
+            named, reduced = _reduced(values, counted, weights, reductions, of)
             labels.append(named)
-            numbers.append(torch.stack([total.detach().double(), *found]))
+            numbers.append(torch.stack([total.detach().double(), *reduced]))
         read = torch.cat(numbers).tolist() if numbers else []
         return merge({"loss": Sum(0.0)}, *_metrics(labels, read))
 
@@ -312,27 +351,62 @@ class ModelWorker:
         self.optim = None
 
 
-def _loss_inputs(columns: Mapping[str, Tensor | None], micro: MicroBatch, stats: TokenStats) -> LossInputs:
-    """A micro-batch's part of the columns, beside what the model says of its tokens.
+def _weights(batch: TokenBatch) -> tuple[Tensor, bool]:
+    """The weights of the batch, and whether they are of units."""
+    if (batch.weights is None) == (batch.unit_weights is None):
+        raise DataError(
+            "the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)"
+            if batch.weights is None
+            else "the batch has weights and unit_weights; a loss is per token or per unit: set one of them to None"
+        )
+    return (batch.weights, False) if batch.unit_weights is None else (batch.unit_weights, True)  # pyright: ignore
+
+
+def loss_inputs(
+    token: Mapping[str, Tensor], per_sequence: Mapping[str, Tensor], micro: MicroBatch, stats: TokenStats
+) -> LossInputs:
+    """A micro-batch's part of the columns, with what the model says of its tokens.
 
     Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
     through 0 * NaN, its gradient.
     """
-    part = {n: None if c is None else c.index_select(0, micro.index) for n, c in columns.items()}
+    part = {name: c.index_select(0, micro.token_index) for name, c in token.items()}
     mask = part.pop("mask")
-    assert mask is not None
 
-    def kept(x: Tensor | None) -> Tensor | None:
-        return torch.where(mask, x, 0.0) if x is not None and x.is_floating_point() else x
+    def kept(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        return torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
 
     return LossInputs(
         sequence=micro.sequence,
         mask=mask,
-        logprobs=kept(stats.logprobs),  # pyright: ignore[reportArgumentType]
-        entropy=kept(stats.entropy),
-        new_values=kept(stats.values),
-        **{n: kept(c) for n, c in part.items()},
+        logprobs=None if stats.logprobs is None else kept(stats.logprobs),  # pyright: ignore[reportArgumentType]
+        entropy=None if stats.entropy is None else kept(stats.entropy),
+        new_values=None if stats.values is None else kept(stats.values),
+        scores=stats.scores,
+        unit_of=micro.unit_of,
+        num_sequences=len(micro.sequences),
+        num_units=len(micro.units),
+        token={name: kept(c) for name, c in part.items()},
+        per_sequence={name: c.index_select(0, micro.sequences) for name, c in per_sequence.items()},
     )
+
+
+def trained_units(x: LossInputs) -> Tensor:
+    """Bool [u]: the units with a token of the mask."""
+    return segment_count(x.mask, x.unit, x.num_units) > 0
+
+
+def check_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, per_unit: bool) -> None:
+    """Raises DataError where a loss, or a metric, is not one number for each of the weights."""
+    for name, x in {"the loss": loss, **{f"its metric {n!r}": m for n, m in metrics.items()}}.items():
+        if x.shape != weights.shape:
+            kind, letter, way = ("unit", "u", "unit_weights") if per_unit else ("token", "s", "weights")
+            raise DataError(
+                f"{name} has shape {list(x.shape)}, and the batch has {way}: return one number per {kind}, "
+                f"[{letter}] = [{len(weights)}]; see docs/extending.md"
+            )
 
 
 def _reduced(

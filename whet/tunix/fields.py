@@ -155,7 +155,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "temperature": Field(0.9),
         "top_p": Field(1.0),
         "top_k": Field(None),
-        "seed": Field(None, "other", "an integer; None = the run's seed, and every call draws anew"),
+        "seed": Field(None, "other", "an integer; None = the run's seed, and every call draws for itself"),
         "max_prompt_length": Field(64, "other", "a longer prompt is an error unless on_long_prompt says otherwise"),
         "kv_cache_size": Field(1024, "no effect", "a row takes the cache it needs; kv_cache_tokens bounds them all"),
         "data_type": Field(None, "refused", "the rollout reads the trainer's weights; set actor.dtype"),
@@ -202,7 +202,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "rollout_engine": Field(
             "vanilla",
             "other",
-            '"vanilla" = the embedded engine; "sglang_jax" = "sglang"; also a class, partial, reference',
+            '"embedded", under either name; "sglang_jax" = "sglang"; also a class, partial, reference',
         ),
         "offload_to_cpu": Field(False, "other", "reference, masters and moments; the actor's weights stay"),
         "training_config": Field(REQUIRED, "other", "RLTrainingConfig() by default"),

@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MetricsBuffer"]
+from whet.config import Mode
+
+__all__ = ["MetricsBuffer", "MetricsBuffers"]
 
 Aggregate = Callable[[Any], Any]
 
@@ -41,4 +43,28 @@ class MetricsBuffer:
             if how is not None:
                 flat = [x for v in values for x in np.ravel(np.asarray(v, dtype=np.float64))]
                 found[name] = float(how(flat))
+        return found
+
+
+class MetricsBuffers:
+    """The buffers of all steps that have not been logged, and who else is told of them."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[tuple[int, str], MetricsBuffer] = {}
+        self.external_logger: Callable[[MetricsBuffer], None] | None = None
+        """Given each buffer when it is taken."""
+
+    def add(self, metrics: Mapping[str, tuple[Any, Aggregate | None]], mode: Mode, step: int) -> None:
+        """Adds metrics, name -> (value, aggregation), to a step."""
+        key = (step, Mode(mode).value)
+        self._buffers.setdefault(key, MetricsBuffer(global_steps=step, mode=key[1])).add(metrics)
+
+    def take(self, step: int, mode: Mode) -> dict[str, float]:
+        """What was buffered for a step and all before it, as numbers."""
+        found: dict[str, float] = {}
+        for key in sorted(k for k in self._buffers if k[0] <= step and k[1] == mode.value):
+            buffer = self._buffers.pop(key)
+            found |= buffer.reduced()
+            if self.external_logger is not None:
+                self.external_logger(buffer)
         return found

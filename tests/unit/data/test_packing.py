@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers import seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,36 +36,42 @@ def test_the_example_of_the_docs():
     (micro,) = plan_micro_batches(TokenBatch.from_groups([group], [0.0, 0.0]), max_tokens=100)
     assert micro.input_ids.tolist() == [[5, 6, 7, 8]]
     assert (micro.layout.lengths, micro.layout.parents) == ((2, 1, 1), (-1, 0, 0))
-    assert micro.rows.tolist() == [1, 2, 1, 3] and micro.targets.tolist() == [7, 2, 8, 2]
-    assert micro.index.tolist() == [0, 1, 2, 3] and micro.position.tolist() == [0, 1, 0, 1]
+    assert micro.hidden_index.tolist() == [1, 2, 1, 3] and micro.targets.tolist() == [7, 2, 8, 2]
+    assert micro.token_index.tolist() == [0, 1, 2, 3] and micro.position.tolist() == [0, 1, 0, 1]
     assert micro.sequence.tolist() == [0, 0, 1, 1] and micro.sequences.tolist() == [0, 1]
-    assert micro.spans.tolist() == [[0, 2, 2, 1], [0, 2, 3, 1]]
+    assert [seen(micro, k) for k in range(4)] == [[5, 6], [5, 6, 7], [5, 6], [5, 6, 8]]
+    assert (micro.units.tolist(), micro.unit_of.tolist(), micro.last_index) == ([0, 1], [0, 1], None)
+
+
+def prefix_sizes(b, m):
+    """[n]: prefix tokens of the sequences of a micro-batch."""
+    return b.prefix_lengths[b.prefix_of[m.sequences]]
 
 
 def check(b, micros):
     """Every completion token is a target exactly once, predicted by the token before it, after its own prefix."""
-    index = torch.cat([m.index for m in micros])
+    index = torch.cat([m.token_index for m in micros])
     assert index.sort().values.tolist() == list(range(b.num_tokens))
     for m in micros:
-        assert torch.equal(m.targets, b.tokens[m.index])
-        assert torch.equal(b.sequence[m.index], m.sequences[m.sequence])
+        assert torch.equal(m.targets, b.tokens[m.token_index])
+        assert torch.equal(b.sequence[m.token_index], m.sequences[m.sequence])
         flat = m.input_ids.flatten()
-        for s, (p, pn, c, cn) in zip(m.sequences.tolist(), m.spans.tolist()):
-            assert torch.equal(flat[p : p + pn], b.prefix(s))
-            end = int(b.ends[s])
-            assert torch.equal(flat[c : c + cn], b.tokens[end - cn - 1 : end - 1]) and cn == b.lengths[s] - 1
+        for k, (s, place) in enumerate(zip(m.sequence.tolist(), m.position.tolist())):
+            i = int(m.sequences[s])
+            own = b.tokens[int(b.starts[i]) : int(b.starts[i]) + place].tolist()
+            assert seen(m, k) == b.prefix(i).tolist() + own
         before = torch.where(
             m.position == 0,
             torch.stack([b.prefix(s)[-1] for s in m.sequences.tolist()])[m.sequence],
-            b.tokens[(m.index - 1).clamp(min=0)],
+            b.tokens[(m.token_index - 1).clamp(min=0)],
         )
-        assert torch.equal(flat[m.rows], before)
+        assert torch.equal(flat[m.hidden_index], before)
         if m.layout is not None:  # the predicting token stands at the place that it has in its own sequence
-            prefix = m.spans[:, 1][m.sequence]
-            assert torch.equal(m.layout.position_ids[0, m.rows], prefix + m.position - 1)
+            prefix = prefix_sizes(b, m)[m.sequence]
+            assert torch.equal(m.layout.position_ids[0, m.hidden_index], prefix + m.position - 1)
             assert m.input_ids.shape == m.layout.position_ids.shape and m.attention_mask is None
         else:
-            assert torch.equal(m.attention_mask.sum(1), m.spans[:, 1] + m.spans[:, 3])
+            assert torch.equal(m.attention_mask.sum(1), prefix_sizes(b, m) + b.lengths[m.sequences] - 1)
 
 
 shapes = st.lists(
@@ -91,7 +98,7 @@ def test_every_token_is_a_target_once_within_budget(groups, room, max_sequences,
         packable=packable,
         shared_prefix=shared,
         cost=DEAR,
-        enough=enough,
+        saturating_tokens=enough,
     )
     check(b, micros)
     for m in micros:
@@ -136,7 +143,7 @@ def test_padded_rows_are_of_like_length():
     b = batch((4, [30, 2, 29, 3]), (4, [28, 1]))
     micros = plan_micro_batches(b, max_tokens=102, packable=False)
     check(b, micros)
-    assert [sorted(m.spans[:, 3].tolist()) for m in micros] == [[27, 28, 29], [0, 1, 2]]
+    assert [sorted((b.lengths[m.sequences] - 1).tolist()) for m in micros] == [[27, 28, 29], [0, 1, 2]]
 
 
 def test_padded_rows_may_fill_the_budget_to_the_last_place():

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from whet.data import packing
-from whet.data.balance import PassCost, Unit, first_fit, model_cost, pack, pad
+from whet.data.balance import PackItem, PassCost, first_fit, model_cost, pack, pad
 from whet.data.packing import plan_micro_batches
 
 DEAR = PassCost(token=20, pair=3, target=7)
@@ -60,7 +60,7 @@ sizes = st.lists(st.integers(1, 30), min_size=1, max_size=7)
 @settings(max_examples=80, deadline=None)
 @given(sizes, st.integers(0, 60))
 def test_packed_bins_are_as_few_as_first_fits_and_near_the_best_of_all_cuts(tokens, room):
-    units, budget = [Unit((i,), n, n) for i, n in enumerate(tokens)], max(tokens) + room
+    units, budget = [PackItem((i,), n, n) for i, n in enumerate(tokens)], max(tokens) + room
     bins = pack(units, budget, len(units))
     assert sorted(u.sequences for b in bins for u in b) == [u.sequences for u in units]
     loads = [sum(u.tokens for u in b) for b in bins]
@@ -75,7 +75,7 @@ def test_packed_bins_are_as_few_as_first_fits_and_near_the_best_of_all_cuts(toke
 @given(sizes, st.integers(0, 60), st.integers(1, 4))
 def test_padded_bins_are_the_best_of_all_cuts(tokens, room, most):
     square = lambda n: n * n + 5 * n
-    units, budget = [Unit((i,), n, square(n)) for i, n in enumerate(tokens)], max(tokens) + room
+    units, budget = [PackItem((i,), n, square(n)) for i, n in enumerate(tokens)], max(tokens) + room
     bins = pad(units, budget, most)
     assert sorted(u.sequences for b in bins for u in b) == [u.sequences for u in units]
     assert all(len(b) <= most and len(b) * max(u.tokens for u in b) <= budget for b in bins)
@@ -96,7 +96,7 @@ def test_a_plan_is_never_longer_nor_dearer_than_first_fits_and_tears_no_group_th
     budget = max(p + max(lengths) for p, lengths in groups) - 1 + room
     b = random_batch(*groups)
     micros = plan_micro_batches(b, max_tokens=budget, max_sequences=most, cost=DEAR)
-    assert torch.cat([m.index for m in micros]).sort().values.tolist() == list(range(b.num_tokens))
+    assert torch.cat([m.token_index for m in micros]).sort().values.tolist() == list(range(b.num_tokens))
     costs = [counted(m) for m in micros]
     assert costs == sorted(costs, reverse=True) and all(m.num_tokens <= budget for m in micros)
     units, copies = [], {}
@@ -110,7 +110,8 @@ def test_a_plan_is_never_longer_nor_dearer_than_first_fits_and_tears_no_group_th
     assert len(micros) <= len(first)
     assert len(micros) < len(first) or costs[0] <= max(sum(u[2] for u in cut) for cut in first)
     for k, most_copies in copies.items():
-        held = sum(len({s[0] for s in m.spans[b.prefix_of[m.sequences] == k].tolist()}) for m in micros)
+        first = [(m.position == 0) & (b.prefix_of[m.sequences][m.sequence] == k) for m in micros]
+        held = sum(len(m.hidden_index[here].unique()) for m, here in zip(micros, first))
         assert held <= most_copies
 
 
@@ -175,25 +176,25 @@ def sizes_of(shapes, **options):
 def test_passes_are_no_larger_than_is_enough_where_no_prefix_is_repeated_for_it():
     groups = [(3, [9, 10, 12, 8]) for _ in range(12)]  # 38 places each
     assert len(sizes_of(groups, max_tokens=240)) == 2
-    sizes = sizes_of(groups, max_tokens=240, enough=80)
+    sizes = sizes_of(groups, max_tokens=240, saturating_tokens=80)
     assert sizes == [76] * 6
-    assert sizes_of(groups, max_tokens=240, enough=240) == sizes_of(groups, max_tokens=240)
-    assert sizes_of(groups, max_tokens=60, enough=240) == sizes_of(groups, max_tokens=60)
+    assert sizes_of(groups, max_tokens=240, saturating_tokens=240) == sizes_of(groups, max_tokens=240)
+    assert sizes_of(groups, max_tokens=60, saturating_tokens=240) == sizes_of(groups, max_tokens=60)
 
 
 def test_groups_with_a_long_prefix_stay_whole_up_to_the_token_budget():
     groups = [(384, [96] * 8) for _ in range(4)]
-    assert sizes_of(groups, max_tokens=2048, enough=1024) == [384 + 8 * 95] * 4  # and not halves with 384 more each
-    assert len(sizes_of(groups, max_tokens=1024, enough=1024)) > 4
+    assert sizes_of(groups, max_tokens=2048, saturating_tokens=1024) == [384 + 8 * 95] * 4  # and not halves with 384 more each
+    assert len(sizes_of(groups, max_tokens=1024, saturating_tokens=1024)) > 4
 
 
 def test_a_short_prefix_is_repeated_where_that_costs_less_than_a_hundredth():
-    assert sizes_of([(1, [41] * 8)], max_tokens=400, enough=200) == [161, 161]
-    assert sizes_of([(40, [41] * 8)], max_tokens=400, enough=200) == [360]
+    assert sizes_of([(1, [41] * 8)], max_tokens=400, saturating_tokens=200) == [161, 161]
+    assert sizes_of([(40, [41] * 8)], max_tokens=400, saturating_tokens=200) == [360]
 
 
 def test_enough_below_the_longest_sequence_gives_it_the_room_it_needs():
-    sizes = sizes_of([(2, [59]), (2, [9]), (2, [9]), (2, [9])], max_tokens=100, enough=16)
+    sizes = sizes_of([(2, [59]), (2, [9]), (2, [9]), (2, [9])], max_tokens=100, saturating_tokens=16)
     assert sizes[0] == 60 and max(sizes[1:]) <= 60
 
 
@@ -209,7 +210,7 @@ def test_a_budget_that_a_batch_does_not_reach_costs_nothing_and_changes_nothing(
 
     def planned(max_tokens):
         asked.clear()
-        plans = plan_micro_batches(batch, max_tokens=max_tokens, max_sequences=most, enough=90, cost=DEAR)
+        plans = plan_micro_batches(batch, max_tokens=max_tokens, max_sequences=most, saturating_tokens=90, cost=DEAR)
         return [(m.input_ids.tolist(), m.sequences.tolist()) for m in plans], len(asked)
 
     monkeypatch.setattr(packing, "first_fit", counted_fit)

@@ -6,14 +6,14 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from helpers import completion, forest, prompt, random_batch
+from helpers import completion, forest, places_seen, prompt, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from whet.data import packing
 from whet.data.balance import PassCost, first_fit, pack
 from whet.data.packing import plan_micro_batches
-from whet.data.tree import families, grow
+from whet.data.tree import build_tree, prefix_trees
 from whet.models.attention import SegmentLayout
 from whet.types import Group, TokenBatch
 
@@ -46,22 +46,15 @@ def beginnings(runs):
 
 def check(b, micros):
     """Every completion token is a target once, at the row of the token before it, which sees its own sequence alone."""
-    assert torch.cat([m.index for m in micros]).sort().values.tolist() == list(range(b.num_tokens))
+    assert torch.cat([m.token_index for m in micros]).sort().values.tolist() == list(range(b.num_tokens))
     for m in micros:
         runs = [run_of(b, i) for i in m.sequences.tolist()]
-        assert [run.tolist() for run in m.runs()] == runs
-        assert m.spans[:, 1].tolist() == b.prefix_lengths[b.prefix_of[m.sequences]].tolist()
-        assert m.spans[:, 3].tolist() == (b.lengths[m.sequences] - 1).tolist()
-        assert torch.equal(m.targets, b.tokens[m.index])
-        assert torch.equal(b.sequence[m.index], m.sequences[m.sequence])
-        segment = np.repeat(np.arange(len(m.layout.lengths)), m.layout.lengths)
-        starts = np.cumsum([0, *m.layout.lengths])
-        for row, s, position in zip(m.rows.tolist(), m.sequence.tolist(), m.position.tolist()):
-            k = int(segment[row])
-            seen = list(range(int(starts[k]), row + 1))
-            while (k := m.layout.parents[k]) >= 0:
-                seen = list(range(int(starts[k]), int(starts[k + 1]))) + seen
-            length = int(m.spans[s, 1]) + position
+        assert torch.equal(m.targets, b.tokens[m.token_index])
+        assert torch.equal(b.sequence[m.token_index], m.sequences[m.sequence])
+        prefixes = b.prefix_lengths[b.prefix_of[m.sequences]].tolist()
+        for row, s, position in zip(m.hidden_index.tolist(), m.sequence.tolist(), m.position.tolist()):
+            seen = places_seen(m, row)
+            length = prefixes[s] + position
             assert m.input_ids[0, seen].tolist() == runs[s][:length]
             assert m.layout.position_ids[0, seen].tolist() == list(range(length))
 
@@ -69,7 +62,7 @@ def check(b, micros):
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8))
 def test_a_tree_holds_each_beginning_once_and_parts_only_where_runs_do(runs):
-    tree = grow([np.array(run) for run in runs])
+    tree = build_tree([np.array(run) for run in runs])
     nodes = beginnings(runs)
     assert len(tree.ids) == len(nodes) == sum(tree.lengths)
     assert [tree.ids[places].tolist() for places in tree.places] == runs
@@ -85,7 +78,7 @@ def test_every_token_is_a_target_once_after_its_own_sequence_within_the_budget(s
     b = forest(seed, n)
     budget = max(len(run_of(b, i)) for i in range(n)) + room
     micros = plan_micro_batches(
-        b, max_tokens=budget, max_sequences=most, cost=DEAR, enough=budget // 2 if enough else None
+        b, max_tokens=budget, max_sequences=most, cost=DEAR, saturating_tokens=budget // 2 if enough else None
     )
     check(b, micros)
     assert all(m.num_tokens <= budget and len(m.sequences) <= (most or n) for m in micros)
@@ -98,12 +91,12 @@ def test_a_family_fits_whole_or_in_parts_whose_tokens_and_cost_are_counted(seed,
     runs = [np.array(run_of(b, i)) for i in range(n)]
     prefix_of = b.prefix_of.numpy()
     longest = max(map(len, runs))
-    for family in families(runs, prefix_of, b.prefix_lengths.numpy()[prefix_of]):
+    for family in prefix_trees(runs, prefix_of, b.prefix_lengths.numpy()[prefix_of]):
         members = sorted(family.sequences.tolist())
-        (whole,) = family.units(split, 10**6, n, DEAR)
+        (whole,) = family.items(split, 10**6, n, DEAR)
         assert list(whole.sequences) == members and whole.tree
         assert whole.tokens == len(beginnings([runs[i].tolist() for i in members]))
-        parts = family.units(split, longest, n, DEAR)
+        parts = family.items(split, longest, n, DEAR)
         assert sorted(i for part in parts for i in part.sequences) == members
         for part in parts:
             nodes = beginnings([runs[i].tolist() for i in part.sequences])
@@ -119,12 +112,12 @@ def test_a_family_fits_whole_or_in_parts_whose_tokens_and_cost_are_counted(seed,
 def test_single_turns_have_the_plan_that_they_have_without_trees(budget, monkeypatch):
     b = random_batch((60, [40, 30, 50, 20]), (100, [30, 1]), (7, [60]), (1, [3, 3, 3]), (40, [2] * 9))
     got = plan_micro_batches(b, max_tokens=budget, cost=DEAR)
-    monkeypatch.setattr(packing, "families", lambda *_: [])
+    monkeypatch.setattr(packing, "prefix_trees", lambda *_: [])
     want = plan_micro_batches(b, max_tokens=budget, cost=DEAR)
     assert len(got) == len(want)
     for x, y in zip(got, want):
-        assert x.places is None and (x.layout.lengths, x.layout.parents) == (y.layout.lengths, y.layout.parents)
-        for name in ("input_ids", "rows", "targets", "index", "sequence", "position", "sequences", "spans"):
+        assert (x.layout.lengths, x.layout.parents) == (y.layout.lengths, y.layout.parents)
+        for name in ("input_ids", "hidden_index", "targets", "token_index", "sequence", "position", "sequences"):
             assert torch.equal(vars(x)[name], vars(y)[name])
 
 
@@ -140,8 +133,8 @@ def test_the_turns_of_a_conversation_are_one_causal_run():
     check(b, [micro])
     assert (micro.layout.lengths, micro.layout.parents) == ((199,), (-1,))
     (separate,) = plan_micro_batches(b, max_tokens=1000, shared_prefix=False)
-    assert separate.num_tokens == 49 + 99 + 149 + 199 and separate.places is None
-    assert all(m.places is None for m in plan_micro_batches(b, max_tokens=1000, packable=False))
+    assert separate.num_tokens == 49 + 99 + 149 + 199 and set(separate.layout.parents) == {-1}
+    assert all(m.layout is None for m in plan_micro_batches(b, max_tokens=1000, packable=False))
 
 
 def test_second_turns_forked_from_a_first_share_it_and_whatever_they_repeat():
@@ -218,4 +211,4 @@ def test_a_conversation_of_a_thousand_turns_is_cut_too():
     b = batch(*turns)
     micros = plan_micro_batches(b, max_tokens=2500, max_sequences=300)
     assert all(m.num_tokens <= 2500 and len(m.sequences) <= 300 for m in micros)
-    assert torch.cat([m.index for m in micros]).sort().values.tolist() == list(range(3000))
+    assert torch.cat([m.token_index for m in micros]).sort().values.tolist() == list(range(3000))

@@ -1,7 +1,5 @@
 """Adapters belong to the record: off for a reference that is a view of the trained module."""
 
-import dataclasses
-
 import pytest
 import torch
 from families import BATCH, tiny
@@ -60,7 +58,7 @@ def test_a_view_neither_freezes_nor_casts_the_module_that_its_owner_trains():
     reference = view.logprobs(BATCH).logprobs
     own = [p for p in loaded.adapter.parameters() if p.requires_grad]
     drawn = [p.detach().clone() for p in own]
-    batch = dataclasses.replace(BATCH, weights=torch.ones(BATCH.num_tokens))
+    batch = BATCH.replace(weights=torch.ones(BATCH.num_tokens))
     owner.forward_backward(batch, lambda x: (-x.logprobs, {}))
     owner.optim_step()
     assert all(not torch.equal(a, b) for a, b in zip(own, drawn))

@@ -87,9 +87,9 @@ def run(loaded, support=Support(), entropy=True, **plan):
     for micro in plan_micro_batches(BATCH, **{"max_tokens": 1000, **plan}):
         stats = token_stats(loaded, micro, support=support, entropy=entropy)
         (stats.logprobs.sum() + (0 if stats.entropy is None else stats.entropy.sum())).backward()
-        logprobs[micro.index] = stats.logprobs.detach().float()
+        logprobs[micro.token_index] = stats.logprobs.detach().float()
         if entropy:
-            entropies[micro.index] = stats.entropy.detach().float()
+            entropies[micro.token_index] = stats.entropy.detach().float()
     grad = loaded.module.model.embed_tokens.weight.grad.clone()
     loaded.module.zero_grad()
     return logprobs, entropies, grad
@@ -185,7 +185,7 @@ def test_values_are_of_the_state_before_each_token():
     for micro in plan_micro_batches(BATCH, max_tokens=25):
         stats = token_stats(critic, micro)
         assert stats.logprobs is None and stats.entropy is None and stats.values.requires_grad
-        got[micro.index] = stats.values.detach()
+        got[micro.token_index] = stats.values.detach()
     model.set_attn_implementation("eager")
     want = []
     for i, (end, n) in enumerate(zip(BATCH.ends.tolist(), BATCH.lengths.tolist())):

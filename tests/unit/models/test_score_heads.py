@@ -38,7 +38,7 @@ def test_a_saved_classifier_of_one_label_is_a_critic_and_a_reward_model(tmp_path
     rows = [torch.arange(3, 3 + n) for n in (5, 9)]
     want = torch.stack([model(x[None]).logits[0, 0] for x in rows])
     loaded = load_model(str(tmp_path), role=role)
-    assert loaded.outputs == {"values"} and loaded.packable and loaded.lm_head.kind == "none"
+    assert loaded.outputs == {"values", "scores"} and loaded.packable and loaded.lm_head.kind == "none"
     loaded.module.set_attn_implementation("eager")
     torch.testing.assert_close(last_scores(loaded, rows), want, atol=1e-5, rtol=1e-5)
 
@@ -103,7 +103,7 @@ def test_a_trunk_may_have_both_heads_and_gives_both_in_one_pass(tmp_path):
     plain = load_model(tiny("Qwen3"))
     weight = torch.randn(1, 32)
     both = load_model(with_score_head(tiny("Qwen3"), weight, shared=True))
-    assert both.outputs == {"logprobs", "values"} and both.packable
+    assert both.outputs == {"logprobs", "values", "scores"} and both.packable
     critic = load_model(tiny("Qwen3"), role="critic")
     with torch.no_grad():
         critic.score_head.weight.copy_(weight)

@@ -204,7 +204,7 @@ def test_a_critic_values_the_state_before_each_token():
     batch = random_batch(*SHAPES)
     worker = make(tiny_model(dtype=torch.float64), role="critic")
     assert torch.equal(worker.values(batch), torch.zeros(batch.num_tokens))  # a new head says 0
-    head = worker.module.get_output_embeddings()
+    head = worker.loaded.score_head
     with torch.no_grad():
         head.weight.copy_(torch.randn(1, 32))
     worker.module.set_attn_implementation("sdpa")
@@ -281,12 +281,12 @@ def test_a_bf16_worker_steps_its_masters_and_computes_with_their_roundings():
 
 def test_reading_may_take_more_sequences_at_once_than_training():
     worker = make()
-    worker.limit(training=2, reading=3)
+    worker.set_max_sequences(training=2, reading=3)
     assert (worker.max_sequences, worker.max_read_sequences) == (2, 3)
     worker = make(max_sequences=4)
-    worker.limit(training=2, reading=None)  # follows training
+    worker.set_max_sequences(training=2, reading=None)  # follows training
     assert (worker.max_sequences, worker.max_read_sequences) == (2, 2)
-    worker.limit(training=8, reading=8)  # never over what was said before
+    worker.set_max_sequences(training=8, reading=8)  # never over what was said before
     assert (worker.max_sequences, worker.max_read_sequences) == (2, 2)
 
 

@@ -25,7 +25,7 @@ from whet.rollout.constraint import Grammars
 from whet.rollout.engine.conversation_cache import ConversationCache, Held, common_length
 from whet.rollout.engine.runner import Block, Runner
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
-from whet.rollout.requests import Plan, check_request, completed_string, make_plan
+from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.types import FinishReason
 
 __all__ = ["EmbeddedEngine"]
@@ -95,7 +95,7 @@ class EmbeddedEngine:
         if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
-        self._plans: list[Plan] = []
+        self._plans: list[SamplingPlan] = []
         self._plan_of: dict[Sampling, int] = {}
         self._ids: set[int] = set()
         self._rows: list[tuple[Task, Prefix]] = []

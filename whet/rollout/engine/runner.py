@@ -27,7 +27,7 @@ from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, Run
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
-from whet.rollout.requests import Plan
+from whet.rollout.requests import SamplingPlan
 
 __all__ = ["Block", "Runner"]
 
@@ -35,8 +35,9 @@ JOIN = 64
 """Longest prompt that is copied into its rows: beyond it, reading it once for a group is worth more."""
 ROWS = 256
 """Rows that there is room for at first; more come when they are wanted, however many max_batch allows."""
-TOKEN, POSITION, OWN, PLACE, KEY = range(5)
-"""Rows of the state: last token, its position, own tokens before it, completion tokens up to it, address key."""
+TOKEN, POSITION, OWN, PLACE, DRAW, KEY = range(6)
+"""Rows of the state: last token, its position, own tokens before it, completion tokens up to it, its draw number,
+address key."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,9 +76,9 @@ class Runner:
         kernels = self.forward.kernels
         self.layout = DecodeLayout(self.own, self.device) if kernels is None else NativeLayout(kernels, self.own)
         rows = min(max_batch, ROWS)
-        self.state = torch.zeros(5, rows, dtype=torch.long, device=self.device)
+        self.state = torch.zeros(6, rows, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
-        self.groups: list[tuple[Plan, Tensor | None]] = []
+        self.groups: list[tuple[SamplingPlan, Tensor | None]] = []
         self.graphs: StepGraphs | None = None
         self.join = JOIN if join and self.device.type == "cpu" and kernels is None else 0
         """Longest prompt that is copied into its rows' own places."""
@@ -195,7 +196,7 @@ class Runner:
         self,
         first: int,
         admitted: Sequence[tuple[Task, Prefix]],
-        plans: Sequence[Plan],
+        plans: Sequence[SamplingPlan],
         allowed: Tensor | None = None,
     ) -> Block:
         """Takes sequences in as rows first.., and draws their first tokens.
@@ -205,10 +206,11 @@ class Runner:
         Returns: a block of one step over the new rows.
         """
         rows = slice(first, first + len(admitted))
-        state = np.zeros((5, len(admitted)), np.int64)
+        state = np.zeros((6, len(admitted)), np.int64)
         state[POSITION] = [len(p.tokens) for _, p in admitted]
         state[OWN] = self._join(first, [p for _, p in admitted])
         state[PLACE] = [t.request.offset + t.made for t, _ in admitted]
+        state[DRAW] = [t.request.draw + t.request.offset + t.made for t, _ in admitted]
         state[KEY] = [address_key(*t.request.address) for t, _ in admitted]
         self.state[:, rows] = torch.from_numpy(state).to(self.device)
         if any(plans[t.plan].support.penalises for t, _ in admitted):
@@ -219,7 +221,7 @@ class Runner:
             self.seen[rows] = seen_tokens(contexts, self.vocabulary)
         logits = self.forward.logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
         groups = self._grouped([t.plan for t, _ in admitted], plans)
-        numbers = uniform(self.state[KEY, rows], self.state[PLACE, rows])
+        numbers = uniform(self.state[KEY, rows], self.state[DRAW, rows])
         tokens, logprobs = self._sample(logits, groups, rows, numbers, allowed)
         self.state[TOKEN, rows] = tokens
         keep = any(plan.sampling.return_logits for plan, _ in groups)
@@ -242,7 +244,7 @@ class Runner:
         self.joined[first : first + len(lengths)] = lengths
         return lengths
 
-    def regroup(self, rows: Sequence[tuple[Task, Prefix]], plans: Sequence[Plan]) -> None:
+    def regroup(self, rows: Sequence[tuple[Task, Prefix]], plans: Sequence[SamplingPlan]) -> None:
         """Takes note of which rows live and where their prompts lie. Args: rows: in order. plans: of the tasks."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
         buckets[self.joined[: len(rows)] > 0] = JOINED
@@ -280,14 +282,14 @@ class Runner:
             return self._read(tokens, logprobs, None)
         state = self.state[:, :rows]
         ahead = torch.arange(1, steps + 1, device=self.device).unsqueeze(1)
-        numbers = uniform(self.state[KEY, :n].repeat(steps), (state[PLACE, :n] + ahead).flatten()).view(steps, n)
+        numbers = uniform(self.state[KEY, :n].repeat(steps), (state[DRAW, :n] + ahead).flatten()).view(steps, n)
         for step in range(steps):
             self.layout.begin(
                 state[POSITION], state[OWN], longest=longest - 1 + step, furthest=furthest - 1 + step, equal=equal
             )
             features = self.forward.features(state[TOKEN].unsqueeze(1), self.layout)
             logits = self.forward.logits(features[:n])
-            state[POSITION : PLACE + 1] += 1
+            state[POSITION : DRAW + 1] += 1
             drawn, logprob = self._sample(logits, self.groups, slice(0, n), numbers[step], allowed)
             state[TOKEN, :n] = drawn
             tokens.append(drawn)
@@ -304,8 +306,8 @@ class Runner:
         state, far = self.state[:, :rows], 1 << 40  # no window is wider than that
         self.layout.begin(state[POSITION], state[OWN], longest=self.own.length - 1, furthest=far, equal=False)
         logits = self.forward.logits(self.forward.features(state[TOKEN].unsqueeze(1), self.layout))
-        state[POSITION : PLACE + 1] += 1
-        numbers = uniform(state[KEY], state[PLACE])
+        state[POSITION : DRAW + 1] += 1
+        numbers = uniform(state[KEY], state[DRAW])
         drawn, logprob = self._sample(logits, self.groups, slice(0, rows), numbers)
         state[TOKEN] = drawn
         return drawn, logprob
@@ -317,7 +319,7 @@ class Runner:
         own = (self.state.shape[1], self.own.epoch)
         return (self.layout.fixed.epoch, self.forward.epoch, *own, *self.layout.asked, *stores)
 
-    def _grouped(self, indices: list[int], plans: Sequence[Plan]) -> list[tuple[Plan, Tensor | None]]:
+    def _grouped(self, indices: list[int], plans: Sequence[SamplingPlan]) -> list[tuple[SamplingPlan, Tensor | None]]:
         """Rows by plan; None = all rows."""
         distinct = sorted(set(indices))
         if len(distinct) == 1:
@@ -328,23 +330,23 @@ class Runner:
     def _sample(
         self,
         logits: Tensor,
-        groups: list[tuple[Plan, Tensor | None]],
+        groups: list[tuple[SamplingPlan, Tensor | None]],
         rows: slice,
         u: Tensor,
         allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Draws for rows of the state whose logits are given, plan by plan, and marks the tokens as seen."""
-        key, place = self.state[KEY, rows], self.state[PLACE, rows]
+        place = self.state[PLACE, rows]
         seen = None if self.seen is None else self.seen[rows]
         allowed = None if allowed is None else allowed.to(logits.device)
         if len(groups) == 1:
             plan = groups[0][0]
-            tokens, logprobs = sample_rows(logits, plan, keys=key, position=place, seen=seen, u=u, allowed=allowed)
+            tokens, logprobs = sample_rows(logits, plan, u=u, position=place, seen=seen, allowed=allowed)
         else:
-            tokens, logprobs = torch.empty_like(key), torch.empty(len(key), device=logits.device)
+            tokens, logprobs = torch.empty_like(place), torch.empty(len(place), device=logits.device)
             for plan, index in groups:
                 assert index is not None
-                columns = {"keys": key, "position": place, "seen": seen, "u": u, "allowed": allowed}
+                columns = {"u": u, "position": place, "seen": seen, "allowed": allowed}
                 part = {name: None if x is None else x.index_select(0, index) for name, x in columns.items()}
                 t, lp = sample_rows(logits.index_select(0, index), plan, **part)  # pyright: ignore[reportArgumentType]
                 tokens.index_copy_(0, index, t)

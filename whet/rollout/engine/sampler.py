@@ -1,11 +1,11 @@
 """Logits -> token and logprob, by rows that share one Sampling.
 
-Both embedded engines (vanilla and hf) sample here, through the same operations (whet.ops.support) as the trainer, so
-that both sides mean the same distribution; whet.ops.support.draw is the oracle of the draw. Every draw is one uniform
-number with an address: what else is in the batch does not matter. Engines of other packages (vLLM, SGLang) draw by
-themselves: their adapters refuse what would mean another distribution there.
+Both of whet's own engines (embedded and hf) sample here, through the same operations (whet.ops.support) as the trainer,
+so that both sides mean the same distribution; whet.ops.support.draw is the oracle of the draw. Every draw is one
+uniform number with an address: what else is in the batch does not matter. Engines of other packages (vLLM, SGLang) draw
+by themselves: their adapters refuse what would mean another distribution there.
 Dim legend: n rows, V vocabulary.
-Left out on purpose: state. Positions, keys and tokens seen are the caller's.
+Left out on purpose: state. Positions, numbers and tokens seen are the caller's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.support import greedy, support_logits
-from whet.ops.uniform import uniform
-from whet.rollout.requests import Plan
+from whet.rollout.requests import SamplingPlan
 
 __all__ = ["sample_rows", "seen_tokens"]
 
@@ -26,26 +25,24 @@ BLOCK = 256
 
 def sample_rows(
     logits: Tensor,
-    plan: Plan,
+    plan: SamplingPlan,
     *,
-    keys: Tensor,
+    u: Tensor,
     position: Tensor,
     seen: Tensor | None,
-    u: Tensor | None = None,
     allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Draws one token for each row.
 
-    Args: logits [n, V]. plan: shared by the rows. keys: Long [n], address keys. position: Long [n], completion tokens
-        before this place. seen: Bool [n, V], tokens that stand before it; needed with a repetition penalty only.
-        u: float64 [n], uniform(keys, position), where the caller has it already. allowed: uint8 [n, W], the tokens that
-        a constraint allows, a bit each; needed with one only.
+    Args: logits [n, V]. plan: shared by the rows. u: float64 [n], the numbers of their draws. position: Long [n],
+        completion tokens before this place. seen: Bool [n, V], tokens that stand before it; needed with a repetition
+        penalty only. allowed: uint8 [n, W], the tokens that a constraint allows, a bit each; needed with one only.
     Returns: (Long [n] tokens, fp32 [n] logprobs under the reported support). At temperature 0 the token is the
         likeliest one and its logprob is taken at temperature 1.
 
     >>> from whet.rollout.base import Sampling
     >>> from whet.rollout.requests import make_plan
-    >>> sample_rows(torch.tensor([[0., 9.]]), make_plan(Sampling(temperature=0.)), keys=torch.tensor([1]),
+    >>> sample_rows(torch.tensor([[0., 9.]]), make_plan(Sampling(temperature=0.)), u=torch.tensor([0.5]),
     ...     position=torch.tensor([0]), seen=None)[0]
     tensor([1])
     """
@@ -54,7 +51,7 @@ def sample_rows(
     if plan.support.temperature == 0:
         tokens = greedy(scores)
     else:
-        tokens, logprobs = _drawn(scores, uniform(keys, position) if u is None else u)
+        tokens, logprobs = _drawn(scores, u)
         if plan.reported is plan.support:
             return tokens, logprobs
     if plan.reported is not plan.support:

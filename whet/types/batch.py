@@ -1,147 +1,30 @@
-"""The records that travel through a step, from a data set's row to the gradient.
-
-Prompt -> Completion -> Group: read-only numpy, made by data/, rollout/ and rewards/.
-TokenBatch: torch on the CPU, what learners see, identical on every rank.
-LossInputs, TokenStats: what a loss receives and what a model returns.
-
-The token axis: the completion tokens of a batch, laid end to end in batch order, are one axis of S tokens. Whatever
-is per token is a 1-D column on it, never padded. Dim letters: K distinct prefixes, N sequences, J trajectories,
-S tokens, s tokens of a micro-batch (whole sequences), P prompt, C completion, G group.
-"""
+"""TokenBatch: what learners see, identical on every rank. Dim letters as in whet.types."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from whet.errors import DataError
+from whet.errors import DataError, nearest
+from whet.types.columns import Columns, Required
+from whet.types.loss import LossInputs
+from whet.types.records import Group, TrainExample
 
-__all__ = [
-    "Completion",
-    "FinishReason",
-    "Group",
-    "LossInputs",
-    "Message",
-    "Prompt",
-    "RolloutOutput",
-    "TokenBatch",
-    "TokenStats",
-    "TrainExample",
-]
-
-Message = dict[str, Any]
-"""One chat message: {"role": ..., "content": ...}."""
-FinishReason = Literal["stop", "length", "abort", "error"]
+__all__ = ["TokenBatch"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Prompt:
-    """One prompt, encoded.
-
-    Example: row 7 of a data set, "2+2=" with an answer column:
-    Prompt(tokens=[50, 43, 50, 61], source="2+2=", columns={"answer": 4}, row=7).
-    """
-
-    tokens: np.ndarray
-    """int32 [P]: the ids that the model is given."""
-    source: str | list[Message]
-    """The prompt as the data set had it: text, or a list of messages."""
-    columns: Mapping[str, Any] = field(default_factory=dict)
-    """The row's other columns, for the reward functions."""
-    row: int = 0
-    """Place in the data set."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Completion:
-    """One training sequence: what followed a prompt, stop token included.
-
-    Example: the answer "4<end>" of policy version 3:
-    Completion(tokens=[52, 256], logprobs=[-.1, -.01], versions=[3, 3], finish_reason="stop", generation=0).
-    """
-
-    tokens: np.ndarray
-    """int32 [C]: all after the prefix, stop token and environment tokens included."""
-    logprobs: np.ndarray
-    """float32 [C]: the sampler's, under logprob_support; 0 where not sampled."""
-    versions: np.ndarray
-    """int32 [C]: policy version that made each token; -1 = not sampled, so the mask is versions >= 0."""
-    finish_reason: FinishReason
-    """Why generation ended."""
-    generation: int
-    """0..G-1; the forks of one episode repeat it: (prompt, generation) is the trajectory."""
-    prefix: np.ndarray | None = None
-    """int32 [P']: a fork's own prefix; None = the group's prompt."""
-    info: Mapping[str, Any] = field(default_factory=dict)
-    """Status, turns, tools: to the store, never to the loss."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
-    """The completions of one prompt, with what each reward function gave them.
-
-    Example: Group(prompt=p, completions=(a, b), rewards={"exact": array([1., nan])}): the function had no say on b.
-    """
-
-    prompt: Prompt
-    completions: tuple[Completion, ...]
-    rewards: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float64 [trajectories] per reward function, in the order of generation; NaN = not applicable."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class RolloutOutput:
-    """What `RLCluster.generate` returns, in Tunix's shape; one entry per prompt.
-
-    Example: generate(["2+2="]) -> RolloutOutput(text=["4"], logits=None, tokens=[array([52, 256])],
-    left_padded_prompt_tokens=array([[50, 43, 50, 61]]), logprobs=None).
-    """
-
-    text: list[str]
-    """Completions, special tokens left out."""
-    logits: list[np.ndarray] | None
-    """float32 [C, V] each, on request."""
-    tokens: list[np.ndarray]
-    """int32 [C] each, stop token included, not padded."""
-    left_padded_prompt_tokens: np.ndarray
-    """int32 [B, P]."""
-    logprobs: list[np.ndarray] | None
-    """float32 [C] each, where RolloutConfig.return_logprobs asks for them."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TrainExample:
-    """A padded batch, the form of Tunix's verbs: [B, P] left-padded prompts and [B, C] right-padded completions.
-
-    Example: prompt [5, 6] and completions [7, 2], [8]: prompt_ids [[5,6],[5,6]], prompt_mask all 1,
-    completion_ids [[7,2],[8,0]], completion_mask [[1,1],[1,0]], advantages [1., -1.].
-    """
-
-    prompt_ids: Tensor
-    prompt_mask: Tensor
-    completion_ids: Tensor
-    completion_mask: Tensor
-    advantages: Tensor
-    """[B] or [B, C]."""
-    ref_per_token_logps: Tensor | None = None
-    old_per_token_logps: Tensor | None = None
-    returns: Tensor | None = None
-    old_values: Tensor | None = None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenBatch:
-    """What learners see: each distinct prefix once, and every per-token column on the token axis. Frozen.
+class TokenBatch(Columns):
+    """What learners see: each distinct prefix once, and every column per token on the token axis. Frozen.
 
     Example: prompt [5, 6], completions [7, 2] and [8, 2]:
     prefixes [5, 6], prefix_ends [2], prefix_of [0, 0], tokens [7, 2, 8, 2], ends [2, 4], trajectory_of [0, 1],
-    group_of [0, 0].
+    group_of [0, 0], unit_of [0, 1]; where the two are a pair of which a loss makes one number, unit_of is [0, 0].
     """
 
     prefixes: Tensor
@@ -150,8 +33,6 @@ class TokenBatch:
     """Long [K]."""
     prefix_of: Tensor
     """Long [N]: the prefix of each sequence."""
-    tokens: Tensor
-    """Long [S]."""
     ends: Tensor
     """Long [N]: sequence i is tokens[ends[i-1]:ends[i]]."""
     trajectory_of: Tensor
@@ -160,37 +41,40 @@ class TokenBatch:
     """Long [J]: the group of each trajectory."""
     rewards: Tensor
     """Float64 [J]: the weighted sum of the reward functions; NaN = no function applied."""
-    mask: Tensor
-    """Bool [S]: True = trained."""
-    sampler_logprobs: Tensor
-    """Float [S]: what the engine reported."""
-    versions: Tensor
-    """Int [S]: policy version of each token, -1 = not sampled."""
-    old_logprobs: Tensor | None = None
-    """Float [S]: the policy at rollout, in the trainer's numerics."""
-    ref_logprobs: Tensor | None = None
-    """Float [S]."""
-    values: Tensor | None = None
-    """Float [S]: of the state before each token, at rollout."""
-    returns: Tensor | None = None
-    """Float [S]."""
-    advantages: Tensor | None = None
-    """Float [S]."""
-    weights: Tensor | None = None
-    """Float [S]: loss_agg_mode as token weights, made once per optimizer step."""
+    token: Mapping[str, Tensor]
+    """[S ...] each: the columns per token, by name; see whet.types.columns for the well-known ones."""
+    per_sequence: Mapping[str, Tensor] = field(default_factory=dict)
+    """[N ...] each: the columns per sequence, by name."""
+    unit_of: Tensor = None  # pyright: ignore[reportAssignmentType]
+    """Long [N], from 0: sequences of one unit stay in one micro-batch; by default each sequence is its own."""
+    unit_weights: Tensor | None = None
+    """Float [U]: of a loss that returns one number per unit, made once per optimizer step in place of `weights`."""
 
-    TOKEN_COLUMNS = (
-        "tokens",
-        "mask",
-        "sampler_logprobs",
-        "versions",
-        "old_logprobs",
-        "ref_logprobs",
-        "values",
-        "returns",
-        "advantages",
-        "weights",
-    )
+    tokens = Required()
+    """Long [S]."""
+    mask = Required()
+    """Bool [S]: True = trained."""
+    sampler_logprobs = Required()
+    """Float [S]: what the engine reported."""
+    versions = Required()
+    """Int [S]: policy version of each token, -1 = not sampled."""
+
+    def __post_init__(self) -> None:
+        if self.unit_of is None:
+            object.__setattr__(self, "unit_of", torch.arange(len(self.ends)))
+        token = {name: c for name, c in self.token.items() if c is not None}
+        object.__setattr__(self, "token", token)
+        object.__setattr__(self, "per_sequence", dict(self.per_sequence))
+        for name in ("tokens", "mask", "sampler_logprobs", "versions"):
+            if name not in token:
+                raise DataError(f"the batch has no {name}; every batch has tokens, mask, sampler_logprobs and versions")
+        size, number = len(token["tokens"]), len(self.ends)
+        for name, column in token.items():
+            _check(name, column, size, f"tokens, {size}")
+        for name, column in {**self.per_sequence, "unit_of": self.unit_of}.items():
+            _check(name, column, number, f"sequences, {number}")
+        if self.unit_weights is not None:
+            _check("unit_weights", self.unit_weights, self.num_units, f"units, {self.num_units}")
 
     @property
     def num_sequences(self) -> int:
@@ -232,21 +116,78 @@ class TokenBatch:
         """Long [S]: the trajectory of each token, the unit of the loss weights."""
         return self.trajectory_of.index_select(0, self.sequence)
 
+    @property
+    def num_units(self) -> int:
+        """U."""
+        return int(self.unit_of.max()) + 1 if len(self.unit_of) else 0
+
+    @property
+    def unit(self) -> Tensor:
+        """Long [S]: the unit of each token."""
+        return self.unit_of.index_select(0, self.sequence)
+
     def prefix(self, sequence: int) -> Tensor:
         """Long [P]: the prefix tokens of one sequence."""
         k = int(self.prefix_of[sequence])
         return self.prefixes[int(self.prefix_ends[k - 1]) if k else 0 : int(self.prefix_ends[k])]
 
-    def replace(self, **columns: Tensor | None) -> TokenBatch:
-        """A copy with some columns set."""
-        return dataclasses.replace(self, **columns)  # pyright: ignore[reportArgumentType]
+    def replace(self, **changes: Tensor | Mapping[str, Tensor] | None) -> TokenBatch:
+        """A copy with some fields or columns set; None takes a column away.
+
+        Args: changes: fields, well-known columns, and columns that the batch has.
+        Raises: DataError: another name (a column of your own is set by with_token_columns or with_sequence_columns), or
+            a column of another length than the batch.
+        """
+        fields = {n: c for n, c in changes.items() if n in self._fields()}
+        held = {"token": dict(self.token), "per_sequence": dict(self.per_sequence), **fields}
+        for name in changes.keys() - fields.keys():
+            if name not in (known := self._names()):
+                raise DataError(
+                    f"unknown column {name!r}{nearest(name, [*known, *self._fields()]) or '.'} A column of your own is "
+                    f"set by batch.with_token_columns({name}=...) or batch.with_sequence_columns({name}=...)"
+                )
+            columns = held["per_sequence" if name in self.per_sequence else "token"]
+            columns.pop(name, None)
+            if changes[name] is not None:
+                columns[name] = changes[name]
+        return dataclasses.replace(self, **held)  # pyright: ignore[reportArgumentType]
+
+    def with_token_columns(self, **columns: Tensor) -> TokenBatch:
+        """A copy with columns per token under names of your own: a loss reads them as x.need(name).
+
+        Args: columns: [S ...] each, on the CPU, in the order of `tokens`.
+        Raises: DataError: another length, or a name that means something else.
+        """
+        return self._with("token", columns)
+
+    def with_sequence_columns(self, **columns: Tensor) -> TokenBatch:
+        """A copy with columns per sequence under names of your own: a loss reads them as x.need(name), [n ...].
+
+        Args: columns: [N ...] each, on the CPU, in the order of `ends`.
+        Raises: DataError: another length, or a name that means something else.
+        """
+        return self._with("per_sequence", columns)
+
+    def _with(self, kind: str, columns: Mapping[str, Tensor]) -> TokenBatch:
+        known = self.well_known()
+        taken = {*dir(type(self)), *self._fields(), *dir(LossInputs), *(f.name for f in dataclasses.fields(LossInputs))}
+        taken = taken - set(known) if kind == "token" else taken
+        for name in columns:
+            other = self.per_sequence if kind == "token" else self.token
+            if name in taken or name in other or not name.isidentifier():
+                raise DataError(f"a column can't be named {name!r}: the name is taken; choose another")
+        return dataclasses.replace(self, **{kind: {**getattr(self, kind), **columns}})
+
+    @classmethod
+    def _fields(cls) -> list[str]:
+        return [f.name for f in dataclasses.fields(cls)]
 
     def select(self, sequences: Tensor) -> TokenBatch:
         """The batch of some sequences, in the order given; every column travels unchanged.
 
         Args: sequences: Long [M], indices into the N sequences.
-        Returns: a TokenBatch of M sequences. Prefixes, trajectories and groups that nothing refers to are left out;
-            those kept keep their order.
+        Returns: a TokenBatch of M sequences. Prefixes, trajectories, groups and units that nothing refers to are left
+            out; those kept keep their order.
         """
         if torch.equal(sequences, torch.arange(self.num_sequences)):
             return self
@@ -257,10 +198,7 @@ class TokenBatch:
         prefix_starts = (self.prefix_ends - self.prefix_lengths).index_select(0, prefixes)
         trajectories, trajectory_of = torch.unique(self.trajectory_of.index_select(0, sequences), return_inverse=True)
         _, group_of = torch.unique(self.group_of.index_select(0, trajectories), return_inverse=True)
-        columns = {}
-        for name in self.TOKEN_COLUMNS:
-            column = getattr(self, name)
-            columns[name] = None if column is None else column.index_select(0, places)
+        units, unit_of = torch.unique(self.unit_of.index_select(0, sequences), return_inverse=True)
         return TokenBatch(
             prefixes=self.prefixes.index_select(0, _spans(prefix_starts, prefix_lengths)),
             prefix_ends=prefix_lengths.cumsum(0),
@@ -269,7 +207,10 @@ class TokenBatch:
             trajectory_of=trajectory_of,
             group_of=group_of,
             rewards=self.rewards.index_select(0, trajectories),
-            **columns,
+            token={name: c.index_select(0, places) for name, c in self.token.items()},
+            per_sequence={name: c.index_select(0, sequences) for name, c in self.per_sequence.items()},
+            unit_of=unit_of,
+            unit_weights=None if self.unit_weights is None else self.unit_weights.index_select(0, units),
         )
 
     @classmethod
@@ -277,30 +218,29 @@ class TokenBatch:
         """Batches end to end. A column that only some of them have raises DataError.
 
         Args: batches: at least one.
-        Returns: their sequences in order; prefixes, trajectories and groups stay apart even where they are equal.
+        Returns: their sequences in order; prefixes, trajectories, groups and units stay apart even where they are
+            equal.
         """
         if len(batches) == 1:
             return batches[0]
-        columns: dict[str, Tensor | None] = {}
-        for name in cls.TOKEN_COLUMNS:
-            parts = [getattr(b, name) for b in batches]
-            if len({p is None for p in parts}) > 1:
-                raise DataError(f"column {name} is set in some of the batches and not in others; set it in all or none")
-            columns[name] = None if parts[0] is None else torch.cat(parts)
 
         def shifted(name: str, sizes: list[int]) -> Tensor:
             starts = np.cumsum([0, *sizes[:-1]])
             return torch.cat([getattr(b, name) + int(start) for b, start in zip(batches, starts, strict=True)])
 
+        weights = [{} if b.unit_weights is None else {"unit_weights": b.unit_weights} for b in batches]
         return cls(
             prefixes=torch.cat([b.prefixes for b in batches]),
             prefix_ends=shifted("prefix_ends", [len(b.prefixes) for b in batches]),
             prefix_of=shifted("prefix_of", [len(b.prefix_ends) for b in batches]),
             ends=shifted("ends", [b.num_tokens for b in batches]),
             trajectory_of=shifted("trajectory_of", [len(b.group_of) for b in batches]),
-            group_of=shifted("group_of", [int(b.group_of.max()) + 1 for b in batches]),
+            group_of=shifted("group_of", [b.num_groups for b in batches]),
             rewards=torch.cat([b.rewards for b in batches]),
-            **columns,  # pyright: ignore[reportArgumentType]
+            token=_cat_columns([b.token for b in batches]),
+            per_sequence=_cat_columns([b.per_sequence for b in batches]),
+            unit_of=shifted("unit_of", [b.num_units for b in batches]),
+            unit_weights=_cat_columns(weights).get("unit_weights"),
         )
 
     @classmethod
@@ -309,7 +249,7 @@ class TokenBatch:
 
         Args: groups: rolled out. rewards: one number per trajectory, in the order of groups and generations.
         Returns: N = all completions, in order; J = distinct (group, generation).
-        Raises: DataError: no completions, an empty completion, or as many rewards as there are not trajectories.
+        Raises: DataError: no completions, an empty completion, or a number of rewards other than that of trajectories.
         """
         prefixes: list[np.ndarray] = []
         prefix_of, trajectory_of, group_of, completions = [], [], [], []
@@ -341,14 +281,16 @@ class TokenBatch:
             prefixes=_joined(prefixes, torch.long),
             prefix_ends=torch.tensor([len(p) for p in prefixes]).cumsum(0),
             prefix_of=torch.tensor(prefix_of),
-            tokens=_joined([c.tokens for c in completions], torch.long),
             ends=torch.tensor([len(c.tokens) for c in completions]).cumsum(0),
             trajectory_of=torch.tensor(trajectory_of),
             group_of=torch.tensor(group_of),
             rewards=total,
-            mask=versions >= 0,
-            sampler_logprobs=_joined([c.logprobs for c in completions], torch.float32),
-            versions=versions,
+            token={
+                "tokens": _joined([c.tokens for c in completions], torch.long),
+                "mask": versions >= 0,
+                "sampler_logprobs": _joined([c.logprobs for c in completions], torch.float32),
+                "versions": versions,
+            },
         )
 
     @classmethod
@@ -383,71 +325,47 @@ class TokenBatch:
 
         mask = keep[inside]
         old = column(example.old_per_token_logps)
+        optional = {
+            "old_logprobs": old,
+            "ref_logprobs": column(example.ref_per_token_logps),
+            "advantages": column(example.advantages),
+            "values": column(example.old_values),
+            "returns": column(example.returns),
+        }
         return cls(
             prefixes=torch.tensor([t for p in places for t in p]),
             prefix_ends=torch.tensor([len(p) for p in places]).cumsum(0),
             prefix_of=torch.tensor([places[p] for p in prompts]),
-            tokens=example.completion_ids.cpu()[inside].long(),
             ends=lengths.cumsum(0),
             trajectory_of=torch.arange(len(prompts)),
             group_of=torch.tensor([places[p] for p in prompts]),
             rewards=torch.full((len(prompts),), torch.nan, dtype=torch.float64),
-            mask=mask,
-            sampler_logprobs=torch.zeros(len(mask)) if old is None else old,
-            versions=torch.where(mask, version, -1).to(torch.int32),
-            old_logprobs=old,
-            ref_logprobs=column(example.ref_per_token_logps),
-            advantages=column(example.advantages),
-            values=column(example.old_values),
-            returns=column(example.returns),
+            token={
+                "tokens": example.completion_ids.cpu()[inside].long(),
+                "mask": mask,
+                "sampler_logprobs": torch.zeros(len(mask)) if old is None else old,
+                "versions": torch.where(mask, version, -1).to(torch.int32),
+                **{name: c for name, c in optional.items() if c is not None},
+            },
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LossInputs:
-    """What a loss receives: whole sequences of one micro-batch, on the model's device, in fp32 or better.
-
-    Example: two sequences of 2 and 1 tokens: sequence = [0, 0, 1], every other column of length 3.
-    """
-
-    sequence: Tensor
-    """Long [s]: which sequence of this micro-batch each token belongs to, 0, 1, ... in order."""
-    mask: Tensor
-    """Bool [s]: True = trained."""
-    logprobs: Tensor
-    """[s], with gradient: the current policy's."""
-    advantages: Tensor | None = None
-    old_logprobs: Tensor | None = None
-    """[s]; None where one update follows one rollout: the loss takes logprobs.detach(), a ratio of exactly 1."""
-    ref_logprobs: Tensor | None = None
-    sampler_logprobs: Tensor | None = None
-    versions: Tensor | None = None
-    entropy: Tensor | None = None
-    """[s], with gradient where the loss asked for it."""
-    values: Tensor | None = None
-    """[s]: at rollout."""
-    returns: Tensor | None = None
-    new_values: Tensor | None = None
-    """[s], with gradient: the critic's, now."""
-
-    def need(self, name: str) -> Tensor:
-        """A column that this loss can't do without.
-
-        Raises: DataError: the column is missing, with its name.
-        """
-        column = getattr(self, name)
-        if column is None:
-            raise DataError(f"the loss needs {name}, which this batch does not have; compute it before the update")
-        return column
+def _check(name: str, column: object, size: int, what: str) -> None:
+    """Raises DataError where a column is not a tensor on the CPU of the length that it should have."""
+    if not isinstance(column, Tensor):
+        raise DataError(f"column {name} is a {type(column).__name__}; give a tensor")
+    if column.dim() == 0 or len(column) != size:
+        raise DataError(f"column {name} has shape {list(column.shape)}; its first dim must be that of the {what}")
+    if column.device.type != "cpu":
+        raise DataError(f"column {name} is on {column.device}; a batch is on the CPU: give {name}.cpu()")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TokenStats:
-    """What a model says of each token: [s] of a micro-batch, or [S] of a whole batch."""
-
-    logprobs: Tensor | None = None
-    entropy: Tensor | None = None
-    values: Tensor | None = None
+def _cat_columns(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Columns end to end; DataError for one that only some have."""
+    for name in {name for columns in parts for name in columns}:
+        if not all(name in columns for columns in parts):
+            raise DataError(f"column {name} is set in some of the batches and not in others; set it in all or none")
+    return {name: torch.cat([columns[name] for columns in parts]) for name in parts[0]}
 
 
 def _joined(arrays: Sequence[np.ndarray], dtype: torch.dtype) -> Tensor:

@@ -1,0 +1,360 @@
+"""Rollouts: groups as they end, refilled, cancelled; episodes of several turns; whatever goes wrong leaves nothing."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from whet.errors import DataError, EngineError
+from whet.rollout.base import Output, Request, Sampling
+from whet.rollout.driver import Episode, Rollouts, completion, single_turn, single_turns
+from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.hf import HFEngine
+from whet.rollout.mock import MockEngine
+from whet.types import Prompt, TokenBatch
+
+sys.path.append(str(Path(__file__).parents[2] / "engines"))
+from tiny import VOCABULARY, build, prompts, requests
+
+ANSWER = np.array([7, 8, 9], np.int32)
+STOPS = tuple(range(0, VOCABULARY, 4))
+
+
+@pytest.fixture(scope="module")
+def model():
+    return build(gain=3.0)
+
+
+@pytest.fixture(params=["embedded", "hf"])
+def engine(request, model):
+    made = EmbeddedEngine(model, max_batch=8) if request.param == "embedded" else HFEngine(model, batch_size=3)
+    yield made
+    made.close()
+
+
+def rows(count=5):
+    return [Prompt(tokens=p, source="", row=i) for i, p in enumerate(prompts((3, 9, 40, 9, 1)[:count]))]
+
+
+def mock(**options):
+    return MockEngine(vocabulary=VOCABULARY, length_distribution="uniform", **options)
+
+
+def tokens(groups):
+    return [[c.tokens.tolist() for c in g.completions] for g in groups]
+
+
+def flat(lists):
+    return [x for one in lists for x in one]
+
+
+# ---- single turns ----------------------------------------------------------------------------------------------------
+
+
+def test_single_turns_equal_requests_submitted_by_hand(engine):
+    sampling = Sampling(max_tokens=12, stop_ids=STOPS)
+    engine.submit(requests([p.tokens for p in rows()], sampling, group=3))
+    want = {}
+    while outputs := engine.poll():
+        want |= {o.id: o.tokens.tolist() for o in outputs}
+    groups = Rollouts(engine).run(single_turns(rows(), sampling, num_generations=3))
+    assert [g.prompt.row for g in groups] == [0, 1, 2, 3, 4]
+    assert flat(tokens(groups)) == [want[i] for i in range(15)]
+
+
+def test_requests_are_numbered_in_order_and_a_group_by_its_first(monkeypatch):
+    made, seen = mock(), []
+    submit = made.submit
+    note = lambda work: seen.append([(r.id, r.group, r.address) for r in work]) or submit(work)
+    monkeypatch.setattr(made, "submit", note)
+    rollouts = Rollouts(made, next_id=10)
+    rollouts.run(single_turns(rows(2), Sampling(), num_generations=2, address=(3, 4, 5)))
+    assert seen == [[(10, 10, (3, 4, 5, 0)), (11, 10, (3, 4, 5, 1)), (12, 12, (3, 4, 6, 0)), (13, 12, (3, 4, 6, 1))]]
+    assert rollouts.next_id == 14
+
+
+def test_groups_come_as_they_end_and_more_may_be_started_while_others_run(model):
+    lengths = [Sampling(max_tokens=n) for n in (40, 2, 20, 2, 30)]
+    engine = EmbeddedEngine(model, max_batch=6)
+    alone = tokens(Rollouts(engine).run(single_turns(rows(), lengths, num_generations=2)))
+    rollouts = Rollouts(engine)
+    keys = rollouts.start(single_turns(rows()[:3], lengths[:3], num_generations=2))
+    assert keys == [(0, 0, 0), (0, 0, 1), (0, 0, 2)]
+    order, got = [], {}
+    rest = iter([3, 4])
+    while groups := rollouts.ready():
+        for g in groups:
+            order.append(g.prompt.row)
+            got[g.prompt.row] = g
+            if (i := next(rest, None)) is not None:
+                rollouts.start(single_turns([rows()[i]], lengths[i], num_generations=2, address=(0, 0, i)))
+    assert order[0] == 1 and sorted(order) == [0, 1, 2, 3, 4] and order[-1] in (0, 4)
+    assert tokens([got[i] for i in range(5)]) == alone
+    assert rollouts.in_flight == () and rollouts.ready() == []
+
+
+def test_ready_returns_when_the_time_is_up_and_goes_on_later(model):
+    rollouts = Rollouts(EmbeddedEngine(model))
+    want = tokens(rollouts.run(single_turns(rows(2), Sampling(max_tokens=40))))
+    rollouts.start(single_turns(rows(2), Sampling(max_tokens=40)))
+    assert rollouts.ready(timeout_s=0.0) == [] and len(rollouts.in_flight) == 2
+    got = []
+    while groups := rollouts.ready():
+        got += groups
+    assert tokens(sorted(got, key=lambda g: g.prompt.row)) == want
+
+
+def test_cancelled_groups_leave_the_engine_and_the_others_draw_as_before(engine):
+    rollouts = Rollouts(engine)
+    work = lambda: single_turns(rows(), Sampling(max_tokens=20), num_generations=2)
+    want = tokens(rollouts.run(work()))
+    keys = rollouts.start(work())
+    rollouts.ready(timeout_s=0.0)
+    rollouts.cancel([keys[2], keys[4]])
+    assert not {keys[2], keys[4]} & {*rollouts.in_flight}
+    got = {g.prompt.row: g for g in rollouts.run(single_turns(rows(1), Sampling(max_tokens=2), address=(9, 9, 0)))}
+    assert tokens(got.values()) != []
+    done = {}
+    while groups := rollouts.ready():
+        done |= {g.prompt.row: g for g in groups}
+    assert not {2, 4} & done.keys()
+    assert all(tokens([g]) == [want[i]] for i, g in done.items())
+    assert tokens(rollouts.run(work())) == want  # a cancelled group may be started again
+
+
+def test_a_run_leaves_to_ready_what_else_ends_meanwhile(model):
+    rollouts = Rollouts(EmbeddedEngine(model))
+    rollouts.start(single_turns(rows(2), Sampling(max_tokens=2)))
+    (other,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=30), address=(1, 0, 0)))
+    assert len(other.completions[0].tokens) == 30
+    assert sorted(g.prompt.row for g in rollouts.ready()) == [0, 1]
+
+
+class Stubborn(MockEngine):
+    """Ends no request before its time."""
+
+    def abort(self, ids):
+        return []
+
+
+def test_what_an_engine_that_cannot_abort_gives_back_later_is_dropped():
+    rollouts = Rollouts(Stubborn(vocabulary=VOCABULARY))
+    rollouts.cancel(rollouts.start(single_turns(rows(2), Sampling())))
+    (group,) = rollouts.run(single_turns(rows(1), Sampling(max_tokens=3), address=(1, 1, 1)))
+    assert len(group.completions) == 1 and rollouts.engine.stats().in_flight == 0
+
+
+# ---- several turns ---------------------------------------------------------------------------------------------------
+
+
+def two_turns(sampling):
+    """The model speaks, the world answers, the model speaks again."""
+
+    def play(episode):
+        prompt = episode.prompt.tokens
+        first = yield episode.request(prompt, sampling)
+        second = yield episode.request(np.concatenate([prompt, first.tokens, ANSWER]), sampling)
+        return completion(first, ANSWER, second, generation=episode.generation, info={"turns": 2})
+
+    return play
+
+
+def episodes(play, count=5, generations=2, seed=0):
+    return [Episode(p, (seed, 0, i, g), play) for i, p in enumerate(rows(count)) for g in range(generations)]
+
+
+def naive(engine, prompt, address, sampling):
+    """The same two turns, each submitted alone, with the books kept by hand."""
+
+    def alone(tokens, draw):
+        engine.submit([Request(id=0, tokens=tokens, sampling=sampling, group=0, address=address, draw=draw)])
+        return engine.poll()[0]
+
+    first = alone(prompt, 0)
+    second = alone(np.concatenate([prompt, first.tokens, ANSWER]).astype(np.int32), sampling.max_tokens)
+    drawn = np.concatenate([first.tokens, ANSWER, second.tokens])
+    logprobs = np.concatenate([first.logprobs, np.zeros(3), second.logprobs])
+    versions = [*first.versions.tolist(), -1, -1, -1, *second.versions.tolist()]
+    return drawn.tolist(), logprobs, versions
+
+
+def test_two_turns_equal_a_naive_loop_that_submits_each_alone(engine):
+    sampling = Sampling(max_tokens=9, stop_ids=STOPS)
+    groups = Rollouts(engine).run(episodes(two_turns(sampling)))
+    for i, g in enumerate(groups):
+        for c in g.completions:
+            drawn, logprobs, versions = naive(engine, g.prompt.tokens, (0, 0, i, c.generation), sampling)
+            assert c.tokens.tolist() == drawn and c.versions.tolist() == versions and c.info == {"turns": 2}
+            np.testing.assert_allclose(c.logprobs, logprobs, atol=1e-5)
+    batch = TokenBatch.from_groups(groups, [0.0] * 10)
+    masked = batch.tokens[~batch.mask].tolist()
+    assert masked == ANSWER.tolist() * 10 and not batch.sampler_logprobs[~batch.mask].any()
+
+
+def test_interleaved_episodes_draw_what_each_draws_alone(engine):
+    sampling = Sampling(max_tokens=9, stop_ids=STOPS)
+    rollouts = Rollouts(engine)
+    crowd = tokens(rollouts.run(episodes(two_turns(sampling)) + single_turns(rows(), sampling, address=(1, 0, 0))))
+    alone = [rollouts.run([e])[0] for e in episodes(two_turns(sampling))]
+    assert flat(crowd[:5]) == flat(tokens(alone))
+    assert crowd[5:] == [tokens(rollouts.run([e]))[0] for e in single_turns(rows(), sampling, address=(1, 0, 0))]
+
+
+def test_the_turns_of_an_episode_never_share_a_number():
+    drawn = []
+
+    def play(episode):
+        prompt = episode.prompt.tokens
+        both = yield [episode.request(prompt, Sampling(max_tokens=n)) for n in (4, 6)]
+        third = yield (asked := episode.request(prompt, Sampling(max_tokens=5)))
+        drawn.append([len(o.tokens) for o in both] + [asked.draw])
+        return [completion(o, generation=0) for o in (*both, third)]
+
+    (group,) = Rollouts(MockEngine(vocabulary=VOCABULARY)).run([Episode(rows(1)[0], (0, 0, 0, 0), play)])
+    assert drawn == [[4, 6, 10]]  # outputs in the order asked; the third begins behind the 4 + 6 set aside
+    assert [c.generation for c in group.completions] == [0, 0, 0]  # forks of one trajectory
+    assert len({tuple(c.tokens[:4].tolist()) for c in group.completions}) == 3
+    assert TokenBatch.from_groups([group], [1.0]).trajectory_of.tolist() == [0, 0, 0]
+
+
+def test_a_turn_that_was_aborted_goes_on_where_it_stopped(model):
+    engine, sampling = EmbeddedEngine(model), Sampling(max_tokens=12)
+    (whole,) = Rollouts(engine).run([single_turn(rows(1)[0], sampling, address=(0, 0, 0, 0))])
+
+    def play(episode):  # the first four tokens, then the rest of the same turn
+        asked = episode.request(episode.prompt.tokens, sampling)
+        part = yield replace(asked, sampling=replace(sampling, max_tokens=4))
+        rest = yield asked.after(part.tokens)
+        return completion(part, rest, generation=0)
+
+    (parts,) = Rollouts(engine).run([Episode(rows(1)[0], (0, 0, 0, 0), play)])
+    assert tokens([parts]) == tokens([whole])
+
+
+# ---- what goes wrong -------------------------------------------------------------------------------------------------
+
+
+def idle(rollouts):
+    return rollouts.in_flight == () and rollouts.engine.stats().in_flight == 0 and rollouts.engine.poll() == []
+
+
+def test_an_episode_that_raises_ends_all_and_closes_the_others():
+    closed = []
+
+    def raises(episode):
+        yield episode.request(episode.prompt.tokens, Sampling(max_tokens=3))
+        raise KeyError("a broken world")
+
+    def watches(episode):
+        try:
+            while True:
+                yield episode.request(episode.prompt.tokens, Sampling(max_tokens=3))
+        finally:
+            closed.append(episode.address)
+
+    rollouts = Rollouts(mock(per_poll=1))
+    with pytest.raises(KeyError, match="broken world"):
+        rollouts.run([Episode(rows(1)[0], (0, 0, 0, 0), watches), Episode(rows(1)[0], (0, 0, 1, 0), raises)])
+    assert closed == [(0, 0, 0, 0)] and idle(rollouts)
+    assert rollouts.run(single_turns(rows(1), Sampling()))
+
+
+class Faulty(MockEngine):
+    """Fails in its own way at the second poll."""
+
+    def __init__(self, fault):
+        super().__init__(vocabulary=VOCABULARY, per_poll=1)
+        self.fault, self.polls = fault, 0
+
+    def poll(self, timeout_s=None):
+        self.polls += 1
+        return self.fault(super().poll()) if self.polls == 2 else super().poll()
+
+
+def interrupt(outputs):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "words"),
+    [
+        (lambda outputs: [], EngineError, "the engine is at rest, but 3 of 4 requests never came back"),
+        (interrupt, KeyboardInterrupt, None),
+        (
+            lambda outputs: [replace(o, logprobs=o.logprobs * np.nan) for o in outputs],
+            EngineError,
+            "logits are not finite at step 7; resume from an earlier checkpoint",
+        ),
+        (lambda outputs: [replace(outputs[0], id=99)], EngineError, "an output of request 99 came"),
+    ],
+)
+def test_an_engine_that_fails_is_left_with_nothing(fault, error, words):
+    rollouts = Rollouts(Faulty(fault))
+    rollouts.start(single_turns(rows(4), Sampling(max_tokens=3), address=(0, 7, 0)))
+    assert len(rollouts.ready()) == 1
+    with pytest.raises(error, match=words):
+        rollouts.ready()
+    assert idle(rollouts)
+
+
+def test_a_refused_request_begins_nothing_and_others_go_on():
+    rollouts = Rollouts(mock(per_poll=1))
+    rollouts.start(single_turns(rows(2), Sampling(max_tokens=3)))
+    with pytest.raises(EngineError, match="max_tokens 0 must be at least 1"):
+        rollouts.start(single_turns(rows(2), Sampling(max_tokens=0), address=(1, 0, 0)))
+    with pytest.raises(EngineError, match="MockEngine knows no stop strings"):
+        rollouts.start(single_turns(rows(2), Sampling(stop=("x",)), address=(1, 0, 0)))
+    assert rollouts.in_flight == ((0, 0, 0), (0, 0, 1)) and rollouts.engine.stats().in_flight == 2
+    assert len(rollouts.run(single_turns(rows(2), Sampling(), address=(1, 0, 0)))) == 2
+
+
+def test_draws_that_would_be_the_same_are_refused():
+    rollouts = Rollouts(mock())
+    (episode,) = single_turns(rows(1), Sampling())
+    with pytest.raises(EngineError, match=r"two episodes have the address \(0, 0, 0, 0\)"):
+        rollouts.start([episode, *single_turns(rows(1), Sampling())])
+    rollouts.start([episode])
+    with pytest.raises(EngineError, match=r"a group at .* \(0, 0, 0\) is under way"):
+        rollouts.start(single_turns(rows(1), Sampling()))
+
+
+@pytest.mark.parametrize(
+    ("play", "words"),
+    [
+        (lambda e: iter(()), "returned None; return its Completion"),
+        (lambda e: (yield []), "yielded no request"),
+    ],
+)
+def test_an_episode_that_returns_or_yields_nothing_is_an_error(play, words):
+    def empty(episode):
+        return
+        yield
+
+    rollouts = Rollouts(mock())
+    with pytest.raises(DataError, match=words):
+        rollouts.run([Episode(rows(1)[0], (0, 0, 0, 0), empty if "returned" in words else play)])
+    assert idle(rollouts)
+
+
+def test_a_completion_of_another_generation_is_an_error():
+    def wrong(episode):
+        output = yield episode.request(episode.prompt.tokens, Sampling(max_tokens=1))
+        return completion(output, generation=3)
+
+    with pytest.raises(DataError, match=r"returned \[3\].*with generation 0"):
+        Rollouts(mock()).run([Episode(rows(1)[0], (0, 0, 0, 0), wrong)])
+
+
+def test_logits_of_a_single_turn_travel_with_it():
+    shown = Output(
+        id=0,
+        tokens=np.array([1]),
+        logprobs=np.zeros(1),
+        versions=np.zeros(1),
+        finish_reason="stop",
+        logits=np.zeros((1, 4)),
+    )
+    assert completion(shown, generation=0).info["logits"].shape == (1, 4)
+    assert completion(shown, ANSWER, generation=0).info == {}

@@ -1,0 +1,409 @@
+"""Rollouts: episodes in, groups of completions out, each group as soon as its last completion has ended.
+
+`Rollouts` is the only caller of an engine's submit and poll (`stream`, for a person who watches, apart). An episode is
+a generator: it yields requests and is given what came of them, as often as it likes, and returns its completions. So
+many episodes interleave in one engine, deterministically, without threads; a completion to a prompt (`single_turn`) is
+the shortest of them, and an environment with ten turns is one of ten yields.
+
+    rollouts = Rollouts(engine)
+    rollouts.start(episodes)
+    while groups := rollouts.ready():       # as they end; more may be started at any time
+        ...
+
+Left out on purpose: waiting for anything but the engine (a tool that takes its time), and rewards.
+Dim legend: C completion.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from whet.errors import DataError, EngineError
+from whet.rollout.base import Output, Piece, Request, RolloutEngine, Sampling, check_caps
+from whet.types import Completion, Group, Prompt
+
+__all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]
+
+GroupKey = tuple[int, int, int]
+"""(seed, step, prompt): the address of a group's draws, by which it is known while it is under way."""
+Turns = Generator[Any, Any, Completion | Sequence[Completion]]
+"""Yields a Request and is given its Output, or yields several and is given a list; returns one Completion, or the forks
+of one episode."""
+
+
+class Episode:
+    """One trajectory to play.
+
+    Args: prompt: of its group. address: (seed, step, prompt, generation): the first three say which group it belongs
+            to, and all four with the number of the draw make every random number. play: the generator function, given
+            the episode.
+
+    >>> from whet.rollout.mock import MockEngine
+    >>> def twice(episode):  # the model speaks, the world answers with two tokens, the model speaks again
+    ...     first = yield episode.request(episode.prompt.tokens, Sampling(max_tokens=3))
+    ...     answer = np.array([7, 7], np.int32)
+    ...     context = np.concatenate([episode.prompt.tokens, first.tokens, answer])
+    ...     second = yield episode.request(context, Sampling(max_tokens=2))
+    ...     return completion(first, answer, second, generation=episode.generation)
+    >>> prompt = Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)
+    >>> (group,) = Rollouts(MockEngine()).run([Episode(prompt, (0, 1, 0, 0), twice)])
+    >>> group.completions[0].versions.tolist()
+    [0, 0, 0, -1, -1, 0, 0]
+    """
+
+    def __init__(self, prompt: Prompt, address: tuple[int, int, int, int], play: Callable[[Episode], Turns]) -> None:
+        self.prompt, self.address, self.play = prompt, address, play
+        self._draws = 0
+
+    @property
+    def generation(self) -> int:
+        """Its place in the group."""
+        return self.address[3]
+
+    @property
+    def group(self) -> GroupKey:
+        """The group that it belongs to."""
+        return self.address[:3]
+
+    def request(
+        self,
+        tokens: np.ndarray,
+        sampling: Sampling,
+        *,
+        conversation: int | None = None,
+        expected: int | None = None,
+    ) -> Request:
+        """A request of its next turn, whose draws no other turn repeats: max_tokens numbers are set aside for each.
+
+        Args: tokens: int32 [P], the prompt and all that has been said since. sampling, conversation, expected: as in
+            Request.
+        Returns: the request, to be yielded; Rollouts numbers it.
+        """
+        draw, self._draws = self._draws, self._draws + sampling.max_tokens
+        return Request(
+            id=-1,
+            tokens=tokens,
+            sampling=sampling,
+            group=-1,
+            address=self.address,
+            draw=draw,
+            conversation=conversation,
+            expected=expected,
+        )
+
+
+def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, Any] | None = None) -> Completion:
+    """One training sequence from what was drawn and what was said to the model in between.
+
+    Args: parts: in order: outputs, whose tokens are trained, and int arrays [C] of tokens that were not drawn, which
+            are not (version -1). At least one output. generation: the episode's. info: for the store.
+    Returns: the completion, ended as its last output did.
+
+    >>> columns = {"tokens": np.array([4]), "logprobs": np.array([-1.0]), "versions": np.array([3])}
+    >>> out = Output(id=0, **columns, finish_reason="stop")
+    >>> c = completion(out, np.array([8, 9]), generation=0)
+    >>> c.tokens.tolist(), c.logprobs.tolist(), c.versions.tolist()
+    ([4, 8, 9], [-1.0, 0.0, 0.0], [3, -1, -1])
+    """
+    outputs = [p for p in parts if isinstance(p, Output)]
+    logits = outputs[0].logits if len(parts) == 1 else None
+    columns = [
+        (p.tokens, p.logprobs, p.versions)
+        if isinstance(p, Output)
+        else (p, np.zeros(len(p), np.float32), np.full(len(p), -1, np.int32))
+        for p in parts
+    ]
+    tokens, logprobs, versions = (np.concatenate(x) for x in zip(*columns, strict=True))
+    return Completion(
+        tokens=tokens.astype(np.int32),
+        logprobs=logprobs.astype(np.float32),
+        versions=versions.astype(np.int32),
+        finish_reason=outputs[-1].finish_reason,
+        generation=generation,
+        info={**(info or {}), **({} if logits is None else {"logits": logits})},
+    )
+
+
+def single_turn(
+    prompt: Prompt, sampling: Sampling, *, address: tuple[int, int, int, int], expected: int | None = None
+) -> Episode:
+    """The shortest episode: one completion to a prompt. Args: as in Request."""
+
+    def play(episode: Episode) -> Turns:
+        output = yield episode.request(prompt.tokens, sampling, expected=expected)
+        return completion(output, generation=episode.generation)
+
+    return Episode(prompt, address, play)
+
+
+def single_turns(
+    prompts: Sequence[Prompt],
+    sampling: Sampling | Sequence[Sampling],
+    *,
+    num_generations: int = 1,
+    address: GroupKey = (0, 0, 0),
+    expected: Sequence[int | None] | None = None,
+) -> list[Episode]:
+    """Single turns of some prompts, a group for each.
+
+    Args: prompts: encoded.
+        sampling: of all prompts, or of each.
+        num_generations: completions of each prompt.
+        address: (seed, step, place of the first prompt).
+        expected: tokens that completions of each prompt may come to; None = no guess.
+    """
+    each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
+    seed, step, first = address
+    return [
+        single_turn(p, s, address=(seed, step, first + i, g), expected=guess)
+        for i, (p, s, guess) in enumerate(zip(prompts, each, expected or [None] * len(prompts), strict=True))
+        for g in range(num_generations)
+    ]
+
+
+@dataclass(eq=False)
+class _Play:
+    """An episode under way."""
+
+    episode: Episode
+    turns: Turns
+    single: bool = True
+    """It yielded one request, not a list of them."""
+    outputs: list[Output | None] = field(default_factory=list)
+    """What has come of the requests that it waits for, None = not yet."""
+    made: tuple[Completion, ...] | None = None
+    """None = it goes on."""
+
+
+@dataclass(eq=False)
+class _GroupInFlight:
+    """The episodes of one prompt."""
+
+    plays: list[_Play] = field(default_factory=list)
+    number: int | None = None
+    """Of the group in the engine: the id of its first request."""
+
+    def finished(self) -> Group | None:
+        """The group, once all its episodes have ended."""
+        ordered = sorted(self.plays, key=lambda p: p.episode.generation)
+        if any(p.made is None for p in ordered):
+            return None
+        return Group(prompt=ordered[0].episode.prompt, completions=tuple(c for p in ordered for c in p.made or ()))
+
+
+class Rollouts:
+    """Episodes under way in an engine. Whatever goes wrong, nothing of theirs stays in it.
+
+    Args: engine: nobody else submits or polls. next_id: number of the first request; `next_id` goes on from it.
+    """
+
+    def __init__(self, engine: RolloutEngine, *, next_id: int = 0) -> None:
+        self.engine, self.next_id = engine, next_id
+        self._groups: dict[GroupKey, _GroupInFlight] = {}
+        self._finished: dict[GroupKey, Group] = {}
+        self._waiting: dict[int, tuple[_Play, int]] = {}
+        self._cancelled: set[int] = set()
+        self._asked = 0  # since the engine was last at rest
+
+    @property
+    def in_flight(self) -> tuple[GroupKey, ...]:
+        """The groups that have not ended."""
+        return tuple(self._groups)
+
+    def start(self, episodes: Iterable[Episode]) -> list[GroupKey]:
+        """Begins episodes; all of a group begin together. Others may be under way.
+
+        Returns: their groups, in order.
+        Raises: EngineError: the engine refuses a request; a group of that address is under way already. What an episode
+            raises. None of these episodes is under way then; earlier ones go on.
+        """
+        if not self._groups:
+            self._asked = 0
+        new: dict[GroupKey, _GroupInFlight] = {}
+        for e in episodes:
+            if e.group in self._groups or e.group in self._finished:
+                raise EngineError(f"a group at (seed, step, prompt) {e.group} is under way; it would draw the same")
+            plays = new.setdefault(e.group, _GroupInFlight()).plays
+            if any(p.episode.generation == e.generation for p in plays):
+                raise EngineError(f"two episodes have the address {e.address}; they would draw the same")
+            plays.append(_Play(e, e.play(e)))
+        self._groups |= new
+        try:
+            self._advance([(p, None) for g in new.values() for p in g.plays])
+        except BaseException:
+            self.cancel(new)
+            raise
+        return list(new)
+
+    def ready(self, timeout_s: float | None = None) -> list[Group]:
+        """Computes until a group has ended, and gives all that have.
+
+        Args: timeout_s: of waiting; None = no limit.
+        Returns: groups in the order in which they ended; [] = nothing is under way, or the time is up.
+        Raises: EngineError: the engine lost a request, failed, or drew from logits that are not finite. What an episode
+            raises. Nothing is under way then; groups that had ended are still given.
+        """
+        self._compute(lambda: bool(self._finished), timeout_s)
+        done, self._finished = self._finished, {}
+        return list(done.values())
+
+    def run(self, episodes: Iterable[Episode]) -> list[Group]:
+        """Plays episodes to their end, whatever else is under way. Returns: a group for each prompt, in order."""
+        keys = self.start(episodes)
+        try:
+            self._compute(lambda: not any(k in self._groups for k in keys), None)
+        except BaseException:
+            self.cancel(keys)
+            raise
+        return [self._finished.pop(k) for k in keys]
+
+    def cancel(self, groups: Iterable[GroupKey] | None = None) -> None:
+        """Ends groups now; nothing comes of them. Args: groups: as `start` gave them; None = all that go on."""
+        keys = set(self._groups if groups is None else groups)
+        for key in keys:
+            self._finished.pop(key, None)
+        plays = [p for key in keys & self._groups.keys() for p in self._groups.pop(key).plays]
+        gone = set(map(id, plays))
+        ids = [i for i, (p, _) in self._waiting.items() if id(p) in gone]
+        for i in ids:
+            del self._waiting[i]
+        try:
+            if ids:
+                self._cancelled |= set(ids)  # an engine that can't abort gives them back later
+                self._cancelled -= {o.id for o in self.engine.abort(ids)}
+        finally:
+            for p in plays:
+                p.turns.close()
+
+    def _compute(self, done: Callable[[], bool], timeout_s: float | None) -> None:
+        """Polls until done, or nothing is under way, or the time is up."""
+        began = time.monotonic()
+        try:
+            while self._groups and not done():
+                if timeout_s is None:
+                    outputs, at_rest = self.engine.poll(), True
+                else:
+                    outputs = self.engine.poll(timeout_s=max(0.0, timeout_s - (time.monotonic() - began)))
+                    at_rest = not self.engine.stats().in_flight
+                if not outputs and at_rest:
+                    lost = f"{len(self._waiting)} of {self._asked}"
+                    raise EngineError(f"the engine is at rest, but {lost} requests never came back")
+                self._receive(outputs)
+                if timeout_s is not None and time.monotonic() - began >= timeout_s:
+                    break
+        except BaseException:  # Ctrl-C in a notebook: the next call must not find these
+            self.cancel()
+            raise
+
+    def _receive(self, outputs: Iterable[Output]) -> None:
+        """Hands outputs to the episodes that wait for them."""
+        whole: list[tuple[_Play, Any]] = []
+        for o in outputs:
+            if o.id in self._cancelled:
+                self._cancelled.discard(o.id)
+                continue
+            if o.id not in self._waiting:
+                raise EngineError(f"an output of request {o.id} came, which is not in flight; poll nowhere else")
+            play, place = self._waiting.pop(o.id)
+            if not np.isfinite(o.logprobs).all():
+                raise EngineError(
+                    f"the model's logits are not finite at step {play.episode.address[1]}; resume from an earlier "
+                    "checkpoint with a lower learning rate and trainer.allow_config_change=true"
+                )
+            play.outputs[place] = o
+            if None not in play.outputs:
+                whole.append((play, o if play.single else list(play.outputs)))
+        self._advance(whole)
+
+    def _advance(self, plays: Iterable[tuple[_Play, Any]]) -> None:
+        """Takes episodes on to their next requests, which are submitted together, or to their end."""
+        requests: list[Request] = []
+        for play, value in plays:
+            try:
+                requests += self._numbered(play, play.turns.send(value))
+            except StopIteration as end:
+                play.made = _checked(play.episode, end.value)
+                if group := self._groups[play.episode.group].finished():
+                    del self._groups[play.episode.group]
+                    self._finished[play.episode.group] = group
+        for sampling in {id(r.sampling): r.sampling for r in requests}.values():
+            check_caps(self.engine, sampling)
+        if requests:
+            self._asked += len(requests)
+            self.engine.submit(requests)
+
+    def _numbered(self, play: _Play, asked: Request | Sequence[Request]) -> list[Request]:
+        """The requests that an episode has yielded, under numbers of the engine's."""
+        play.single = isinstance(asked, Request)
+        requests = [asked] if isinstance(asked, Request) else list(asked)
+        if not requests:
+            raise DataError("an episode yielded no request; yield one or more, or return its completions")
+        group = self._groups[play.episode.group]
+        group.number = self.next_id if group.number is None else group.number
+        play.outputs = [None] * len(requests)
+        for place in range(len(requests)):
+            self._waiting[self.next_id + place] = play, place
+        self.next_id += len(requests)
+        first = self.next_id - len(requests)
+        return [replace(r, id=first + i, group=group.number) for i, r in enumerate(requests)]
+
+
+def _checked(episode: Episode, made: Any) -> tuple[Completion, ...]:
+    """What an episode has returned, as a tuple. Raises DataError where that is not its own completions."""
+    found = (made,) if isinstance(made, Completion) else tuple(made or ())
+    if not found or any(c.generation != episode.generation for c in found):
+        shown = [c.generation for c in found] or made
+        raise DataError(
+            f"the episode at {episode.address} returned {shown!r}; return its Completion, or several, with generation "
+            f"{episode.generation}"
+        )
+    return found
+
+
+def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece]:
+    """Runs requests and gives their tokens as they are made; an engine without caps.peek gives them at their end.
+
+    Leaving the loop early aborts what is under way.
+    Args: engine: at rest. requests: to submit.
+    Returns: pieces with the new tokens of a request; its last one has the finish_reason, and may be empty.
+    Raises: EngineError: the engine has other requests in flight, whose outputs would be lost; it can't do what a
+        Sampling asks for; the model's logits are not finite.
+
+    >>> from whet.rollout.mock import MockEngine
+    >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=4), group=0, address=(0, 0, 0, 0))
+    >>> [(len(p.tokens), p.finish_reason) for p in stream(MockEngine(), [r])]
+    [(4, 'length')]
+    """
+    if others := engine.stats().in_flight:
+        raise EngineError(f"{others} requests are in flight; poll until there are none, then stream")
+    for sampling in {id(r.sampling): r.sampling for r in requests}.values():
+        check_caps(engine, sampling)
+    engine.submit(requests)
+    shown = {r.id: 0 for r in requests}
+    try:
+        while shown:
+            for o in engine.poll(timeout_s=0.0):
+                whole = Piece(
+                    id=o.id, tokens=o.tokens, logprobs=o.logprobs, versions=o.versions, finish_reason=o.finish_reason
+                )
+                yield _finite(whole.after(shown.pop(o.id)))
+            for i, piece in engine.peek(shown).items():
+                if len(piece.tokens) > shown[i]:
+                    count, shown[i] = shown[i], len(piece.tokens)
+                    yield _finite(piece.after(count))
+            if shown and not engine.stats().in_flight:
+                raise EngineError(f"the engine is at rest, but {len(shown)} requests never came back")
+    finally:
+        engine.abort(shown)
+
+
+def _finite(piece: Piece) -> Piece:
+    """The piece. Raises EngineError where its logprobs are not finite."""
+    if not np.isfinite(piece.logprobs).all():
+        raise EngineError("the model's logits are not finite; its weights are broken, or its dtype is too narrow")
+    return piece

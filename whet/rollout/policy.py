@@ -1,0 +1,168 @@
+"""PolicyRollouts: the engine of a policy that is trained, and what is sampled from it.
+
+The engine is built when it is first asked for, so that a training that samples nothing never has one. Between two
+rollouts it gives its memory to the update: the KV, what graphs work in and what is derived from weights. An update
+drops all of it anyway, so an engine that reads the trainer's own weights is released wherever it can be. One that has
+weights of its own is released next to a trainer on a GPU, where its `sleep` makes room; on a CPU that would be copies.
+Left out on purpose: engines on a device of their own, whose memory no update could take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from whet.rollout.base import RolloutEngine, Sampling
+from whet.rollout.build import describe_engine
+from whet.rollout.driver import Rollouts, single_turns
+from whet.rollout.length_history import LengthHistory
+from whet.types import Group, Prompt
+
+__all__ = ["Policy", "PolicyRollouts"]
+
+
+class Policy(Protocol):
+    """What the engine has to know of the model: a ModelWorker."""
+
+    version: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is trained."""
+        ...
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor), one at a time."""
+        ...
+
+
+class PolicyRollouts:
+    """A policy's engine, and the driver of its episodes.
+
+    Args: build: makes the engine. policy: whose weights and version it has.
+    """
+
+    def __init__(self, build: Callable[[], RolloutEngine], policy: Policy) -> None:
+        self._build, self._policy = build, policy
+        self._driver: Rollouts | None = None
+        self._lengths = LengthHistory()
+        self._next_id = 0
+        self.engine_released = False
+        """The engine sleeps and has to be woken before it samples."""
+
+    @property
+    def driver(self) -> Rollouts:
+        """What plays episodes in the engine, which is built here if it was not yet; it may be released."""
+        if self._driver is None:
+            self._driver = Rollouts(self._build(), next_id=self._next_id)
+            if self._policy.version:
+                self._update()
+        return self._driver
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine, built if it was not yet."""
+        return self.driver.engine
+
+    def sample(
+        self,
+        kind: str,
+        prompts: Sequence[Prompt],
+        sampling: Sampling,
+        *,
+        num_generations: int,
+        address: tuple[int, int],
+        at_once: int,
+    ) -> list[Group]:
+        """Completes prompts.
+
+        Args: kind: of rollout, under which lengths are remembered.
+            prompts: encoded.
+            sampling: of all of them.
+            num_generations: completions of each.
+            address: (seed, step) of the draws; the prompt's place and the generation are added.
+            at_once: prompts given to the engine at once.
+        Returns: a group for each prompt, in order.
+        """
+        self.resume()
+        expected = self._lengths.of(kind, prompts)
+        groups: list[Group] = []
+        for start in range(0, len(prompts), at_once):
+            groups += self.driver.run(
+                single_turns(
+                    prompts[start : start + at_once],
+                    sampling,
+                    num_generations=num_generations,
+                    address=(*address, start),
+                    expected=expected[start : start + at_once],
+                )
+            )
+        self._lengths.note(kind, groups)
+        return groups
+
+    # ---- the engine's memory and weights -------------------------------------------------------------------------
+
+    def release(self) -> bool:
+        """Lets the engine sleep. Returns: whether it does so now: not if there is none, or it sleeps, or never does."""
+        if self._driver is None or self.engine_released:
+            return False
+        caps = self.engine.caps
+        if not caps.sleep or not (caps.shared_weights or self._policy.device.type != "cpu"):
+            return False
+        self.engine_released = True
+        self.engine.sleep()
+        return True
+
+    def resume(self) -> None:
+        """Wakes a released engine for a rollout between two updates.
+
+        It draws from the weights that it has: where they are the trainer's own, from those of now.
+        """
+        if self.engine_released and self.engine.caps.shared_weights:
+            self.sync()
+        elif self.engine_released:
+            self.engine_released = False
+            self.engine.wake()
+
+    def sync(self) -> None:
+        """Wakes the engine, whoever let it sleep, and gives it the policy's weights and version."""
+        if self._driver is None:
+            return  # it will be built with them
+        caps = self.engine.caps
+        if caps.sleep and (self.engine_released or caps.shared_weights):
+            self.engine.wake()
+        self.engine_released = False
+        self._update()
+
+    def _update(self) -> None:
+        shared = self.engine.caps.shared_weights
+        self.engine.update(self._policy.version, None if shared else self._policy.named_weights())
+
+    # ---- state and end -------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: the number of the next request, and the lengths that prompts had."""
+        return {
+            "next_id": self._next_id if self._driver is None else self._driver.next_id,
+            "lengths": self._lengths.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes `state` back, after the policy was loaded."""
+        self._next_id = state["next_id"]
+        self._lengths.restore(state.get("lengths", {}))  # those of earlier versions have none
+        if self._driver is not None:
+            self._driver.next_id = self._next_id
+        self.sync()
+
+    def describe(self) -> dict[str, str] | None:
+        """What runs the rollout; None = nothing was asked of it yet."""
+        return None if self._driver is None else describe_engine(self.engine)
+
+    def close(self) -> None:
+        """Frees the engine."""
+        if self._driver is not None:
+            self.engine.close()

@@ -1,0 +1,34 @@
+"""The records that travel through a step, from a data set's row to the gradient.
+
+Prompt -> Completion -> Group: read-only numpy, made by data/, rollout/ and rewards/.
+TokenBatch: torch on the CPU, what learners see, identical on every rank.
+LossInputs, TokenStats: what a loss receives and what a model returns.
+
+The token axis: the completion tokens of a batch, laid end to end in batch order, are one axis of S tokens. Whatever
+is per token is a column on it, never padded; whatever is per sequence is a column of N numbers (see columns.py).
+Dim letters: K distinct prefixes, N sequences, J trajectories, U units (sequences that stay together), S tokens; s, n
+and u are those of a micro-batch (whole sequences, whole units), P prompt, C completion, G group.
+
+A loss returns one number per token, [s], or one per unit, [u]. Which of the two the batch says by its weights, made
+once per optimizer step: `weights` [S] or `unit_weights` [U]; exactly one of them is set. Metrics have the shape of the
+loss, and their means are over trained tokens or over units with a trained token.
+"""
+
+from __future__ import annotations
+
+from whet.types.batch import TokenBatch
+from whet.types.loss import LossInputs, TokenStats
+from whet.types.records import Completion, FinishReason, Group, Message, Prompt, RolloutOutput, TrainExample
+
+__all__ = [
+    "Completion",
+    "FinishReason",
+    "Group",
+    "LossInputs",
+    "Message",
+    "Prompt",
+    "RolloutOutput",
+    "TokenBatch",
+    "TokenStats",
+    "TrainExample",
+]

@@ -1,0 +1,118 @@
+"""What a loss receives, and what a model returns.
+
+Dim letters: s tokens of a micro-batch, n its sequences (whole), u its units (whole).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whet.errors import DataError, nearest
+from whet.types.columns import Columns
+
+__all__ = ["LossInputs", "TokenStats"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, init=False)
+class LossInputs(Columns):
+    """What a loss receives: whole sequences of one micro-batch, on the model's device, in fp32 or better.
+
+    All columns of the batch are there, cut to these sequences: `x.advantages`, `x.need("teacher_logprobs")`. Numbers
+    per token are 0 where the mask is False.
+    Example: two sequences of 2 and 1 tokens: sequence = [0, 0, 1], every column per token of length 3, every one per
+    sequence of length 2. Where they are one unit, a pair: unit_of = [0, 0], unit = [0, 0, 0], num_units = 1.
+    """
+
+    sequence: Tensor
+    """Long [s]: which sequence of this micro-batch each token belongs to, 0, 1, ... in order."""
+    mask: Tensor
+    """Bool [s]: True = trained."""
+    logprobs: Tensor
+    """[s], with gradient: the current policy's."""
+    entropy: Tensor | None
+    """[s], with gradient where the loss asked for it."""
+    new_values: Tensor | None
+    """[s], with gradient: the critic's, now."""
+    scores: Tensor | None
+    """[n], with gradient: the value head's at each sequence's last token, where the loss asked for it."""
+    unit_of: Tensor
+    """Long [n]: the unit of each sequence in this micro-batch; a sequence that is its own unit has its own number."""
+    num_sequences: int
+    """n."""
+    num_units: int
+    """u."""
+    token: Mapping[str, Tensor]
+    per_sequence: Mapping[str, Tensor]
+
+    def __init__(
+        self,
+        *,
+        sequence: Tensor,
+        mask: Tensor,
+        logprobs: Tensor,
+        entropy: Tensor | None = None,
+        new_values: Tensor | None = None,
+        scores: Tensor | None = None,
+        unit_of: Tensor | None = None,
+        num_sequences: int | None = None,
+        num_units: int | None = None,
+        token: Mapping[str, Tensor] | None = None,
+        per_sequence: Mapping[str, Tensor] | None = None,
+        **columns: Tensor | None,
+    ) -> None:
+        """`columns` are well-known ones (advantages, ...); others are given in `token` or `per_sequence`.
+
+        Raises: DataError: a name that is not well known.
+        """
+        known = self.well_known()
+        if wrong := [name for name in columns if name not in known]:
+            raise DataError(
+                f"unknown column {wrong[0]!r}{nearest(wrong[0], known) or '.'} One of your own is given in token= or "
+                "per_sequence="
+            )
+        if num_sequences is None:
+            num_sequences = int(sequence.max()) + 1 if len(sequence) else 0
+        if unit_of is None:
+            unit_of = torch.arange(num_sequences, device=sequence.device)
+        if num_units is None:
+            num_units = int(unit_of.max()) + 1 if len(unit_of) else 0
+        given = {**(token or {}), **columns}
+        values = {
+            "sequence": sequence,
+            "mask": mask,
+            "logprobs": logprobs,
+            "entropy": entropy,
+            "new_values": new_values,
+            "scores": scores,
+            "unit_of": unit_of,
+            "num_sequences": num_sequences,
+            "num_units": num_units,
+            "token": {name: c for name, c in given.items() if c is not None},
+            "per_sequence": dict(per_sequence or {}),
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def unit(self) -> Tensor:
+        """Long [s]: the unit of each token in this micro-batch."""
+        return self.unit_of.index_select(0, self.sequence)
+
+    def _names(self) -> list[str]:
+        besides = {f.name for f in dataclasses.fields(self)} - {"token", "per_sequence", "num_sequences", "num_units"}
+        return sorted({*super()._names(), *besides, "unit"})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenStats:
+    """What a model says of each token: [s] of a micro-batch, or [S] of a whole batch; scores are [n] or [N]."""
+
+    logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None

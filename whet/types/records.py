@@ -1,0 +1,115 @@
+"""What is made before a batch is: prompts, completions, groups, and the padded forms of Tunix's verbs.
+
+Read-only numpy, since many small tensors are expensive to move. Dim letters: B rows, P prompt, C completion, G group,
+V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+__all__ = ["Completion", "FinishReason", "Group", "Message", "Prompt", "RolloutOutput", "TrainExample"]
+
+Message = dict[str, Any]
+"""One chat message: {"role": ..., "content": ...}."""
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prompt:
+    """One prompt, encoded.
+
+    Example: row 7 of a data set, "2+2=" with an answer column:
+    Prompt(tokens=[50, 43, 50, 61], source="2+2=", columns={"answer": 4}, row=7).
+    """
+
+    tokens: np.ndarray
+    """int32 [P]: the ids that the model is given."""
+    source: str | list[Message]
+    """The prompt as the data set had it: text, or a list of messages."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's other columns, for the reward functions."""
+    row: int = 0
+    """Place in the data set."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """One training sequence: what followed a prompt, stop token included.
+
+    Example: the answer "4<end>" of policy version 3:
+    Completion(tokens=[52, 256], logprobs=[-.1, -.01], versions=[3, 3], finish_reason="stop", generation=0).
+    """
+
+    tokens: np.ndarray
+    """int32 [C]: all after the prefix, stop token and environment tokens included."""
+    logprobs: np.ndarray
+    """float32 [C]: the sampler's, under logprob_support; 0 where not sampled."""
+    versions: np.ndarray
+    """int32 [C]: policy version that made each token; -1 = not sampled, so the mask is versions >= 0."""
+    finish_reason: FinishReason
+    """Why generation ended."""
+    generation: int
+    """0..G-1; the forks of one episode repeat it: (prompt, generation) is the trajectory."""
+    prefix: np.ndarray | None = None
+    """int32 [P']: a fork's own prefix; None = the group's prompt."""
+    info: Mapping[str, Any] = field(default_factory=dict)
+    """Status, turns, tools: to the store, never to the loss."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Group:
+    """The completions of one prompt, with what each reward function gave them.
+
+    Example: Group(prompt=p, completions=(a, b), rewards={"exact": array([1., nan])}): the function had no say on b.
+    """
+
+    prompt: Prompt
+    completions: tuple[Completion, ...]
+    rewards: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """float64 [trajectories] per reward function, in the order of generation; NaN = not applicable."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RolloutOutput:
+    """What `RLCluster.generate` returns, in Tunix's shape; one entry per prompt.
+
+    Example: generate(["2+2="]) -> RolloutOutput(text=["4"], logits=None, tokens=[array([52, 256])],
+    left_padded_prompt_tokens=array([[50, 43, 50, 61]]), logprobs=None).
+    """
+
+    text: list[str]
+    """Completions, special tokens left out."""
+    logits: list[np.ndarray] | None
+    """float32 [C, V] each, on request."""
+    tokens: list[np.ndarray]
+    """int32 [C] each, stop token included, not padded."""
+    left_padded_prompt_tokens: np.ndarray
+    """int32 [B, P]."""
+    logprobs: list[np.ndarray] | None
+    """float32 [C] each, where RolloutConfig.return_logprobs asks for them."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainExample:
+    """A padded batch, the form of Tunix's verbs: [B, P] left-padded prompts and [B, C] right-padded completions.
+
+    Example: prompt [5, 6] and completions [7, 2], [8]: prompt_ids [[5,6],[5,6]], prompt_mask all 1,
+    completion_ids [[7,2],[8,0]], completion_mask [[1,1],[1,0]], advantages [1., -1.].
+    """
+
+    prompt_ids: Tensor
+    prompt_mask: Tensor
+    completion_ids: Tensor
+    completion_mask: Tensor
+    advantages: Tensor
+    """[B] or [B, C]."""
+    ref_per_token_logps: Tensor | None = None
+    old_per_token_logps: Tensor | None = None
+    returns: Tensor | None = None
+    old_values: Tensor | None = None
