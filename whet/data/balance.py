@@ -17,6 +17,8 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from whet.models.heads import score_layer
+
 __all__ = ["NO_CAP", "PackItem", "PassCost", "Split", "first_fit", "level", "model_cost", "pack", "pad"]
 
 ROUNDS = 12
