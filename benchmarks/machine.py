@@ -115,11 +115,12 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
     """whet's own products, where they can be built."""
     from torch import nn
 
+    from whet.native.build import Unavailable
     from whet.native.decode import load_kernels
     from whet.rollout.engine.packed import Product
 
     loaded = load_kernels()
-    if isinstance(loaded, str):
+    if isinstance(loaded, Unavailable):
         return None
     products = []
     for w in weights:

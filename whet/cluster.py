@@ -85,7 +85,7 @@ class RLCluster(TunixVerbs):
         self.global_steps = 0
         config = self.training_config
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
-        self._noted_dtypes = {} if found is None else Checkpoints.state(found)["cluster"]["dtypes"]
+        self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
         if reference is actor and isinstance(reference, nn.Module):
             reference = copy.deepcopy(reference)
         policy = self._load(Role.ACTOR, actor)
@@ -109,7 +109,7 @@ class RLCluster(TunixVerbs):
             for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value))
             if role in self._workers
         }
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers)
+        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
         self._rollouts = PolicyRollouts(self._make_engine, self.actor)
 
     def _drawn_from(self) -> tuple[Support, Allowed]:

@@ -31,7 +31,7 @@ def test_a_checkpoint_holds_what_is_known():
 
 
 def test_the_rows_seen_longest_ago_are_forgotten_first(monkeypatch):
-    monkeypatch.setattr(lengths, "MOST", 2)
+    monkeypatch.setattr(lengths, "MAX_ROWS", 2)
     found = LengthHistory()
     for row in (0, 1, 0, 2):
         found.note("train", [group(row, row + 1)])

@@ -20,7 +20,7 @@ from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
 
 KERNELS = load_kernels()
-needs_kernels = pytest.mark.skipif(isinstance(KERNELS, str), reason=str(KERNELS))
+needs_kernels = pytest.mark.skipif(isinstance(KERNELS, native_build.Unavailable), reason=str(KERNELS))
 LENGTHS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Largest difference by dtype, of numbers of size 1."""
 
@@ -371,7 +371,7 @@ def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, old, n
     [
         ("load(y + c + size / 2), load(sin", "load(y + c), load(sin", "a decode step differs by"),
         ("norm(h, more, (const T*)l.after", "norm(h, (T*)nullptr, (const T*)l.after", "a decode step differs by"),
-        ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and native.py name different fields"),
+        ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and decode.py name different fields"),
     ],
 )
 def test_a_step_that_differs_from_the_module_is_not_used(cache, rewrite, monkeypatch, old, new, reason):
@@ -386,8 +386,8 @@ def test_a_step_that_differs_from_the_module_is_not_used(cache, rewrite, monkeyp
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("qwen3", {"head_dim": 24, "hidden_size": 32}, "head size 24 is no multiple of "),
-        ("qwen3", {"intermediate_size": 40}, "width 40 is no multiple of "),
+        ("qwen3", {"head_dim": 24, "hidden_size": 32}, "head size 24 is not a multiple of "),
+        ("qwen3", {"intermediate_size": 40}, "width 40 is not a multiple of "),
         ("llama", {"hidden_act": "gelu"}, "its activations are "),
         ("qwen3", {}, "native"),
         ("mistral_window", {}, "native"),

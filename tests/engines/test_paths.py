@@ -12,6 +12,7 @@ from torch import nn
 from whet.models.heads import Head
 from whet.models.linear_logprob import linear_logprob
 from whet.models.load import load_model
+from whet.native.build import Unavailable
 from whet.native.decode import load_kernels
 from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Sampling
@@ -32,7 +33,7 @@ def tokens(done):
 
 
 KERNELS = load_kernels()
-native_only = pytest.mark.skipif(isinstance(KERNELS, str), reason=f"no native kernels: {KERNELS}")
+native_only = pytest.mark.skipif(isinstance(KERNELS, Unavailable), reason=f"no native kernels: {KERNELS}")
 WAYS = pytest.mark.parametrize("kernels", [None, pytest.param(KERNELS, marks=native_only)], ids=["torch", "native"])
 
 

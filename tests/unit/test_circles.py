@@ -43,7 +43,6 @@ def circles(graph):
 
 
 KNOWN = [
-    ["whet.learners.base", "whet.learners.provenance", "whet.learners.run"],
 ]
 """To be opened; none may come to it."""
 

@@ -505,7 +505,7 @@ def test_a_script_in_tunixs_words_trains_in_under_25_lines():
     assert len(lines) < 25
     run = use_like_tunix()
     assert run.step == 2 and run.rows[-1]["mode"] == "eval"
-    assert not same(weights_of(run.cluster.actor.module), weights_of(tiny_model()))
+    assert not same(weights_of(run.trainer.worker.module), weights_of(tiny_model()))
 
 
 # ---- options of transformers' generate -------------------------------------------------------------------------------

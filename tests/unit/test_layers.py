@@ -14,7 +14,7 @@ LAYERS = [
     {"rollout"},
     {"rewards", "envs"},
     {"train"},
-    {"tunix"},
+    {"run", "tunix"},
     {"cluster"},
     {"learners"},
     {"demo"},
@@ -96,4 +96,15 @@ def test_config_and_cli_import_nothing_heavy_anywhere():
     light = (ROOT / "whet" / "cli" / "__init__.py", ROOT / "whet" / "errors.py")
     files = [*(ROOT / "whet" / "config").rglob("*.py"), *light]
     bad = [f"{p.name}:{line} {m}" for p in files for line, m in imports(p) if m.split(".")[0] in heavy]
+    assert bad == []
+
+
+def test_a_run_knows_no_learner_no_cluster_and_no_reward():
+    forbidden = ("whet.learners", "whet.cluster", "whet.rewards", "whet.rollout", "whet.data")
+    bad = [
+        f"{path.name}:{line} {module}"
+        for path in (ROOT / "whet" / "run").rglob("*.py")
+        for line, module in imports(path)
+        if module.startswith(forbidden)
+    ]
     assert bad == []

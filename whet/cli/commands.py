@@ -31,13 +31,13 @@ from whet.data.order import hold_out
 from whet.data.sources import load_rows
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
-from whet.learners.run import Run
 from whet.models.made import made_model
 from whet.models.precision import probe_threads
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, to_json, write_atomic
 from whet.observe.plots import plot_curves
 from whet.parallel.comm import require_single_process
+from whet.run.run import Run
 from whet.util.refs import is_ref
 
 __all__ = ["demo", "grpo"]

@@ -2,9 +2,10 @@
 
     sample -> reward -> batch -> score -> assign_advantages -> minibatches -> update -> sync_weights -> after_step
 
-GRPO and its relatives differ in `batch` (which tokens are trained), `score`, `assign_advantages` and `update`; `passes`
-says what they leave out. What surrounds a step (the order of the data, resuming, logging, evaluation, checkpoints) is
-in learners/run.py. Read `train`, then the method that you came for.
+Each stage takes a Step and returns it with what it has found; nothing of a step lies on the learner. GRPO and its
+relatives differ in `batch` (which tokens are trained), `score`, `assign_advantages` and `update`; `planned_passes` says
+what they leave out. What surrounds a step (the order of the data, resuming, logging, evaluation, checkpoints) is in
+run/run.py, and what reinforcement learning adds to that in rl_task.py. Read `train`, then the method that you came for.
 
 Dim letters: N sequences, J trajectories, S tokens.
 """
@@ -12,7 +13,8 @@ Dim letters: N sequences, J trajectories, S tokens.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +24,31 @@ from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode
 from whet.errors import ConfigError
 from whet.learners.report import engine_metrics, rewarded_metrics, trajectory_advantages
-from whet.learners.run import Run
-from whet.metrics import Metric, merge
-from whet.rewards.manager import Rewarded, resolve_reward_manager
+from whet.learners.rl_task import RLTask
+from whet.learners.step import Step
+from whet.metrics import flat
+from whet.rewards.manager import resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
 from whet.rollout.options import check_trainable
-from whet.types import Group, Prompt, TokenBatch
+from whet.run.observer import Observer
+from whet.run.run import Run
+from whet.types import TokenBatch
 
 __all__ = ["RLLearner"]
+
+_STAGES = {
+    "sample": ("step",),
+    "reward": ("step",),
+    "batch": ("step",),
+    "score": ("step",),
+    "assign_advantages": ("step",),
+    "minibatches": ("step",),
+    "update": ("step", "mini"),
+    "after_step": ("run", "step"),
+}
+"""What each stage takes."""
+_OLD_NAMES = ("batch", "groups", "mini", "prompts", "rewarded")
+"""What the stages took when a step was passed on in parts."""
 
 
 class RLLearner:
@@ -40,7 +59,29 @@ class RLLearner:
         `fn(prompts, completions, advantages, rewards, **columns) -> {name: (value, aggregation)}`. data_shuffle_seed:
         shuffles the mini-batches of each pass over a step's samples; None = in order. data: how rows become batches.
         settings: the whole configuration as a tree, for the run folder; None = what the learner knows of it.
+        observers: told of each event of a run (run.observer.Observer).
+    Raises: ConfigError: among others, where a subclass has stages of the form before Step.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses a subclass whose stages are written for batches, not steps."""
+        super().__init_subclass__(**kwargs)
+        for name, takes in _STAGES.items():
+            stage = vars(cls).get(name)
+            if not inspect.isfunction(stage):
+                continue
+            signature = inspect.signature(stage)
+            try:
+                signature.bind("self", *takes)
+                fits = not any(given in _OLD_NAMES for given in list(signature.parameters)[1:2])
+            except TypeError:
+                fits = False
+            if not fits:
+                raise ConfigError(
+                    f"{cls.__name__}.{name}{signature} is not what the loop calls: a stage takes a Step and returns "
+                    f"it, {name}(self, {', '.join(takes)}); the batch is step.batch, given back with "
+                    "step.replace(batch=...), and metrics with step.log(...); see docs/extending.md"
+                )
 
     def __init__(
         self,
@@ -52,6 +93,7 @@ class RLLearner:
         *,
         data: DataConfig | None = None,
         settings: dict[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         self.rl_cluster = self.cluster = rl_cluster
         check_trainable(rl_cluster.sampling())
@@ -65,6 +107,7 @@ class RLLearner:
             if getattr(self.data, name) != getattr(DataConfig(), name):
                 raise ConfigError(f"data.{name} is for `whet grpo`; from Python give train() the rows themselves")
         self.settings = settings
+        self.observers = list(observers)
         manager = resolve_reward_manager(algo_config.reward_manager)
         self.reward_manager = manager(
             reward_fns,
@@ -73,7 +116,6 @@ class RLLearner:
             timeout_s=self.config.reward_timeout_s,
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
-        self.metrics: dict[str, Metric] = {}
 
     def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
         """Trains until max_steps or the data's end.
@@ -83,61 +125,78 @@ class RLLearner:
             skip_jit: nothing is compiled in this release.
         Returns: the finished run: its step, its metrics by step, its folder.
         """
-        run = Run(self, train_ds, eval_ds)
+        run = self.new_run(train_ds, eval_ds)
         with run:
-            for step, prompts in run.steps():
-                groups = self.sample(prompts, step)
-                rewarded = self.reward(groups)
-                batch = self.score(self.batch(rewarded))
-                batch = self.assign_advantages(batch)
-                for mini in self.minibatches(batch, step):
-                    self.update(mini)
+            for index, prompts in run.steps():
+                step = self.sample(Step(index=index, prompts=prompts))
+                step = self.batch(self.reward(step))
+                step = self.assign_advantages(self.score(step))
+                for mini in self.minibatches(step):
+                    step = self.update(step, mini)
                 self.cluster.sync_weights()
-                self.after_step(run, step, rewarded, batch)
+                self.after_step(run, step)
         return run
+
+    def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
+        """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
+        task = RLTask(self, eval_ds)
+        stream = None if train_ds is None else task.stream(train_ds)
+        perf = self.cluster.perf_config
+        return Run(task, stream, self.cluster, self.config, observers=self.observers, perf_config=perf)
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> list[Group]:
-        """Completes the prompts of a step, num_generations times each."""
+    def sample(self, step: Step) -> Step:
+        """Completes the prompts of a step, num_generations times each: `groups`, `versions`."""
         before = self.cluster.rollout.stats()
         with self.cluster.trace.span("rollout"):
-            groups = self.cluster.sample(prompts, num_generations=self.num_generations, step=step)
-        self.metrics = merge(self.metrics, engine_metrics(self.cluster.rollout.stats().since(before)))
-        return groups
+            groups = self.cluster.sample(step.prompts, num_generations=self.num_generations, step=step.index)
+        versions = {int(v) for g in groups for c in g.completions for v in c.versions if v >= 0}
+        done = self.cluster.rollout.stats().since(before)
+        return step.replace(groups=groups, versions=tuple(sorted(versions))).log(engine_metrics(done))
 
-    def reward(self, groups: list[Group], mode: Mode = Mode.TRAIN) -> Rewarded:
-        """Calls the reward functions.
-
-        Returns: the groups with what each function said, the weighted sums [J], and the metrics of both.
-        """
+    def reward(self, step: Step) -> Step:
+        """Calls the reward functions: `rewarded` has the groups with what each said, the weighted sums [J], metrics."""
         with self.cluster.trace.span("rewards"):
-            texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
-            return self.reward_manager(groups, texts, mode=mode)
+            texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in step.groups]
+            return step.replace(rewarded=self.reward_manager(step.groups, texts, mode=step.mode))
 
-    def batch(self, rewarded: Rewarded) -> TokenBatch:
-        """Lays rewarded groups end to end, and notes their metrics."""
-        self.metrics = merge(self.metrics, rewarded_metrics(rewarded))
-        return TokenBatch.from_groups(rewarded.groups, rewarded.total)
+    def batch(self, step: Step) -> Step:
+        """Lays rewarded groups end to end: `batch`."""
+        rewarded = step.need_rewarded()
+        batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+        return step.replace(batch=batch).log(rewarded_metrics(rewarded))
 
-    def score(self, batch: TokenBatch) -> TokenBatch:
-        """Adds what the loss compares with: reference and old log-probabilities, values."""
+    def score(self, step: Step) -> Step:
+        """Adds to the batch what the loss compares with: reference and old log-probabilities, values."""
         raise NotImplementedError
 
-    def assign_advantages(self, batch: TokenBatch) -> TokenBatch:
-        """Turns rewards into an advantage for each token."""
+    def assign_advantages(self, step: Step) -> Step:
+        """Turns rewards into an advantage for each token of the batch."""
         raise NotImplementedError
 
-    def update(self, mini: TokenBatch) -> None:
-        """One optimizer step."""
+    def update(self, step: Step, mini: TokenBatch) -> Step:
+        """One optimizer step on a mini-batch of the step. Returns: the step with its metrics."""
         raise NotImplementedError
 
-    def after_step(self, run: Run, step: int, rewarded: Rewarded, batch: TokenBatch) -> None:
+    def after_step(self, run: Run, step: Step) -> None:
         """Logs the step, evaluates and saves where they are due."""
         if self.metric_fns:
-            self._call_metric_fns(rewarded, batch)
-        metrics, self.metrics = self.metrics, {}
-        run.after_step(step, batch, metrics, rewarded)
+            self._call_metric_fns(step)
+        row = {**flat(step.metrics), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
+        run.end_step(step, row, num_tokens=step.need_batch().num_tokens)
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What the learner keeps from step to step (an adaptive coefficient, a count), for checkpoints.
+
+        Returns: plain numbers, strings, tensors, and lists, tuples and dicts of them.
+        """
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes `state` back, before the first step of a resumed run."""
 
     # ---- shared pieces -------------------------------------------------------------------------------------------
 
@@ -146,25 +205,26 @@ class RLLearner:
         """G: completions of each prompt in training."""
         return 1
 
-    def updates_of(self, num_groups: int) -> int:
+    def num_updates(self, num_groups: int) -> int:
         """Optimizer steps that a step of so many groups makes: passes times mini-batches."""
         return self.num_iterations * -(-num_groups // (self.config.mini_batch_size or num_groups))
 
-    def passes(self, num_groups: int) -> dict[str, str]:
-        """What a step of so many groups runs beside rollout and update, and what it leaves out, with the reason."""
+    def planned_passes(self, num_groups: int) -> dict[str, str]:
+        """What a step of so many groups runs besides rollout and update, and what it leaves out, with the reason."""
         return {}
 
-    def minibatches(self, batch: TokenBatch, step: int) -> Iterator[TokenBatch]:
+    def minibatches(self, step: Step) -> Iterator[TokenBatch]:
         """The mini-batches of a step: num_iterations passes over its groups, mini_batch_size groups each.
 
-        Groups stay whole. A step whose prompts are no multiple of mini_batch_size (some were dropped as too long, or
+        Groups stay whole. A step whose prompts are not a multiple of mini_batch_size (some were dropped as too long, or
         the data's last batch is short) has a smaller last mini-batch, weighted by its own tokens.
         """
+        batch = step.need_batch()
         num_groups = batch.num_groups
         size = self.config.mini_batch_size or num_groups
         group_of_sequence = batch.group_of.index_select(0, batch.trajectory_of)
         for iteration in range(self.num_iterations):
-            for chosen in self._order(num_groups, step, iteration).split(size):
+            for chosen in self._order(num_groups, step.index, iteration).split(size):
                 yield batch.select(torch.isin(group_of_sequence, chosen).nonzero().flatten())
 
     def _order(self, num_groups: int, step: int, iteration: int) -> Tensor:
@@ -178,8 +238,8 @@ class RLLearner:
         """Passes over the samples of a step (mu)."""
         return 1
 
-    def _call_metric_fns(self, rewarded: Rewarded, batch: TokenBatch) -> None:
-        inputs = rewarded.inputs
+    def _call_metric_fns(self, step: Step) -> None:
+        inputs, batch = step.need_rewarded().inputs, step.need_batch()
         found = call_metric_fns(
             self.metric_fns,
             inputs.prompts,
@@ -199,4 +259,4 @@ class RLLearner:
         Args: eval_ds: rows or batches. step: under which the draws are addressed and the completions stored.
         Returns: the metrics of rewards and completions, name -> number.
         """
-        return Run(self, None, eval_ds).evaluate(step)
+        return self.new_run(None, eval_ds).evaluate(step)

@@ -31,9 +31,11 @@ from whet.learners.objective import (
     surrogate_name,
 )
 from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
-from whet.metrics import Max, Mean, merge
+from whet.learners.step import Step
+from whet.metrics import Max, Mean
 from whet.ops import LOSS_AGG_MODES, POLICY_LOSSES, estimate, masked_column, mismatch_metrics, segment_sum
-from whet.rewards.manager import Rewarded
+from whet.run.observer import Observer
+from whet.train.worker import Metrics
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["GRPOLearner", "GrpoLearner"]
@@ -81,9 +83,17 @@ class GRPOLearner(RLLearner):
         *,
         data: DataConfig | None = None,
         settings: dict[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
     ) -> None:
         super().__init__(
-            rl_cluster, algo_config, reward_fns, metric_fns, data_shuffle_seed, data=data, settings=settings
+            rl_cluster,
+            algo_config,
+            reward_fns,
+            metric_fns,
+            data_shuffle_seed,
+            data=data,
+            settings=settings,
+            observers=observers,
         )
         c = algo_config
         if rl_cluster.get_rollout_config().temperature == 0:
@@ -110,7 +120,6 @@ class GRPOLearner(RLLearner):
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
             norm = float(rl_cluster.get_rollout_config().max_tokens_to_generate)
-        self.unmoved = False
         trainer = rl_cluster.actor_trainer
         trainer.with_loss_fn(
             self.loss, loss_agg_mode=mode, loss_agg_norm=norm, loss_agg_units=c.loss_agg_units, entropy=True
@@ -128,38 +137,43 @@ class GRPOLearner(RLLearner):
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
-    def batch(self, rewarded: Rewarded) -> TokenBatch:
+    def batch(self, step: Step) -> Step:
         """The groups end to end, truncated completions masked where mask_truncated_completions says so."""
-        batch = super().batch(rewarded)
+        step = super().batch(step)
         if not self.algo_config.mask_truncated_completions:
-            return batch
-        whole = torch.tensor([c.finish_reason != "length" for g in rewarded.groups for c in g.completions])
-        return batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence))
+            return step
+        batch, groups = step.need_batch(), step.need_rewarded().groups
+        whole = torch.tensor([c.finish_reason != "length" for g in groups for c in g.completions])
+        return step.replace(batch=batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence)))
 
-    def score(self, batch: TokenBatch) -> TokenBatch:
+    def score(self, step: Step) -> Step:
         """Old log-probabilities where several updates follow one rollout, or a token that is trained was drawn from an
         earlier policy; the reference's where beta is not 0.
         """
-        c, cluster = self.algo_config, self.cluster
-        stale = batch.versions[batch.mask & (batch.versions != cluster.actor.version)].unique().tolist()
-        self.unmoved = not stale  # until the first update of the step sampler and trainer are the same policy
-        source = self.old_logprobs_from(batch.num_groups, stale)
+        c, cluster, batch = self.algo_config, self.cluster, step.need_batch()
+        source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
             if c.sampler_is is not None:
-                assert batch.old_logprobs is not None
-                found = mismatch_metrics(
-                    batch.old_logprobs, batch.sampler_logprobs, mask=batch.mask, threshold=c.sampler_is_threshold
-                )
-                kinds = {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
-                self.metrics = merge(self.metrics, kinds)
+                step = step.log(self._mismatch(batch))
         elif source == "sampler":
             batch = batch.replace(old_logprobs=batch.sampler_logprobs)
         if self.needs_reference:
             with cluster.trace.span("ref_logprobs"):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
-        return batch
+        return step.replace(batch=batch)
+
+    def _mismatch(self, batch: TokenBatch) -> Metrics:
+        """How far sampler and trainer are apart."""
+        assert batch.old_logprobs is not None
+        found = mismatch_metrics(
+            batch.old_logprobs,
+            batch.sampler_logprobs,
+            mask=batch.mask,
+            threshold=self.algo_config.sampler_is_threshold,
+        )
+        return {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
@@ -171,7 +185,7 @@ class GRPOLearner(RLLearner):
         c, caps = self.algo_config, self.cluster.rollout.caps
         if c.sampler_is is not None or not c.use_rollout_logps:
             return "trainer"
-        updates = self.updates_of(num_groups)
+        updates = self.num_updates(num_groups)
         if caps.logprobs and (stale or updates > 1 or not caps.shared_weights):
             return "sampler"
         if stale:
@@ -187,8 +201,8 @@ class GRPOLearner(RLLearner):
             )
         return "nowhere"
 
-    def passes(self, num_groups: int) -> dict[str, str]:
-        """What a step runs beside rollout and update, and what it leaves out, each with the reason."""
+    def planned_passes(self, num_groups: int) -> dict[str, str]:
+        """What a step runs besides rollout and update, and what it leaves out, each with the reason."""
         old = {
             "trainer": "runs: sampler_is, or use_rollout_logps=false, asks for the trainer's own",
             "sampler": "skipped: the sampler's serve",
@@ -210,28 +224,27 @@ class GRPOLearner(RLLearner):
             found["truncated completions"] = why
         return found
 
-    def assign_advantages(self, batch: TokenBatch) -> TokenBatch:
+    def assign_advantages(self, step: Step) -> Step:
         """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
-        advantages = estimate(self.estimator, advantage_inputs(batch))
-        batch = batch.replace(advantages=advantages)
-        self.metrics = merge(self.metrics, advantage_metrics(batch))
-        return batch
+        batch = step.need_batch()
+        batch = batch.replace(advantages=estimate(self.estimator, advantage_inputs(batch, step.rewarded)))
+        return step.replace(batch=batch).log(advantage_metrics(batch))
 
-    def update(self, mini: TokenBatch) -> None:
-        """Weighs the tokens of the mini-batch, leaves out sequences that have no gradient, and updates the actor."""
-        whole = self.cluster.actor_trainer.weighted(mini)
-        mini = whole.select(with_signal(whole) if self.skips else trained(whole))
-        self.metrics = merge(self.metrics, skipped_metrics(whole, mini))
+    def update(self, step: Step, mini: TokenBatch) -> Step:
+        """Updates the actor; sequences that have no gradient are weighed and not run."""
         self.cluster.release_engine_memory()
         with self.cluster.trace.span("update"):
-            found = self.cluster.actor_trainer.update(mini)
-        self.unmoved = False
-        self.metrics = merge(self.metrics, of_whole_batch(found, whole, mini, level=ratio_level(self.objective)))
+            keep = with_signal if self.skips else trained
+            return step.log(self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole))
+
+    def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
+        level = ratio_level(self.objective)
+        return {**skipped_metrics(whole, run), **of_whole_batch(found, whole, run, level=level)}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective at each token, as the configuration composes it: [s], and its metrics."""
         loss, metrics = self.objective(x)
-        if self.unmoved and x.sampler_logprobs is not None:
+        if self.cluster.actor_trainer.on_policy and x.sampler_logprobs is not None:
             metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
         if x.entropy is not None:
             metrics["entropy"] = x.entropy.detach()

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from whet.config import AlgorithmConfig, GRPOConfig
@@ -27,6 +29,7 @@ from whet.ops import (
     Objective,
     reference_kl,
 )
+from whet.rewards.manager import Rewarded
 from whet.types import TokenBatch
 from whet.util.refs import is_ref, resolve_callable
 
@@ -77,13 +80,27 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     return with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator"), config)
 
 
-def advantage_inputs(batch: TokenBatch) -> AdvantageInputs:
-    """What a step's batch gives an estimator."""
+def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> AdvantageInputs:
+    """What a step gives an estimator.
+
+    Args: batch: scored. rewarded: what each reward function said and how much it weighs; None = the total alone.
+    """
+    table: dict[str, Tensor] = {}
+    if rewarded is not None:
+        names = {name for group in rewarded.groups for name in group.rewards}
+        ordered = [name for name in rewarded.names if name in names]
+        table = {
+            name: torch.from_numpy(np.concatenate([group.rewards[name] for group in rewarded.groups]))
+            for name in ordered
+        }
     return AdvantageInputs(
         rewards=batch.rewards,
         group_of=batch.group_of,
         trajectory=batch.trajectory,
         mask=batch.mask,
+        table=table,
+        reward_weights={name: rewarded.weights[name] for name in table} if rewarded is not None else {},
+        token_rewards=batch.token_rewards,
         values=batch.values,
     )
 

@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from whet.models import products
 from whet.models.products import chunks, linear, onednn_refusal, weight_grad
-from whet.native.build import note
+from whet.native.build import Unavailable, note
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.ops.masked import to_fp32
 
@@ -162,8 +162,8 @@ def _native(*tensors: Tensor) -> LayerKernels | None:
     if tensors[0].dtype not in (torch.float32, torch.bfloat16):
         return None
     kernels = layer_kernels()
-    if isinstance(kernels, str):
-        note("norms, gates and gradients of weights in training", kernels)
+    if isinstance(kernels, Unavailable):
+        note("norms, gates and gradients of weights in training", kernels.reason)
         return None
     return kernels if kernels.fit(*tensors) else None
 

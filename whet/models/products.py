@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from whet.native.build import Unavailable
 from whet.native.layers import layer_kernels
-from whet.observe.environment import environment
+from whet.util.cpu import cpu_facts
 
 __all__ = ["chunks", "linear", "onednn_refusal", "weight_grad", "wide_registers"]
 
@@ -38,7 +39,7 @@ def onednn_refusal() -> str | None:
     """
     if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return "torch has no oneDNN, or no MKL to replace"
-    model = str(environment()["cpu"]["model"])
+    model = str(cpu_facts()["model"])
     if "AMD" not in model or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return f"on {model} torch's default products are as fast"
     generator = torch.Generator().manual_seed(0)
@@ -72,8 +73,8 @@ def chunks(rows: int, size: int) -> Iterator[slice]:
 def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
     """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]; added to `into` where that is given."""
     wide = wide_registers() and grad.dtype == x.dtype == torch.float32 and grad.device.type == "cpu"
-    kernels = layer_kernels() if wide else "torch's product is as fast"
-    if not isinstance(kernels, str):
+    kernels = layer_kernels() if wide else Unavailable("torch's product is as fast")
+    if not isinstance(kernels, Unavailable):
         return kernels.weight_grad(grad.contiguous(), x.contiguous(), into)
     if into is not None:
         return into.addmm_(grad.t(), x)
@@ -91,7 +92,7 @@ def wide_registers() -> bool:
     >>> wide_registers() in (True, False)
     True
     """
-    return onednn_refusal() is None and int(environment()["cpu"]["family"] or 0) >= 26
+    return onednn_refusal() is None and int(cpu_facts()["family"] or 0) >= 26
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -39,6 +39,11 @@ class Logger(Protocol):
         ...
 
 
+@runtime_checkable
+class _Flushing(Protocol):
+    def flush(self) -> None: ...
+
+
 class Jsonl:
     """Lines of {"step": ..., name: value}.
 
@@ -82,6 +87,10 @@ class TensorBoard:
         self._calls += 1
         if self._calls % self._every == 0:
             self._writer.flush()
+
+    def flush(self) -> None:
+        """Writes what is held back."""
+        self._writer.flush()
 
     def close(self) -> None:
         """Flushes and closes the file."""
@@ -220,6 +229,10 @@ class Loggers:
         """Gives the metrics of one step to every logger, under "<prefix>/<mode>/<name>"."""
         named = {f"{self._prefix}{mode}/{name}": value for name, value in values.items()}
         self._each(lambda logger: logger.log(step, named))
+
+    def flush(self) -> None:
+        """Has those that hold rows back write them; a logger of your own that does has a method `flush`."""
+        self._each(lambda logger: logger.flush() if isinstance(logger, _Flushing) else None)
 
     def close(self) -> None:
         """Closes every logger."""

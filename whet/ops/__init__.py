@@ -38,7 +38,7 @@ from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, nll
 from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
 from whet.ops.uniform import address_key, uniform
 from whet.ops.value_losses import VALUE_LOSSES, clipped_value
-from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights
+from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights, unit_weights
 from whet.types import LossInputs
 
 __all__ = [
@@ -85,4 +85,5 @@ __all__ = [
     "truncated_importance",
     "truncated_weights",
     "uniform",
+    "unit_weights",
 ]

@@ -17,7 +17,7 @@ from torch import Tensor
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.ops.masked import segment_count
 
-__all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights"]
+__all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights", "unit_weights"]
 
 Weighting = Callable[[Tensor, Tensor, float | None, float | None], Tensor]
 """fn(mask Bool [S], unit_of Long [S], norm, num_units) -> the weight of each token, [S] or 0-d."""
@@ -84,11 +84,7 @@ def token_weights(
     >>> token_weights(torch.tensor([True, True, True]), torch.tensor([0, 0, 1]), "sequence-mean-token-mean")
     tensor([0.2500, 0.2500, 0.5000], dtype=torch.float64)
     """
-    if mask.dim() != 1 or mask.shape != unit_of.shape:
-        raise DataError(f"mask and unit_of have shapes {list(mask.shape)} and {list(unit_of.shape)}; both must be [S]")
-    for name, value in (("norm", norm), ("num_units", num_units)):
-        if value is not None and not _positive(value):
-            raise ConfigError(f"Invalid '{name}' value {value!r}: it must be a positive number, or None")
+    _check(mask, unit_of, norm=norm, num_units=num_units)
     if isinstance(mode, str):
         if mode not in LOSS_AGG_MODES:
             raise lookup_error("loss_agg_mode", mode, LOSS_AGG_MODES)
@@ -97,11 +93,29 @@ def token_weights(
     return torch.where(mask, mode(mask, unit_of, norm, num_units).double(), 0.0)
 
 
-def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
-    """The weighted sum of a loss per token.
+def unit_weights(mask: Tensor, unit_of: Tensor, *, num_units: float | None = None) -> Tensor:
+    """The weight of each unit's loss in the aggregate of a whole optimizer step: a mean over units.
 
-    L = Σ w·l over the tokens with w ≠ 0: a loss of NaN at a masked-out token is ignored.
-    Args: loss [S]. weights [S], from token_weights.
+    w_i = 1/U where unit i has a trained token, else 0; U the units that have one.
+    Args: mask: Bool [S], True = trained. unit_of: Long [S], 0, 1, ...: the unit of each token (a pair, an episode).
+        num_units: takes U's place, e.g. to count units with nothing to train as well.
+    Returns: float64 [units]; for losses that return one number per unit.
+    Raises: ConfigError: num_units is not a positive number. DataError: mask and unit_of of different shapes.
+
+    >>> unit_weights(torch.tensor([True, True, False, True]), torch.tensor([0, 0, 1, 2]))
+    tensor([0.5000, 0.0000, 0.5000], dtype=torch.float64)
+    """
+    _check(mask, unit_of, num_units=num_units)
+    mask = mask.bool()
+    there = _unit_lengths(mask, unit_of) > 0
+    return torch.where(there, 1 / _units(mask, unit_of, num_units), 0.0)
+
+
+def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
+    """The weighted sum of a loss per token, or per unit.
+
+    L = Σ w·l over the tokens (units) with w ≠ 0: a loss of NaN at a masked-out token is ignored.
+    Args: loss [S]. weights [S], from token_weights. Of units: [U] both, from unit_weights.
     Returns: 0-d, in the loss's dtype; fp32 for half precision.
 
     >>> aggregate(torch.tensor([1., 3., torch.nan]), torch.tensor([0.5, 0.5, 0.]))
@@ -109,6 +123,15 @@ def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
     """
     loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
     return (torch.where(weights != 0, loss, 0.0) * weights.to(loss.dtype)).sum()
+
+
+def _check(mask: Tensor, unit_of: Tensor, **numbers: float | None) -> None:
+    """Raises where shapes differ, or a number is not positive."""
+    if mask.dim() != 1 or mask.shape != unit_of.shape:
+        raise DataError(f"mask and unit_of have shapes {list(mask.shape)} and {list(unit_of.shape)}; both must be [S]")
+    for name, value in numbers.items():
+        if value is not None and not _positive(value):
+            raise ConfigError(f"Invalid '{name}' value {value!r}: it must be a positive number, or None")
 
 
 def _unit_lengths(mask: Tensor, unit_of: Tensor) -> Tensor:

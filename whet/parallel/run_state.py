@@ -7,17 +7,18 @@ within the data) is that reader's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from whet.config import Role
 from whet.errors import CheckpointError
 from whet.parallel.checkpoint import read_state, step_of
 
-__all__ = ["FORMAT", "read_run_state"]
+__all__ = ["FORMAT", "check_storable", "read_run_state"]
 
 FORMAT = 1
 """Of what this release writes and reads; files without a number, of earlier ones, are read as this one."""
@@ -25,10 +26,11 @@ MOST = 2**63 - 1
 """No count is larger: it has to fit a 64-bit word."""
 
 
-def read_run_state(path: Path) -> dict[str, Any]:
+def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
     """The run's own state.
 
-    Args: path: run.pt in the folder of a checkpoint.
+    Args: path: run.pt in the folder of a checkpoint. needs: entries that the reader can't do without, beside those
+        that every run writes.
     Raises: CheckpointError: it can't be read, is of a format that this release does not know, or has a field that no
         run writes.
     """
@@ -41,7 +43,7 @@ def read_run_state(path: Path) -> dict[str, Any]:
             f"{path} has format {number!r:.40}, and this release of whet knows format {FORMAT}; go on with the release "
             f"that wrote it, or begin a new run from its weights: actor.model={path.parent}"
         )
-    if missing := [name for name in _FIELDS if name not in state]:
+    if missing := [name for name in sorted({*_FIELDS, *needs}) if name not in state]:
         raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
     step, named = state["step"], step_of(path.parent)
     if named is not None and (type(step) is not int or step != named):
@@ -51,12 +53,35 @@ def read_run_state(path: Path) -> dict[str, Any]:
         )
     for name, (what, holds) in _FIELDS.items():
         _check(path, name, state[name], what, holds)
-    for name, (what, holds) in _CLUSTER.items():
-        if name in state["cluster"] or name != "lengths":  # which the earliest versions had none of
-            _check(path, f"cluster.{name}", state["cluster"].get(name), what, holds)
-    if "health" in state:  # which earlier versions had none of
-        _check(path, "health", state["health"], "since when warnings go on", _health)
+    for name, (what, holds) in _OPTIONAL.items():
+        if name in state:
+            _check(path, name, state[name], what, holds)
+    if "cluster" in state:
+        for name, (what, holds) in _CLUSTER.items():
+            if name in state["cluster"] or name != "lengths":  # which the earliest versions had none of
+                _check(path, f"cluster.{name}", state["cluster"].get(name), what, holds)
     return state
+
+
+def check_storable(value: Any, name: str) -> None:
+    """Raises CheckpointError for what a file read with weights_only=True can't hold, with its place.
+
+    Args: value: plain containers of plain values and tensors. name: what it is, for the message.
+
+    >>> check_storable({"beta": 0.1, "counts": [1, 2]}, "learner.state()")
+    """
+    if isinstance(value, Mapping) and type(value) is dict:
+        for key, part in value.items():
+            check_storable(key, f"a key of {name}")
+            check_storable(part, f"{name}[{key!r}]")
+    elif type(value) in (list, tuple):
+        for place, part in enumerate(value):
+            check_storable(part, f"{name}[{place}]")
+    elif not (type(value) in (str, int, float, bool, type(None)) or isinstance(value, Tensor)):
+        raise CheckpointError(
+            f"{name} is {type(value).__name__} {value!r:.60}, which a checkpoint can't hold; give numbers, strings, "
+            "None, tensors, and lists, tuples and dicts of them"
+        )
 
 
 def _check(path: Path, name: str, value: Any, what: str, holds: Callable[[Any], bool]) -> None:
@@ -87,7 +112,6 @@ def _lengths(value: Any) -> bool:
 
 
 _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "cluster": ("a mapping", _mapping),
     "random": ("a mapping", _mapping),
     "settings": ("a mapping", _mapping),
     "step": ("a whole number from 1", lambda x: _count(x) and x > 0),
@@ -95,6 +119,13 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "tokens": ("a whole number from 0", _count),
     "updates": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
 }
+_OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "cluster": ("a mapping", _mapping),
+    "health": ("since when warnings go on", _health),
+    "learner": ("a mapping by name", _mapping),
+    "moved": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),
+}
+"""What runs of one kind write, or what earlier versions had none of."""
 _CLUSTER: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "next_id": ("a whole number from 0", _count),
     "calls": ("a whole number from 0", _count),

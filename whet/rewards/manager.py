@@ -38,6 +38,8 @@ class Rewarded:
     """By name."""
     names: tuple[str, ...] = ()
     """The functions, in order."""
+    weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Of each function in the total."""
     texts: Sequence[Sequence[Any]]
     """The decoded completions, of each group."""
     inputs: RewardInputs
@@ -144,7 +146,15 @@ class RewardManager:
         total = _weighted(made, weights)
         metrics = reward_metrics(made, total, sizes)
         metrics |= {f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count}
-        return Rewarded(groups=filled, total=total, metrics=metrics, names=tuple(made), texts=texts, inputs=inputs)
+        return Rewarded(
+            groups=filled,
+            total=total,
+            metrics=metrics,
+            names=tuple(made),
+            weights=weights,
+            texts=texts,
+            inputs=inputs,
+        )
 
 
 def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: Sequence[int]) -> dict[str, Metric]:

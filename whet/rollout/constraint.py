@@ -31,9 +31,9 @@ log = logging.getLogger("whet")
 
 UNFORCED = '%llguidance {"no_forcing": true}'
 """Any tokens may spell a text that is forced; llguidance would allow the tokenizer's own spelling alone."""
-COMPILED = 64
+MAX_COMPILED = 64
 """Languages kept compiled."""
-KEPT_BYTES = 256 * 2**20
+MASK_CACHE_BYTES = 256 * 2**20
 """Distinct masks kept between the passes over a batch."""
 
 
@@ -60,7 +60,7 @@ class Matcher:
         return self.ended is None and token not in self._rules.stops and bool(self._inner.consume_token(token))
 
     def look(self, mask: np.ndarray) -> None:
-        """Takes note of what may come. Args: mask: uint8 [W], from llguidance; the stop ids are set in it here."""
+        """Records what may come. Args: mask: uint8 [W], from llguidance; the stop ids are set in it here."""
         rules, accepts = self._rules, self._inner.is_accepting()
         mask &= rules.text
         if accepts and self._made >= rules.min_tokens:
@@ -107,7 +107,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, *, vocabulary: int) -> None:
         self._tokenizer, self._vocabulary = tokenizer, vocabulary
-        self._compile = functools.lru_cache(maxsize=COMPILED)(self._compiled)
+        self._compile = functools.lru_cache(maxsize=MAX_COMPILED)(self._compiled)
 
     def check(self, sampling: Sampling) -> None:
         """Compiles a Sampling's constraint, if it has one. Raises ConfigError, see the class."""
@@ -276,7 +276,7 @@ class Masks:
     Args: grammars: of the tokenizer. most_bytes: of distinct masks; what does not fit is made again in each pass.
     """
 
-    def __init__(self, grammars: Grammars, *, most_bytes: int = KEPT_BYTES) -> None:
+    def __init__(self, grammars: Grammars, *, most_bytes: int = MASK_CACHE_BYTES) -> None:
         self._grammars, self._most = grammars, most_bytes
         self.drop()
 

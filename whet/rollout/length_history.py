@@ -14,7 +14,7 @@ from whet.types import Group, Prompt
 
 __all__ = ["LengthHistory"]
 
-MOST = 1_000_000
+MAX_ROWS = 1_000_000
 """Rows remembered of each kind; the oldest are forgotten."""
 
 
@@ -38,14 +38,14 @@ class LengthHistory:
         return [known.get(p.row) for p in prompts]
 
     def note(self, kind: str, groups: Sequence[Group]) -> None:
-        """Takes note of what was drawn; of direct calls nothing, whose rows are none of the data's."""
+        """Records what was drawn; of direct calls nothing: their rows are not the data's."""
         if kind == "generate":
             return
         known = self._known.setdefault(kind, {})
         for g in groups:
             known.pop(g.prompt.row, None)  # the newest stand last
             known[g.prompt.row] = max(len(c.tokens) for c in g.completions)
-        while len(known) > MOST:
+        while len(known) > MAX_ROWS:
             del known[next(iter(known))]
 
     def state(self) -> dict[str, Tensor]:

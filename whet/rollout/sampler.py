@@ -41,7 +41,7 @@ __all__ = ["CacheConfig", "Sampler", "SamplerOutput"]
 
 log = logging.getLogger("whet")
 
-LONGEST = 256
+MAX_NEW_TOKENS = 256
 """Tokens of a completion where nobody says how many, and the model has room."""
 OPTIONS = (
     "constraint",
@@ -272,7 +272,7 @@ class Sampler:
                     "temperature above 0"
                 )
         config = RolloutConfig(
-            max_tokens_to_generate=LONGEST if max_generation_steps is None else max_generation_steps,
+            max_tokens_to_generate=MAX_NEW_TOKENS if max_generation_steps is None else max_generation_steps,
             generation_kwargs=kwargs,
             **given,
         )

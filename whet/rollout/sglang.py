@@ -39,6 +39,7 @@ from whet.rollout.external import (
     write_config,
 )
 from whet.rollout.requests import check_request, make_plan
+from whet.util.experimental import warn_experimental
 
 __all__ = ["SGLangEngine", "engine_arguments", "sampling_arguments"]
 
@@ -76,7 +77,10 @@ class SGLangEngine:
         package = _imported()
         self._decode = decode
         self._seeded = config.sglang.enable_deterministic_sampling
-        self.caps = EngineCaps(addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True)
+        self.caps = EngineCaps(
+            addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True, experimental=True
+        )
+        warn_experimental("rollout_engine 'sglang'")
         _check_config(config)
         for mode in ("train", "eval"):
             self._check_sampling(sampling_of(config.for_mode(mode), ()))

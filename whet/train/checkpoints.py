@@ -1,9 +1,12 @@
-"""Checkpoints of a cluster's roles: every trained worker and the run's own state in one folder, whole or absent."""
+"""Checkpoints of a run's roles: every trained worker, every moved one, and the run's own state in one folder, whole or
+absent.
+"""
 
 from __future__ import annotations
 
+import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +31,28 @@ from whet.train.worker import ModelWorker
 
 __all__ = ["Checkpoints"]
 
+log = logging.getLogger("whet")
+
 
 class Checkpoints:
-    """Saves and restores the trained roles.
+    """Saves and restores the trained roles, and those of the others whose weights are not what was loaded.
 
-    Args: root: where the folders lie; None = none are written. trainers: the roles that are trained.
+    Args: root: where the folders lie; None = none are written. trainers: the roles that are trained. workers: all
+        roles; of those that are not trained, the ones with `moved` are saved too.
     Raises: ConfigError: root is empty.
     """
 
-    def __init__(self, root: str | Path | None, trainers: Mapping[Role, RoleTrainer]) -> None:
+    def __init__(
+        self,
+        root: str | Path | None,
+        trainers: Mapping[Role, RoleTrainer],
+        workers: Mapping[Role, ModelWorker] | None = None,
+    ) -> None:
         if root is not None and not str(root).strip():
             raise ConfigError("the folder of checkpoints has an empty name; give trainer.checkpoint_root_directory one")
         self.root = None if root is None else Path(root).absolute()
         self.trainers = trainers
+        self.only_read = {role: w for role, w in (workers or {}).items() if role not in trainers}
         self.run: str | None = secrets.token_hex(8)
         """Who writes here, so that no run removes another's; None = a run that an earlier version has begun."""
         self._lock: FolderLock | None = None
@@ -109,8 +121,14 @@ class Checkpoints:
                 (folder / role.value).mkdir()
                 trainer.worker.save(folder / role.value)
                 tokenizer.save_pretrained(folder / role.value)
+            for role in moved:
+                (folder / role.value).mkdir()
+                self.only_read[role].save(folder / role.value)
             updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
-            write_state({"format": FORMAT, **state, "updates": updates}, folder / "run.pt")
+            own = {"format": FORMAT, "updates": updates, "moved": [role.value for role in moved]}
+            write_state({**state, **own}, folder / "run.pt")
+
+        moved = [role for role, worker in self.only_read.items() if worker.moved]
 
         return publish(self.root, step, write, run=self.run, keep=keep)
 
@@ -132,7 +150,8 @@ class Checkpoints:
 
         Where the checkpoint lies among this run's own, the run goes on as the one that has written it.
         """
-        updates = self.state(folder)["updates"]
+        state = self.state(folder)
+        updates = state["updates"]
         counts = [updates.get(role.value) if isinstance(updates, dict) else None for role in self.trainers]
         if not all(type(n) is int and n >= 0 for n in counts):
             raise CheckpointError(
@@ -140,10 +159,32 @@ class Checkpoints:
                 "another"
             )
         for role, trainer in self.trainers.items():
-            trainer.worker.load(folder / role.value)
-            trainer.train_steps = updates[role.value]
+            trainer.load(folder / role.value)
+            if trainer.train_steps != updates[role.value]:
+                raise CheckpointError(
+                    f"{folder / 'run.pt'} says {updates[role.value]} updates of the {role.value}, its optimizer's "
+                    f"state says {trainer.train_steps}; resume from another"
+                )
+        self._load_moved(folder, state.get("moved", ()))  # of which earlier versions saved none
         if self._is_own(folder):
             self.run = run_of(folder)
+
+    def _load_moved(self, folder: Path, moved: Collection[str]) -> None:
+        """Restores the roles that are not trained and were moved.
+
+        Raises: CheckpointError: a role has been moved here, and had not been there: what was loaded is gone.
+        """
+        for role, worker in self.only_read.items():
+            if role.value in moved:
+                worker.load(folder / role.value)
+                worker.moved = True
+            elif worker.moved:
+                raise CheckpointError(
+                    f"the {role.value}'s weights have been moved since it was loaded, and {folder} is of before that; "
+                    "make the models anew and resume with them"
+                )
+        for role in sorted(set(moved) - {role.value for role in self.only_read}):
+            log.warning("%s holds the weights of a %s, which this run has none of", folder, role)
 
     def verify(self, folder: Path) -> None:
         """Checks a checkpoint before it is taken up.
@@ -159,9 +200,10 @@ class Checkpoints:
         verify(folder, ["run.pt", *(f"{role.value}/{name}" for role in self.trainers for name in files)])
 
     @staticmethod
-    def state(folder: Path) -> dict[str, Any]:
+    def state(folder: Path, needs: Collection[str] = ()) -> dict[str, Any]:
         """The run's own state in a checkpoint.
 
+        Args: needs: entries that the reader can't do without, besides those that every run writes.
         Raises: CheckpointError: it is not what `save` wrote, or of another step than its folder.
         """
-        return read_run_state(folder / "run.pt")
+        return read_run_state(folder / "run.pt", needs)

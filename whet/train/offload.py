@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whet.models.types import LoadedModel
-from whet.train.worker import Loss, Metrics, ModelWorker, Reductions
+from whet.train.worker import Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TokenStats
+from whet.util.experimental import warn_experimental
 
 __all__ = ["Offload", "OffloadedWorker"]
 
@@ -32,6 +33,7 @@ Copy = Callable[[Tensor, torch.device], Tensor]
 def copied(tensor: Tensor, place: torch.device) -> Tensor:
     """A copy of a tensor elsewhere; from a GPU to the host into pinned memory, so that both ways are fast."""
     if tensor.is_cuda and place.type == "cpu":
+        warn_experimental("offload_to_cpu through pinned memory")
         return torch.empty_like(tensor, device=place, pin_memory=True).copy_(tensor, non_blocking=True)
     return tensor.to(place, non_blocking=True, copy=True)
 
@@ -99,12 +101,10 @@ class OffloadedWorker(ModelWorker):
         with self._here(self._weights()):
             return super()._read(*args, **options)
 
-    def forward_backward(
-        self, batch: TokenBatch, loss: Loss, *, entropy: bool = False, reductions: Reductions | None = None
-    ) -> Metrics:
+    def forward_backward(self, batch: TokenBatch, loss: Loss, **options: Any) -> Metrics:
         """See ModelWorker; gradients are added to the masters, which come first and stay until the step."""
         self.offload.back(self._masters())
-        return super().forward_backward(batch, loss, entropy=entropy, reductions=reductions)
+        return super().forward_backward(batch, loss, **options)
 
     def optim_step(self) -> Metrics:
         """See ModelWorker; the moments come for it, and leave with the masters."""

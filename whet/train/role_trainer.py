@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
+
+from torch import Tensor
 
 from whet.config import Role
 from whet.errors import TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
-from whet.ops import token_weights
+from whet.ops import token_weights, unit_weights
 from whet.ops.weighting import Weighting
 from whet.train.worker import REDUCTIONS, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TrainExample
 
-__all__ = ["DataHooks", "RoleTrainer", "TrainingHooks", "lower_rate"]
+__all__ = ["DataHooks", "Keep", "Report", "RoleTrainer", "TrainingHooks", "lower_rate"]
 
 log = logging.getLogger("whet")
 
-MOST_SKIPPED = 10
+Keep = Callable[[TokenBatch], Tensor]
+Report = Callable[[Metrics, TokenBatch, TokenBatch], Metrics]
+
+MAX_SKIPPED = 10
 """Updates in a row that may be skipped before the run ends: nothing is learned from then on."""
 
 
@@ -86,11 +92,17 @@ class RoleTrainer:
         self.loss_agg_units: Literal["trained", "all"] = "trained"
         self.accumulate = accumulate
         self.entropy = False
+        self.scores = False
+        self.loss_per: Literal["token", "unit"] = "token"
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
-        self.train_steps = 0
         self.skipped = 0
         """Updates in a row, up to now, whose gradient was not finite."""
+        self.on_policy = False
+        """While an update runs: whether all trained tokens of its mini-batch come from the weights as they are."""
+        self.listeners: list[Callable[[RoleTrainer, Metrics], Any]] = []
+        """Told of each update and its metrics, after the hooks."""
+        self._moved_version: int | None = None
         self._hooks = TrainingHooks()
         self._data_hooks = DataHooks()
         self._input_fn: Callable[[Any], Any] = lambda x: x
@@ -103,23 +115,31 @@ class RoleTrainer:
         loss_agg_mode: str | Weighting | None = None,
         loss_agg_norm: float | None = None,
         loss_agg_units: Literal["trained", "all"] | None = None,
+        loss_per: Literal["token", "unit"] | None = None,
         entropy: bool | None = None,
+        scores: bool | None = None,
     ) -> RoleTrainer:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`, or the first alone if not has_aux.
+
+        A loss per unit returns [u] in place of [s], and weighs all units with a trained token alike.
 
         Args:
             loss: of every token.
             has_aux: it returns metrics too.
             loss_agg_mode, loss_agg_norm: how token losses become one number.
-            loss_agg_units: which trajectories a mean over them counts: those with a trained token, or all.
+            loss_agg_units: which trajectories (units) a mean over them counts: those with a trained token, or all.
+            loss_per: what the loss returns a number for: each token, or each unit of TokenBatch.unit_of.
             entropy: the loss needs x.entropy.
+            scores: the loss needs x.scores, of a model with a value head.
         """
         self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
         if loss_agg_mode is not None or loss_agg_norm is not None:
             self.loss_agg_norm = loss_agg_norm
         self.loss_agg_units = loss_agg_units or self.loss_agg_units
+        self.loss_per = loss_per or self.loss_per
         self.entropy = self.entropy if entropy is None else entropy
+        self.scores = self.scores if scores is None else scores
         return self
 
     def with_gen_model_input_fn(self, fn: Callable[[Any], TrainExample | TokenBatch]) -> RoleTrainer:
@@ -145,7 +165,7 @@ class RoleTrainer:
         return self
 
     def with_tqdm_metrics_to_display(self, names: Iterable[str]) -> RoleTrainer:
-        """Sets which metrics the progress bar shows beside the reward."""
+        """Sets which metrics the progress bar shows next to the reward."""
         self.displayed = tuple(names)
         return self
 
@@ -165,34 +185,71 @@ class RoleTrainer:
         return self._hooks
 
     def weighted(self, batch: TokenBatch) -> TokenBatch:
-        """The batch with its token weights: made from all of it, once per optimizer step."""
-        if batch.weights is not None:
+        """The batch with the weights of its tokens, or units: made from all of it, once per optimizer step."""
+        if batch.weights is not None or batch.unit_weights is not None:
             return batch
+        if self.loss_per == "unit":
+            count = float(batch.num_units) if self.loss_agg_units == "all" else None
+            return batch.replace(unit_weights=unit_weights(batch.mask, batch.unit, num_units=count))
         units = float(len(batch.group_of)) if self.loss_agg_units == "all" else None
         weights = token_weights(
             batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm, num_units=units
         )
         return batch.replace(weights=weights)
 
-    def update(self, batch: TokenBatch) -> Metrics:
-        """One optimizer step on one mini-batch.
+    @property
+    def train_steps(self) -> int:
+        """Updates taken, over all resumes; skipped ones don't count."""
+        return self.worker.updates
 
-        Args: batch: with `weights`, or they are made here from the whole of it.
+    @property
+    def moved(self) -> bool:
+        """Whether an update has moved the weights since they got their version."""
+        return self._moved_version == self.worker.version
+
+    def stale_versions(self, batch: TokenBatch) -> list[int]:
+        """The policy versions of trained tokens, other than the model's own now."""
+        return batch.versions[batch.mask & (batch.versions != self.worker.version)].unique().tolist()
+
+    def update(self, batch: TokenBatch, *, keep: Keep | None = None, report: Report | None = None) -> Metrics:
+        """One optimizer step on one mini-batch: weighs its tokens, selects, runs forward and backward, steps.
+
+        Args:
+            batch: the whole mini-batch, with `weights`, or they are made here.
+            keep: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
+                gradient, and have been counted in the weights. None = all.
+            report: (metrics, whole, run) -> metrics, where those of the part that was run are to speak of the whole.
+
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
         """
         self._hooks.on_train_step_start(self)
-        metrics = self.worker.forward_backward(
-            self.weighted(batch), self.loss, entropy=self.entropy, reductions=self.reductions
-        )
+        whole = self.weighted(batch)
+        run = whole if keep is None else whole.select(keep(whole))
+        self.on_policy = not self.moved and not self.stale_versions(whole)
+        try:
+            metrics = self.worker.forward_backward(
+                run, self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
+            )
+        finally:
+            self.on_policy = False
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._note_skipped(metrics)
         else:
-            self.train_steps, self.skipped = self.train_steps + 1, 0
+            self.skipped, self._moved_version = 0, self.worker.version
+        if report is not None:
+            metrics = report(metrics, whole, run)
         metrics = self._prefixed(metrics)
         self._hooks.on_train_step_end(self, self.train_steps, metrics)
+        for listener in list(self.listeners):
+            listener(self, metrics)
         return metrics
+
+    def load(self, folder: Path) -> None:
+        """Takes up the model and optimizer that its worker saved. Raises CheckpointError where they don't fit."""
+        self.worker.load(folder)
+        self._moved_version = None  # checkpoints are written between steps
 
     def _prefixed(self, metrics: Metrics) -> Metrics:
         return {f"{self.prefix}{name}": metric for name, metric in metrics.items()}
@@ -204,9 +261,9 @@ class RoleTrainer:
         numbers = f"loss {metrics['loss'].value:.6g}, learning rate {metrics['learning_rate'].value:.6g}"
         counter = f"{self.prefix}optim/skipped"
         log.warning("%s skipped: its gradient is not finite (%s); %s counts them", which, numbers, counter)
-        if self.skipped >= MOST_SKIPPED:
+        if self.skipped >= MAX_SKIPPED:
             raise TrainingError(
-                f"{MOST_SKIPPED} updates in a row had a gradient that is not finite, the last one {which} ({numbers}); "
+                f"{MAX_SKIPPED} updates in a row had a gradient that is not finite, the last one {which} ({numbers}); "
                 f"{lower_rate(self.role)}. Check the rewards and the loss for huge values too"
             )
 
@@ -227,7 +284,9 @@ class RoleTrainer:
         for item in batches:
             self._hooks.on_eval_step_start(self)
             batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
-            found = self.worker.evaluate(batch, self.loss, entropy=self.entropy, reductions=self.reductions)
+            found = self.worker.evaluate(
+                batch, self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
+            )
             found = self._prefixed(found)
             self._hooks.on_eval_step_end(self, found)
             metrics = merge(metrics, _per_update(found))

@@ -9,7 +9,7 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,8 @@ class ModelWorker:
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
         self.version = 0
+        self.moved = False
+        """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
         self.cost = model_cost(loaded.module)
         """By which the micro-batches of a batch are made alike."""
         if optim is None and not loaded.is_view:  # a view's module is trained by its owner
@@ -292,6 +294,11 @@ class ModelWorker:
         read = torch.cat(numbers).tolist() if numbers else []
         return merge({"loss": Sum(0.0)}, *_metrics(labels, read))
 
+    @property
+    def updates(self) -> int:
+        """Optimizer steps taken, over all resumes; skipped ones don't count."""
+        return 0 if self.optim is None else self.optim.updates
+
     def optim_step(self) -> Metrics:
         """Clips, steps, clears. A gradient that isn't finite is skipped, cleared and counted.
 
@@ -308,6 +315,25 @@ class ModelWorker:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names."""
         for name, p in self.module.named_parameters(remove_duplicate=False):
             yield name, p.detach()
+
+    @torch.no_grad()
+    def take_weights(self, weights: Iterable[tuple[str, Tensor]], share: float = 1.0) -> None:
+        """Moves a model that is only read towards others' weights: p <- p + share (w - p), in place.
+
+        Args: weights: (name, tensor), as `named_weights` gives them. share: 1 = takes them as they are.
+        Raises: ConfigError: the model is trained, or has no parameter of that name.
+        """
+        if self.optim is not None:
+            raise ConfigError("take_weights is for a model that is only read; this one has an optimizer of its own")
+        own = dict(self.module.named_parameters(remove_duplicate=False))
+        seen: set[int] = set()
+        for name, weight in weights:
+            if name not in own:
+                raise ConfigError(f"{name} is no parameter of this model; the two have to be of one architecture")
+            if id(own[name]) not in seen:  # a shared tensor comes under each of its names
+                own[name].lerp_(weight.to(own[name]), share)
+            seen.add(id(own[name]))
+        self.moved = True
 
     def save(self, folder: Path) -> None:
         """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.

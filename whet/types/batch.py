@@ -73,6 +73,8 @@ class TokenBatch(Columns):
             _check(name, column, size, f"tokens, {size}")
         for name, column in {**self.per_sequence, "unit_of": self.unit_of}.items():
             _check(name, column, number, f"sequences, {number}")
+        if number and self.unit_of.min() < 0:
+            raise DataError(f"unit_of has {int(self.unit_of.min())}; units are counted from 0")
         if self.unit_weights is not None:
             _check("unit_weights", self.unit_weights, self.num_units, f"units, {self.num_units}")
 
@@ -175,7 +177,7 @@ class TokenBatch(Columns):
         for name in columns:
             other = self.per_sequence if kind == "token" else self.token
             if name in taken or name in other or not name.isidentifier():
-                raise DataError(f"a column can't be named {name!r}: the name is taken; choose another")
+                raise DataError(f"a column can't be named {name!r}: it means something else here; choose another name")
         return dataclasses.replace(self, **{kind: {**getattr(self, kind), **columns}})
 
     @classmethod

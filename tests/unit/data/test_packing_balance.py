@@ -184,7 +184,8 @@ def test_passes_are_no_larger_than_is_enough_where_no_prefix_is_repeated_for_it(
 
 def test_groups_with_a_long_prefix_stay_whole_up_to_the_token_budget():
     groups = [(384, [96] * 8) for _ in range(4)]
-    assert sizes_of(groups, max_tokens=2048, saturating_tokens=1024) == [384 + 8 * 95] * 4  # and not halves with 384 more each
+    whole = [384 + 8 * 95] * 4  # and not halves with 384 more each
+    assert sizes_of(groups, max_tokens=2048, saturating_tokens=1024) == whole
     assert len(sizes_of(groups, max_tokens=1024, saturating_tokens=1024)) > 4
 
 

@@ -9,6 +9,7 @@ from helpers import END, cluster, gap, length_reward, random_batch, rows, same, 
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
 from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner, with_signal
+from whet.learners.step import Step
 from whet.ops import clipped_surrogate, group_relative, mean_only, token_weights
 from whet.rollout.base import EngineCaps
 from whet.rollout.hf import HFEngine
@@ -40,7 +41,7 @@ def batches_of(monkeypatch, made, count=4):
     """The batches that `update` receives in a run of `made` over `count` rows."""
     seen = []
     update = made.update
-    monkeypatch.setattr(made, "update", lambda mini: (seen.append(mini), update(mini)))
+    monkeypatch.setattr(made, "update", lambda step, mini: (seen.append(mini), update(step, mini))[1])
     made.train(rows(count))
     return seen
 
@@ -50,7 +51,7 @@ def test_one_update_after_each_rollout_needs_no_old_logprobs(monkeypatch):
     calls = watch(monkeypatch, made.cluster.actor, "logprobs")
     (mini,) = batches_of(monkeypatch, made)
     assert mini.old_logprobs is None and not calls
-    assert made.updates_of(4) == 1
+    assert made.num_updates(4) == 1
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_several_updates_take_the_samplers_logprobs_as_old_ones(monkeypatch, tra
     made = learner(cluster(**training), **algo)
     calls = watch(monkeypatch, made.cluster.actor, "logprobs")
     minis = batches_of(monkeypatch, made)
-    assert len(minis) == updates == made.updates_of(4) and not calls
+    assert len(minis) == updates == made.num_updates(4) and not calls
     assert all(torch.equal(m.old_logprobs, m.sampler_logprobs) for m in minis)
 
 
@@ -107,32 +108,37 @@ def sampled(made):
     """The batch of a first step at policy version 1, before it is scored."""
     made.cluster.sync_weights()
     encode = made.cluster.encoder()
-    return made.batch(made.reward(made.sample([encode(row, i) for i, row in enumerate(rows(4))], 1)))
+    prompts = [encode(row, i) for i, row in enumerate(rows(4))]
+    return made.batch(made.reward(made.sample(Step(index=1, prompts=prompts)))).batch
+
+
+def score(made, batch):
+    return made.score(Step(index=1, batch=batch)).batch
 
 
 def test_one_stale_token_needs_the_old_logprobs_of_its_policy_and_a_masked_one_does_not():
     made = learner()
     batch = sampled(made)
-    assert set(batch.versions.tolist()) == {1} and made.score(batch).old_logprobs is None and made.unmoved
+    assert set(batch.versions.tolist()) == {1} and score(made, batch).old_logprobs is None
     other = stale(batch)
     other.sampler_logprobs[0] -= 1.0  # the older policy found it e times less likely
-    scored = made.assign_advantages(made.score(other))
-    assert torch.equal(scored.old_logprobs, other.sampler_logprobs) and not made.unmoved
+    scored = made.assign_advantages(made.score(Step(index=1, batch=other))).batch
+    assert torch.equal(scored.old_logprobs, other.sampler_logprobs)
     every = scored.replace(weights=torch.ones(scored.num_tokens), advantages=torch.ones(scored.num_tokens))
     found = made.cluster.actor.evaluate(every, made.loss, reductions={"is_ratio": {"most": "max"}})
     assert found["most"].value == pytest.approx(np.e, rel=1e-4)
     mask = batch.mask.clone()
     mask[0] = False
-    assert made.score(other.replace(mask=mask)).old_logprobs is None
+    assert score(made, other.replace(mask=mask)).old_logprobs is None
 
 
 def test_stale_tokens_without_logprobs_are_refused_with_the_way_out():
     made = learner(cluster(engine=Silent))
     batch = sampled(made)
-    assert made.score(batch).old_logprobs is None
+    assert score(made, batch).old_logprobs is None
     with pytest.raises(EngineError, match=r"tokens of policy 0 .*the actor's is 1.*use_rollout_logps=False"):
-        made.score(stale(batch))
-    scored = learner(made.cluster, use_rollout_logps=False).score(stale(batch))
+        score(made, stale(batch))
+    scored = score(learner(made.cluster, use_rollout_logps=False), stale(batch))
     assert scored.old_logprobs is not None
 
 
@@ -204,11 +210,12 @@ def test_a_run_notes_which_passes_it_leaves_out_and_why(tmp_path, caplog):
     assert noted["completions with advantage 0"].startswith("skipped: they have no gradient")
     assert "ref_logprobs: skipped: beta is 0" in caplog.messages
     made = learner(cluster(reference=tiny_model(1), mini_batch_size=1), beta=0.1)
-    assert [what.split(":")[0] for what in made.passes(4).values()] == ["skipped", "runs", "run"]
-    assert made.passes(4)["old_logprobs"] == "skipped: the sampler's serve"
-    assert learner(use_rollout_logps=False).passes(4)["old_logprobs"].startswith("runs")
+    assert [what.split(":")[0] for what in made.planned_passes(4).values()] == ["skipped", "runs", "run"]
+    assert made.planned_passes(4)["old_logprobs"] == "skipped: the sampler's serve"
+    assert learner(use_rollout_logps=False).planned_passes(4)["old_logprobs"].startswith("runs")
     assert "truncated completions" not in noted
-    assert learner(mask_truncated_completions=True).passes(4)["truncated completions"].startswith("skipped: masked")
+    masking = learner(mask_truncated_completions=True)
+    assert masking.planned_passes(4)["truncated completions"].startswith("skipped: masked")
 
 
 # ---- groups without signal -----------------------------------------------------------------------------------------
@@ -503,11 +510,12 @@ def test_metric_functions_see_the_mean_advantage_of_trained_tokens():
     class Ramp(GRPOLearner):
         """Advantages per token, 0, 1, 2 ... within each completion, the first token masked out."""
 
-        def assign_advantages(self, batch):
-            batch = super().assign_advantages(batch)
+        def assign_advantages(self, step):
+            step = super().assign_advantages(step)
+            batch = step.batch
             place = torch.arange(batch.num_tokens) - batch.starts.index_select(0, batch.sequence)
             lengths.extend(batch.lengths.tolist())
-            return batch.replace(advantages=place.float(), mask=batch.mask & (place > 0))
+            return step.replace(batch=batch.replace(advantages=place.float(), mask=batch.mask & (place > 0)))
 
     def mine(advantages):
         seen.extend(advantages)

@@ -14,7 +14,7 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.health import AGAIN, Health, most_choices
 from whet.ops import Support, group_relative
 from whet.rewards.manager import RewardManager
-from whet.train.role_trainer import MOST_SKIPPED
+from whet.train.role_trainer import MAX_SKIPPED
 from whet.types import Group, TokenBatch
 
 FINE = {"grad_norm": 1.0, "entropy/token_mean": 2.0}
@@ -171,7 +171,7 @@ def test_what_is_kept_makes_a_resumed_watch_warn_as_the_uninterrupted_one(tiny, 
     tiny.actor_trainer.skipped = 0
     other = Health(tiny)
     other.restore(state)
-    assert tiny.actor_trainer.skipped == 4 < MOST_SKIPPED
+    assert tiny.actor_trainer.skipped == 4 < MAX_SKIPPED
     texts = []
     for one in (health, other):
         watch(one, 58, 60, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0})

@@ -11,7 +11,6 @@ from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, Mode, Opti
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
-from whet.metrics import merge
 from whet.train.role_trainer import DataHooks, TrainingHooks
 
 
@@ -25,9 +24,9 @@ def prompts_of(made, monkeypatch):
     """The rows that each step samples."""
     seen, sample = [], made.sample
 
-    def noted(prompts, step):
-        seen.append([p.row for p in prompts])
-        return sample(prompts, step)
+    def noted(step):
+        seen.append([p.row for p in step.prompts])
+        return sample(step)
 
     monkeypatch.setattr(made, "sample", noted)
     return seen
@@ -40,10 +39,10 @@ def groups_of(made, monkeypatch):
     """The prompts of each update."""
     seen, update = [], made.update
 
-    def noted(mini):
+    def noted(step, mini):
         starts = [int(i) for i in mini.prefix_of[:: made.num_generations]]
         seen.append([bytes(mini.prefix(2 * k).tolist()).decode() for k in range(len(starts))])
-        update(mini)
+        return update(step, mini)
 
     monkeypatch.setattr(made, "update", noted)
     return seen
@@ -116,9 +115,9 @@ def test_a_schedule_ends_with_the_last_update_of_the_run():
 
 def test_the_time_between_saves_starts_anew_with_each(tmp_path):
     class Slow(GRPOLearner):
-        def after_step(self, run, step, *rest):
-            run.saved_at -= 1000 * (step == 1)  # as if the first step had taken as long
-            super().after_step(run, step, *rest)
+        def after_step(self, run, step):
+            run.saved_at -= 1000 * (step.index == 1)  # as if the first step had taken as long
+            super().after_step(run, step)
 
     options = CheckpointingOptions(save_interval_s=900, max_to_keep=9)
     c = cluster(run_dir=str(tmp_path), checkpointing_options=options)
@@ -345,15 +344,16 @@ def test_a_hook_may_sample_between_two_updates_from_the_weights_as_they_are():
 
 def test_a_learner_that_updates_actor_and_critic_logs_the_numbers_of_each():
     class Both(GRPOLearner):
-        def score(self, batch):
-            return super().score(batch).replace(values=self.cluster.worker("critic").values(batch))
+        def score(self, step):
+            step = super().score(step)
+            return step.replace(batch=step.batch.replace(values=self.cluster.worker("critic").values(step.batch)))
 
-        def update(self, mini):
-            super().update(mini)
+        def update(self, step, mini):
+            step = super().update(step, mini)
             returns = mini.rewards.float().index_select(0, mini.trajectory)
             found = self.cluster.critic_trainer.update(mini.replace(returns=returns, weights=None))
             critics.append(found)
-            self.metrics = merge(self.metrics, found)
+            return step.log(found)
 
     critics = []
     algo, data = GRPOConfig(num_generations=2, beta=0.0), DataConfig(batch_size=4, shuffle=False)
@@ -453,7 +453,7 @@ def test_a_failing_reward_can_count_as_not_applicable():
 def test_a_run_of_the_same_seed_is_the_same_and_of_another_is_not():
     runs = [learner(cluster(tiny_model(), seed=seed)).train(rows(8)) for seed in (3, 3, 4)]
     completions = [[(row["completions/tokens"], row["reward"]) for row in run.rows] for run in runs]
-    weights = [weights_of(run.cluster.actor.module) for run in runs]
+    weights = [weights_of(run.trainer.worker.module) for run in runs]
     assert same(weights[0], weights[1]) and completions[0] == completions[1]
     assert not same(weights[0], weights[2])
 

@@ -26,12 +26,12 @@ def run(**algo):
 
     update = made.update
 
-    def moved(mini):
+    def moved(step, mini):
         noise = torch.Generator().manual_seed(0)
         shift = 0.3 * torch.randn(mini.num_tokens, generator=noise)
         mini = mini.replace(old_logprobs=mini.sampler_logprobs + shift)
         seen["mini"] = mini
-        update(mini)
+        return update(step, mini)
 
     made.update = moved
     c.actor_trainer.with_loss_fn(spy)
@@ -143,7 +143,7 @@ def test_reward_std_is_that_of_the_whole_batch_and_advantages_are_logged_by_traj
     )
     seen = []
     update = made.update
-    made.update = lambda mini: (seen.append(mini), update(mini))
+    made.update = lambda step, mini: (seen.append(mini), update(step, mini))[1]
     row = made.train(rows(2)).rows[0]
     given = np.array([0.0, 1.0, 2.0, 5.0, 3.0, 3.0, 3.0, 3.0])
     assert row["reward_std"] == pytest.approx(given.std(ddof=1))
@@ -189,7 +189,7 @@ def test_units_that_divide_the_loss_are_those_trained_or_all(monkeypatch):
         )
         seen = []
         update = made.update
-        monkeypatch.setattr(made, "update", lambda mini, u=update, s=seen: (s.append(mini), u(mini)))
+        monkeypatch.setattr(made, "update", lambda step, mini, u=update, s=seen: (s.append(mini), u(step, mini))[1])
         made.train(rows(4))
         (mini,) = seen
         weights = made.cluster.actor_trainer.weighted(mini).weights

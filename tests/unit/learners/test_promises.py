@@ -9,6 +9,7 @@ from helpers import cluster, length_reward, random_batch, rows, tiny_model
 from whet import ClusterConfig, DataConfig, GRPOConfig, GRPOLearner, RLCluster, RLTrainingConfig
 from whet.config import OptimConfig, RoleConfig
 from whet.errors import ConfigError, DataError
+from whet.learners.step import Step
 from whet.models.load import load_model, save_model
 from whet.ops import token_weights
 from whet.train.worker import ModelWorker
@@ -22,18 +23,18 @@ def learner(c=None, *, reward=length_reward, data=None, **algo):
 def test_the_stages_called_by_hand_use_the_true_ratio():
     made = learner(cluster(mini_batch_size=1, lr=5e-2))
     encode = made.cluster.encoder()
-    groups = made.sample([encode(row, i) for i, row in enumerate(rows(4))], 1)
-    batch = made.assign_advantages(made.score(made.batch(made.reward(groups))))
-    assert batch.old_logprobs is not None
-    for mini in made.minibatches(batch, 1):
-        made.update(mini)
-    assert made.metrics["is_ratio/max"].value > 1.1  # the policy moved between the four updates
+    step = made.sample(Step(index=1, prompts=[encode(row, i) for i, row in enumerate(rows(4))]))
+    step = made.assign_advantages(made.score(made.batch(made.reward(step))))
+    assert step.batch.old_logprobs is not None
+    for mini in made.minibatches(step):
+        step = made.update(step, mini)
+    assert step.metrics["is_ratio/max"].value > 1.1  # the policy moved between the four updates
 
 
 def test_a_learner_that_samples_more_groups_than_it_was_given_is_off_policy_too():
     class Twice(GRPOLearner):
-        def sample(self, prompts, step):
-            return super().sample([*prompts, *prompts], step)
+        def sample(self, step):
+            return super().sample(step.replace(prompts=[*step.prompts, *step.prompts]))
 
     c = cluster(max_steps=1, mini_batch_size=2, lr=5e-2)
     made = Twice(c, GRPOConfig(num_generations=4, beta=0.0), length_reward, data=DataConfig(batch_size=2))

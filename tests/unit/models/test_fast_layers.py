@@ -12,6 +12,7 @@ from whet.models import fast_layers, products
 from whet.models.fast_layers import FastLayers
 from whet.models.products import linear, onednn_refusal
 from whet.models.recompute import checkpoint_activations
+from whet.native.build import Unavailable
 
 SIZES = {
     "vocab_size": 50,
@@ -238,8 +239,8 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
 ):
     torch.manual_seed(0)
     if not native:
-        monkeypatch.setattr(fast_layers, "layer_kernels", lambda: "no compiler")
-        monkeypatch.setattr(products, "layer_kernels", lambda: "no compiler")
+        monkeypatch.setattr(fast_layers, "layer_kernels", lambda: Unavailable("no compiler"))
+        monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
     inputs = [LAYOUTS[layout](width) for _ in range(2 if name == "gated" else 1)]
     inputs += [torch.randn(width)] if name == "norm" else [torch.randn(40, width), torch.randn(40)]
     function = {"linear": fast_layers._Linear, "gated": fast_layers._Gated, "norm": fast_layers._Norm}[name].apply
@@ -260,8 +261,8 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_work_done_in_parts_changes_no_bit(dtype, monkeypatch):
-    monkeypatch.setattr(fast_layers, "layer_kernels", lambda: "no compiler")  # they have no parts
-    monkeypatch.setattr(products, "layer_kernels", lambda: "no compiler")
+    monkeypatch.setattr(fast_layers, "layer_kernels", lambda: Unavailable("no compiler"))  # they have no parts
+    monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
     model = qwen(dtype, hidden_size=64, intermediate_size=64)  # torch's own tails, below 64 numbers, round differently
     want = run(model, FastLayers(model))
     monkeypatch.setattr(fast_layers, "PART", 7 * 64)  # 30 rows: five parts, the last a short one
@@ -337,7 +338,7 @@ def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, d
     monkeypatch.setattr(products, "wide_registers", lambda: wide)
     monkeypatch.setattr(products, "linear", lambda *factors: made.append(1) or linear(*factors))
     if not native:
-        monkeypatch.setattr(products, "layer_kernels", lambda: "no compiler")
+        monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
     want = grad.double().t() @ x.double()
     got = products.weight_grad(grad, x)
     assert got.dtype == dtype
@@ -347,7 +348,7 @@ def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, d
 
 def test_only_a_processor_of_amd_with_whole_registers_is_taken_for_one(monkeypatch):
     for family, refusal, wide in (("26", None, True), ("25", None, False), (None, None, False), ("26", "no", False)):
-        monkeypatch.setattr(products, "environment", lambda family=family: {"cpu": {"family": family}})
+        monkeypatch.setattr(products, "cpu_facts", lambda family=family: {"family": family})
         monkeypatch.setattr(products, "onednn_refusal", lambda refusal=refusal: refusal)
         assert products.wide_registers.__wrapped__() is wide
 

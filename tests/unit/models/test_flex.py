@@ -8,12 +8,13 @@ from hypothesis import strategies as st
 
 from tests.unit.models.test_attention import TREES, oracle, trees
 from whet.config import RoleConfig
-from whet.data.packing import _on, plan_micro_batches
+from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError
 from whet.models import attention, flex
 from whet.models.attention import SegmentLayout
 from whet.models.flex import FlexCase, FlexRow, flex_refusal, walk
 from whet.models.load import load_model
+from whet.native.build import Unavailable
 from whet.native.segments import segment_kernels
 from whet.types import TokenBatch, TrainExample
 
@@ -182,7 +183,7 @@ def test_a_cpu_is_refused_and_auto_is_native_there_where_it_can_be_had():
     tree = ([4, 2, 3], [-1, 0, 0])
     auto, plain = (SegmentLayout(*tree, attention=a) for a in ("auto", "plain"))
     torch.testing.assert_close(auto.attend(0, *tensors, **how), plain.attend(0, *tensors, **how), atol=1e-5, rtol=0)
-    native = not isinstance(segment_kernels(), str)
+    native = not isinstance(segment_kernels(), Unavailable)
     assert ("plain" in vars(auto), "_flex" in vars(auto)) == (not native, False)  # which tables were made
     capped = {**how, "softcap": 0.7}  # what the native kernels leave to torch, to the bit
     assert torch.equal(auto.attend(0, *tensors, **capped), plain.attend(0, *tensors, **capped))
@@ -373,7 +374,7 @@ def test_the_switch_reaches_the_layout():
     assert micro.layout is not None and micro.layout.attention == "auto"
     (micro,) = plan_micro_batches(batch, max_tokens=100, attention="plain")
     assert micro.layout is not None and micro.layout.attention == "plain"
-    moved = _on(micro, "meta").layout
+    moved = micro.to("meta").layout
     assert moved is not None and moved.attention == "plain" and moved.position_ids.device.type == "meta"
 
 

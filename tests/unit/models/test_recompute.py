@@ -19,6 +19,7 @@ from whet.models.forward import token_stats
 from whet.models.load import load_model
 from whet.models.recompute import MODES, checkpoint_activations
 from whet.native import segments
+from whet.native.build import Unavailable
 from whet.native.segments import segment_kernels
 
 BATCH = random_batch((9, [7, 3, 5]), (4, [6, 6]), seed=3)  # prompts shared by three and by two completions
@@ -161,7 +162,7 @@ def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice
         runs[mode] = {name: seen.runs[name] for name in DEAR}
     assert runs["selective"] == runs["none"]
     onednn = layers == "fast" and products.onednn_refusal() is None
-    native = attention == "auto" and not isinstance(segment_kernels(), str)
+    native = attention == "auto" and not isinstance(segment_kernels(), Unavailable)
     dear = {DEAR[4 if native else 3], DEAR[2 if onednn else 1]}
     assert dear <= {name for name, n in runs["none"].items() if n}  # else nothing has been shown
     assert not runs["none"][DEAR[3 if native else 4]]

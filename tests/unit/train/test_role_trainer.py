@@ -5,6 +5,7 @@ from helpers import completion, gap, one_by_one, prompt, random_batch, same, tin
 from whet.config import OptimConfig
 from whet.data.padded import left_padded
 from whet.errors import ConfigError, TrainingError
+from whet.metrics import Mean
 from whet.models.load import load_model
 from whet.ops import clipped_surrogate, nll, token_weights
 from whet.train.role_trainer import DataHooks, RoleTrainer, TrainingHooks
@@ -242,3 +243,27 @@ def test_padded_examples_train_as_the_batches_they_are():
     t.with_gen_model_input_fn(lambda item: item["example"]).update_all([{"example": example}])
     other.update(batch)
     assert same(weights_of(t.worker.module), weights_of(other.worker.module))
+
+
+def test_what_is_left_out_of_an_update_has_been_weighed_and_is_reported_of_the_whole():
+    batch = random_batch((3, [4, 2]), (2, [5]))
+    calls = []
+
+    def report(found, whole, run):
+        calls.append((whole, run))
+        return {**found, "left_out": Mean(float(whole.num_tokens - run.num_tokens))}
+
+    t, plain = trainer(), trainer()
+    found = t.update(batch, keep=lambda whole: torch.tensor([0, 2]), report=report)
+    ((whole, run),) = calls
+    assert whole.weights.sum().item() == pytest.approx(1.0) and run.num_sequences == 2
+    assert torch.equal(run.weights, whole.select(torch.tensor([0, 2])).weights) and found["left_out"].value == 2.0
+    plain.update(plain.weighted(batch).select(torch.tensor([0, 2])))
+    assert same(weights_of(t.worker.module), weights_of(plain.worker.module))
+
+
+def test_updates_are_counted_once_and_told():
+    t, told = trainer(), []
+    t.listeners.append(lambda who, metrics: told.append((who.train_steps, metrics["loss"].value)))
+    first = t.update(random_batch((3, [4, 2])))
+    assert told == [(1, first["loss"].value)] and t.train_steps == t.worker.updates == t.worker.optim.updates

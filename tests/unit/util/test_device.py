@@ -51,6 +51,6 @@ def test_metrics_say_what_is_reserved_beside_what_is_allocated(monkeypatch):
 
 
 def test_a_run_notes_memory_with_each_step(monkeypatch):
-    monkeypatch.setattr("whet.learners.run.memory_metrics", lambda device: {"memory/reserved": 7.0})
+    monkeypatch.setattr("whet.run.run.memory_metrics", lambda device: {"memory/reserved": 7.0})
     learner = GRPOLearner(cluster(max_steps=1), GRPOConfig(beta=0.0), length_reward, data=DataConfig(batch_size=2))
     assert [row["memory/reserved"] for row in learner.train(rows(2)).rows] == [7.0]

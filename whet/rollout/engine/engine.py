@@ -22,17 +22,17 @@ from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.constraint import Grammars
-from whet.rollout.engine.conversation_cache import ConversationCache, Held, common_length
-from whet.rollout.engine.runner import Block, Runner
+from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
+from whet.rollout.engine.runner import Runner, StepOutput
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
 from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.types import FinishReason
 
 __all__ = ["EmbeddedEngine"]
 
-MADE, LEFT, PROMPT, PLAN = range(4)
+NUM_GENERATED, MAX_NEW, PROMPT, PLAN = range(4)
 """Rows of the book: tokens made in this stay, tokens it may make, prompt tokens, index of the plan."""
-STEPS = 4
+STEPS_PER_READ = 4
 """Decode steps between two looks at what was drawn."""
 
 
@@ -79,9 +79,7 @@ class EmbeddedEngine:
         for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
-        if isinstance(model, nn.Module):
-            model = load_model(model, device=next(model.parameters()).device)
-        loaded = model
+        loaded = load_model(model, device=next(model.parameters()).device) if isinstance(model, nn.Module) else model
         if loaded.lm_head.kind == "none":
             raise ConfigError(f"{loaded.name} is a critic: it has no language head to generate with; give the actor")
         if loaded.is_view:
@@ -183,7 +181,7 @@ class EmbeddedEngine:
         live, scheduler, runner = len(self._rows), self._scheduler, self._runner
         if not scheduler.queue:
             return
-        longest = int(self._book[LEFT].max(initial=0))
+        longest = int(self._book[MAX_NEW].max(initial=0))
         idle = max(1, scheduler.max_batch // 8)
         admitted = scheduler.admit(live=live, longest=longest, prefixes=self._prefixes, shelf=self._shelf, idle=idle)
         if not admitted:
@@ -233,15 +231,15 @@ class EmbeddedEngine:
     def _advance(self) -> None:
         """Decodes a few steps, no more than the row nearest to its limit may make; one, where a row is constrained."""
         runner, book, allowed = self._runner, self._book, self._allowed(self._rows)
-        steps = min(STEPS if allowed is None else 1, int((book[LEFT] - book[MADE]).min()))
+        steps = min(STEPS_PER_READ if allowed is None else 1, int((book[MAX_NEW] - book[NUM_GENERATED]).min()))
         joined = runner.joined[: len(self._rows)]
-        own = book[MADE] + joined
-        runner.own.reserve(len(self._rows), int(own.max()) - 1 + steps, longest=int((book[LEFT] + joined).max()))
+        own = book[NUM_GENERATED] + joined
+        runner.own.reserve(len(self._rows), int(own.max()) - 1 + steps, longest=int((book[MAX_NEW] + joined).max()))
         if self._stale:
             runner.regroup(self._rows, self._plans)
             self._stale = False
         self._book_work(steps=steps, row_steps=steps * len(self._rows))
-        self._collect(runner.run(steps, own, int((book[PROMPT] + book[MADE]).max()), allowed), 0)
+        self._collect(runner.run(steps, own, int((book[PROMPT] + book[NUM_GENERATED]).max()), allowed), 0)
 
     def _allowed(self, rows: Sequence[tuple[Task, Prefix]]) -> Tensor | None:
         """What constraints allow next, uint8 [n, W]; None where no row has one."""
@@ -253,11 +251,11 @@ class EmbeddedEngine:
         done = self._work_done
         self._work_done = replace(done, **{name: vars(done)[name] + n for name, n in counts.items()})
 
-    def _collect(self, block: Block, first: int) -> None:
+    def _collect(self, block: StepOutput, first: int) -> None:
         """Books what rows first.. drew, and lets out those that are finished."""
         steps, count = block.tokens.shape
         rows = np.arange(first, first + count)
-        made = self._book[MADE, first : first + count]
+        made = self._book[NUM_GENERATED, first : first + count]
         self._room(first + count, int(made.max()) + steps)
         columns = made[:, None] + np.arange(steps)
         self._tokens[rows[:, None], columns] = block.tokens.T
@@ -276,18 +274,18 @@ class EmbeddedEngine:
             pad = [(0, max(n - h, h, 64) if n > h else 0) for n, h in zip((rows, columns), have, strict=True)]
             self._tokens, self._logprobs = np.pad(self._tokens, pad), np.pad(self._logprobs, pad)
 
-    def _ended(self, block: Block, first: int) -> dict[int, FinishReason]:
+    def _ended(self, block: StepOutput, first: int) -> dict[int, FinishReason]:
         """Rows that are finished, and why; what a row that stopped has made is cut to its stop token."""
         steps, count = block.tokens.shape
         book, ended = self._book[:, first : first + count], {}
-        for row in np.flatnonzero(book[MADE] >= book[LEFT]):
+        for row in np.flatnonzero(book[NUM_GENERATED] >= book[MAX_NEW]):
             ended[first + int(row)] = "length"
         for plan in np.unique(book[PLAN]):
             sampling = self._plans[plan].sampling
             mine = np.flatnonzero(book[PLAN] == plan)
             stops = np.isin(block.tokens[:, mine], sampling.stop_ids)
             for i in np.flatnonzero(stops.any(0)):
-                book[MADE, mine[i]] += int(stops[:, i].argmax()) + 1 - steps
+                book[NUM_GENERATED, mine[i]] += int(stops[:, i].argmax()) + 1 - steps
                 ended[first + int(mine[i])] = "stop"
             for row in mine + first if sampling.stop else ():
                 if self._cut(int(row), steps):
@@ -307,7 +305,7 @@ class EmbeddedEngine:
 
     def _cut(self, row: int, steps: int) -> bool:
         """Cuts a row at the token that completes a stop string, if one of its last `steps` does."""
-        task, made = self._rows[row][0], int(self._book[MADE, row])
+        task, made = self._rows[row][0], int(self._book[NUM_GENERATED, row])
         r = task.request
         before = [r.tokens[len(r.tokens) - r.offset :], *(p.tokens for p in task.parts)]
         whole = np.concatenate([*before, self._tokens[row, :made]])
@@ -315,7 +313,7 @@ class EmbeddedEngine:
         place = completed_string(self._decode, whole, r.sampling.stop, fresh=min(steps, made))
         if place is None:
             return False
-        self._book[MADE, row] = place - (len(whole) - made)
+        self._book[NUM_GENERATED, row] = place - (len(whole) - made)
         return True
 
     def _leave(self, ended: dict[int, FinishReason]) -> None:
@@ -329,12 +327,13 @@ class EmbeddedEngine:
 
     def _depart(self, gone: set[int]) -> None:
         """Takes rows out; what they held stays for the next turn of their conversation, if it has one and fits."""
-        turns: list[tuple[int, Held]] = []
+        turns: list[tuple[int, CachedSequence]] = []
         for row in sorted(gone):
-            (task, prefix), own = self._rows[row], int(self._book[MADE, row]) - 1  # the last token has no KV yet
+            task, prefix = self._rows[row]
             if task.request.conversation is not None:
+                own = int(self._book[NUM_GENERATED, row]) - 1  # the last token has no KV yet
                 tokens = np.concatenate([prefix.tokens, self._tokens[row, :own]]).astype(np.int32)
-                held = Held(tokens=tokens, layers=self._runner.take(row, prefix, own))
+                held = CachedSequence(tokens=tokens, layers=self._runner.take(row, prefix, own))
                 turns.append((task.request.conversation, held))
         self._compact(gone)
         room = self._room_for(sum(len(h.tokens) for _, h in turns)) if turns else None
@@ -343,7 +342,7 @@ class EmbeddedEngine:
 
     def _room_for(self, tokens: int) -> int | None:
         """Tokens that may be held of earlier turns, new ones included; None = no bound. Frees what is not in use."""
-        bound, longest = self._scheduler.kv_cache_tokens, int(self._book[LEFT].max(initial=0))
+        bound, longest = self._scheduler.kv_cache_tokens, int(self._book[MAX_NEW].max(initial=0))
         if bound is None:
             return None
         own = self._runner.own  # the rows that have left would take places too when the others grow
@@ -362,8 +361,8 @@ class EmbeddedEngine:
 
     def _stay(self, row: int) -> Part:
         """What a row has made in this stay."""
-        made = int(self._book[MADE, row])
-        tokens, logprobs = self._tokens[row, :made].copy(), self._logprobs[row, :made].copy()
+        made = slice(int(self._book[NUM_GENERATED, row]))
+        tokens, logprobs = self._tokens[row, made].copy(), self._logprobs[row, made].copy()
         return Part(tokens=tokens, logprobs=logprobs, version=self.version)
 
     def _compact(self, gone: set[int]) -> None:
@@ -375,7 +374,7 @@ class EmbeddedEngine:
         last = [r for r in range(n, len(self._rows)) if r not in gone]
         if holes:
             source, target = np.array(last), np.array(holes)
-            self._runner.move_rows(source, target, int(self._book[MADE, source].max()))
+            self._runner.move_rows(source, target, int(self._book[NUM_GENERATED, source].max()))
             self._book[:, target] = self._book[:, source]
             for x in (self._tokens, self._logprobs):
                 x[target] = x[source]
@@ -483,7 +482,7 @@ class EmbeddedEngine:
             kv_tokens=self._runner.kv_tokens + self._shelf.tokens,
             kv_tokens_bound=scheduler.kv_cache_tokens,
             kv_bytes=self.kv_bytes,
-            generated=self._work_done.generated + int(self._book[MADE].sum()),
+            generated=self._work_done.generated + int(self._book[NUM_GENERATED].sum()),
         )
 
     @property

@@ -23,11 +23,12 @@ from whet.models.attention import Layout
 from whet.models.modes import evaluating, max_positions
 from whet.models.selfcheck import PROBE, limit_for, probe_tokens
 from whet.models.types import LoadedModel
+from whet.native.build import Unavailable
 from whet.native.decode import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
-from whet.rollout.engine.prefill import PrefillLayout, Run
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 
 __all__ = ["FusedTrunk"]
 
@@ -219,7 +220,8 @@ class FusedTrunk:
         """Hidden states [2, d] of the last tokens of ids [1, T], decoded one by one behind the others as a prompt."""
         count, prompt, own = ids.shape[1] - 2, KVStore(rows=1, length=PROBE), KVStore()
         own.reserve(1, 2)
-        self(ids[:, :count], PrefillLayout([Run(count=1, start=0, length=count, store=prompt, slot=0)], ids.device))
+        span = PrefillSpan(count=1, start=0, length=count, store=prompt, slot=0)
+        self(ids[:, :count], PrefillLayout([span], ids.device))
         layout, zero = NativeLayout(kernels, own), np.zeros(1, np.int64)
         layout.regroup({PROBE: prompt}, zero + PROBE, zero, zero + count)
         steps = []
@@ -247,7 +249,9 @@ class FusedTrunk:
             return "heads differ from layer to layer"
         widths = {weight.shape[1], *(b.gate_up.width // 2 for b in self._blocks)}
         kernels = load_kernels()
-        return kernels if isinstance(kernels, str) else unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
+        if isinstance(kernels, Unavailable):
+            return kernels.reason
+        return unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
 
     def reach(self, positions: int) -> None:
         """Makes the rotary tables long enough for this many positions."""
@@ -335,4 +339,4 @@ def _apart(got: Tensor, want: Tensor) -> float:
 def _probe_layout(kind: type, device: torch.device) -> Any:
     """A layout of one short prompt with a store of its own."""
     store = KVStore(rows=1, length=PROBE)
-    return kind([Run(count=1, start=0, length=PROBE, store=store, slot=0)], device)
+    return kind([PrefillSpan(count=1, start=0, length=PROBE, store=store, slot=0)], device)

@@ -11,10 +11,18 @@ from torch import nn
 
 from whet.config import DataConfig, GRPOConfig
 from whet.errors import CheckpointError
-from whet.learners import provenance
-from whet.learners.generators import random_state, set_random_state
 from whet.learners.grpo import GRPOLearner
-from whet.learners.provenance import check_reads, reads, weights_digest
+from whet.learners.rl_task import RLTask
+from whet.run import provenance
+from whet.run.provenance import check_reads, weights_digest
+from whet.run.random_state import random_state, set_random_state
+
+
+def reads(learner, prompts):
+    """What a run of the learner notes, evaluating on prompts."""
+    task = RLTask(learner)
+    task._eval_prompts = prompts
+    return task.reads()
 
 
 def module(tensor, **more):

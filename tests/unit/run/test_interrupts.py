@@ -12,8 +12,8 @@ from helpers import cluster, length_reward, rows
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
-from whet.learners.interrupts import Interrupts
 from whet.parallel import checkpoint
+from whet.run.interrupts import Interrupts
 
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 FORK = multiprocessing.get_context("fork")

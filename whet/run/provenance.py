@@ -9,13 +9,12 @@ Left out on purpose: what the user's code imports in its turn, and packages, who
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +23,16 @@ import torch
 from torch import Tensor, nn
 
 from whet.config import diff
-from whet.data.order import digests
 from whet.errors import CheckpointError, ConfigError
-from whet.rewards.manager import RewardManager
-from whet.util.refs import is_ref, resolve_ref
+from whet.util.refs import resolve_ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from whet.learners.base import RLLearner
-    from whet.types import Prompt
+    from whet.config import Role
+    from whet.train.worker import ModelWorker
 
-__all__ = ["check_reads", "plain", "reads", "weights_digest"]
+__all__ = ["check_reads", "note_reads", "plain", "weights_digest"]
 
 log = logging.getLogger("whet")
 
@@ -51,27 +48,40 @@ _NO_MATTER = ("_", "attn_implementation", "architectures", "dtype", "torch_dtype
 """What keys of a model's configuration begin with that change nothing of what it computes here."""
 
 
-def reads(learner: RLLearner, eval_prompts: Sequence[Prompt] | None) -> dict[str, Any]:
+def note_reads(
+    workers: Mapping[Role, ModelWorker],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    functions: Iterable[tuple[str, Any]],
+    evaluation: list[int] | None = None,
+    stop_ids: Sequence[int] = (),
+) -> dict[str, Any]:
     """What a run reads, for its checkpoints: plain containers.
 
-    Args: learner: whose models, tokenizer and functions they are. eval_prompts: encoded; None = no evaluation data.
+    Args:
+        workers: the models, those that are trained included.
+        tokenizer: of the prompts.
+        functions: the user's code that the run calls, each with what it is.
+        evaluation: how many items there are to evaluate on, and their digests (data.order.digests); None = none.
+        stop_ids: that end a completion.
     """
-    cluster = learner.cluster
     return {
-        "models": {role.value: _model(role.value, w.module, w.optim is None) for role, w in cluster.workers.items()},
-        "stop_ids": list(cluster.eos_ids),
-        "tokenizer": _tokenizer(cluster.tokenizer),
-        "evaluation": None if eval_prompts is None else [len(eval_prompts), *digests(eval_prompts)],
-        "code": {what: _source(fn) for what, fn in _functions(learner)},
+        "models": {
+            role.value: _model(role.value, w.module, w.optim is None and not w.moved) for role, w in workers.items()
+        },
+        "stop_ids": list(stop_ids),
+        "tokenizer": _tokenizer(tokenizer),
+        "evaluation": evaluation,
+        "code": {what: _source(fn) for what, fn in functions},
     }
 
 
 def check_reads(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
     """Compares what a checkpoint notes with what is read now; other code is a warning.
 
-    Args: old: of the checkpoint; None = of an earlier version, which noted nothing. new: as `reads` gives it. allow:
-        differences are logged, not refused.
-    Raises: CheckpointError: they differ, each difference named; or `old` is not what `reads` gives.
+    Args: old: of the checkpoint; None = of an earlier version, which noted nothing. new: as `note_reads` gives it.
+        allow: differences are logged, not refused.
+    Raises: CheckpointError: they differ, each difference named; or `old` is not what `note_reads` gives.
     """
     if old is None:
         log.warning(
@@ -255,22 +265,6 @@ def _digest(tree: Any) -> str:
 
 
 # ---- code ------------------------------------------------------------------------------------------------------------
-
-
-def _functions(learner: RLLearner) -> Iterator[tuple[str, Any]]:
-    """What of the user's code a run calls, with what it is."""
-    yield f"the learner {type(learner).__name__}", type(learner)
-    manager = learner.reward_manager
-    if type(manager) is not RewardManager:
-        yield "the reward manager", manager
-    if isinstance(manager, RewardManager):
-        yield from ((f"reward function {name}", fn) for name, fn in manager.fns.items())
-    yield from ((f"metric function {n}", fn) for n, fn in enumerate(learner.metric_fns))
-    yield from ((f"the loss of the {role.value}", t.loss) for role, t in learner.cluster.trainers.items())
-    for field in dataclasses.fields(learner.algo_config):
-        value = getattr(learner.algo_config, field.name)
-        if callable(value) or (isinstance(value, str) and is_ref(value)):
-            yield f"algo.{field.name}", value
 
 
 def _source(fn: Any) -> list[str | None]:

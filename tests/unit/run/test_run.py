@@ -12,15 +12,19 @@ from helpers import cluster, length_reward, rows, tiny_model
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, PerfMetricsOptions, ProfilerOptions
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
-from whet.learners import run as run_module
 from whet.learners.grpo import GRPOLearner
-from whet.learners.run import Run
+from whet.learners.step import Step
 from whet.observe.store import RunFolder
+from whet.run import run as run_module
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import TrainingHooks
 
 EACH_STEP = CheckpointingOptions(save_interval_steps=1)
 NEVER = CheckpointingOptions(save_interval_s=1e9)
+
+
+def Run(made, train_ds, eval_ds=None):
+    return made.new_run(train_ds, eval_ds)
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +44,10 @@ def make(model, monkeypatch):
         found.data = DataConfig(batch_size=batch_size, shuffle=False)
         found.config = config
         monkeypatch.setattr(model, "training_config", config)
-        monkeypatch.setattr(model, "checkpoints", Checkpoints(config.checkpoint_root, model.trainers))
+        monkeypatch.setattr(model, "checkpoints", Checkpoints(config.checkpoint_root, model.trainers, model.workers))
         monkeypatch.setattr(model, "perf_config", perf)
         model.actor_trainer.with_training_hooks(TrainingHooks())
-        model.actor_trainer.train_steps = 0
+        model.actor.optim.updates = 0
         return found
 
     return made
@@ -121,7 +125,7 @@ def test_an_open_run_has_its_configuration_on_the_disk_its_loggers_and_what_a_st
     caplog.set_level(logging.INFO, "whet")
     with Run(make(run_dir=str(tmp_path), loggers=["jsonl"], metrics_prefix="mine", max_steps=1), rows(4)) as run:
         assert yaml.safe_load((tmp_path / "config.yaml").read_text())["trainer"]["metrics_prefix"] == "mine"
-        for name, what in run.learner.passes(2).items():
+        for name, what in run.task.learner.planned_passes(2).items():
             assert f"{name}: {what}" in caplog.messages
         step(run)
     logged = json.loads((tmp_path / "log.jsonl").read_text())
@@ -143,7 +147,7 @@ def test_what_the_environment_was_is_compared_on_a_resume_alone(make, tmp_path, 
         step(run)
     path = tmp_path / "environment.json"
     noted = json.loads(path.read_text())
-    assert noted["passes"] == run.learner.passes(2) and {"rollout", "training", "versions"} <= noted.keys()
+    assert noted["passes"] == run.task.learner.planned_passes(2) and {"rollout", "training", "versions"} <= noted.keys()
     for resumed in (False, True):
         path.write_text(json.dumps({**noted, "threads": 999, "variables": {"CXX": "other"}}))
         again = Run(make(run_dir=str(tmp_path), resume="latest"), rows(2))
@@ -169,7 +173,7 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
         patch.setattr(run._stop, "listen", lambda: 1 / 0)
         run.__enter__()
     assert mine.closed == 1 and not (tmp_path / ".lock").exists()
-    run = Run(run.learner, rows(4))
+    run = Run(run.task.learner, rows(4))
     with pytest.raises(RewardError), run:
         monkeypatch.setattr(run.progress, "__exit__", lambda *a: closed.append("bar"), raising=False)
         monkeypatch.setattr(run._stop, "release", lambda: closed.append("signals"))
@@ -182,11 +186,10 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
 
 def step(run, upto=None):
     """Takes the steps of an open run as a learner does, without an update."""
-    made = run.learner
+    made = run.task.learner
     for number, prompts in run.steps():
-        rewarded = made.reward(made.sample(prompts, number))
-        batch = made.assign_advantages(made.score(made.batch(rewarded)))
-        made.after_step(run, number, rewarded, batch)
+        step = made.reward(made.sample(Step(index=number, prompts=prompts)))
+        made.after_step(run, made.assign_advantages(made.score(made.batch(step))))
         if number == upto:
             return
 
@@ -216,11 +219,11 @@ def test_a_row_counts_tokens_epochs_and_updates_of_the_whole_run(make, model):
     with run:
         run.tokens = 100
         for number, prompts in run.steps():
-            model.actor_trainer.train_steps += 3
-            made = run.learner
-            rewarded = made.reward(made.sample(prompts, number))
+            model.actor.optim.updates += 3
+            made = run.task.learner
+            step = made.reward(made.sample(Step(index=number, prompts=prompts)))
             model.buffer_metrics({"mine": (number * 10, np.mean)})
-            made.after_step(run, number, rewarded, made.assign_advantages(made.batch(rewarded)))
+            made.after_step(run, made.assign_advantages(made.batch(step)))
     first, second, third, _ = run.rows
     tokens = [row["completions/tokens"] for row in run.rows]
     assert [row["num_tokens"] for row in run.rows] == [100 + sum(tokens[: n + 1]) for n in range(4)]
@@ -261,9 +264,9 @@ def test_three_steps_without_signal_are_said_once_with_an_example(make, caplog):
     run = Run(make(reward), rows(14))
     with run:
         for number, prompts in run.steps():
-            made = run.learner
-            rewarded = made.reward(made.sample(prompts, number))
-            made.after_step(run, number, rewarded, made.assign_advantages(made.batch(rewarded)))
+            made = run.task.learner
+            step = made.reward(made.sample(Step(index=number, prompts=prompts)))
+            made.after_step(run, made.assign_advantages(made.batch(step)))
             counts.append(len(said()))
     assert counts == [0, 0, 0, 0, 0, 1, 1]  # two in a row, one with signal, and then three
     assert "10+1=" in said()[0] and "2.0" in said()[0]
@@ -293,7 +296,7 @@ def test_saves_by_time_are_due_when_the_time_has_passed_since_the_last(make, tmp
         now[0] = 1000.0 + seconds
         due.append(run._save_due(1))
     assert due == [False, True]
-    run.step, run.settings = 1, run._settings()
+    run.step, run.settings = 1, run.task.settings()
     run.save()
     assert run.saved_at == 1060.0 and not run._save_due(2)
 
@@ -313,8 +316,8 @@ def test_an_evaluation_of_right_and_wrong_has_an_accuracy_and_the_best_of_each_g
     worth[4] = 0.5
     assert "accuracy" not in run.evaluate(7)
     assert [(r["step"], r["mode"]) for r in run.rows] == [(7, "eval")] * 3
-    evaluation = dataclasses.replace(run.cluster.get_rollout_config(), num_generations_eval=1)
-    monkeypatch.setattr(run.cluster, "get_rollout_config", lambda mode: evaluation)
+    evaluation = dataclasses.replace(run.roles.get_rollout_config(), num_generations_eval=1)
+    monkeypatch.setattr(run.roles, "get_rollout_config", lambda mode: evaluation)
     worth[:] = [1.0, 0.0, 0.0]
     assert not any("best_of" in name for name in run.evaluate(8))
 
@@ -392,6 +395,7 @@ def test_latest_finds_nothing_in_a_new_folder_and_says_so(make, tmp_path, caplog
     caplog.set_level(logging.INFO, "whet")
     run = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
     assert run._resume() == -1 and "no checkpoint in" in caplog.text
+    run.checkpoints.close()
     half = tmp_path / "checkpoints" / ".tmp-000009-a"
     half.mkdir(parents=True)
     run.checkpoints.open()
@@ -403,7 +407,7 @@ def test_a_changed_configuration_is_refused_or_said(make, tmp_path, caplog):
     with Run(make(run_dir=str(tmp_path), max_steps=1, checkpointing_options=EACH_STEP), rows(8)) as run:
         step(run)
     with pytest.raises(CheckpointError, match="evaluation data: none -> 2 prompts"):
-        Run(make(run_dir=str(tmp_path), resume="latest"), rows(8), rows(2))._open()
+        Run(make(run_dir=str(tmp_path), resume="latest"), rows(8), rows(2)).__enter__()
     changed = {"run_dir": str(tmp_path), "resume": "latest", "reward_timeout_s": 7.0, "max_steps": 2}
     with (
         pytest.raises(CheckpointError, match=r"trainer\.reward_timeout_s: 60\.0 -> 7\.0\nresume with the same one"),
@@ -487,10 +491,10 @@ def test_settings_from_python_name_what_has_no_section(make):
     made = make()
     made.data_shuffle_seed = 9
     run = Run(made, rows(4))
-    run.settings = run._settings()
+    run.settings = run.task.settings()
     found = run._compared()
     assert found["from Python"] == {"data_shuffle_seed": 9, "rollout_config[Mode.EVAL]": {}}
     assert {"algo", "data", "rollout", "trainer"} <= found.keys() and found["rollout_engine"] == "mock"
     made.settings = {"trainer": {"seed": object}}
-    run.settings = run._settings()
+    run.settings = run.task.settings()
     assert run._compared()["trainer"] == {"seed": repr(object)}  # what a checkpoint can hold

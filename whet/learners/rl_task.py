@@ -1,0 +1,288 @@
+"""RLTask: what a reinforcement learner gives its run: prompts, evaluation by sampling, completions kept, warnings."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from whet.cluster import RLCluster
+from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, dump_tree
+from whet.data.order import PromptStream, digests
+from whet.data.prompts import PromptEncoder
+from whet.data.sources import load_rows
+from whet.learners.health import Health
+from whet.learners.report import completion_columns, rewarded_metrics, spread
+from whet.learners.step import Step
+from whet.metrics import Mean, Metric, flat, merge
+from whet.rewards.manager import Rewarded, RewardManager
+from whet.rollout.requests import check_prompt_lengths
+from whet.run.observer import Observed
+from whet.run.provenance import note_reads
+from whet.run.task import Task
+from whet.types import Prompt, TokenBatch
+from whet.util.refs import is_ref
+
+__all__ = ["RLTask"]
+
+log = logging.getLogger("whet")
+
+
+class Learner(Protocol):
+    """What a run asks of a reinforcement learner, an RLLearner."""
+
+    cluster: RLCluster
+    config: RLTrainingConfig
+    algo_config: AlgorithmConfig
+    data: DataConfig
+    data_shuffle_seed: int | None
+    settings: dict[str, Any] | None
+    metric_fns: list[Callable[..., Any]]
+    reward_manager: Any
+
+    @property
+    def num_generations(self) -> int:
+        """G: completions of each prompt in training."""
+        ...
+
+    def reward(self, step: Step) -> Step:
+        """Calls the reward functions."""
+        ...
+
+    def num_updates(self, num_groups: int) -> int:
+        """Optimizer steps of a step of so many groups."""
+        ...
+
+    def planned_passes(self, num_groups: int) -> dict[str, str]:
+        """What such a step runs and what it leaves out."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it keeps from step to step."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Takes it back."""
+        ...
+
+
+class RLTask(Task):
+    """A reinforcement learner's part of its run.
+
+    Args: learner: whose run it is. eval_ds: rows, batches or a reference to them, evaluated whole; None = none.
+    """
+
+    needs = ("cluster",)
+
+    def __init__(self, learner: Learner, eval_ds: Any = None) -> None:
+        self.learner, self.cluster = learner, learner.cluster
+        self.eval_ds = eval_ds
+        self.has_evaluation = eval_ds is not None
+        self.health = Health(self.cluster)
+        self._eval_prompts: list[Prompt] | None = None
+
+    # ---- data ----------------------------------------------------------------------------------------------------
+
+    def stream(self, train_ds: Any) -> PromptStream:
+        """The training prompts in their order.
+
+        Args: train_ds: rows, batches or a reference to them.
+        Raises: ConfigError: sizes that don't divide, a reward that lacks a column. DataError: prompts that can't fit.
+        """
+        learner, c = self.learner, self.learner.config
+        shuffle = learner.data.shuffle if learner.data.shuffle is False else None
+        epochs = c.num_epochs if c.num_epochs is not None else (None if c.max_steps else 1)
+        stream = PromptStream(
+            load_rows(train_ds, split=learner.data.split),
+            batch_size=learner.data.batch_size,
+            seed=c.seed if c.data_shuffle_seed is None else c.data_shuffle_seed,
+            shuffle=shuffle,
+            num_epochs=epochs,
+            last_batch=c.last_batch,
+            encode=(encode := self._encoder(Mode.TRAIN)),
+            prompt_column=learner.data.prompt_column,
+        )
+        log.info("data: %s%s", stream.describe(), _counted(encode))
+        if stream.kind == "rows":
+            self._check_fit(stream.source, Mode.TRAIN)
+            if isinstance(learner.reward_manager, RewardManager):
+                learner.reward_manager.check(list(stream.source[0].columns))
+        c.resolve_batch_sizes(stream.batch_size)
+        return stream
+
+    def prepare(self) -> None:
+        """Encodes the evaluation data."""
+        if self.has_evaluation and self._eval_prompts is None:
+            self._eval_prompts = self._encode_eval()
+
+    def _encode_eval(self) -> list[Prompt]:
+        rows = load_rows(self.eval_ds, split=None)
+        encode, column = self._encoder(Mode.EVAL), self.learner.data.prompt_column
+        stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
+        prompts = [p for batch in stream for p in batch]
+        self._check_fit(prompts, Mode.EVAL)
+        log.info("evaluation data: %d prompts%s", len(prompts), _counted(encode))
+        return prompts
+
+    def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
+        config = self.cluster.get_rollout_config(mode)
+        check_prompt_lengths(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
+
+    def _encoder(self, mode: Mode) -> PromptEncoder:
+        data = self.learner.data
+        return self.cluster.encoder(
+            mode,
+            prompt_column=data.prompt_column,
+            apply_chat_template=data.apply_chat_template,
+            system_prompt=data.system_prompt or None,
+        )
+
+    # ---- what is written and compared ----------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """The whole configuration as plain containers; from Python without models that were given as modules."""
+        learner, cluster = self.learner, self.cluster
+        if learner.settings is not None:
+            return learner.settings
+        roles = {role.value: worker.given for role, worker in cluster.workers.items()}
+        return {
+            **{name: dump_tree(given) for name, given in roles.items() if given is not None},
+            "algo": dump_tree(learner.algo_config),
+            "data": dump_tree(learner.data),
+            "rollout": dump_tree(cluster.get_rollout_config(Mode.TRAIN)),
+            "rollout_engine": dump_tree(cluster.cluster_config.rollout_engine),
+            "trainer": dump_tree(learner.config),
+        }
+
+    def compared(self) -> dict[str, Any]:
+        """What from Python stands beside the settings and has no key there."""
+        rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
+        if isinstance(rollout, dict):  # else the section's own `eval` says how evaluation differs
+            usual, own = (dump_tree(self.cluster.get_rollout_config(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
+            evaluation = {name: value for name, value in own.items() if value != usual[name]}
+        beside = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
+        return {"from Python": beside}
+
+    def reads(self) -> dict[str, Any]:
+        """Models, tokenizer, evaluation prompts and the user's functions."""
+        prompts, cluster = self._eval_prompts, self.cluster
+        return note_reads(
+            cluster.workers,
+            cluster.tokenizer,
+            functions=self._functions(),
+            evaluation=None if prompts is None else [len(prompts), *digests(prompts)],
+            stop_ids=cluster.eos_ids,
+        )
+
+    def _functions(self) -> Iterator[tuple[str, Any]]:
+        """What of the user's code a run calls, with what it is."""
+        learner = self.learner
+        yield f"the learner {type(learner).__name__}", type(learner)
+        manager = learner.reward_manager
+        if type(manager) is not RewardManager:
+            yield "the reward manager", manager
+        if isinstance(manager, RewardManager):
+            yield from ((f"reward function {name}", fn) for name, fn in manager.fns.items())
+        yield from ((f"metric function {n}", fn) for n, fn in enumerate(learner.metric_fns))
+        yield from ((f"the loss of the {role.value}", t.loss) for role, t in learner.cluster.trainers.items())
+        for field in dataclasses.fields(learner.algo_config):
+            value = getattr(learner.algo_config, field.name)
+            if callable(value) or (isinstance(value, str) and is_ref(value)):
+                yield f"algo.{field.name}", value
+
+    def planned_passes(self, batch_size: int) -> dict[str, str]:
+        """The learner's."""
+        return self.learner.planned_passes(batch_size)
+
+    def num_updates(self, batch_size: int) -> int:
+        """The learner's."""
+        return self.learner.num_updates(batch_size)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    def on_step_begin(self, run: Observed, index: int) -> None:
+        """Metrics that are buffered meanwhile are of this step."""
+        self.cluster.global_steps = index
+
+    def on_step_end(self, run: Observed, step: Step) -> None:
+        """Keeps the completions, and warns of what has gone on for too long."""
+        rewarded, batch = step.need_rewarded(), step.need_batch()
+        self._store(run, step.index, Mode.TRAIN, rewarded, batch)
+        self.health.watch(step.index, run.rows[-1], rewarded, batch)
+
+    def _store(self, run: Observed, step: int, mode: Mode, rewarded: Rewarded, batch: TokenBatch) -> None:
+        """Writes the completions of a step."""
+        if run.folder is not None:
+            columns, rewards = completion_columns(rewarded, batch)
+            run.folder.write_completions(step=step, mode=mode.value, columns=columns, rewards=rewards)
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(self, run: Observed, step: int) -> dict[str, float]:
+        """Rolls out the whole evaluation set and rewards it.
+
+        Returns: the row that is logged: rewards/score/{mean,max,min}, each function's, lengths.
+        """
+        learner, cluster = self.learner, self.cluster
+        self.prepare()
+        prompts = self._eval_prompts or []
+        config = cluster.get_rollout_config(Mode.EVAL)
+        generations = config.num_generations_eval or (1 if config.temperature == 0 else learner.num_generations)
+        started = time.monotonic()
+        with cluster.trace.span("eval"):
+            groups = cluster.sample(prompts, num_generations=generations, step=step, mode=Mode.EVAL)
+            found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
+        rewarded = found.need_rewarded()
+        batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+        row = {
+            **flat(_evaluation_metrics(rewarded, generations)),
+            **cluster.take_metrics(step, Mode.EVAL),
+            "time/eval": time.monotonic() - started,
+        }
+        self._store(run, step, Mode.EVAL, rewarded, batch)
+        log.info("eval, step %d: reward %.4g  (%d prompts, %.1f s)", step, row["reward"], len(groups), row["time/eval"])
+        return row
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The cluster's, the warnings' and the learner's own."""
+        return {
+            "cluster": self.cluster.state(),
+            "health": self.health.state(),
+            "learner": self.learner.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Takes them back; what an earlier version did not save begins as in a new run."""
+        self.cluster.restore(state["cluster"], step)
+        self.health.restore(state.get("health", {}))
+        if "learner" in state:
+            self.learner.restore(state["learner"])
+        elif self.learner.state():
+            log.warning(
+                "the checkpoint is of an earlier version, which saved no state of %s: it begins as in a new run",
+                type(self.learner).__name__,
+            )
+
+
+def _evaluation_metrics(rewarded: Rewarded, generations: int) -> dict[str, Metric]:
+    """Rewards and completions; the best of each group; the accuracy where all rewards are 0 or 1."""
+    metrics, total = rewarded_metrics(rewarded), rewarded.total
+    each = np.split(total, range(generations, len(total), generations))
+    known = [g[~np.isnan(g)] for g in each]
+    best = np.array([g.max() for g in known if len(g)])
+    metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best) if generations > 1 else {})
+    if np.isin(total, (0.0, 1.0)).all():
+        metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
+    return metrics
+
+
+def _counted(encode: PromptEncoder) -> str:
+    """What became of prompts over the limit, for the log; "" where there were none."""
+    found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
+    return f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""

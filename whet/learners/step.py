@@ -1,0 +1,65 @@
+"""Step: what one step of reinforcement learning has come to so far. The stages of a learner take one and return one."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
+
+from whet.config import Mode
+from whet.errors import DataError
+from whet.metrics import Metric, merge
+from whet.rewards.manager import Rewarded
+from whet.types import Group, Prompt, TokenBatch
+
+__all__ = ["Step"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """One step, filled stage by stage; frozen, changed by `replace` and `log`.
+
+    >>> from whet.metrics import Mean
+    >>> step = Step(index=1).log({"reward": Mean(1.0, 2)}).log({"reward": Mean(2.0, 2)})
+    >>> step.metrics["reward"].value
+    0.75
+    """
+
+    index: int
+    """Which step of the run it is, from 1; of an evaluation, the step after which it is."""
+    prompts: Sequence[Prompt] = ()
+    """What the data order gave."""
+    groups: Sequence[Group] = ()
+    """The prompts with their completions: by `sample`."""
+    rewarded: Rewarded | None = None
+    """What the reward functions said: by `reward`."""
+    batch: TokenBatch | None = None
+    """The groups end to end: by `batch`; further columns by `score` and `assign_advantages`."""
+    metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
+    """By name; those of several updates and stages are merged."""
+    versions: tuple[int, ...] = ()
+    """The policy versions that the completions were drawn from, in order."""
+    mode: Mode = Mode.TRAIN
+    """Training, or an evaluation."""
+
+    def replace(self, **changes: Any) -> Step:
+        """The same with other fields."""
+        return dataclasses.replace(self, **changes)
+
+    def log(self, metrics: Mapping[str, Metric]) -> Step:
+        """The same with more metrics, merged by name into those that are there."""
+        return self.replace(metrics=merge(self.metrics, metrics))
+
+    def need_batch(self) -> TokenBatch:
+        """The batch. Raises DataError: there is none yet."""
+        if self.batch is None:
+            raise DataError(f"step {self.index} has no batch yet; the stages are sample, reward, batch, score, ...")
+        return self.batch
+
+    def need_rewarded(self) -> Rewarded:
+        """What the reward functions said. Raises DataError: they were not called yet."""
+        if self.rewarded is None:
+            raise DataError(f"step {self.index} has no rewards yet; the stages are sample, reward, batch, score, ...")
+        return self.rewarded

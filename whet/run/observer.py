@@ -1,0 +1,140 @@
+"""Observers: who is told of a run's events, and what they may ask of it.
+
+An observer never sees half a step's state changed by another: it is told in the order in which observers were given.
+One that raises ends the run as an error, with nothing lost: the step under way is finished, evaluated where that was
+due and saved, and then its error is raised with a note of what can be resumed. It is told of nothing more meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from whet.config import TrainingConfig
+from whet.errors import ConfigError
+from whet.observe.store import RunFolder
+from whet.train.role_trainer import RoleTrainer
+from whet.train.worker import Metrics
+
+__all__ = ["Control", "Observed", "Observer", "Observers"]
+
+log = logging.getLogger("whet")
+
+
+@dataclass(kw_only=True)
+class Control:
+    """What observers ask of a run: done when the step under way is finished, each flag then cleared."""
+
+    stop: bool = False
+    """End the run as if the data ended here: with its last checkpoint, evaluation and final model."""
+    save: bool = False
+    """Write a checkpoint."""
+    evaluate: bool = False
+    """Evaluate."""
+    log: bool = False
+    """Have the loggers write out what they hold back (see metrics_logging_options.flush_every_n_steps)."""
+
+    def take(self, name: str) -> bool:
+        """Whether a flag is set; it is cleared."""
+        asked = bool(getattr(self, name))
+        setattr(self, name, False)
+        return asked
+
+
+class Observed(Protocol):
+    """What an observer sees of a run, a run.run.Run."""
+
+    config: TrainingConfig
+    control: Control
+    folder: RunFolder | None
+    rows: list[dict[str, Any]]
+    step: int
+    tokens: int
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None where the data don't tell."""
+        ...
+
+    @property
+    def trainer(self) -> RoleTrainer:
+        """The role whose model the run makes."""
+        ...
+
+
+class Observer:
+    """Told of a run's events; override what you need, and set flags of `run.control` for what you want of it.
+
+    >>> class Enough(Observer):
+    ...     def on_step_end(self, run, step):
+    ...         run.control.stop = run.rows[-1]["reward"] > 0.9
+    """
+
+    def on_run_begin(self, run: Observed) -> None:
+        """The run is open and, where it was asked to, resumed: `run.step` steps are done. An error here ends it."""
+
+    def on_step_begin(self, run: Observed, index: int) -> None:
+        """Before a step; steps count from 1."""
+
+    def on_update_end(self, run: Observed, trainer: RoleTrainer, metrics: Metrics) -> None:
+        """After each optimizer step of a role."""
+
+    def on_step_end(self, run: Observed, step: Any) -> None:
+        """After a step. Args: step: its record (of reinforcement learning a learners.step.Step); its row of numbers is
+        run.rows[-1].
+        """
+
+    def on_log(self, run: Observed, row: Mapping[str, Any]) -> None:
+        """A row of numbers was written: of a step or an evaluation, by its "mode"."""
+
+    def on_evaluate(self, run: Observed, row: Mapping[str, Any]) -> None:
+        """After an evaluation; `row` is what was logged."""
+
+    def on_save(self, run: Observed, folder: Path) -> None:
+        """A checkpoint was written."""
+
+    def on_run_end(self, run: Observed, error: BaseException | None) -> None:
+        """The run is over, all is written; `error`: what ended it, None where it ended by itself."""
+
+
+class Observers:
+    """The observers of a run as one.
+
+    Args: given: in the order in which they are told.
+    Raises: ConfigError: one is no Observer.
+    """
+
+    def __init__(self, given: Iterable[Observer]) -> None:
+        self._told = list(given)
+        self.error: Exception | None = None
+        """What the first of them raised."""
+        for one in self._told:
+            if not isinstance(one, Observer):
+                raise ConfigError(
+                    f"observer {one!r:.80} is not an Observer; give instances of subclasses of whet.run.observer."
+                    "Observer"
+                )
+
+    def tell(self, event: str, *args: Any) -> None:
+        """Tells all of an event. One that raises is dropped, and its error kept: the first as `error`."""
+        for one in list(self._told):
+            try:
+                getattr(one, event)(*args)
+            except Exception as error:
+                self._told.remove(one)
+                who = f"observer {type(one).__name__}.{event}"
+                log.warning("%s raised %s: %s", who, type(error).__name__, error)
+                if self.error is None:
+                    error.add_note(f"raised by {who}")
+                    self.error = error
+
+    def check(self, note: str = "") -> None:
+        """Raises what an observer has raised, once, with a note."""
+        if self.error is not None:
+            error, self.error = self.error, None
+            if note:
+                error.add_note(note)
+            raise error

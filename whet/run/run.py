@@ -1,0 +1,428 @@
+"""Run: what surrounds the steps of a training: the data's order, resuming, logs, evaluation, checkpoints, the end.
+
+    with Run(task, stream, roles, config) as run:
+        for index, items in run.steps():
+            ...
+            run.end_step(step, metrics, num_tokens=...)
+
+It serves reinforcement learning and supervised training alike: what is trained and how it is measured is the Task's,
+which models is the Roles'. A step is one batch of the stream. Step s is finished when its row of metrics is written; a
+checkpoint of step s holds all that step s + 1 needs, and a resumed run cuts off what was written after it. What depends
+on the clock stands under time/ and perf/ alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from whet.config import CheckpointingOptions, Mode, TrainingConfig
+from whet.errors import CheckpointError, ConfigError, DataError
+from whet.observe.environment import environment, noted_environment
+from whet.observe.loggers import Loggers
+from whet.observe.profile import StepProfiler
+from whet.observe.progress import Progress
+from whet.observe.store import RunFolder, changed_settings, holds_steps
+from whet.observe.trace import timeline_folder
+from whet.parallel.run_state import check_storable
+from whet.run.interrupts import Interrupts
+from whet.run.observer import Control, Observer, Observers
+from whet.run.provenance import check_reads, plain
+from whet.run.random_state import random_state, set_random_state
+from whet.run.task import Roles, Stream, Task
+from whet.train.role_trainer import RoleTrainer
+from whet.train.worker import Metrics
+from whet.util.device import memory_metrics
+
+__all__ = ["Record", "Run"]
+
+log = logging.getLogger("whet")
+
+
+class Record(Protocol):
+    """What a run asks of a step's record."""
+
+    @property
+    def index(self) -> int:
+        """Which step it is, from 1."""
+        ...
+
+
+class Run:
+    """One training run.
+
+    Args:
+        task: what is trained, as its learner gives it.
+        stream: the data in their order; None = evaluation only.
+        roles: the models; the run makes that of the first trained one.
+        config: where it is written (run_dir, loggers), when it is evaluated and saved, when it ends.
+        observers: told of each event, after the task.
+        perf_config: PerfMetricsOptions; None = no timeline.
+
+    Raises: ConfigError: an observer that is none.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        stream: Stream | None,
+        roles: Roles,
+        config: TrainingConfig,
+        *,
+        observers: Iterable[Observer] = (),
+        perf_config: Any = None,
+    ) -> None:
+        self.task, self.roles, self.config, self.perf_config = task, roles, config, perf_config
+        self.checkpoints = roles.checkpoints
+        self.control = Control()
+        self.step = 0
+        """Steps that are done."""
+        self.rows: list[dict[str, Any]] = []
+        """What was logged, rows of steps and of evaluations; a resumed run has those of before too."""
+        self.stream = stream
+        self.folder: RunFolder | None = None
+        self.loggers: Loggers | None = None
+        self.progress: Progress | None = None
+        self.profiler = StepProfiler(config.profiling, folder=config.run_dir, trace=roles.trace)
+        self.tokens = 0
+        self.reads: dict[str, Any] | None = None
+        self.observers = Observers(observers)
+        self._stop = Interrupts()
+        self._begun = False
+        self._saved_step = 0
+
+    # ---- opening -------------------------------------------------------------------------------------------------
+
+    @property
+    def trainer(self) -> RoleTrainer:
+        """The role whose model the run makes."""
+        return next(iter(self.roles.trainers.values()))
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None where the data don't tell."""
+        assert self.stream is not None
+        known = self.stream.batches_per_epoch
+        by_data = None if known is None or self.stream.num_epochs is None else known * self.stream.num_epochs
+        limits = [n for n in (self.config.max_steps, by_data) if n is not None]
+        return min(limits) if limits else None
+
+    def __enter__(self) -> Run:
+        """Opens the run folder, resumes where asked, starts the loggers and the progress bar."""
+        try:
+            self._open()
+        except BaseException as error:
+            if self._begun:
+                self._tell("on_run_end", self, error)
+            self._close()
+            raise
+        return self
+
+    def _open(self) -> None:
+        c = self.config
+        assert self.stream is not None
+        self.settings = self.task.settings()
+        self.task.prepare()
+        if not self.task.has_evaluation and c.eval_every_n_steps:
+            log.warning(
+                "eval_every_n_steps=%d has no effect: there is no evaluation data; give train() eval_ds, or set "
+                "data.eval_path, data.eval_split or data.eval_fraction",
+                c.eval_every_n_steps,
+            )
+        if self.checkpoints.root is not None or c.resume is not None:
+            self.reads = self.task.reads()  # before the first update: what is given, not made
+            check_storable(self.task.state(), "the state of the run")
+        if c.run_dir is not None:
+            self.folder = RunFolder(c.run_dir, resume_step=None if c.resume is None else self._resume)
+        elif c.resume is not None:
+            self._resume()
+        if c.resume is None:
+            self._refuse_old_checkpoints()
+        if self.folder is not None:
+            self.folder.write_config(self.settings)
+            self._note_environment(resumed=self.step > 0)
+            self.rows = self.folder.rows()
+        total, updates = self.total_steps, self.task.num_updates(self.stream.batch_size)
+        self.timeline = timeline_folder(self.perf_config, c.run_dir)
+        self.profiler.expect(None if total is None else total - self.step)
+        for trainer in self.roles.trainers.values():
+            trainer.worker.plan(None if total is None else total * updates)
+            trainer.hooks.on_train_start(trainer)
+            trainer.listeners.append(self._updated)
+        options = c.metrics_logging_options
+        self.loggers = Loggers(
+            c.loggers, options=options, folder=c.run_dir, config=self.settings, prefix=c.metrics_prefix
+        )
+        self._begun = True
+        self._tell("on_run_begin", self)
+        self.observers.check()
+        if self.task.has_evaluation and self.step == 0:
+            self.evaluate(0)
+            self.observers.check()
+        self._stop.listen()
+        self.progress = Progress(total, description=c.pbar_description, start=self.step)
+        self.progress.__enter__()
+        self.saved_at = time.monotonic()
+
+    def _note_environment(self, resumed: bool) -> None:
+        """Writes environment.json; a resumed run says what is other than it was, since that may move the last bits."""
+        assert self.folder is not None
+        assert self.stream is not None
+        now = {**environment(), **self.roles.describe(), "passes": self.task.planned_passes(self.stream.batch_size)}
+        before = noted_environment(self.folder.path)
+        parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "training", "rollout")
+        changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
+        if changed:
+            old, new = ({k: e.get(k) for k in changed} for e in (before, now))
+            log.warning("resumed elsewhere, results may differ in the last bits: %s, now %s", old, new)
+        for name, what in now["passes"].items():
+            log.info("%s: %s", name, what)
+        self.folder.write_json("environment.json", now)
+
+    # ---- the steps -----------------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[tuple[int, list[Any]]]:
+        """(step, its batch) from where the run stands to its end; steps count from 1.
+
+        Raises: KeyboardInterrupt: a signal asked for the end; what was done is saved. What an observer has raised.
+        """
+        assert self.stream is not None
+        if self._is_done():
+            return
+        for items in self.stream:
+            index = self.step + 1
+            self._tell("on_step_begin", self, index)
+            self.step_started = time.monotonic()
+            self.roles.trace.times()
+            with self.profiler.step(index):
+                yield index, items
+            if self.observers.error is not None or self._stop.asked:
+                self._end_early()
+            if self.control.take("stop") or self._is_done():
+                return
+
+    def _is_done(self) -> bool:
+        return self.config.max_steps is not None and self.step >= self.config.max_steps
+
+    def _end_early(self) -> None:
+        """Saves what is done; raises what an observer has raised, or that a signal has asked for the end."""
+        self.save()
+        where = f"checkpoint: {self.checkpoints.root}/step-{self.step:06d}" if self.checkpoints.root else "no run_dir"
+        stopped = f"stopped after step {self.step} ({where}); go on with trainer.resume=latest"
+        self.observers.check(stopped)
+        raise KeyboardInterrupt(stopped)
+
+    def end_step(self, step: Record, metrics: Mapping[str, float], *, num_tokens: int) -> None:
+        """Writes the step's row, tells of it, evaluates and saves where that is due or asked for.
+
+        Args: step: its record, for the observers. metrics: by name, of the row. num_tokens: that it trained on.
+        """
+        self.step = step.index
+        self.tokens += num_tokens
+        seconds = time.monotonic() - self.step_started
+        row = {
+            **metrics,
+            "num_tokens": float(self.tokens),
+            "epoch": self._epoch(),
+            "optim/updates": float(self.trainer.train_steps),
+            **self.roles.trace.times(),
+            **memory_metrics(self.trainer.worker.device),
+            "time/step": seconds,
+            "perf/global_step_time": seconds,
+            "perf/tokens_per_second": num_tokens / max(seconds, 1e-9),
+        }
+        self._log(self.step, Mode.TRAIN, row)
+        self._show(row)
+        self._tell("on_step_end", self, step)
+        self._do_what_is_due()
+
+    def _show(self, row: Mapping[str, float]) -> None:
+        shown = {n: row[n] for n in self.trainer.displayed if n in row}
+        speed = row["perf/tokens_per_second"]
+        assert self.progress is not None
+        self.progress.update(self.step, reward=row.get("reward", float("nan")), tokens_per_s=speed, shown=shown)
+
+    def _do_what_is_due(self) -> None:
+        """Evaluates and saves, by the configuration or because an observer asks for it."""
+        every, asked = self.config.eval_every_n_steps, self.control.take("evaluate")
+        if self.task.has_evaluation and (asked or (every and self.step % every == 0)):
+            self.evaluate(self.step)
+        elif asked:
+            log.warning("an observer asks for an evaluation, and there is no evaluation data; give train() eval_ds")
+        asked = self.control.take("save")
+        if asked and self.checkpoints.root is None:
+            log.warning("an observer asks for a checkpoint, and there is no folder for it; set trainer.run_dir")
+        if self._save_due(self.step) or asked:
+            self.save()
+        if self.control.take("log") and self.loggers is not None:
+            self.loggers.flush()
+
+    def _epoch(self) -> float:
+        """Passes over the data so far; NaN where it has no length."""
+        assert self.stream is not None
+        each = self.stream.batches_per_epoch
+        return self.stream.epoch + (self.stream.batch / each if each else float("nan"))
+
+    def _log(self, step: int, mode: Mode, row: Mapping[str, float]) -> None:
+        version = self.trainer.worker.version
+        full = {"step": step, "mode": mode.value, "version": version, **row}
+        self.rows.append(full)
+        if self.folder is not None:
+            self.folder.log(step=step, mode=mode.value, version=version, values=row)
+        if self.loggers is not None:
+            self.loggers.log(step, row, mode.value)
+        self._tell("on_log", self, full)
+
+    def _updated(self, trainer: RoleTrainer, metrics: Metrics) -> None:
+        self._tell("on_update_end", self, trainer, metrics)
+
+    def _tell(self, event: str, *args: Any) -> None:
+        """Tells the task, whose errors are the run's own, and the observers of an open run."""
+        getattr(self.task, event)(*args)
+        if self._begun:
+            self.observers.tell(event, *args)
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Measures on the evaluation data. Args: step: after which it is. Returns: the row that is logged."""
+        row = self.task.evaluate(self, step)
+        self._log(step, Mode.EVAL, row)
+        self._tell("on_evaluate", self, self.rows[-1])
+        return row
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save_due(self, step: int) -> bool:
+        options = self.config.checkpointing_options or CheckpointingOptions()
+        if options.save_interval_steps is not None:
+            return step % options.save_interval_steps == 0
+        return time.monotonic() - self.saved_at >= options.save_interval_s
+
+    def save(self) -> None:
+        """Writes a checkpoint of the step just finished."""
+        if self.checkpoints.root is None:
+            return
+        assert self.stream is not None
+        options = self.config.checkpointing_options or CheckpointingOptions()
+        own = self.task.state()
+        check_storable(own, "the state of the run")
+        state = {
+            **own,
+            "step": self.step,
+            "tokens": self.tokens,
+            "stream": self.stream.state(),
+            "settings": self._compared(),
+            "reads": self.reads,
+            "random": random_state(),
+        }
+        with self.roles.trace.span("checkpoint"):
+            tokenizer = self.roles.tokenizer
+            folder = self.checkpoints.save(self.step, state, tokenizer=tokenizer, keep=options.max_to_keep)
+        self.saved_at = time.monotonic()
+        if self._saved_step != self.step:  # else it was there already
+            self._saved_step = self.step
+            self._tell("on_save", self, folder)
+
+    def _compared(self) -> dict[str, Any]:
+        """What a resume compares: the settings, and what from Python stands beside them and has no key there."""
+        return plain({**self.settings, **self.task.compared()})
+
+    def _refuse_old_checkpoints(self) -> None:
+        """Raises ConfigError where a new run would take another's checkpoints for its own."""
+        root = self.checkpoints.root
+        self.checkpoints.open()
+        if self.checkpoints.exist():
+            raise ConfigError(
+                f"{root} holds the checkpoints of a run; set trainer.resume=latest to go on with it, or another folder"
+            )
+
+    def _resume(self) -> int:
+        """Takes up the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
+        assert self.config.resume is not None
+        self.checkpoints.open()
+        checkpoint = self.checkpoints.find(self.config.resume)
+        if checkpoint is None:
+            log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
+            return -1
+        own, root = self.config.run_dir, self.checkpoints.root
+        if own is not None and root is not None and checkpoint.resolve().parent != root.resolve() and holds_steps(own):
+            raise CheckpointError(
+                f"{checkpoint} is another run's, and {own} holds steps of its own; give another trainer.run_dir, or "
+                "trainer.resume=latest to go on with what lies there"
+            )
+        self._restore(checkpoint)
+        return self.step
+
+    def _restore(self, checkpoint: Path) -> None:
+        self.checkpoints.verify(checkpoint)
+        state = self.checkpoints.state(checkpoint, self.task.needs)
+        self._check_settings(state)
+        assert self.stream is not None
+        assert self.reads is not None
+        check_reads(state.get("reads"), self.reads, allow=self.config.allow_config_change)
+        self.stream.restore(state["stream"])
+        self.step, self.tokens = state["step"], state["tokens"]
+        self.checkpoints.load(checkpoint)
+        self.task.restore(state, self.step)
+        set_random_state(state["random"])
+        self.checkpoints.discard(after=self.step)
+        log.info("resumed from %s: step %d is done", checkpoint, self.step)
+
+    def _check_settings(self, state: Mapping[str, Any]) -> None:
+        """Raises CheckpointError where the configuration is another, listing the differences."""
+        changed = changed_settings(state["settings"], self._compared())
+        if not changed:
+            return
+        if not self.config.allow_config_change:
+            raise CheckpointError(
+                "the configuration differs from the checkpoint's:\n  "
+                + "\n  ".join(changed)
+                + "\nresume with the same one, or set trainer.allow_config_change=true to go on with these changes"
+            )
+        log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Saves the last step and the model where training ended by itself; closes everything in any case."""
+        try:
+            if kind is None:
+                self._finish()
+            if self._begun:
+                self._tell("on_run_end", self, error)
+        finally:
+            self._close()
+        if error is None:
+            self.observers.check()
+
+    def _close(self) -> None:
+        self._stop.release()
+        for trainer in self.roles.trainers.values():
+            trainer.listeners = [fn for fn in trainer.listeners if fn != self._updated]
+        if self.progress is not None:
+            self.progress.__exit__()
+        if self.loggers is not None:
+            self.loggers.close()
+        self.checkpoints.close()
+        if self.folder is not None:
+            self.folder.close()
+
+    def _finish(self) -> None:
+        self.profiler.close()
+        for trainer in self.roles.trainers.values():
+            trainer.hooks.on_train_end(trainer)
+        if self.step == 0:
+            raise DataError("the run ended without a single step: every prompt was dropped; raise max_prompt_length")
+        self.save()  # before an evaluation that a longer run never makes: its draws and lengths are not the next step's
+        evaluated = any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows)
+        if self.task.has_evaluation and not evaluated:
+            self.evaluate(self.step)
+        if self.folder is not None:
+            self.checkpoints.export(self.folder.path / "final", self.step, self.trainer.worker, self.roles.tokenizer)
+        if self.timeline is not None:
+            self.roles.trace.write(self.timeline / "trace.json")

@@ -1,0 +1,104 @@
+"""What a run does not know itself: what is trained, and how it is measured. A learner gives it as a Task."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+from whet.config import Role
+from whet.observe.trace import Trace
+from whet.run.observer import Observed, Observer
+from whet.train.checkpoints import Checkpoints
+from whet.train.role_trainer import RoleTrainer
+
+__all__ = ["Roles", "Stream", "Task"]
+
+
+class Roles(Protocol):
+    """The models of a run. An RLCluster is one."""
+
+    tokenizer: Any
+    trace: Trace
+    checkpoints: Checkpoints
+
+    @property
+    def trainers(self) -> Mapping[Role, RoleTrainer]:
+        """The roles that are trained, the one whose model the run makes first."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen for this machine, for environment.json."""
+        ...
+
+
+class Stream(Protocol):
+    """The data of a run in their order: batches, each step's. A data.order.PromptStream is one."""
+
+    batch_size: int
+    batch: int
+    epoch: int
+    num_epochs: int | None
+
+    @property
+    def batches_per_epoch(self) -> int | None:
+        """Batches of one pass; None where the data have no length."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """The place after the last batch handed out."""
+        ...
+
+    def restore(self, state: Mapping[str, int]) -> None:
+        """Goes on from a place."""
+        ...
+
+    def __iter__(self) -> Iterator[list[Any]]: ...
+
+
+class Task(Observer):
+    """What a learner gives its run. It is the first to be told of each event, and an error of its own is the run's.
+
+    All but `settings` has a default: no evaluation, one update a step, no state.
+    """
+
+    has_evaluation = False
+    """Whether `evaluate` has data."""
+
+    needs: tuple[str, ...] = ()
+    """Entries of run.pt, of those that `state` gives, without which there is no going on."""
+
+    def settings(self) -> dict[str, Any]:
+        """The whole configuration as plain containers: written to the run folder, compared on a resume."""
+        raise NotImplementedError
+
+    def compared(self) -> dict[str, Any]:
+        """What a resume compares besides the settings."""
+        return {}
+
+    def reads(self) -> dict[str, Any]:
+        """What is read besides the checkpoint: see run.provenance.note_reads."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Once, before anything is written: encodes the evaluation data, and refuses what could not work."""
+
+    def planned_passes(self, batch_size: int) -> dict[str, str]:
+        """What a step runs besides its updates and what it leaves out, each with the reason."""
+        return {}
+
+    def num_updates(self, batch_size: int) -> int:
+        """Optimizer steps of a step of so many items."""
+        return 1
+
+    def evaluate(self, run: Observed, step: int) -> dict[str, float]:
+        """Measures on the evaluation data. Returns: the row to be logged."""
+        raise NotImplementedError
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs besides models, data order and generators: entries of run.pt, plain containers and
+        tensors.
+        """
+        return {}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Takes them back, the models being loaded. Args: state: the whole of run.pt. step: that is done."""
