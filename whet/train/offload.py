@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from whet.models.load import LoadedModel
+from whet.models.types import LoadedModel
 from whet.train.worker import Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TokenStats
 from whet.util.experimental import warn_experimental

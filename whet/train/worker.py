@@ -25,8 +25,9 @@ from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
-from whet.models.load import LoadedModel, save_model
+from whet.models.load import save_model
 from whet.models.micro_batch import MicroBatch
+from whet.models.types import LoadedModel
 from whet.ops import Support, aggregate, segment_count, segment_mean
 from whet.parallel import load_state, read_state, save_state, write_state
 from whet.train.optim import Optim
@@ -75,6 +76,8 @@ class ModelWorker:
         max_sequences: int | None = None,
         given: RoleConfig | None = None,
     ) -> None:
+        if loaded.is_view and optim is not None:
+            raise ConfigError(f"{loaded.name} is a view, which is only read: give its owner's worker the optimizer")
         self.loaded = loaded
         self.given = given
         self.support = support or Support()
@@ -88,10 +91,10 @@ class ModelWorker:
         """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
         self.cost = model_cost(loaded.module)
         """By which the micro-batches of a batch are made alike."""
-        if optim is None:
+        if optim is None and not loaded.is_view:  # a view's module is trained by its owner
             loaded.module.requires_grad_(False)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype)
-        if dtype is not None:
+        if dtype is not None and not loaded.is_view:
             for p in loaded.module.parameters():
                 p.data = p.data.to(dtype)
         self.fast_layers: FastLayers | None = FastLayers(loaded.module)
@@ -172,7 +175,14 @@ class ModelWorker:
         for micro in self.micro_batches(apart, max_sequences or self.max_read_sequences, "scores" in names):
             allowed = self._allowed(batch, micro, support)
             with self._layers():
-                stats = token_stats(self.loaded, micro, support=support, entropy="entropy" in names, allowed=allowed)
+                stats = token_stats(
+                    self.loaded,
+                    micro,
+                    support=support,
+                    entropy="entropy" in names,
+                    allowed=allowed,
+                    want={*names} - {"entropy"},
+                )
             for name in names:
                 column = getattr(stats, name)
                 size, at = (
@@ -186,7 +196,7 @@ class ModelWorker:
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
         """What a constraint allows at each target, where it matters."""
-        matters = support.constrained and not support.full and self.loaded.head.kind != "value"
+        matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
         return self.allowed(batch, micro) if matters and self.allowed else None
 
     def _layers(self) -> AbstractContextManager[None]:

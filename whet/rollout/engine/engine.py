@@ -17,8 +17,9 @@ import numpy as np
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel, load_model
+from whet.models.load import load_model
 from whet.models.modes import max_positions
+from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.constraint import Grammars
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
@@ -79,8 +80,10 @@ class EmbeddedEngine:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
         loaded = load_model(model, device=next(model.parameters()).device) if isinstance(model, nn.Module) else model
-        if loaded.head.kind == "value":
+        if loaded.lm_head.kind == "none":
             raise ConfigError(f"{loaded.name} is a critic: it has no language head to generate with; give the actor")
+        if loaded.is_view:
+            raise ConfigError(f"{loaded.name} is a view, which is only read; give the model itself")
         if not loaded.packable:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
         self._decode, self._grammars = decode, grammars
