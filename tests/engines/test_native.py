@@ -164,7 +164,7 @@ def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_r
 ):
     torch.manual_seed(0)
     layer = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
-    product = Product([layer], pack=False, kernels=kernels)
+    product = Product([layer], kernels=kernels)
     x = torch.randn(300, inputs).to(dtype)
     with torch.no_grad():
         want = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
@@ -185,7 +185,7 @@ def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_r
 @needs_kernels
 def test_a_product_of_another_dtype_is_refused_and_a_packed_weight_of_another_size_is_packed_anew():
     layer = torch.nn.Linear(32, 32)
-    product = Product([layer], pack=False, kernels=KERNELS)
+    product = Product([layer], kernels=KERNELS)
     with pytest.raises(TypeError, match="float32 weights got"):
         product(torch.ones(1, 32, dtype=torch.bfloat16))
     with torch.no_grad():
