@@ -115,17 +115,18 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
     """whet's own products, where they can be built."""
     from torch import nn
 
+    from whet.native.build import Unavailable
     from whet.native.decode import load_kernels
     from whet.rollout.engine.packed import Product
 
     loaded = load_kernels()
-    if isinstance(loaded, str):
+    if isinstance(loaded, Unavailable):
         return None
     products = []
     for w in weights:
         layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
         layer.weight = nn.Parameter(w, requires_grad=False)
-        products.append(Product([layer], pack=True, kernels=loaded))
+        products.append(Product([layer], kernels=loaded))
     return products
 
 

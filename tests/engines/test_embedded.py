@@ -183,7 +183,7 @@ def test_prompts_copied_into_their_rows_change_no_token(family, form, monkeypatc
     work = requests(prompts((3, 70, 40, 9, 64, 65)), Sampling(max_tokens=30, stop_ids=stops), group=4)
     done = []
     for longest in (0, 9, 64, 200):  # none, some, some, all
-        monkeypatch.setattr(runner, "JOIN", longest)
+        monkeypatch.setattr(runner, "MAX_JOINED_PROMPT", longest)
         engine = EmbeddedEngine(model, max_batch=11, **form)  # rows leave, others move and come in
         done.append(run(engine, work))
     for other in done[1:]:

@@ -10,7 +10,7 @@ from tiny import build, prompts, requests, run
 
 from whet.rollout.base import Sampling
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.engine.cuda_graph import CAPTURED, FixedTensors, StepGraphs, bucket_rows
+from whet.rollout.engine.cuda_graph import MAX_GRAPHS, FixedTensors, StepGraphs, padded_rows
 
 STOPS = tuple(range(0, 64, 6))
 
@@ -23,7 +23,7 @@ def same(a, b):
 
 def test_every_count_of_rows_has_a_bucket_that_holds_it():
     for most in (1, 7, 16, 40, 256):
-        sizes = [bucket_rows(n, most) for n in range(1, most + 1)]
+        sizes = [padded_rows(n, most) for n in range(1, most + 1)]
         assert all(n <= s <= most for n, s in enumerate(sizes, 1)) and sizes == sorted(sizes)
         assert len(set(sizes)) <= 5 + most // 16
         assert all(s <= 1.5 * n or s - n < 16 for n, s in enumerate(sizes, 1))
@@ -120,9 +120,9 @@ def test_graphs_are_captured_at_the_second_step_and_forgotten_when_addresses_cha
     assert set(graphs._graphs) == {"a", "b"}
     graphs.step("b", 1, body)
     assert graphs._graphs == {"b": None}
-    for i in range(CAPTURED + 1):
+    for i in range(MAX_GRAPHS + 1):
         graphs.step(i, 1, body)
-    assert len(graphs._graphs) <= CAPTURED
+    assert len(graphs._graphs) <= MAX_GRAPHS
 
 
 # ---- captures, replays and memory by the rules of torch.cuda's graphs: see cuda_standin.py
@@ -230,7 +230,7 @@ def test_an_interrupt_in_a_capture_is_no_failure_of_it(machine):
     while found := engine.poll():
         out |= {o.id: o for o in found}
     same(out, plainly(model, work))
-    assert machine.captured > 0 and "graphs on cuda" in engine.paths["steps"]
+    assert machine.captured > 0 and "graphs on cuda, experimental" in engine.paths["steps"]
 
 
 def test_captures_stand_memory_that_other_threads_ask_for(machine):

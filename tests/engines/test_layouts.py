@@ -6,9 +6,9 @@ import torch
 
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import layouts
-from whet.rollout.engine.kv_cache import KVStore, bucket_length
+from whet.rollout.engine.kv_cache import KVStore, padded_length
 from whet.rollout.engine.layouts import JOINED, DecodeLayout
-from whet.rollout.engine.prefill import PrefillLayout, Run
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 from whet.rollout.engine.scheduler import Scheduler, Task
 
 CASES = {
@@ -52,9 +52,9 @@ def test_decode_equals_attention_written_out(case, value_size, joined):
         k[row][:, : plens[w]], v[row][:, : plens[w]] = k[first][:, : plens[w]], v[first][:, : plens[w]]
     stores, slots = {}, []
     for w, p in enumerate(plens):
-        store = stores.setdefault(bucket_length(p), KVStore())
+        store = stores.setdefault(padded_length(p), KVStore())
         slots.append(store.rows)
-        store.reserve(store.rows + 1, bucket_length(p))
+        store.reserve(store.rows + 1, padded_length(p))
         keys, values = store.layer(3, k[0][None], v[0][None])
         row = which.index(w)
         keys[slots[w], :, :p], values[slots[w], :, :p] = k[row][:, :p], v[row][:, :p]
@@ -67,7 +67,7 @@ def test_decode_equals_attention_written_out(case, value_size, joined):
         keys[row, :, end:], values[row, :, end:] = 1e3, 1e3  # what a finished row left there
     layout = DecodeLayout(mine, torch.device("cpu"))
     of = lambda f: np.array([f(w) for w in which])
-    buckets = of(lambda w: JOINED if plens[w] in joined else bucket_length(plens[w]))
+    buckets = of(lambda w: JOINED if plens[w] in joined else padded_length(plens[w]))
     layout.regroup(stores, buckets, of(lambda w: slots[w]), of(lambda w: plens[w]))
     made = torch.tensor(first) + torch.tensor(own)
     position = torch.tensor([plens[w] + n for w, n in zip(which, own)])
@@ -90,10 +90,10 @@ def test_prefill_in_chunks_equals_attention_written_out(case, value_size):
     store.reserve(3, 32)
     q, k, v = torch.randn(3, 4, 12, 8), torch.randn(3, 2, 12, 8), torch.randn(3, 2, 12, value_size)
     first = [
-        Run(count=2, start=0, length=7, store=store, slot=0),
-        Run(count=1, start=0, length=12, store=store, slot=2),
+        PrefillSpan(count=2, start=0, length=7, store=store, slot=0),
+        PrefillSpan(count=1, start=0, length=12, store=store, slot=2),
     ]
-    second = [Run(count=2, start=7, length=5, store=store, slot=0)]
+    second = [PrefillSpan(count=2, start=7, length=5, store=store, slot=0)]
     got = torch.zeros(3, 4, 12, value_size)
     for runs in (first, second):
         spans = [(r.slot + i, slice(r.start, r.start + r.length)) for r in runs for i in range(r.count)]
@@ -156,8 +156,8 @@ def test_a_weighted_sum_of_bags_equals_the_product(monkeypatch):
     layout = DecodeLayout(KVStore(rows=3, length=40), torch.device("cpu"))
     layout.regroup({}, np.zeros(3, np.int64), np.zeros(3, np.int64), np.ones(3, np.int64))
     outs = []
-    for held in (layouts.HELD, 0):
-        monkeypatch.setattr(layouts, "HELD", held)
+    for held in (layouts.MAX_SCORES, 0):
+        monkeypatch.setattr(layouts, "MAX_SCORES", held)
         keys, values = (torch.randn(3, 2, 40, 8, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
         layout.own._layers[0] = (keys, values)
         layout.begin(torch.tensor([7, 3, 20]), torch.tensor([7, 3, 20]), longest=20, furthest=20, equal=False)

@@ -11,7 +11,7 @@ from whet.errors import EngineError
 from whet.rollout.base import EngineStats, Request, Sampling
 from whet.rollout.driver import stream
 from whet.rollout.engine import EmbeddedEngine
-from whet.rollout.engine.conversation_cache import ConversationCache, Held
+from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache
 
 EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 STOPS = tuple(range(0, VOCABULARY, 6))
@@ -408,7 +408,7 @@ def test_a_stop_string_ends_a_stream_with_the_token_that_completes_it(model):
 
 
 def held(n):
-    return Held(tokens=np.arange(n, dtype=np.int32), layers={0: (torch.zeros(2, n, 4), torch.zeros(2, n, 6))})
+    return CachedSequence(tokens=np.arange(n, dtype=np.int32), layers={0: (torch.zeros(2, n, 4), torch.zeros(2, n, 6))})
 
 
 def test_a_shelf_drops_the_oldest_first_and_what_is_asked_for_last():

@@ -32,7 +32,7 @@ def test_room_is_made_for_what_is_there_and_not_for_what_may_come(model, kind, s
 def test_rows_that_come_while_others_run_find_room_and_change_no_token(model, form, monkeypatch):
     work = requests(prompts((3, 70, 9, 1)), Sampling(max_tokens=24, repetition_penalty=1.3), group=3)
     want = run(EmbeddedEngine(model, **form), work)
-    monkeypatch.setattr(runner, "ROWS", 2)
+    monkeypatch.setattr(runner, "INITIAL_ROWS", 2)
     engine = EmbeddedEngine(model, **form, max_batch=64)
     done = {}
     for first in range(0, len(work), 3):

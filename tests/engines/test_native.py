@@ -20,7 +20,7 @@ from whet.rollout.engine.native_step import NativeLayer, NativeLayout
 from whet.rollout.engine.packed import Product
 
 KERNELS = load_kernels()
-needs_kernels = pytest.mark.skipif(isinstance(KERNELS, str), reason=str(KERNELS))
+needs_kernels = pytest.mark.skipif(isinstance(KERNELS, native_build.Unavailable), reason=str(KERNELS))
 LENGTHS = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 """Largest difference by dtype, of numbers of size 1."""
 
@@ -164,7 +164,7 @@ def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_r
 ):
     torch.manual_seed(0)
     layer = torch.nn.Linear(inputs, outputs, bias=bias, dtype=dtype)
-    product = Product([layer], pack=False, kernels=kernels)
+    product = Product([layer], kernels=kernels)
     x = torch.randn(300, inputs).to(dtype)
     with torch.no_grad():
         want = torch.nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
@@ -185,7 +185,7 @@ def test_a_product_is_the_formula_and_a_row_has_the_same_bits_in_any_number_of_r
 @needs_kernels
 def test_a_product_of_another_dtype_is_refused_and_a_packed_weight_of_another_size_is_packed_anew():
     layer = torch.nn.Linear(32, 32)
-    product = Product([layer], pack=False, kernels=KERNELS)
+    product = Product([layer], kernels=KERNELS)
     with pytest.raises(TypeError, match="float32 weights got"):
         product(torch.ones(1, 32, dtype=torch.bfloat16))
     with torch.no_grad():
@@ -371,7 +371,7 @@ def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, old, n
     [
         ("load(y + c + size / 2), load(sin", "load(y + c), load(sin", "a decode step differs by"),
         ("norm(h, more, (const T*)l.after", "norm(h, (T*)nullptr, (const T*)l.after", "a decode step differs by"),
-        ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and native.py name different fields"),
+        ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and decode.py name different fields"),
     ],
 )
 def test_a_step_that_differs_from_the_module_is_not_used(cache, rewrite, monkeypatch, old, new, reason):
@@ -386,8 +386,8 @@ def test_a_step_that_differs_from_the_module_is_not_used(cache, rewrite, monkeyp
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("qwen3", {"head_dim": 24, "hidden_size": 32}, "head size 24 is no multiple of "),
-        ("qwen3", {"intermediate_size": 40}, "width 40 is no multiple of "),
+        ("qwen3", {"head_dim": 24, "hidden_size": 32}, "head size 24 is not a multiple of "),
+        ("qwen3", {"intermediate_size": 40}, "width 40 is not a multiple of "),
         ("llama", {"hidden_act": "gelu"}, "its activations are "),
         ("qwen3", {}, "native"),
         ("mistral_window", {}, "native"),

@@ -18,6 +18,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.rollout.base import Sampling
 from whet.rollout.sglang import SGLangEngine
+from whet.util.experimental import warn_experimental
 
 SEEDED = RolloutConfig(rollout_sglang_jax_enable_deterministic_sampling=True)
 
@@ -150,6 +151,15 @@ def test_it_starts_without_weights_and_takes_the_actors(policy):
     assert "lm_head.weight" in made._engine.calls[0][1] and made._engine.calls[0][2:] == (None, True)
     assert made.paths["sglang"] == "0.5.23" and float(made.paths["logprobs apart"]) < 1e-6
     made.close()
+
+
+def test_it_is_experimental_and_this_is_logged_once(policy, caplog):
+    warn_experimental.cache_clear()
+    for _ in range(2):
+        made = make(policy)
+        assert made.caps.experimental
+        made.close()
+    assert caplog.text.count("rollout_engine 'sglang' is experimental") == 1
 
 
 def test_a_config_that_is_not_the_actors_is_refused(policy, tmp_path):

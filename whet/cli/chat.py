@@ -2,13 +2,13 @@
 
 What the model has said is never encoded again where the chat template lets it stand as it was: the next turn is put
 behind the ids of the last one, and an engine that holds them encodes only what is new.
-Left out on purpose: tools, images, and a history that outlives the program.
+Left out on purpose: tools, images, a history that outlives the program, and a conversation longer than the model, which
+ends with an error that names /reset.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import logging
 import secrets
 import shlex
@@ -24,7 +24,7 @@ import numpy as np
 from whet.cli.generate import open_sampler, sampling_keys, visible
 from whet.config.base import check
 from whet.config.generate import ChatConfig, check_model
-from whet.config.loader import EXPRESSIONS, tree
+from whet.config.loader import tree
 from whet.errors import ConfigError, DataError, WhetError, lookup_error
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
@@ -52,16 +52,12 @@ LIVE = (
 )
 """Keys that /set changes."""
 HELP = """/reset             forget the conversation
-/system TEXT       set the system prompt and begin anew; without TEXT, show it
-/set key=value     change temperature, top_p, max_tokens, seed ...; without words, show them
+/system TEXT       set the system prompt and start again; without TEXT, show it
+/set key=value     change temperature, top_p, max_tokens, seed ...; quote a value with blanks;
+                   without words, show them
 /help              this
 /quit              leave (so does Ctrl-D)
-Ctrl-C stops an answer; a \\ at the end of a line continues it on the next."""
-ROOM = 64
-"""Tokens that an answer is left where nobody says how long it may be, if the model has so many."""
-KEPT = 0.75
-"""Share of the tokens that are kept of a conversation that has outgrown the model: what is left is encoded anew, so a
-few turns at least go by until the next time."""
+Ctrl-C stops an answer."""
 
 
 class Chat:
@@ -115,7 +111,7 @@ class Chat:
         stream, made, said = TextStream(self.sampler.decode), [], []
         self.finish_reason = None
         try:
-            prompt, sampling = self._prompt(self._sampling())
+            prompt, sampling = self._fitted(self._sampling())
             seed = secrets.randbits(31) if self.config.seed is None else self.config.seed
             pieces = self.sampler.stream(prompt, sampling, seed=seed, place=self._turn, conversation=self._number)
             try:
@@ -144,32 +140,17 @@ class Chat:
     def _sampling(self) -> Sampling:
         return self.sampler.sampling(**sampling_keys(self.config))
 
-    def _prompt(self, sampling: Sampling) -> tuple[Prompt, Sampling]:
-        """The ids of the conversation so far, the oldest turns left out where it has outgrown the model."""
-        longest, prompt = self.sampler.longest, self._encoded()
-        given = self.config.max_tokens is not None
-        room = sampling.max_tokens if given else max(sampling.min_tokens, min(ROOM, (longest or ROOM) // 4))
-        if longest is not None and len(prompt.tokens) > longest - room:
-            dropped = False
-            while len(prompt.tokens) > KEPT * (longest - room) and self._drop_oldest():
-                dropped, prompt = True, self._encoded()
-            if dropped:
-                log.warning(
-                    "the conversation has outgrown the model's %d tokens: its oldest turns are left out", longest
-                )
-        return prompt, self.sampler.fitted(sampling, [prompt], given=given)[0]
-
-    def _drop_oldest(self) -> bool:
-        """Leaves out the oldest question and its answer; False where there is only the last question."""
-        first = next((i for i, m in enumerate(self.messages) if m["role"] == "user"), 0)
-        if first >= len(self.messages) - 1:
-            return False
-        del self.messages[first : first + 2]
-        self._held = None
-        return True
+    def _fitted(self, sampling: Sampling) -> tuple[Prompt, Sampling]:
+        """The ids of the conversation so far, and as many tokens for the answer as the model has left."""
+        prompt = self._encoded()
+        try:
+            return prompt, self.sampler.fitted(sampling, [prompt], given=self.config.max_tokens is not None)[0]
+        except DataError as error:
+            hint = "; /reset forgets what was said before" if len(self.messages) > 2 else ""
+            raise DataError(f"{error}{hint}") from error
 
     def _encoded(self) -> Prompt:
-        """The conversation as ids: what is held with the rest behind it, or all of it anew."""
+        """The conversation as ids: what is held with the rest behind it, or all of it encoded again."""
         tokenizer = self.sampler.tokenizer
         if not self.templated:
             held = self._held
@@ -219,7 +200,7 @@ class Chat:
             return HELP
         if word == "reset":
             self.reset()
-            return "the conversation begins anew"
+            return "the conversation starts again"
         if word == "system":
             return self._set_system(rest)
         if word == "set":
@@ -233,7 +214,7 @@ class Chat:
             raise ConfigError("plain text has no system prompt; it is part of the chat template")
         self.config = dataclasses.replace(self.config, system_prompt=text)
         self.reset()
-        return "the system prompt is set, the conversation begins anew"
+        return "the system prompt is set, the conversation starts again"
 
     def _set(self, words: str) -> str:
         """Changes settings, all or none."""
@@ -326,32 +307,22 @@ def _interruptible(sampler: Sampler) -> Iterator[threading.Event]:
 
 
 def _lines(live: bool) -> Iterator[str]:
-    """What the user says, a line or several joined by a backslash at a time; empty ones are passed over."""
+    """What the user says, a line at a time; empty ones are passed over."""
     if live:
         with suppress(ImportError):
             import readline  # noqa: F401  (input() then edits and remembers lines)
-    parts: list[str] = []
     while True:
         try:
-            line = _line("... " if parts else "> ") if live else sys.stdin.readline()
+            line = _line("> ") if live else sys.stdin.readline() or None
         except KeyboardInterrupt:
-            parts = []
             _tell("\n(Ctrl-D or /quit leaves)")
             continue
         except UnicodeDecodeError as error:
             raise DataError(f"standard input is not {error.encoding} text: {error}; convert it first") from error
-        if line is None or (line == "" and not live):
-            if parts and not live:
-                yield "\n".join(parts)  # the last line of the pipe ended in a backslash
+        if line is None:
             return
-        line = line.rstrip("\n")
-        if line.endswith("\\"):
-            parts.append(line[:-1])
-            continue
-        whole = "\n".join([*parts, line])
-        parts = []
-        if whole.strip():
-            yield whole
+        if line.strip():
+            yield line.rstrip("\n")
 
 
 def _line(prompt: str) -> str | None:
@@ -364,46 +335,17 @@ def _line(prompt: str) -> str | None:
 
 
 def _words(line: str) -> list[str]:
-    r'''The words of a line, quotes taken off; a backslash is a letter, as expressions have it.
+    r"""The words of a line, quotes taken off; a backslash is a letter, as regular expressions have it.
 
-    A value that begins with a bracket goes to the bracket that closes it, blanks and quotes included.
-
-    >>> _words(r"""a=\d+ 'b=1 2' c={d: "e f"}""")
-    ['a=\\d+', 'b=1 2', 'c={d: "e f"}']
-    '''
-    words, rest = [], line.strip()
-    while rest:
-        if end := _bracketed(rest):
-            words.append(rest[:end])
-        else:
-            stream = io.StringIO(rest)
-            split = shlex.shlex(stream, posix=True, punctuation_chars=False)
-            split.whitespace_split, split.escape, split.commenters = True, "", ""
-            try:
-                words.append(split.get_token() or "")
-            except ValueError as error:
-                raise ConfigError(f"/set {line}: {error}; close the quotation") from error
-            end = stream.tell()
-        rest = rest[end:].lstrip()
-    return words
-
-
-def _bracketed(text: str) -> int:
-    """Where a first word key=[...] or key={...} ends; 0 = it is none. The brackets of an expression are not YAML's."""
-    key, equals, value = text.partition("=")
-    if not equals or value[:1] not in ("[", "{") or key.split(".")[-2:] in EXPRESSIONS:
-        return 0
-    depth, quote = 0, ""
-    for place, letter in enumerate(value, len(key) + 1):
-        if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "'\"":
-            quote = letter
-        else:
-            depth += (letter in "[{") - (letter in "]}")
-        if depth == 0:
-            return place + 1 if text[place + 1 : place + 2] in ("", " ") else 0
-    return 0
+    >>> _words(r"constraint.regex=\d+ 'stop=a b'")
+    ['constraint.regex=\\d+', 'stop=a b']
+    """
+    split = shlex.shlex(line, posix=True, punctuation_chars=False)
+    split.whitespace_split, split.escape, split.commenters = True, "", ""
+    try:
+        return list(split)
+    except ValueError as error:
+        raise ConfigError(f"/set {line}: {error}; close the quotation") from error
 
 
 def _tell(text: str) -> None:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from whet.native.build import Unavailable
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.native.segments import SegmentKernels, kernels_for
 
 if TYPE_CHECKING:
-    from whet.models.load import LoadedModel
+    from whet.models.types import LoadedModel
 
 __all__ = ["training_backends"]
 
@@ -38,5 +39,5 @@ def training_backends(loaded: LoadedModel) -> dict[str, str]:
     return {"attention": attention, "layers": _words(layer_kernels()) if known else "the module's"}
 
 
-def _words(kernels: SegmentKernels | LayerKernels | str) -> str:
-    return f"torch ({kernels})" if isinstance(kernels, str) else f"native ({kernels.compiler})"
+def _words(kernels: SegmentKernels | LayerKernels | Unavailable) -> str:
+    return f"torch ({kernels})" if isinstance(kernels, Unavailable) else f"native ({kernels.compiler})"

@@ -19,15 +19,22 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from torch import Tensor
-
 from whet.errors import ConfigError
 
-__all__ = ["Library", "cache_folder", "load_library", "load_made", "near", "note", "tried", "unmeasured", "wanted"]
+__all__ = [
+    "Library",
+    "Unavailable",
+    "cache_folder",
+    "enabled",
+    "load_library",
+    "load_made",
+    "note",
+    "unsupported_cpu",
+]
 
 log = logging.getLogger("whet")
 K = TypeVar("K")
@@ -42,6 +49,21 @@ BUILD_S = 600.0
 """Longest a compiler may take."""
 
 
+@dataclass(frozen=True)
+class Unavailable:
+    """What stands in the place of kernels that can't be used.
+
+    >>> str(Unavailable("no C++ compiler (g++) is installed"))
+    'no C++ compiler (g++) is installed'
+    """
+
+    reason: str
+    """Why torch has to do."""
+
+    def __str__(self) -> str:
+        return self.reason
+
+
 class Library(NamedTuple):
     """A library that is loaded."""
 
@@ -50,35 +72,35 @@ class Library(NamedTuple):
     """First line of what built it says of itself."""
 
 
-def load_library(source: str) -> Library | str:
+def load_library(source: str) -> Library | Unavailable:
     """A library of kernels/, built if it is not there yet.
 
-    Args: source: name of its .cpp. Returns: the library, or the reason why there is none.
+    Args: source: name of its .cpp. Returns: the library, or why there is none.
 
-    >>> isinstance(load_library("decode"), (Library, str))
+    >>> isinstance(load_library("decode"), (Library, Unavailable))
     True
     """
-    if not wanted():
-        return f"WHET_NATIVE={os.environ['WHET_NATIVE']} switches them off"
+    if not enabled():
+        return Unavailable(f"WHET_NATIVE={os.environ['WHET_NATIVE']} switches them off")
     if platform.system() != "Linux":
-        return f"no native kernels on {platform.system()}"
+        return Unavailable(f"no native kernels on {platform.system()}")
     runtime = _openmp()
     if runtime is None:
-        return "torch has no GNU OpenMP here"
+        return Unavailable("torch has no GNU OpenMP here")
     try:
         compiler = shlex.split(os.environ.get("CXX", "")) or [x for x in ("g++", "c++") if shutil.which(x)][:1]
         if not compiler:
-            return "no C++ compiler (g++) is installed"
+            return Unavailable("no C++ compiler (g++) is installed")
         version = _run(*compiler, "--version").splitlines()[0]
         ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)  # torch's own: a second runtime would have threads of its own
         return Library(_built(source, compiler, version), version)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError) as error:  # ValueError: quotes in $CXX
         said = error.stderr if isinstance(error, subprocess.CalledProcessError) and error.stderr else str(error)
         lines = said.strip().splitlines() or [type(error).__name__]
-        return f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}"
+        return Unavailable(f"building them failed: {next((x for x in lines if 'error' in x), lines[0])}")
 
 
-def wanted() -> bool:
+def enabled() -> bool:
     """Whether WHET_NATIVE leaves the kernels on, as it does where it is not set. Raises: ConfigError: another word."""
     word = os.environ.get("WHET_NATIVE", "")
     if word.lower() not in (*ON, *OFF):
@@ -86,43 +108,27 @@ def wanted() -> bool:
     return word.lower() in ON
 
 
-def load_made(source: str, make: Callable[[Library], K]) -> K | str:
+def load_made(source: str, make: Callable[[Library], K]) -> K | Unavailable:
     """The functions of a library over tensors. Args: make: makes them. Returns: them, or why there are none."""
     found = load_library(source)
-    if isinstance(found, str):
+    if isinstance(found, Unavailable):
         return found
     try:
         return make(found)
     except (OSError, AttributeError) as error:  # a damaged file, or another version's
-        return f"loading them failed: {error}"
+        return Unavailable(f"loading them failed: {error}")
 
 
-def tried(kernels: K | str, trial: Callable[[K], str | None]) -> K | str:
-    """Kernels that have passed a trial; else the reason why they are not used.
-
-    Args: kernels: as load_made gives them. trial: says why they are not to be used. It runs in a thread of its own,
-        where no hook, mode or grad state of the layer that asks first reaches it.
-    """
-    if isinstance(kernels, str):
-        return kernels
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(trial, kernels).result() or kernels
-
-
-def near(got: Tensor, want: Tensor, limit: float) -> bool:
-    """Whether all numbers agree. Args: limit: of the difference, in parts of the largest."""
-    return bool((got.float() - want).abs().max() <= limit * want.abs().max())
-
-
-def unmeasured() -> str | None:
+def unsupported_cpu() -> Unavailable | None:
     """Why kernels of training stay off: they have not been measured on this kind of processor; None = they have."""
     machine = platform.machine()
-    return None if machine in ("x86_64", "AMD64") else f"they have not been measured on {machine}"
+    known = machine in ("x86_64", "AMD64")
+    return None if known else Unavailable(f"they have not been measured on {machine}")
 
 
 @functools.cache
 def note(what: str, reason: str) -> None:
-    """Says once why something runs through torch."""
+    """Logs once why something runs through torch."""
     log.info("%s runs through torch: %s", what, reason)
 
 
@@ -167,7 +173,7 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
         if not _own(path.parent):
             raise PermissionError(f"{path.parent} can be written by others")
         if path.exists() and _own(path):
-            with contextlib.suppress(OSError):  # cut short by a power cut: built anew
+            with contextlib.suppress(OSError):  # cut short by a power cut: built again
                 return ctypes.CDLL(str(path))
         room = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:  # no home, or one that can't be written, or that others can write

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from whet.native.build import Library, load_made, near, tried
+from whet.native.build import Library, Unavailable, load_made
+from whet.native.selfcheck import Comparison, self_check
 
 __all__ = ["Kernels", "LayerTable", "ProductTable", "StepTable", "load_kernels", "unfit_sizes"]
 
-MOST = 256
+MAX_HEAD_SIZE = 256
 """Largest head size; vectors.h has it too."""
 
 _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
@@ -68,8 +70,10 @@ class Kernels:
         library, self.compiler = found
         library.whet_fact.restype, library.whet_fact.argtypes = _long, (_long,)
         sizes = [library.whet_fact(i) for i in range(2, 5)]
-        if library.whet_fact(1) != MOST or sizes != [ctypes.sizeof(t) for t in (ProductTable, StepTable, LayerTable)]:
-            raise OSError("tables.h and native.py name different fields")
+        if library.whet_fact(1) != MAX_HEAD_SIZE or sizes != [
+            ctypes.sizeof(t) for t in (ProductTable, StepTable, LayerTable)
+        ]:
+            raise OSError("tables.h and decode.py name different fields")
         self.lanes: int = library.whet_fact(0)
         """Numbers side by side in a register: widths must be multiples of it."""
         self._run, self._attend = library.whet_run, library.whet_attend
@@ -151,44 +155,42 @@ class Kernels:
 
 
 @functools.cache
-def load_kernels() -> Kernels | str:
+def load_kernels() -> Kernels | Unavailable:
     """The kernels, built if they are not there yet.
 
-    Returns: the kernels, or the reason why torch's must do.
+    Returns: the kernels, or why torch's must do.
 
-    >>> isinstance(load_kernels(), (Kernels, str))
+    >>> isinstance(load_kernels(), (Kernels, Unavailable))
     True
     """
-    return tried(load_made("decode", Kernels), _refusal)
+    return self_check(load_made("decode", Kernels), _comparisons)
 
 
 def unfit_sizes(kernels: Kernels, head: int, widths: set[int]) -> str | None:
     """Why sizes don't fit the kernels. Args: head: D. widths: of rows. Returns: the reason; None = they fit."""
-    wrong = [f"head size {head}"] if head % kernels.lanes or head > MOST else []
+    wrong = [f"head size {head}"] if head % kernels.lanes or head > MAX_HEAD_SIZE else []
     wrong += [f"width {x}" for x in sorted(widths) if x % kernels.lanes]
-    return f"{', '.join(wrong)} is no multiple of {kernels.lanes}, or too large" if wrong else None
+    return f"{', '.join(wrong)} is not a multiple of {kernels.lanes}, or too large" if wrong else None
 
 
-def _refusal(kernels: Kernels) -> str | None:
-    """Why the kernels are not used: a result that differs from torch's on this machine."""
+def _comparisons(kernels: Kernels) -> Iterator[Comparison]:
+    """Results of the kernels next to torch's."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         h, more = (torch.randn(3, 64, generator=generator).to(dtype) for _ in range(2))
         wide = (h.float() + more.float()).to(dtype).float()
         want = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt()
-        if not near(kernels.norm(h.clone(), more, None, 1e-6), want, limit):
-            return f"norms in {dtype} differ from torch's on this machine"
+        differ = f"in {dtype} differ from torch's"
+        yield Comparison(f"norms {differ}", kernels.norm(h.clone(), more, None, 1e-6), want, limit)
         gate, up = h.float().chunk(2, -1)
-        if not near(kernels.gated(h), torch.nn.functional.silu(gate) * up, limit):
-            return f"gates in {dtype} differ from torch's on this machine"
+        yield Comparison(f"gates {differ}", kernels.gated(h), torch.nn.functional.silu(gate) * up, limit)
         weight, bias, x = (torch.randn(*n, generator=generator).to(dtype) for n in ((70, 32), (70,), (29, 32)))
         panels = kernels.pack(weight)
         got = kernels.multiply(ProductTable(panels.data_ptr(), bias.data_ptr(), 32, 70), x)
-        if not near(got, x.float() @ weight.float().T + bias.float(), limit):
-            return f"products in {dtype} differ from torch's on this machine"
-        if not all(near(*_attended(kernels, dtype, size, generator), limit) for size in (16, 64)):
-            return f"attention in {dtype} differs from torch's on this machine"
-    return None
+        yield Comparison(f"products {differ}", got, x.float() @ weight.float().T + bias.float(), limit)
+        for size in (16, 64):
+            attended = _attended(kernels, dtype, size, generator)
+            yield Comparison(f"attention in {dtype} differs from torch's", *attended, limit)
 
 
 def _attended(kernels: Kernels, dtype: torch.dtype, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import record_function
 
-from whet.native.build import Library, load_made, near, tried, unmeasured
+from whet.native.build import Library, Unavailable, load_made, unsupported_cpu
+from whet.native.selfcheck import Comparison, self_check
 
 __all__ = ["LayerKernels", "layer_kernels"]
 
@@ -118,17 +120,17 @@ class LayerKernels:
 
 
 @functools.cache
-def layer_kernels() -> LayerKernels | str:
-    """The kernels, built if they are not there yet. Returns: them, or the reason why torch's operations must do.
+def layer_kernels() -> LayerKernels | Unavailable:
+    """The kernels, built if they are not there yet. Returns: them, or why torch's operations must do.
 
-    >>> isinstance(layer_kernels(), (LayerKernels, str))
+    >>> isinstance(layer_kernels(), (LayerKernels, Unavailable))
     True
     """
-    return unmeasured() or tried(load_made("layers", LayerKernels), _trial)
+    return unsupported_cpu() or self_check(load_made("layers", LayerKernels), _comparisons)
 
 
-def _trial(kernels: LayerKernels) -> str | None:
-    """Why the kernels are not used: a result, or a gradient, that differs from torch's on this machine."""
+def _comparisons(kernels: LayerKernels) -> Iterator[Comparison]:
+    """Results and gradients of the kernels next to torch's."""
     generator = torch.Generator().manual_seed(0)
     for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         x, up, grad, w = (torch.randn(*n, generator=generator).to(dtype) for n in (*[(300, 48)] * 3, (48,)))
@@ -142,10 +144,8 @@ def _trial(kernels: LayerKernels) -> str | None:
         found = (y, *kernels.norm_grads(x, w, r, grad, of_x=True, of_weight=True), kernels.gated(x, up))
         found += kernels.gated_grads(x, up, grad.clone(), product=True)
         for got, true in zip(found, (want, *of_norm, product, *of_gate, product), strict=True):
-            if got is None or not near(got, true, limit):
-                return f"norms or gates in {dtype} differ from torch's on this machine"
+            assert got is not None, "all gradients were asked for"
+            yield Comparison(f"norms or gates in {dtype} differ from torch's", got, true, limit)
     # rows, outputs and inputs of several chunks and blocks, and their ends
     grad, x = (torch.randn(300, n, generator=generator).to(torch.float32) for n in (500, 600))
-    if not near(kernels.weight_grad(grad, x), grad.t() @ x, 1e-5):
-        return "gradients of weights differ from torch's on this machine"
-    return None
+    yield Comparison("gradients of weights differ from torch's", kernels.weight_grad(grad, x), grad.t() @ x, 1e-5)

@@ -13,7 +13,7 @@ import bisect
 import ctypes
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 
-from whet.native.build import Library, load_made, near, tried, unmeasured
-from whet.observe.environment import environment
+from whet.native.build import Library, Unavailable, load_made, unsupported_cpu
+from whet.native.selfcheck import Comparison, self_check
+from whet.util.cpu import cpu_facts
 
 __all__ = [
     "OPERATOR",
@@ -34,9 +35,9 @@ __all__ = [
     "segment_refusal",
 ]
 
-STRIPES = 8
+MAX_STRIPES = 8
 """Most sums of a key's gradient that are held at once,"""
-STRIPE_BYTES = 1 << 28
+MAX_STRIPE_BYTES = 1 << 28
 """and how large they may be together."""
 _long, _pointer, _double = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 
@@ -102,11 +103,11 @@ class SegmentTables:
     def stripe_ends(self, kv: int, threads: int, *, window: int, sizes: int) -> Tensor:
         """Blocks of queries in stripes of like work, so that more threads have some: the last block of each, plus 1.
 
-        Args: kv: K. threads: of torch; beyond STRIPES times K of them some have none. window: places back that are
-            seen; 0 = all. sizes: D + E; the stripes' sums of gradients must not be larger than STRIPE_BYTES.
+        Args: kv: K. threads: of torch; beyond MAX_STRIPES times K of them some have none. window: places back that are
+            seen; 0 = all. sizes: D + E; the stripes' sums of gradients must not be larger than MAX_STRIPE_BYTES.
         """
-        count = 1 if kv % threads == 0 else min(STRIPES, -(-2 * threads // kv), len(self._blocks))
-        count = max(1, min(count, STRIPE_BYTES // (4 * kv * sizes * self.room)))
+        count = 1 if kv % threads == 0 else min(MAX_STRIPES, -(-2 * threads // kv), len(self._blocks))
+        count = max(1, min(count, MAX_STRIPE_BYTES // (4 * kv * sizes * self.room)))
         seen = lambda place, n: min(place + n, window + n) if window else place + n
         work = list(itertools.accumulate(n * seen(place, n) for place, n in self._blocks))
         ends = [bisect.bisect_left(work, work[-1] * i // count) + 1 for i in range(1, count + 1)]
@@ -114,17 +115,17 @@ class SegmentTables:
 
 
 @functools.cache
-def segment_kernels() -> SegmentKernels | str:
-    """The kernels, built if they are not there yet. Returns: them, or the reason why torch's operator must do.
+def segment_kernels() -> SegmentKernels | Unavailable:
+    """The kernels, built if they are not there yet. Returns: them, or why torch's operator must do.
 
-    >>> isinstance(segment_kernels(), (SegmentKernels, str))
+    >>> isinstance(segment_kernels(), (SegmentKernels, Unavailable))
     True
     """
-    return unmeasured() or tried(_built(), _trial)
+    return unsupported_cpu() or self_check(_built(), _comparisons)
 
 
 @functools.cache
-def _built() -> SegmentKernels | str:
+def _built() -> SegmentKernels | Unavailable:
     """The kernels before their trial."""
     return load_made("segments", SegmentKernels)
 
@@ -132,27 +133,27 @@ def _built() -> SegmentKernels | str:
 def _kernels() -> SegmentKernels:
     """Those that run, where they have been asked for before."""
     kernels = _built()
-    assert not isinstance(kernels, str)
+    assert not isinstance(kernels, Unavailable), kernels
     return kernels
 
 
-def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | str:
-    """The kernels for tensors of a kind, or the reason why torch's operator must do.
+def kernels_for(device: torch.device, dtype: torch.dtype) -> SegmentKernels | Unavailable:
+    """The kernels for tensors of a kind, or why torch's operator must do.
 
     >>> kernels_for(torch.device("cpu"), torch.float64)
-    'there are none for float64 on cpu'
+    Unavailable(reason='there are none for float64 on cpu')
     """
     if device.type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
-        return f"there are none for {str(dtype).removeprefix('torch.')} on {device.type}"
+        return Unavailable(f"there are none for {str(dtype).removeprefix('torch.')} on {device.type}")
     if dtype == torch.bfloat16 and _matrix_instructions():
-        return "the processor has matrix instructions for bf16, which torch's operator uses"
+        return Unavailable("the processor has matrix instructions for bf16, which torch's operator uses")
     return segment_kernels()
 
 
 @functools.cache
 def _matrix_instructions() -> bool:
     """Whether the processor has AMX, which torch's products in bf16 take; torch's question for it is private."""
-    return "amx_bf16" in environment()["cpu"]["flags"]
+    return "amx_bf16" in cpu_facts()["flags"]
 
 
 def segment_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -160,8 +161,8 @@ def segment_refusal(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if not q.dtype == k.dtype == v.dtype:
         return f"queries, keys and values are {q.dtype}, {k.dtype} and {v.dtype}"
     kernels = kernels_for(q.device, q.dtype)
-    if isinstance(kernels, str):
-        return kernels
+    if isinstance(kernels, Unavailable):
+        return kernels.reason
     if max(q.shape[-1], v.shape[-1]) > kernels.most:
         return f"head size {max(q.shape[-1], v.shape[-1])} is over {kernels.most}"
     group = q.shape[1] // k.shape[1]
@@ -279,8 +280,8 @@ def _run(call: _Call, sums: Tensor, *, back: bool, half: bool) -> None:
     (kernels.backward if back else kernels.forward)(ctypes.addressof(call), half)
 
 
-def _trial(_: SegmentKernels) -> str | None:
-    """Why the kernels are not used: a result, or a gradient, that differs from the formula on this machine."""
+def _comparisons(_: SegmentKernels) -> Iterator[Comparison]:
+    """A result and its gradients next to the formula's."""
     generator = torch.Generator().manual_seed(0)
     lengths, parents, window = [37, 100, 5], [-1, 0, 1], 90
     tables = SegmentTables(lengths, parents, 2)
@@ -300,6 +301,4 @@ def _trial(_: SegmentKernels) -> str | None:
             found = torch.autograd.grad(got, leaves, grad)
             wanted = torch.autograd.grad(want, wide, grad.float())
         for x, y in zip((got, *found), (want, *wanted), strict=True):
-            if not near(x, y, limit):
-                return f"attention in {dtype} differs from the formula on this machine"
-    return None
+            yield Comparison(f"attention in {dtype} differs from the formula", x, y, limit)

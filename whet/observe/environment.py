@@ -12,13 +12,13 @@ from typing import Any
 
 from whet._version import __version__
 from whet.observe.files import read_json
+from whet.util.cpu import cpu_facts
 
 __all__ = ["environment", "noted_environment"]
 
 log = logging.getLogger("whet")
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "datasets", "pyarrow", "pydantic")
-_FLAGS = ("avx2", "fma", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "asimd", "bf16", "sve", "i8mm")
 
 
 def environment() -> dict[str, Any]:
@@ -33,7 +33,7 @@ def environment() -> dict[str, Any]:
     return {
         "versions": {"whet": __version__, "python": platform.python_version(), **_versions()},
         "platform": {"system": platform.system(), "release": platform.release(), "machine": platform.machine()},
-        "cpu": _cpu(),
+        "cpu": cpu_facts(),
         **_torch(),
         "variables": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
     }
@@ -79,20 +79,6 @@ def _versions() -> dict[str, str | None]:
     if torch is not None:  # it says the build too ("+cu130"), which a distribution's name may leave out
         found["torch"] = torch.__version__
     return found
-
-
-def _cpu() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(errors="replace").splitlines() if info.is_file() else []
-    fields = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-    flags = (fields.get("flags") or fields.get("Features") or "").split()
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "model": fields.get("model name") or platform.processor(),
-        "family": fields.get("cpu family"),
-        "cores": usable,
-        "flags": [f for f in _FLAGS if f in flags],
-    }
 
 
 def _torch() -> dict[str, Any]:

@@ -235,6 +235,8 @@ class EngineCaps:
     """Holds what a conversation has said, so that its next turn is not encoded again."""
     constraints: bool = False
     """Draws under Sampling.constraint."""
+    experimental: bool = False
+    """Has never run on the hardware where it is now; a warning was logged when it was built."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel
 from whet.models.modes import max_positions
 from whet.models.selfcheck import probe_tokens
+from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (
@@ -39,6 +39,7 @@ from whet.rollout.external import (
     write_config,
 )
 from whet.rollout.requests import check_request, make_plan
+from whet.util.experimental import warn_experimental
 
 __all__ = ["SGLangEngine", "engine_arguments", "sampling_arguments"]
 
@@ -76,7 +77,10 @@ class SGLangEngine:
         package = _imported()
         self._decode = decode
         self._seeded = config.sglang.enable_deterministic_sampling
-        self.caps = EngineCaps(addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True)
+        self.caps = EngineCaps(
+            addressed=self._seeded, abort=True, sleep=True, updates_in_flight=True, experimental=True
+        )
+        warn_experimental("rollout_engine 'sglang'")
         _check_config(config)
         for mode in ("train", "eval"):
             self._check_sampling(sampling_of(config.for_mode(mode), ()))

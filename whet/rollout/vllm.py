@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel
 from whet.models.selfcheck import probe_tokens
+from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (
@@ -44,6 +44,7 @@ from whet.rollout.external import (
 )
 from whet.rollout.requests import check_request, make_plan
 from whet.types import FinishReason
+from whet.util.experimental import warn_experimental
 
 __all__ = ["VLLMEngine", "llm_arguments", "sampling_arguments"]
 
@@ -96,7 +97,10 @@ class VLLMEngine:
         first = next(module.parameters())
         arguments = llm_arguments(config, device=first.device.type, dtype=first.dtype, kv_bytes=_kv_bytes(module))
         self._sleeps = bool(arguments.get("enable_sleep_mode"))
-        self.caps = EngineCaps(abort=True, sleep=self._sleeps, peek=True, updates_in_flight=True)
+        untried = first.device.type != "cpu"
+        self.caps = EngineCaps(abort=True, sleep=self._sleeps, peek=True, updates_in_flight=True, experimental=untried)
+        if untried:
+            warn_experimental(f"rollout_engine 'vllm' on {first.device.type}")
         self._stats = EngineStats(max_batch=int(arguments["max_num_seqs"]))
         self._llm: Any = self._built(module, config, arguments)
         try:

@@ -1,7 +1,6 @@
 """`whet chat`: the conversation, its commands, and the loop around it."""
 
 import io
-import itertools
 import logging
 import os
 import signal
@@ -146,34 +145,26 @@ def test_a_stopped_answer_stays_as_far_as_it_went(sampler):
     assert say(c, "and?") is not None and len(c.messages) == 4
 
 
-def test_a_conversation_that_outgrows_the_model_forgets_its_oldest_turns(sampler, asked, caplog):
+def test_a_conversation_that_outgrows_the_model_is_an_error_that_names_the_way_on(sampler, asked):
     c = talk(sampler, system_prompt="be", max_tokens=8)
-    for i in range(8):
-        say(c, f"{i}" * 20)
+    said = []
+    with pytest.raises(DataError, match=r"there is room for 256.*; /reset forgets what was said before"):
+        for i in range(8):
+            said.append(say(c, f"{i}" * 20))
     assert all(len(tokens) + 8 <= 256 for tokens, _ in asked)
-    assert "its oldest turns are left out" in caplog.text
-    assert c.messages[0] == {"role": "system", "content": "be"} and c.messages[1]["content"] != "0" * 20
-    before = list(c.messages)
+    assert len(said) > 1 and len(c.messages) == 1 + 2 * len(said)  # what did not fit is not part of it
+    c.reset()
     with pytest.raises(DataError, match="there is room for 256"):
         say(c, "x" * 300)
-    assert c.messages == before or c.messages[-1]["role"] == "assistant"
+    assert c.messages == [{"role": "system", "content": "be"}]
     assert say(c, "still here") is not None
-
-
-def test_a_full_conversation_is_encoded_anew_only_once_in_a_while(sampler, asked, caplog):
-    c = talk(sampler, max_tokens=8, forbidden_tokens=(257, 258))
-    for i in range(16):
-        say(c, f"{i % 10}" * 8)
-    begun_anew = [not np.array_equal(b[: len(a)], a) for (a, _), (b, _) in itertools.pairwise(asked)]
-    assert 1 < sum(begun_anew) < 6
-    assert caplog.text.count("left out") == sum(begun_anew)
 
 
 def test_commands(sampler):
     c = talk(sampler)
     say(c, "hi")
-    assert c.command("/reset") == "the conversation begins anew" and c.messages == []
-    assert "begins anew" in c.command("/system be kind")
+    assert c.command("/reset") == "the conversation starts again" and c.messages == []
+    assert "starts again" in c.command("/system be kind")
     assert c.messages == [{"role": "system", "content": "be kind"}] and c.command("/system") == "be kind"
     assert "temperature=0.1, " in c.command("/set temperature=0.1 max_tokens=3") and c.config.max_tokens == 3
     c.command("/set temperature 0.2")
@@ -203,7 +194,7 @@ def test_commands_that_are_wrong_change_nothing(sampler, line, words):
 
 
 def test_lines_of_a_pipe_are_answered_on_standard_output_alone(model_folder, monkeypatch, capsys):
-    lines = "hi\n\n/set temperature=0\nfoo\\\nbar\n/nothing\n/reset\nhi\n/quit\nnever\n"
+    lines = "hi\n\n/set temperature=0\nfoo bar\n/nothing\n/reset\nhi\n/quit\nnever\n"
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     assert main(["chat", f"model={model_folder}", "max_tokens=4", "seed=1"]) == 0
     out, err = capsys.readouterr()
@@ -211,16 +202,11 @@ def test_lines_of_a_pipe_are_answered_on_standard_output_alone(model_folder, mon
     c = talk(sampler, max_tokens=4)
     expected = [say(c, "hi")]
     c.command("/set temperature=0")
-    expected.append(say(c, "foo\nbar"))
+    expected.append(say(c, "foo bar"))
     c.reset()
     expected.append(say(c, "hi"))
     assert out == "".join(f"{text}\n" for text in expected)
-    assert "unknown command '/nothing'" in err and "begins anew" in err
-
-
-def test_a_last_line_that_ends_in_a_backslash_is_answered(monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("hi\nand\\\nmore\\"))
-    assert list(_lines(False)) == ["hi", "and\nmore"]
+    assert "unknown command '/nothing'" in err and "starts again" in err
 
 
 def test_lines_that_are_no_text_are_an_error_in_words(monkeypatch):

@@ -13,12 +13,13 @@ from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, OptimConfi
 from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
-from whet.models import fast_layers
+from whet.models import products
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import load_model
 from whet.models.recompute import MODES, checkpoint_activations
 from whet.native import segments
+from whet.native.build import Unavailable
 from whet.native.segments import segment_kernels
 
 BATCH = random_batch((9, [7, 3, 5]), (4, [6, 6]), seed=3)  # prompts shared by three and by two completions
@@ -152,7 +153,7 @@ def test_selective_runs_no_product_of_a_layer_twice_and_full_runs_all_of_them_tw
 @pytest.mark.parametrize("layers", ["own", "fast"])
 @pytest.mark.parametrize("attention", ["auto", "plain"])
 def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice(layers, attention, monkeypatch):
-    monkeypatch.setattr(fast_layers, "LEAST", 0)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 0)
     runs = {}
     for mode in ("none", "selective"):
         loaded = loaded_with(mode, attention_bias=True)
@@ -160,8 +161,8 @@ def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice
             run(loaded, attention=attention).backward()
         runs[mode] = {name: seen.runs[name] for name in DEAR}
     assert runs["selective"] == runs["none"]
-    onednn = layers == "fast" and fast_layers.onednn_refusal() is None
-    native = attention == "auto" and not isinstance(segment_kernels(), str)
+    onednn = layers == "fast" and products.onednn_refusal() is None
+    native = attention == "auto" and not isinstance(segment_kernels(), Unavailable)
     dear = {DEAR[4 if native else 3], DEAR[2 if onednn else 1]}
     assert dear <= {name for name, n in runs["none"].items() if n}  # else nothing has been shown
     assert not runs["none"][DEAR[3 if native else 4]]

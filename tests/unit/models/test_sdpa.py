@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 from whet.models.attention import SegmentLayout
 from whet.rollout.engine import prefill
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.prefill import PrefillLayout, Run
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 
 HEADS, KV, SIZE = 6, 2, 8
 
@@ -67,7 +67,7 @@ def prefilled(start, length, window, counts=(2,), **how):
     for pair, x in zip(store.layer(0, k, v), (k, v)):
         pair.copy_(x[0].unflatten(1, (sum(counts), -1)).transpose(0, 1))
     for count in counts:
-        runs.append(Run(count=count, start=start, length=length, store=store, slot=slot))
+        runs.append(PrefillSpan(count=count, start=start, length=length, store=store, slot=slot))
         slot += count
     layout = PrefillLayout(runs, torch.device("cpu"))
     how = {"scale": 0.3, "window": window, "softcap": None, "sinks": None} | how
@@ -81,7 +81,7 @@ def prefilled(start, length, window, counts=(2,), **how):
 def test_prompts_on_a_gpu_repeat_no_keys_and_equal_those_of_a_cpu(as_gpu, monkeypatch, start, length, window, how):
     want, _, _ = prefilled(start, length, window, **how)
     as_gpu()
-    monkeypatch.setattr(prefill, "PIECE", 1000)
+    monkeypatch.setattr(prefill, "MAX_PIECE_SCORES", 1000)
     got, calls, largest = prefilled(start, length, window, **how)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=0)
     assert all(calls) and bool(calls) == (not how)
@@ -91,7 +91,7 @@ def test_prompts_on_a_gpu_repeat_no_keys_and_equal_those_of_a_cpu(as_gpu, monkey
 
 def test_scores_that_are_held_on_a_gpu_are_held_piece_by_piece(as_gpu, monkeypatch):
     as_gpu()
-    monkeypatch.setattr(prefill, "PIECE", 500)
+    monkeypatch.setattr(prefill, "MAX_PIECE_SCORES", 500)
     seen = []
     part = prefill.attention_part
     monkeypatch.setattr(prefill, "attention_part", lambda q, k, *a, **o: (seen.append((q, k)), part(q, k, *a, **o))[1])

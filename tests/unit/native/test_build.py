@@ -10,9 +10,11 @@ from builds import compiler
 
 from whet.errors import ConfigError
 from whet.native import build
-from whet.native.build import Library, load_library
+from whet.native.build import Library, Unavailable, load_library
 
-needs_compiler = pytest.mark.skipif(isinstance(load_library("decode"), str), reason="no kernels can be built here")
+needs_compiler = pytest.mark.skipif(
+    isinstance(load_library("decode"), Unavailable), reason="no kernels can be built here"
+)
 
 
 @pytest.fixture
@@ -88,20 +90,21 @@ def test_a_home_that_cannot_be_written_costs_a_build_only(tmp_path, folder, monk
 @needs_compiler
 def test_the_reason_why_there_is_none_is_the_compilers(cache, folder, tmp_path, monkeypatch):
     (folder / "number.cpp").write_text("int number() { return missing; }\n")
-    reason = load_library("number")
-    assert isinstance(reason, str) and reason.startswith("building them failed: ") and "missing" in reason
+    found = load_library("number")
+    assert isinstance(found, Unavailable)
+    assert found.reason.startswith("building them failed: ") and "missing" in found.reason
     assert not list(cache.iterdir())
     monkeypatch.setenv(
         "CXX", compiler(tmp_path, "test $1 = --version && echo cc || { echo 'no such flag' >&2; exit 1; }")
     )
-    assert load_library("number") == "building them failed: no such flag"
+    assert load_library("number") == Unavailable("building them failed: no such flag")
     monkeypatch.setenv("CXX", compiler(tmp_path, "exit 0"))  # says no version
     assert str(load_library("number")).startswith("building them failed: ")
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
     assert str(load_library("number")).startswith("building them failed: ")
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert load_library("number") == "no C++ compiler (g++) is installed"
+    assert load_library("number") == Unavailable("no C++ compiler (g++) is installed")
     assert not list(cache.iterdir())
 
 
@@ -109,16 +112,16 @@ def test_a_system_that_is_not_linux_or_a_torch_without_gnu_openmp_is_named(monke
     with monkeypatch.context() as patch:
         patch.setattr(build, "_openmp", lambda: None)
         if platform.system() == "Linux":
-            assert load_library("decode") == "torch has no GNU OpenMP here"
+            assert load_library("decode") == Unavailable("torch has no GNU OpenMP here")
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    assert load_library("decode") == "no native kernels on Darwin"
+    assert load_library("decode") == Unavailable("no native kernels on Darwin")
 
 
 @pytest.mark.parametrize("word", ["0", "false", "Off", "no"])
 def test_a_variable_of_the_environment_switches_all_of_it_off(cache, monkeypatch, word):
     monkeypatch.setenv("WHET_NATIVE", word)
     for source in ("decode", "segments", "layers"):
-        assert load_library(source) == f"WHET_NATIVE={word} switches them off"
+        assert load_library(source) == Unavailable(f"WHET_NATIVE={word} switches them off")
     assert not cache.exists()
 
 

@@ -16,10 +16,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from whet.models import fast_layers
 from whet.native import build, layers
-from whet.native.build import load_library, load_made, tried
+from whet.native.build import Unavailable, load_library, load_made
 from whet.native.layers import LayerKernels, layer_kernels
+from whet.native.selfcheck import Comparison, allclose, self_check
 
-pytestmark = pytest.mark.skipif(isinstance(load_library("layers"), str), reason="no kernels can be built here")
+pytestmark = pytest.mark.skipif(isinstance(load_library("layers"), Unavailable), reason="no kernels can be built here")
 DTYPES = (torch.float32, torch.bfloat16)
 ROWS = (0, 1, 127, 128, 129, 300)
 EPSILON = 1e-6
@@ -199,7 +200,7 @@ def test_torchs_default_dtype_changes_nothing(dtype):
     try:
         assert same(native(kernels, *inputs), want)
         assert kernels.weight_grad(*inputs[:2]).dtype == torch.float32
-        assert layers._trial(kernels) is None
+        assert all(allclose(x.got, x.want, x.limit) for x in layers._comparisons(kernels))
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -406,7 +407,7 @@ def test_what_does_not_fit_goes_through_torch_with_equal_numbers(way, dtype, mon
     x, up, grad, w = (WAYS[way](z) for z in draw(40, 48, dtype))
     assert fast_layers._native(x, up) is None
     got = by_layers(x, up, grad.clone(), w)
-    monkeypatch.setattr(fast_layers, "layer_kernels", lambda: "no compiler")
+    monkeypatch.setattr(fast_layers, "layer_kernels", lambda: Unavailable("no compiler"))
     assert same(got, by_layers(x, up, grad.clone(), w))
     if x.dtype == torch.float32:
         near(got, defined(x, up, grad, w), dtype)
@@ -494,7 +495,7 @@ def test_what_loading_raises_is_a_reason_and_what_is_no_fault_of_the_library_is_
         return make
 
     for kind in (OSError, AttributeError):
-        assert load_made("layers", fails(kind)) == "loading them failed: no such function"
+        assert load_made("layers", fails(kind)) == Unavailable("loading them failed: no such function")
     with pytest.raises(ZeroDivisionError):
         load_made("layers", fails(ZeroDivisionError))
 
@@ -504,10 +505,11 @@ def test_a_trial_sees_no_mode_of_who_asks_and_a_note_is_said_once(fresh, caplog)
 
     def trial(found):
         seen.append((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
-        return "they differ" if found == 1 else None
+        return [Comparison("they differ", torch.full((2,), 1.0 + found), torch.ones(2), 0.5)]
 
     with torch.inference_mode():
-        assert [tried(x, trial) for x in (0, 1, "no compiler")] == [0, "they differ", "no compiler"]
+        found = [self_check(x, trial) for x in (0, 1, Unavailable("no compiler"))]
+        assert found == [0, Unavailable("they differ on this machine"), Unavailable("no compiler")]
     assert seen == [(True, False)] * 2
     with caplog.at_level(logging.INFO, "whet"):
         for reason in ("they differ", "they differ", "no compiler"):

@@ -18,7 +18,9 @@ from whet.native.segments import SegmentKernels, SegmentTables, attend_segments,
 
 BUILT = segments._built
 KERNELS = BUILT()  # as they are without a trial: one that fails must not hide why
-pytestmark = pytest.mark.skipif(isinstance(build.load_library("decode"), str), reason="no kernels can be built here")
+pytestmark = pytest.mark.skipif(
+    isinstance(build.load_library("decode"), build.Unavailable), reason="no kernels can be built here"
+)
 LIMITS = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Largest difference by dtype, of the largest number or of 1. Bfloat16 rounds by 2^-8 at most: weights, their
 gradients, what is stored, and the output from which the sum of a row's gradients is taken; this is five times that."""
@@ -392,7 +394,7 @@ def test_stripes_hold_each_block_of_queries_once_and_give_work_to_as_many_thread
     blocks = len(tables.queries)
     for threads, window in itertools.product((1, 2, 3, 4, 5, 8, 64), (0, 7)):
         ends = tables.stripe_ends(kv, threads, window=window, sizes=16).tolist()
-        assert ends[-1] == blocks and ends == sorted(ends) and 1 <= len(ends) <= min(segments.STRIPES, blocks)
+        assert ends[-1] == blocks and ends == sorted(ends) and 1 <= len(ends) <= min(segments.MAX_STRIPES, blocks)
         assert len(ends) == 1 if kv % threads == 0 else kv * len(ends) >= min(threads, kv * blocks, 8 * kv)
 
 
@@ -408,9 +410,9 @@ def test_stripes_have_like_work(window):
 
 def test_stripes_are_fewer_where_their_sums_would_be_large(monkeypatch):
     tables = SegmentTables((4000,), (-1,), 1)
-    monkeypatch.setattr(segments, "STRIPE_BYTES", 3 * 4 * 2 * 16 * tables.room)
+    monkeypatch.setattr(segments, "MAX_STRIPE_BYTES", 3 * 4 * 2 * 16 * tables.room)
     assert len(tables.stripe_ends(2, 5, window=0, sizes=16)) == 3
-    monkeypatch.setattr(segments, "STRIPE_BYTES", 1)
+    monkeypatch.setattr(segments, "MAX_STRIPE_BYTES", 1)
     assert len(tables.stripe_ends(2, 5, window=0, sizes=16)) == 1
 
 

@@ -15,6 +15,7 @@ from whet.config import DataConfig, GRPOConfig, ProfilerOptions
 from whet.demo import small_model
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
+from whet.native.build import Unavailable
 from whet.native.decode import load_kernels
 from whet.observe import Trace
 from whet.observe.files import unwritable
@@ -251,7 +252,7 @@ def test_a_negative_number_of_steps_is_refused():
         ProfilerOptions(skip_first_n_steps=-1)
 
 
-@pytest.mark.skipif(isinstance(load_kernels(), str), reason=f"no native kernels here: {load_kernels()}")
+@pytest.mark.skipif(isinstance(load_kernels(), Unavailable), reason=f"no native kernels here: {load_kernels()}")
 def test_native_decode_steps_have_rows_of_their_own():
     c = cluster(small_model(0), rollout={"eos_tokens": [1]})
     prompts = [c.encoder()({"prompt": "1+1="}, 0)]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-__all__ = ["ConversationCache", "Held", "common_length"]
+__all__ = ["CachedSequence", "ConversationCache", "common_length"]
 
 
 def common_length(a: np.ndarray, b: np.ndarray) -> int:
@@ -30,7 +30,7 @@ def common_length(a: np.ndarray, b: np.ndarray) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Held:
+class CachedSequence:
     """A finished sequence."""
 
     tokens: np.ndarray
@@ -52,16 +52,16 @@ class ConversationCache:
 
     def __init__(self, most: int | None) -> None:
         self._most = most
-        self._held: dict[int, Held] = {}
+        self._held: dict[int, CachedSequence] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def get(self, conversation: int | None) -> Held | None:
+    def get(self, conversation: int | None) -> CachedSequence | None:
         """What is held of a conversation."""
         return None if conversation is None else self._held.get(conversation)
 
-    def put(self, conversation: int, held: Held, room: int | None) -> None:
+    def put(self, conversation: int, held: CachedSequence, room: int | None) -> None:
         """Holds a sequence instead of the conversation's earlier one, if it fits.
 
         Args: room: tokens that may be held in all, older ones leave for it; None = no bound.

@@ -24,12 +24,13 @@ import torch
 from torch import Tensor
 
 from whet.util.device import on_device
+from whet.util.experimental import warn_experimental
 
-__all__ = ["FixedTensors", "StepGraphs", "bucket_rows"]
+__all__ = ["FixedTensors", "StepGraphs", "padded_rows"]
 
 log = logging.getLogger("whet")
 
-CAPTURED = 32
+MAX_GRAPHS = 32
 """Graphs kept at most."""
 PACKAGE = Path(__file__).parents[2]
 """Whose lines say where a capture failed: whet's own."""
@@ -37,13 +38,13 @@ ONE_CAPTURE = threading.Lock()
 """Held while something is captured: torch allows one capture at a time in a process."""
 
 
-def bucket_rows(count: int, most: int) -> int:
+def padded_rows(count: int, most: int) -> int:
     """Rows that a step of `count` live rows is run with: a power of two up to 16, then a multiple of 16.
 
     Args: count: live rows. most: never more than these.
     Returns: count or a little more.
 
-    >>> bucket_rows(3, 256), bucket_rows(17, 256), bucket_rows(17, 20)
+    >>> padded_rows(3, 256), padded_rows(17, 256), padded_rows(17, 20)
     (4, 32, 20)
     """
     return min(most, 1 << (count - 1).bit_length() if count <= 16 else -(-count // 16) * 16)
@@ -86,6 +87,8 @@ class StepGraphs:
         self.refusal: str | None = None
         """Why nothing is captured any more; None = no capture has failed."""
         self._captures = device.type == "cuda"
+        if self._captures:
+            warn_experimental("a rollout on a GPU, whose decode steps are captured as CUDA graphs,")
         self._epoch: Hashable = None
         self._graphs: dict[Hashable, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]] | None] = {}
         self._pool: Any = None
@@ -94,7 +97,10 @@ class StepGraphs:
     @property
     def path(self) -> str:
         """What runs, in words."""
-        return f"eager ({self.refusal})" if self.refusal else f"fixed shapes, graphs on {self.device.type}"
+        if self.refusal:
+            return f"eager ({self.refusal})"
+        mark = ", experimental" if self.device.type == "cuda" else ""
+        return f"fixed shapes, graphs on {self.device.type}{mark}"
 
     def step(self, key: Hashable, epoch: Hashable, body: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Runs a step.
@@ -105,7 +111,7 @@ class StepGraphs:
         """
         if not self._captures:
             return body()
-        if epoch != self._epoch or (len(self._graphs) >= CAPTURED and key not in self._graphs):
+        if epoch != self._epoch or (len(self._graphs) >= MAX_GRAPHS and key not in self._graphs):
             self.clear()
             self._epoch = epoch
         if key not in self._graphs:

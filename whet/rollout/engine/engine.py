@@ -1,8 +1,8 @@
 """The embedded engine: the protocol, and the host's books.
 
-It runs the module it is given, with the parameters as they are at the time: after an optimizer step there is nothing
-to send. All work happens inside `poll`: let in what fits, decode a few steps, read what was drawn, let out what is
-finished. A sequence that ends leaves at once, and the last row moves into its place.
+It runs the module it is given with the parameters of the moment: after an optimizer step nothing is sent (with
+own_weights, a copy is run). All work happens inside `poll`: let in what fits, decode a few steps, read what was drawn,
+let out what is finished. A sequence that ends leaves at once, and the last row moves into its place.
 Left out on purpose: threads, and preemption by memory (memory is reserved when a request is let in).
 Dim legend: n live rows.
 """
@@ -17,21 +17,22 @@ import numpy as np
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel, load_model
 from whet.models.modes import max_positions
+from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.constraint import Grammars
-from whet.rollout.engine.conversation_cache import ConversationCache, Held, common_length
-from whet.rollout.engine.runner import Block, Runner
+from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
+from whet.rollout.engine.runner import Runner, StepOutput
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
+from whet.rollout.engine.weights import EngineModel
 from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.types import FinishReason
 
 __all__ = ["EmbeddedEngine"]
 
-MADE, LEFT, PROMPT, PLAN = range(4)
+NUM_GENERATED, MAX_NEW, PROMPT, PLAN = range(4)
 """Rows of the book: tokens made in this stay, tokens it may make, prompt tokens, index of the plan."""
-STEPS = 4
+STEPS_PER_READ = 4
 """Decode steps between two looks at what was drawn."""
 
 
@@ -44,7 +45,8 @@ class EmbeddedEngine:
         max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
             None = as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run
             in chunks. fast: False = always run the module itself, never the fused trunk. native: False = on a CPU,
-            torch's kernels alone. grammars: the tokenizer's, needed for constraints only.
+            torch's kernels alone. grammars: the tokenizer's, needed for constraints only. own_weights:
+            True = sample from a copy of the model, which takes its weights in `update` alone.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
@@ -73,22 +75,18 @@ class EmbeddedEngine:
         fast: bool = True,
         native: bool = True,
         grammars: Grammars | None = None,
+        own_weights: bool = False,
     ) -> None:
         sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
         for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
-        if isinstance(model, nn.Module):
-            model = load_model(model, device=next(model.parameters()).device)
-        loaded = model
-        if loaded.head.kind == "value":
-            raise ConfigError(f"{loaded.name} is a critic: it has no language head to generate with; give the actor")
-        if not loaded.packable:
-            raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
+        self.caps = replace(type(self).caps, shared_weights=not own_weights)
+        self._model = EngineModel(model, own_weights=own_weights)
         self._decode, self._grammars = decode, grammars
-        self._positions = max_positions(loaded.module)
+        self._positions = max_positions(self._model.loaded.module)
         options = {"fast": fast, "native": native, "join": kv_cache_tokens is None}
-        self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, **options)
+        self._runner = Runner(self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, **options)
         if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
@@ -153,6 +151,7 @@ class EmbeddedEngine:
         """
         if self._asleep:
             raise EngineError("the engine sleeps; call wake() first")
+        self._model.check_whole()
         try:
             with self._runner.forward.running():
                 self._runner.forward.refresh(force=self._renew)
@@ -180,7 +179,7 @@ class EmbeddedEngine:
         live, scheduler, runner = len(self._rows), self._scheduler, self._runner
         if not scheduler.queue:
             return
-        longest = int(self._book[LEFT].max(initial=0))
+        longest = int(self._book[MAX_NEW].max(initial=0))
         idle = max(1, scheduler.max_batch // 8)
         admitted = scheduler.admit(live=live, longest=longest, prefixes=self._prefixes, shelf=self._shelf, idle=idle)
         if not admitted:
@@ -230,15 +229,15 @@ class EmbeddedEngine:
     def _advance(self) -> None:
         """Decodes a few steps, no more than the row nearest to its limit may make; one, where a row is constrained."""
         runner, book, allowed = self._runner, self._book, self._allowed(self._rows)
-        steps = min(STEPS if allowed is None else 1, int((book[LEFT] - book[MADE]).min()))
+        steps = min(STEPS_PER_READ if allowed is None else 1, int((book[MAX_NEW] - book[NUM_GENERATED]).min()))
         joined = runner.joined[: len(self._rows)]
-        own = book[MADE] + joined
-        runner.own.reserve(len(self._rows), int(own.max()) - 1 + steps, longest=int((book[LEFT] + joined).max()))
+        own = book[NUM_GENERATED] + joined
+        runner.own.reserve(len(self._rows), int(own.max()) - 1 + steps, longest=int((book[MAX_NEW] + joined).max()))
         if self._stale:
             runner.regroup(self._rows, self._plans)
             self._stale = False
         self._book_work(steps=steps, row_steps=steps * len(self._rows))
-        self._collect(runner.run(steps, own, int((book[PROMPT] + book[MADE]).max()), allowed), 0)
+        self._collect(runner.run(steps, own, int((book[PROMPT] + book[NUM_GENERATED]).max()), allowed), 0)
 
     def _allowed(self, rows: Sequence[tuple[Task, Prefix]]) -> Tensor | None:
         """What constraints allow next, uint8 [n, W]; None where no row has one."""
@@ -250,11 +249,11 @@ class EmbeddedEngine:
         done = self._work_done
         self._work_done = replace(done, **{name: vars(done)[name] + n for name, n in counts.items()})
 
-    def _collect(self, block: Block, first: int) -> None:
+    def _collect(self, block: StepOutput, first: int) -> None:
         """Books what rows first.. drew, and lets out those that are finished."""
         steps, count = block.tokens.shape
         rows = np.arange(first, first + count)
-        made = self._book[MADE, first : first + count]
+        made = self._book[NUM_GENERATED, first : first + count]
         self._room(first + count, int(made.max()) + steps)
         columns = made[:, None] + np.arange(steps)
         self._tokens[rows[:, None], columns] = block.tokens.T
@@ -273,18 +272,18 @@ class EmbeddedEngine:
             pad = [(0, max(n - h, h, 64) if n > h else 0) for n, h in zip((rows, columns), have, strict=True)]
             self._tokens, self._logprobs = np.pad(self._tokens, pad), np.pad(self._logprobs, pad)
 
-    def _ended(self, block: Block, first: int) -> dict[int, FinishReason]:
+    def _ended(self, block: StepOutput, first: int) -> dict[int, FinishReason]:
         """Rows that are finished, and why; what a row that stopped has made is cut to its stop token."""
         steps, count = block.tokens.shape
         book, ended = self._book[:, first : first + count], {}
-        for row in np.flatnonzero(book[MADE] >= book[LEFT]):
+        for row in np.flatnonzero(book[NUM_GENERATED] >= book[MAX_NEW]):
             ended[first + int(row)] = "length"
         for plan in np.unique(book[PLAN]):
             sampling = self._plans[plan].sampling
             mine = np.flatnonzero(book[PLAN] == plan)
             stops = np.isin(block.tokens[:, mine], sampling.stop_ids)
             for i in np.flatnonzero(stops.any(0)):
-                book[MADE, mine[i]] += int(stops[:, i].argmax()) + 1 - steps
+                book[NUM_GENERATED, mine[i]] += int(stops[:, i].argmax()) + 1 - steps
                 ended[first + int(mine[i])] = "stop"
             for row in mine + first if sampling.stop else ():
                 if self._cut(int(row), steps):
@@ -304,7 +303,7 @@ class EmbeddedEngine:
 
     def _cut(self, row: int, steps: int) -> bool:
         """Cuts a row at the token that completes a stop string, if one of its last `steps` does."""
-        task, made = self._rows[row][0], int(self._book[MADE, row])
+        task, made = self._rows[row][0], int(self._book[NUM_GENERATED, row])
         r = task.request
         before = [r.tokens[len(r.tokens) - r.offset :], *(p.tokens for p in task.parts)]
         whole = np.concatenate([*before, self._tokens[row, :made]])
@@ -312,7 +311,7 @@ class EmbeddedEngine:
         place = completed_string(self._decode, whole, r.sampling.stop, fresh=min(steps, made))
         if place is None:
             return False
-        self._book[MADE, row] = place - (len(whole) - made)
+        self._book[NUM_GENERATED, row] = place - (len(whole) - made)
         return True
 
     def _leave(self, ended: dict[int, FinishReason]) -> None:
@@ -326,12 +325,13 @@ class EmbeddedEngine:
 
     def _depart(self, gone: set[int]) -> None:
         """Takes rows out; what they held stays for the next turn of their conversation, if it has one and fits."""
-        turns: list[tuple[int, Held]] = []
+        turns: list[tuple[int, CachedSequence]] = []
         for row in sorted(gone):
-            (task, prefix), own = self._rows[row], int(self._book[MADE, row]) - 1  # the last token has no KV yet
+            task, prefix = self._rows[row]
             if task.request.conversation is not None:
+                own = int(self._book[NUM_GENERATED, row]) - 1  # the last token has no KV yet
                 tokens = np.concatenate([prefix.tokens, self._tokens[row, :own]]).astype(np.int32)
-                held = Held(tokens=tokens, layers=self._runner.take(row, prefix, own))
+                held = CachedSequence(tokens=tokens, layers=self._runner.take(row, prefix, own))
                 turns.append((task.request.conversation, held))
         self._compact(gone)
         room = self._room_for(sum(len(h.tokens) for _, h in turns)) if turns else None
@@ -340,7 +340,7 @@ class EmbeddedEngine:
 
     def _room_for(self, tokens: int) -> int | None:
         """Tokens that may be held of earlier turns, new ones included; None = no bound. Frees what is not in use."""
-        bound, longest = self._scheduler.kv_cache_tokens, int(self._book[LEFT].max(initial=0))
+        bound, longest = self._scheduler.kv_cache_tokens, int(self._book[MAX_NEW].max(initial=0))
         if bound is None:
             return None
         own = self._runner.own  # the rows that have left would take places too when the others grow
@@ -359,8 +359,8 @@ class EmbeddedEngine:
 
     def _stay(self, row: int) -> Part:
         """What a row has made in this stay."""
-        made = int(self._book[MADE, row])
-        tokens, logprobs = self._tokens[row, :made].copy(), self._logprobs[row, :made].copy()
+        made = slice(int(self._book[NUM_GENERATED, row]))
+        tokens, logprobs = self._tokens[row, made].copy(), self._logprobs[row, made].copy()
         return Part(tokens=tokens, logprobs=logprobs, version=self.version)
 
     def _compact(self, gone: set[int]) -> None:
@@ -372,7 +372,7 @@ class EmbeddedEngine:
         last = [r for r in range(n, len(self._rows)) if r not in gone]
         if holes:
             source, target = np.array(last), np.array(holes)
-            self._runner.move_rows(source, target, int(self._book[MADE, source].max()))
+            self._runner.move_rows(source, target, int(self._book[NUM_GENERATED, source].max()))
             self._book[:, target] = self._book[:, source]
             for x in (self._tokens, self._logprobs):
                 x[target] = x[source]
@@ -416,16 +416,16 @@ class EmbeddedEngine:
         return out
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version. Sequences under way go on under it, with their KV made anew.
+        """Takes a new policy version. Sequences under way go on under it, with their KV made again.
 
-        Args: version: stamped on tokens from now on. weights: must be None: the parameters are the trainer's own.
-        Raises: EngineError: weights were given.
+        Args: version: stamped on tokens from now on. weights: all of them by name, for an engine with weights of its
+            own; else None, since the parameters are the trainer's.
+        Raises: EngineError: weights were given to the one, or none to the other, or they don't fit.
         """
-        if weights is not None:
-            raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
+        self._model.check_given(weights)
         self._requeue()
-        self._renew = True
-        self.version = version
+        self._renew, self.version = True, version
+        self._model.take(weights)
 
     def _requeue(self) -> None:
         """Takes all rows out, keeping what they made, and drops all KV."""
@@ -480,7 +480,7 @@ class EmbeddedEngine:
             kv_tokens=self._runner.kv_tokens + self._shelf.tokens,
             kv_tokens_bound=scheduler.kv_cache_tokens,
             kv_bytes=self.kv_bytes,
-            generated=self._work_done.generated + int(self._book[MADE].sum()),
+            generated=self._work_done.generated + int(self._book[NUM_GENERATED].sum()),
         )
 
     @property

@@ -3,7 +3,7 @@
 A store serves the prompts (one row per distinct prompt) or the completions (one row per live sequence). The rows in
 use are always 0..n-1, so attention reads views and never gathers. Shapes are learned at a layer's first write: layers
 may differ in heads and head sizes, and keys from values.
-Left out on purpose: pages. Prompts of very different lengths lie in different stores (`bucket_length`), and rows are
+Left out on purpose: pages. Prompts of very different lengths lie in different stores (`padded_length`), and rows are
 as long as the longest live completion asks for.
 Dim legend: R rows, K KV heads, L places of a row, D head size, n rows in use.
 """
@@ -12,27 +12,27 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["KVStore", "bucket_length"]
+__all__ = ["KVStore", "padded_length"]
 
-SMALLEST = 32
+MIN_PLACES = 32
 """Places of the smallest row."""
 
 
-def bucket_length(length: int) -> int:
+def padded_length(length: int) -> int:
     """The power of two, at least 32, that a row of this many tokens is kept in.
 
     Args: length: tokens.
     Returns: places.
 
-    >>> bucket_length(5), bucket_length(33)
+    >>> padded_length(5), padded_length(33)
     (32, 64)
     """
-    return max(SMALLEST, 1 << (length - 1).bit_length())
+    return max(MIN_PLACES, 1 << (length - 1).bit_length())
 
 
 def _with_slack(length: int) -> int:
     """Places for a row that grows: up to a quarter more than asked for, a multiple of 32."""
-    step = max(SMALLEST, length // 4 // SMALLEST * SMALLEST)
+    step = max(MIN_PLACES, length // 4 // MIN_PLACES * MIN_PLACES)
     return -(-length // step) * step
 
 

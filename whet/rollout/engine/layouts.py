@@ -22,10 +22,10 @@ from whet.rollout.engine.kv_cache import KVStore
 
 __all__ = ["DecodeLayout", "attention_part", "hiding"]
 
-FAR = -1e30
+MASK_VALUE = -1e30
 """Added to the score of a key that must not be seen: finite, so a part that sees nothing gets no weight, and no NaN."""
 
-HELD = 1 << 24
+MAX_SCORES = 1 << 24
 """Scores held at once; beyond it torch's fused operator works on them piece by piece."""
 
 JOINED = 0
@@ -39,7 +39,7 @@ def attention_part(
 
     o = Σⱼ exp(sⱼ − lse) vⱼ, lse = log Σⱼ exp(sⱼ), s = cap(q·k·scale) + bias, cap(x) = c·tanh(x / c).
     Args: q [B, K, T, D]. k, v: [B, K, S, D], where B and K have one stride, so that no copy is made of them.
-        bias: broadcastable to [B, K, T, S], 0 or FAR; None = all seen.
+        bias: broadcastable to [B, K, T, S], 0 or MASK_VALUE; None = all seen.
     Returns: ([B, K, T, D], lse [B, K, T] in fp32). Without gradient.
 
     >>> one = torch.ones(1, 1, 1, 8)
@@ -49,7 +49,7 @@ def attention_part(
     # Plain products, where they fit: faster for few queries, and a row's result does not depend on how many rows there
     # are, which that of the piecewise operator does in half precision (at the price of scores rounded to it).
     if (
-        q.shape[:3].numel() * k.shape[2] > HELD
+        q.shape[:3].numel() * k.shape[2] > MAX_SCORES
         and q.device.type == "cpu"
         and softcap is None
         and k.shape[-1] == v.shape[-1]
@@ -94,13 +94,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
-    """What is added to scores: 0 where a key is seen, FAR (or the dtype's least) where it is hidden."""
-    far = max(FAR, torch.finfo(dtype).min)
+    """What is added to scores: 0 where a key is seen, MASK_VALUE (or the dtype's least) where it is hidden."""
+    far = max(MASK_VALUE, torch.finfo(dtype).min)
     return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, far)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Bucket:
+class _PromptBucket:
     """The prompts of one store, and which rows ask them."""
 
     store: KVStore
@@ -121,13 +121,39 @@ class _Bucket:
 
 
 class DecodeLayout(Layout):
-    """One new token for each live row."""
+    """One new token for each live row.
+
+    An example: rows 0, 1 and 2 are live. Rows 0 and 2 have the same prompt of 5 tokens, in slot 0 of the store of
+    bucket 32; row 1 has one of 40, in slot 0 of bucket 64. They have made 3, 1 and 3 tokens:
+
+    >>> own, stores = KVStore(rows=3, length=32), {n: KVStore(rows=1, length=n) for n in (32, 64)}
+    >>> layout = DecodeLayout(own, torch.device("cpu"))
+    >>> layout.regroup(stores, np.array([32, 64, 32]), np.array([0, 0, 0]), np.array([5, 40, 5]))
+    >>> [(b.prompts, b.most, b.rows.tolist(), b.places) for b in layout._buckets]
+    [(1, 2, [[0, 2]], 5), (1, 1, [[1]], 40)]
+
+    So there are three products with keys in a step: the queries of rows 0 and 2 as one block with the 5 keys of their
+    prompt, those of row 1 with 40, and each row's with its own tokens:
+
+    >>> made, position = torch.tensor([3, 1, 3]), torch.tensor([8, 41, 8])
+    >>> layout.begin(position, made, longest=3, furthest=41, equal=False)
+    >>> q, kv = torch.zeros(3, 2, 1, 4), torch.ones(3, 1, 1, 4)  # 2 query heads over 1 KV head
+    >>> layout.attend(0, q, kv, kv, scale=1.0, window=None, softcap=None, sinks=None).shape
+    torch.Size([3, 2, 1, 4])
+
+    The new keys lie behind what each row had made, at its places 3, 1 and 3:
+
+    >>> [row.nonzero().flatten().tolist() for row in own.layer(0, kv, kv)[0][:, 0, :, 0]]
+    [[3], [1], [3]]
+
+    Args: own: KV of the rows' own tokens. device: where they lie.
+    """
 
     def __init__(self, own: KVStore, device: torch.device) -> None:
         self.own = own
         self.device = device
         self.rows = 0
-        self._buckets: list[_Bucket] = []
+        self._buckets: list[_PromptBucket] = []
         self._place = np.zeros((0, 3), np.int64)
         self._head_tables: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self._range = torch.arange(0, device=device)
@@ -187,14 +213,14 @@ class DecodeLayout(Layout):
         """Places of the prompts of each bucket that is asked."""
         return tuple(b.places for b in self._buckets)
 
-    def _bucket(self, number: int, bucket: int, store: KVStore, rows: np.ndarray, plens: np.ndarray) -> _Bucket:
+    def _bucket(self, number: int, bucket: int, store: KVStore, rows: np.ndarray, plens: np.ndarray) -> _PromptBucket:
         """The tables of one store's prompts. Args: rows [m, G]: who asks. plens [m]: tokens of the prompts."""
         if self.fixed is not None:
             store.reserve(len(rows), bucket)
         longest = int(plens.max()) if self.fixed is None else bucket
         lengths = self._keep(("lengths", number), torch.from_numpy(plens))
         hidden = torch.arange(longest, device=self.device) >= lengths[:, None]
-        return _Bucket(
+        return _PromptBucket(
             store=store,
             prompts=len(rows),
             most=rows.shape[1],
@@ -276,7 +302,7 @@ class DecodeLayout(Layout):
         n, kv, g, _ = q.shape
         k = keys[:n, :, :s]
         bags = self.device.type == "cpu" and self.fixed is None and values.dtype in (torch.float32, torch.bfloat16)
-        if not bags or n * kv * g * s > HELD:
+        if not bags or n * kv * g * s > MAX_SCORES:
             return attention_part(q, k, values[:n, :, :s], bias, scale=scale, softcap=softcap)
         scores, p = _shares(q, k, bias, scale=scale, softcap=softcap)
         # A weighted sum of rows is what a bag of embeddings is: 2 to 4 times faster than a product of so few queries.
@@ -318,7 +344,7 @@ class DecodeLayout(Layout):
         out = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, back)
         lse = (lses[0] if len(lses) == 1 else torch.cat(lses)).index_select(0, back)
         if self._alone is not None:
-            lse.view(self.rows, heads).masked_fill_(self._alone, FAR)
+            lse.view(self.rows, heads).masked_fill_(self._alone, MASK_VALUE)
         return out, lse
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -338,7 +364,7 @@ class DecodeLayout(Layout):
         return keys, values
 
     def _own_mask(self, window: int | None, dtype: torch.dtype, places: int) -> Tensor | None:
-        """[n, 1, 1, places] of 0 and FAR over own tokens; None = all seen."""
+        """[n, 1, 1, places] of 0 and MASK_VALUE over own tokens; None = all seen."""
         if window is not None and window >= self._longest:
             window = None
         if window is None and self._equal and places == self._longest:
@@ -350,7 +376,7 @@ class DecodeLayout(Layout):
         return self._own_bias[window]
 
     def _prompt_mask(self, number: int, window: int | None, g: int, dtype: torch.dtype) -> Tensor | None:
-        """[m, 1, 1 or G * g, S] of 0 and FAR over a bucket's prompts; None = all seen."""
+        """[m, 1, 1 or G * g, S] of 0 and MASK_VALUE over a bucket's prompts; None = all seen."""
         bucket = self._buckets[number]
         key = (number, window, g)
         if window is None:

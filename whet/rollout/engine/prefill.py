@@ -19,14 +19,14 @@ from whet.models.sdpa import masked_attention
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import attention_part, hiding
 
-__all__ = ["PrefillLayout", "Run"]
+__all__ = ["PrefillLayout", "PrefillSpan"]
 
-PIECE = 1 << 24
+MAX_PIECE_SCORES = 1 << 24
 """Scores of a piece."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Run:
+class PrefillSpan:
     """Neighbours in a packed row that are attended to together: `count` prompts, tokens start..start+length of each."""
 
     count: int
@@ -40,7 +40,7 @@ class Run:
 class PrefillLayout(Layout):
     """Packed prompts, or chunks of them, that see themselves causally and leave their keys and values in the stores."""
 
-    def __init__(self, runs: list[Run], device: torch.device) -> None:
+    def __init__(self, runs: list[PrefillSpan], device: torch.device) -> None:
         self.runs = runs
         steps = [torch.arange(r.start, r.start + r.length).repeat(r.count) for r in runs]
         self.position_ids = torch.cat(steps).unsqueeze(0).to(device)
@@ -80,7 +80,7 @@ class PrefillLayout(Layout):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        run: Run,
+        run: PrefillSpan,
         *,
         scale: float,
         window: int | None,
@@ -109,7 +109,7 @@ class PrefillLayout(Layout):
         )
         return _with_sinks(o, lse, sinks)
 
-    def _mask(self, run: Run, window: int | None, device: torch.device) -> Tensor | None:
+    def _mask(self, run: PrefillSpan, window: int | None, device: torch.device) -> Tensor | None:
         """Bool [length, start + length]: what each query sees; None = plainly causal."""
         end = run.start + run.length
         if window is not None and window >= end:
@@ -145,7 +145,7 @@ def _by_pieces(
     Args: q [B, H, T, D]. k, v: [B, K, S, D]. bias [T, S]. sinks [H]. Returns: [B, H, T, D].
     """
     (count, heads, _, _), kv = q.shape, k.shape[1]
-    rows = max(1, PIECE // (count * kv * k.shape[2]))
+    rows = max(1, MAX_PIECE_SCORES // (count * kv * k.shape[2]))
     outs = []
     for head in range(heads // kv):
         own = None if sinks is None else sinks.view(kv, -1)[:, head]

@@ -16,24 +16,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet.models.load import LoadedModel
+from whet.models.types import LoadedModel
 from whet.ops.uniform import address_key, uniform
-from whet.rollout.engine.conversation_cache import Held
-from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, bucket_rows
+from whet.rollout.engine.conversation_cache import CachedSequence
+from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, padded_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
 from whet.rollout.engine.layouts import JOINED, DecodeLayout
 from whet.rollout.engine.native_step import NativeLayout
-from whet.rollout.engine.prefill import PrefillLayout, Run
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
 from whet.rollout.engine.scheduler import Prefix, Task
 from whet.rollout.requests import SamplingPlan
 
-__all__ = ["Block", "Runner"]
+__all__ = ["Runner", "StepOutput"]
 
-JOIN = 64
+MAX_JOINED_PROMPT = 64
 """Longest prompt that is copied into its rows: beyond it, reading it once for a group is worth more."""
-ROWS = 256
+INITIAL_ROWS = 256
 """Rows that there is room for at first; more come when they are wanted, however many max_batch allows."""
 TOKEN, POSITION, OWN, PLACE, DRAW, KEY = range(6)
 """Rows of the state: last token, its position, own tokens before it, completion tokens up to it, its draw number,
@@ -41,7 +41,7 @@ address key."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Block:
+class StepOutput:
     """What some steps drew, on the host."""
 
     tokens: np.ndarray
@@ -75,12 +75,12 @@ class Runner:
         self.stores: dict[int, KVStore] = {}
         kernels = self.forward.kernels
         self.layout = DecodeLayout(self.own, self.device) if kernels is None else NativeLayout(kernels, self.own)
-        rows = min(max_batch, ROWS)
+        rows = min(max_batch, INITIAL_ROWS)
         self.state = torch.zeros(6, rows, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
         self.groups: list[tuple[SamplingPlan, Tensor | None]] = []
         self.graphs: StepGraphs | None = None
-        self.join = JOIN if join and self.device.type == "cpu" and kernels is None else 0
+        self.join = MAX_JOINED_PROMPT if join and self.device.type == "cpu" and kernels is None else 0
         """Longest prompt that is copied into its rows' own places."""
         half = any(p.dtype.itemsize == 2 for p in module.parameters())
         self.renews = half and self.device.type == "cpu" and kernels is None
@@ -137,7 +137,7 @@ class Runner:
         """Copies what is there already of prompts from their sources."""
         for p in prefixes:
             if (source := p.source) is not None:
-                held = isinstance(source, Held)
+                held = isinstance(source, CachedSequence)
                 layers = source.layers if held else self.stores[source.bucket].read(source.slot, p.filled)
                 self.stores[p.bucket].write(p.slot, p.filled, layers)
                 p.source = None
@@ -162,14 +162,14 @@ class Runner:
 
     def _prefill_chunk(self, chunk: list[tuple[Prefix, int, int]]) -> None:
         """One forward over packed prompts, or over one chunk of a long one."""
-        runs: list[Run] = []
+        runs: list[PrefillSpan] = []
         for p, start, end in chunk:
             store, last = self.stores[p.bucket], runs[-1] if runs else None
             beside = last is not None and last.store is store and last.slot + last.count == p.slot
             if last and beside and last.start == start == 0 and last.length == end:
-                runs[-1] = Run(count=last.count + 1, start=0, length=end, store=store, slot=last.slot)
+                runs[-1] = PrefillSpan(count=last.count + 1, start=0, length=end, store=store, slot=last.slot)
             else:
-                runs.append(Run(count=1, start=start, length=end - start, store=store, slot=p.slot))
+                runs.append(PrefillSpan(count=1, start=start, length=end - start, store=store, slot=p.slot))
         ids = np.concatenate([p.tokens[start:end] for p, start, end in chunk]).astype(np.int64)
         self.forward.reach(max(end for _, _, end in chunk))
         tokens = torch.from_numpy(ids).to(self.device).unsqueeze(0)
@@ -198,7 +198,7 @@ class Runner:
         admitted: Sequence[tuple[Task, Prefix]],
         plans: Sequence[SamplingPlan],
         allowed: Tensor | None = None,
-    ) -> Block:
+    ) -> StepOutput:
         """Takes sequences in as rows first.., and draws their first tokens.
 
         Args: first: live rows before. admitted: tasks with prefilled prefixes. plans: of the tasks' indices.
@@ -251,13 +251,13 @@ class Runner:
         slots = np.array([p.slot for _, p in rows], np.int64)
         count = None
         if self.graphs is not None:
-            count = bucket_rows(len(rows), self.max_batch)
+            count = padded_rows(len(rows), self.max_batch)
             self.own.reserve(count, self.own.length)
         lengths = np.array([len(p.tokens) for _, p in rows], np.int64)
         self.layout.regroup(self.stores, buckets, slots, lengths, count)
         self.groups = self._grouped([t.plan for t, _ in rows], plans)
 
-    def run(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> Block:
+    def run(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> StepOutput:
         """Decodes some steps.
 
         Args: steps: how many. own: int [n], tokens of each row's own part: its prompt if joined, and those it has made
@@ -355,9 +355,9 @@ class Runner:
             seen.scatter_(1, tokens.unsqueeze(1), True)
         return tokens, logprobs
 
-    def _read(self, tokens: list[Tensor], logprobs: list[Tensor], logits: list[Tensor] | None) -> Block:
+    def _read(self, tokens: list[Tensor], logprobs: list[Tensor], logits: list[Tensor] | None) -> StepOutput:
         """Copies steps to the host."""
-        return Block(
+        return StepOutput(
             tokens=torch.stack(tokens).to(torch.int32).cpu().numpy(),
             logprobs=torch.stack(logprobs).cpu().numpy(),
             logits=None if logits is None else torch.stack(logits).cpu().numpy(),

@@ -19,8 +19,8 @@ from torch import Tensor
 from whet.errors import EngineError
 from whet.rollout.base import Output, Piece, Request
 from whet.rollout.constraint import Matcher
-from whet.rollout.engine.conversation_cache import ConversationCache, Held, common_length
-from whet.rollout.engine.kv_cache import bucket_length
+from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
+from whet.rollout.engine.kv_cache import padded_length
 from whet.types import FinishReason
 
 __all__ = ["Part", "Prefix", "Scheduler", "Task"]
@@ -97,7 +97,7 @@ class Prefix:
     """Places of a row of its store."""
     stem: int
     """Tokens of it that are the prompt of a group; the others were made by one of its sequences."""
-    source: Held | Prefix | None = None
+    source: CachedSequence | Prefix | None = None
     """Where its first `filled` tokens are copied from, until they are."""
     filled: int = 0
     """Tokens from the first whose KV is there, or comes from the source; the others are to be run."""
@@ -115,7 +115,34 @@ class Prefix:
 
 
 class Scheduler:
-    """The queue and the memory account. KV is counted in tokens, padding of the buffers included."""
+    """The queue and the memory account. KV is counted in tokens, padding of the buffers included.
+
+    An example: room for 4 sequences and 96 tokens of KV. Two requests of a group have the same prompt of 3 tokens (a
+    row of 32) and may make 10 tokens each; a third, of another group, may make 40:
+
+    >>> from whet.rollout.base import Sampling
+    >>> def task(i, prompt, group, new):
+    ...     what = {"tokens": np.array(prompt, np.int32), "sampling": Sampling(max_tokens=new)}
+    ...     return Task(request=Request(id=i, group=group, address=(0, 0, group, i), **what), plan=0)
+    >>> scheduler = Scheduler(max_batch=4, kv_cache_tokens=96)
+    >>> scheduler.add([task(0, [5, 6, 7], 0, 10), task(1, [5, 6, 7], 0, 10), task(2, [8, 9], 1, 40)])
+    >>> [t.request.id for t in scheduler.queue]  # the longest completion first, groups together
+    [2, 0, 1]
+
+    Each live row is given the places of the longest, since the rows are one rectangle. The third alone takes 32 + 40;
+    with the first that would be 32 + 32 for two prompts and 2 x 40 for two rows, which is over 96:
+
+    >>> free = {"shelf": ConversationCache(None), "idle": 1}
+    >>> first = scheduler.admit(live=0, longest=0, prefixes={}, **free)
+    >>> [(t.request.id, p.bucket) for t, p in first]
+    [(2, 32)]
+
+    When it has ended the two others go in, over one prompt: 32 + 2 x 10:
+
+    >>> (a, p), (b, q) = scheduler.admit(live=0, longest=0, prefixes={}, **free)
+    >>> a.request.id, b.request.id, p is q
+    (0, 1, True)
+    """
 
     def __init__(self, *, max_batch: int, kv_cache_tokens: int | None) -> None:
         self.max_batch = max_batch
@@ -124,9 +151,9 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises EngineError for a request that would not fit in an empty cache; one that fitted may go on."""
-        new, row = request.sampling.max_tokens, bucket_length(len(request.tokens))
+        new, row = request.sampling.max_tokens, padded_length(len(request.tokens))
         if request.offset:  # what it has made takes no more room than it was given when it began: see _row
-            row = min(row, bucket_length(len(request.tokens) - request.offset) + request.offset)
+            row = min(row, padded_length(len(request.tokens) - request.offset) + request.offset)
         if self.kv_cache_tokens is not None and row + new > self.kv_cache_tokens:
             raise EngineError(
                 f"request {request.id} can never fit: {len(request.tokens)} prompt tokens (a row of {row}) + {new} new "
@@ -198,14 +225,14 @@ class Scheduler:
         """Places of the row of a task's context; what a sequence has made must not lift it over the bound."""
         length = len(task.request.tokens) + task.made
         if self.kv_cache_tokens is None:
-            return bucket_length(length)
-        return min(bucket_length(length), self.kv_cache_tokens - task.left)
+            return padded_length(length)
+        return min(padded_length(length), self.kv_cache_tokens - task.left)
 
     def _fits(self, places: int, task: Task, out: Sequence[tuple[Task, Prefix]], shelf: ConversationCache) -> bool:
         """Whether a task fits beside the others with so many places in use, once earlier turns have left for it."""
         if self.kv_cache_tokens is None:
             return True
-        used = {t.request.conversation for t, p in out if isinstance(p.source, Held)}  # about to be copied
+        used = {t.request.conversation for t, p in out if isinstance(p.source, CachedSequence)}  # about to be copied
         room = self.kv_cache_tokens - places
         if room < sum(len(h.tokens) for h in map(shelf.get, used) if h is not None):
             return False

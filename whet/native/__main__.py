@@ -1,0 +1,38 @@
+"""`python -m whet.native`: builds all kernels, compares them with torch, and prints what runs on this machine.
+
+For an image or a login node, so that no first step waits for a compiler. Exit code 1: one of them can't be used.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from whet.native.build import Unavailable
+from whet.native.decode import load_kernels
+from whet.native.layers import layer_kernels
+from whet.native.segments import segment_kernels
+
+FAMILIES = {
+    "decode": ("decode steps of the embedded engine", load_kernels),
+    "segments": ("attention of training and scoring", segment_kernels),
+    "layers": ("norms, gates and gradients of weights in training", layer_kernels),
+}
+"""What each source of kernels/ is for, and what loads it."""
+
+
+def main() -> int:
+    """Builds and prints.
+
+    Returns: 0 where all can be used; else 1.
+    """
+    missing = 0
+    for name, (what, load) in FAMILIES.items():
+        found = load()
+        missing += isinstance(found, Unavailable)
+        runs = f"torch ({found.reason})" if isinstance(found, Unavailable) else f"native ({found.compiler})"
+        sys.stdout.write(f"{name:<9} {what}: {runs}\n")
+    return int(missing > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

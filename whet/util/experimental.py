@@ -1,0 +1,25 @@
+"""What is written and tested with stand-ins, but has never run on the hardware it is for: a warning when it is chosen.
+
+A piece of code leaves this list when it has run there; until then nobody should believe its figures, or its results,
+without looking at them. Left out on purpose: a switch that silences it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+__all__ = ["warn_experimental"]
+
+log = logging.getLogger("whet")
+
+
+@functools.cache
+def warn_experimental(what: str) -> None:
+    """Logs once per process that something is experimental.
+
+    Args: what: its name, as the user chose it: "rollout_engine 'sglang'".
+    """
+    log.warning(
+        "%s is experimental: it has never run on such hardware; compare its first results with another way", what
+    )
