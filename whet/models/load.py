@@ -63,17 +63,7 @@ def load_model(
     """
     device = usable_device(device)
     _check_words(role, attention, device)
-    weight = None
-    if isinstance(model, nn.Module):
-        if not isinstance(model, PreTrainedModel):
-            raise ConfigError(
-                f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
-            )
-        module, name = model, model.name_or_path or type(model).__name__
-        check_config(module.config, name)
-    else:
-        module, weight = read_model(str(model), _dtype(dtype), role)
-        name = str(model)
+    module, weight, name = _module_of(model, dtype, role)
     module = module.to(device).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
         module.set_attn_implementation("eager")
@@ -101,6 +91,21 @@ def load_model(
         score_head=score_layer(module),
         adapter=Adapter.of(module),
     )
+
+
+def _module_of(
+    model: str | Path | nn.Module, dtype: str | torch.dtype, role: str
+) -> tuple[PreTrainedModel, Tensor | None, str]:
+    """The module of a folder or hub name, or the one given; the weight of a score head saved with it; its name."""
+    if not isinstance(model, nn.Module):
+        return (*read_model(str(model), _dtype(dtype), role), str(model))
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
+        )
+    name = model.name_or_path or type(model).__name__
+    check_config(model.config, name)
+    return model, None, name
 
 
 def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: str) -> PreTrainedModel:
