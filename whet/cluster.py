@@ -26,6 +26,8 @@ from whet.models.types import LoadedModel
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
+from whet.parallel.placement import Placement
+from whet.parallel.ranks import Ranks
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
@@ -33,7 +35,7 @@ from whet.rollout.constraint import Masks
 from whet.rollout.driver import Rollouts
 from whet.rollout.policy import PolicyRollouts
 from whet.train.checkpoints import Checkpoints
-from whet.train.offload import OffloadedWorker
+from whet.train.offload import OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
@@ -155,7 +157,7 @@ class RLCluster(TunixVerbs):
         usual, budget = (c.token_budget(loaded.module.device.type) for c in (self.training_config, self.cluster_config))
         if budget > usual and not self._workers:
             log.info("max_tokens_per_microbatch is %d instead of %d: the rollout's longest sequence", budget, usual)
-        self._workers[role] = self._worker_class(loaded.module.device)(
+        self._workers[role] = ModelWorker(
             loaded,
             optim=None if role is Role.REFERENCE else optimizer,
             dtype=dtype,
@@ -165,30 +167,32 @@ class RLCluster(TunixVerbs):
             saturating_tokens=self.training_config.saturating_tokens(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
+            placement=self._placement(loaded.module.device),
         )
         empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
 
     def _make_engine(self) -> RolloutEngine:
         """The engine that the configuration names, over the actor's model."""
         config = self.cluster_config
-        return make_engine(
-            config.rollout_engine,
-            self.actor.loaded,
-            config=self.get_rollout_config(Mode.TRAIN),
-            decode=self.decode,
-            tokenizer=self.tokenizer,
-            grammars=self._grammars,
-            mesh=(config.role_to_mesh or {}).get(Role.ROLLOUT),
-            generation_kwargs={name for mode in Mode for name in self.get_rollout_config(mode).generation_kwargs},
-        )
+        with self.actor.rollout_weights():
+            return make_engine(
+                config.rollout_engine,
+                self.actor.loaded,
+                config=self.get_rollout_config(Mode.TRAIN),
+                decode=self.decode,
+                tokenizer=self.tokenizer,
+                grammars=self._grammars,
+                mesh=(config.role_to_mesh or {}).get(Role.ROLLOUT),
+                generation_kwargs={name for mode in Mode for name in self.get_rollout_config(mode).generation_kwargs},
+            )
 
-    def _worker_class(self, device: torch.device) -> type[ModelWorker]:
-        """What works a model on a device, after offload_to_cpu."""
+    def _placement(self, device: torch.device) -> Placement:
+        """Where a role's tensors lie, after offload_to_cpu."""
         if self.cluster_config.offload_to_cpu and device.type != "cpu":
-            return OffloadedWorker
+            return OffloadPlacement()
         if self.cluster_config.offload_to_cpu and not self._workers:
             log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
-        return ModelWorker
+        return Placement()
 
     def device(self, role: Role) -> torch.device:
         """Where a role's model is loaded: its mesh's kind of device, or the GPU if there is one."""
@@ -255,6 +259,11 @@ class RLCluster(TunixVerbs):
     # ---- sampling ------------------------------------------------------------------------------------------------
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that train together: `agree`, `shared`, `is_writer`."""
+        return self.actor.placement.ranks
+
+    @property
     def rollout(self) -> RolloutEngine:
         """The engine; built when it is first asked for."""
         return self._rollouts.engine
@@ -292,14 +301,15 @@ class RLCluster(TunixVerbs):
         config = self.get_rollout_config(own)
         base = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
         self._masks.drop()
-        return self._rollouts.sample(
-            domain,
-            prompts,
-            sampling or self.sampling(own),
-            num_generations=num_generations,
-            address=(base * len(_DOMAIN) + _DOMAIN[domain], step),
-            at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
-        )
+        with self.actor.rollout_weights():
+            return self._rollouts.sample(
+                domain,
+                prompts,
+                sampling or self.sampling(own),
+                num_generations=num_generations,
+                address=(base * len(_DOMAIN) + _DOMAIN[domain], step),
+                at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
+            )
 
     def release_engine_memory(self) -> None:
         """Frees what an engine holds besides the weights, until it samples again: an update needs none of it."""

@@ -26,6 +26,7 @@ ENGINES = {
     "vanilla": {},
     "vanilla-module": {"fast": False},
     "vanilla-torch": {"native": False},
+    "vanilla-own": {"own_weights": True},
     "vanilla-small": {"max_batch": 3, "prefill_tokens": 8, "kv_cache_tokens": 192},
     "vanilla-float64": {},
     "vanilla-bfloat16": {},

@@ -27,12 +27,12 @@ from whet.learners.report import engine_metrics, rewarded_metrics, trajectory_ad
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.metrics import flat
-from whet.rewards.manager import resolve_reward_manager
+from whet.rewards.manager import Rewarded, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
 from whet.rollout.options import check_trainable
 from whet.run.observer import Observer
 from whet.run.run import Run
-from whet.types import TokenBatch
+from whet.types import Group, TokenBatch
 
 __all__ = ["RLLearner"]
 
@@ -156,10 +156,17 @@ class RLLearner:
         return step.replace(groups=groups, versions=tuple(sorted(versions))).log(engine_metrics(done))
 
     def reward(self, step: Step) -> Step:
-        """Calls the reward functions: `rewarded` has the groups with what each said, the weighted sums [J], metrics."""
+        """Calls the reward functions: `rewarded` has the groups with what each said, the weighted sums [J], metrics.
+
+        They are called once for each completion: where several processes train, each judges a part of the groups.
+        """
+
+        def judged(own: Sequence[Group]) -> Rewarded:
+            texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in own]
+            return self.reward_manager(own, texts, mode=step.mode)
+
         with self.cluster.trace.span("rewards"):
-            texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in step.groups]
-            return step.replace(rewarded=self.reward_manager(step.groups, texts, mode=step.mode))
+            return step.replace(rewarded=Rewarded.cat(self.cluster.ranks.shared(judged, step.groups)))
 
     def batch(self, step: Step) -> Step:
         """Lays rewarded groups end to end: `batch`."""

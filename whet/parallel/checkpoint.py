@@ -32,6 +32,7 @@ from whet.errors import CheckpointError
 from whet.observe.files import is_temporary, read_json, remove, temporary, write_atomic
 from whet.observe.files import sync as _fsync
 from whet.observe.lock import FolderLock
+from whet.parallel.formats import SUMS_FORMAT, check_format
 
 __all__ = [
     "checkpoints",
@@ -190,7 +191,7 @@ def _summed(folder: Path, write: Callable[[Path], None]) -> None:
     """Fills a folder, and notes the checksum of every file."""
     write(folder)
     sums = {p.relative_to(folder).as_posix(): _sum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
-    (folder / _SUMS).write_text(json.dumps(sums, indent=1) + "\n")
+    (folder / _SUMS).write_text(json.dumps({"format": SUMS_FORMAT, "sums": sums}, indent=1) + "\n")
 
 
 def _sum(path: Path) -> str:
@@ -212,7 +213,7 @@ def verify(folder: Path, needs: Iterable[str] = ()) -> None:
         log.warning("%s has no %s: whether its files are as they were written can't be told", folder, _SUMS)
         return
     try:
-        sums = read_json(path)
+        sums = _sums_in(path)
         if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
             raise ValueError("no mapping of names to checksums")
         if outside := [n for n in sums if "\0" in n or ".." in PurePosixPath(n).parts or n.startswith("/")]:
@@ -227,6 +228,15 @@ def verify(folder: Path, needs: Iterable[str] = ()) -> None:
                 f"{folder / name} is not what was written: its SHA-256 is {found[:12]}..., sums.json has "
                 f"{expected[:12]}...; {advice}, or, if you changed it yourself, delete sums.json"
             )
+
+
+def _sums_in(path: Path) -> Any:
+    """The checksums by name. Files of format 1 have nothing but them, so that no number can be among their names."""
+    found = read_json(path)
+    if not isinstance(found, dict) or "format" not in found or isinstance(found["format"], str):
+        return found
+    check_format(path, found["format"], SUMS_FORMAT, weights=path.parent)
+    return found.get("sums")
 
 
 def _filled(folder: Path, write: Callable[[Path], None]) -> None:

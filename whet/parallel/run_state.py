@@ -17,11 +17,10 @@ from torch import Tensor
 from whet.config import Role
 from whet.errors import CheckpointError
 from whet.parallel.checkpoint import read_state, step_of
+from whet.parallel.formats import RUN_FORMAT, check_format
 
-__all__ = ["FORMAT", "check_storable", "read_run_state"]
+__all__ = ["check_storable", "read_run_state"]
 
-FORMAT = 1
-"""Of what this release writes and reads; files without a number, of earlier ones, are read as this one."""
 MOST = 2**63 - 1
 """No count is larger: it has to fit a 64-bit word."""
 
@@ -37,12 +36,7 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
     state = read_state(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not what this version saves: {type(state).__name__}; resume from another")
-    number = state.get("format", FORMAT)
-    if type(number) is not int or number != FORMAT:
-        raise CheckpointError(
-            f"{path} has format {number!r:.40}, and this release of whet knows format {FORMAT}; go on with the release "
-            f"that wrote it, or begin a new run from its weights: actor.model={path.parent}"
-        )
+    check_format(path, state.get("format", 1), RUN_FORMAT, weights=path.parent)
     if missing := [name for name in sorted({*_FIELDS, *needs}) if name not in state]:
         raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
     step, named = state["step"], step_of(path.parent)

@@ -19,8 +19,8 @@ import math
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,17 @@ class RewardInputs:
     """Fields of the algorithm's configuration, for functions that name them."""
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Further keywords, handed on as they are."""
+
+    @classmethod
+    def cat(cls, parts: Sequence[RewardInputs]) -> RewardInputs:
+        """The inputs of several calls as those of one; a column that a part has not is None there."""
+        joined = {
+            name: [x for part in parts for x in getattr(part, name)]
+            for name in ("prompts", "completions", "completion_ids", "trajectory_ids")
+        }
+        known = dict.fromkeys(name for part in parts for name in part.columns)
+        columns = {n: [x for p in parts for x in p.columns.get(n, [None] * len(p.prompts))] for n in known}
+        return replace(parts[0], columns=columns, **joined)
 
     def offered(self) -> dict[str, Any]:
         """Every keyword with its value; the lists are new ones, so that a function may change its own."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import ConfigError, DataError, lookup_error
-from whet.metrics import Max, Mean, Metric, Min, Sum
+from whet.metrics import Max, Mean, Metric, Min, Sum, merge
 from whet.rewards.contract import OnError, RewardFn, RewardInputs, call_rewards, function_name, keywords
 from whet.rewards.text import REWARDS
 from whet.types import Group
@@ -44,6 +44,29 @@ class Rewarded:
     """The decoded completions, of each group."""
     inputs: RewardInputs
     """What the functions saw: prompts, completions and columns, J of each."""
+
+    @classmethod
+    def cat(cls, parts: Sequence[Rewarded]) -> Rewarded:
+        """Parts of one batch that were judged apart, as if they had been judged together.
+
+        Args: parts: in the order of their groups. What isn't a sum (a deviation) is made from the whole of them.
+        """
+        if len(parts) == 1:
+            return parts[0]
+        groups = [group for part in parts for group in part.groups]
+        names = tuple(dict.fromkeys(name for part in parts for name in part.names))
+        total = np.concatenate([part.total for part in parts])
+        sizes = [len({c.generation for c in group.completions}) for group in groups]
+        pairs = list(zip(groups, sizes, strict=True))
+        made = {name: np.concatenate([_brought(group, name, size) for group, size in pairs]) for name in names}
+        return cls(
+            groups=groups,
+            total=total,
+            metrics={**merge(*(part.metrics for part in parts)), **reward_metrics(made, total, sizes)},
+            names=names,
+            texts=[texts for part in parts for texts in part.texts],
+            inputs=RewardInputs.cat([part.inputs for part in parts]),
+        )
 
 
 class RewardManager:

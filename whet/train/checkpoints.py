@@ -25,7 +25,8 @@ from whet.parallel.checkpoint import (
     write_folder,
     write_state,
 )
-from whet.parallel.run_state import FORMAT, read_run_state
+from whet.parallel.formats import RUN_FORMAT
+from whet.parallel.run_state import read_run_state
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 
@@ -125,7 +126,7 @@ class Checkpoints:
                 (folder / role.value).mkdir()
                 self.only_read[role].save(folder / role.value)
             updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
-            own = {"format": FORMAT, "updates": updates, "moved": [role.value for role in moved]}
+            own = {"format": RUN_FORMAT, "updates": updates, "moved": [role.value for role in moved]}
             write_state({**state, **own}, folder / "run.pt")
 
         moved = [role for role, worker in self.only_read.items() if worker.moved]

@@ -13,19 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from whet.models.types import LoadedModel
-from whet.train.worker import Loss, Metrics, ModelWorker
-from whet.types import TokenBatch, TokenStats
+from whet.parallel.placement import Phase, Placement, Trained
 from whet.util.experimental import warn_experimental
 
-__all__ = ["Offload", "OffloadedWorker"]
+__all__ = ["Offload", "OffloadPlacement"]
 
 Copy = Callable[[Tensor, torch.device], Tensor]
 
@@ -80,83 +76,87 @@ class Offload:
         self._held.clear()
 
 
-class OffloadedWorker(ModelWorker):
-    """A ModelWorker that keeps on its device what it needs at the moment: see the head of this module.
+class OffloadPlacement(Placement):
+    """Keeps on the device what is needed at the moment: see the head of this module.
 
-    Args: loaded: as ModelWorker's. offload: what moves the tensors; None = between the model's device and the host.
-        options: ModelWorker's own.
+    Args: offload: what moves the tensors; None = between the model's device and the host.
     """
 
-    def __init__(self, loaded: LoadedModel, *, offload: Offload | None = None, **options: Any) -> None:
-        super().__init__(loaded, **options)
-        self.offload = offload or Offload(super().device)
-        self._rest()
+    def __init__(self, offload: Offload | None = None) -> None:
+        super().__init__()
+        self._offload = offload
+
+    @property
+    def offload(self) -> Offload:
+        """What moves the tensors."""
+        assert self._offload is not None, "a placement holds a model once its worker is made"
+        return self._offload
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes, also while its weights lie on the host."""
+        """See Placement; also while the weights lie on the host."""
         return self.offload.device
 
-    def _read(self, *args: Any, **options: Any) -> TokenStats:
-        with self._here(self._weights()):
-            return super()._read(*args, **options)
-
-    def forward_backward(self, batch: TokenBatch, loss: Loss, **options: Any) -> Metrics:
-        """See ModelWorker; gradients are added to the masters, which come first and stay until the step."""
-        self.offload.back(self._masters())
-        return super().forward_backward(batch, loss, **options)
-
-    def optim_step(self) -> Metrics:
-        """See ModelWorker; the moments come for it, and leave with the masters."""
-        self.offload.back([*self._masters(), *self._moments()])
-        found = super().optim_step()
+    def hold(self, module: nn.Module, trained: Trained | None) -> None:
+        """See Placement; what nothing needs leaves at once."""
+        super().hold(module, trained)
+        self._offload = self._offload or Offload(next(module.parameters()).device)
         self._rest()
-        return found
 
-    def load(self, folder: Path) -> None:
-        """See ModelWorker; done on the device, where an optimizer puts the state that it is given."""
-        with self._here([*self._weights(), *self._masters(), *self._moments()]):
-            super().load(folder)
-
-    def export(self, folder: Path, tokenizer: Any = None) -> None:
-        """See ModelWorker."""
-        with self._here([*self._weights(), *self._masters()]):
-            super().export(folder, tokenizer)
-
-    def close(self) -> None:
-        """See ModelWorker; what lay on the host goes with the rest."""
-        super().close()
+    def release(self) -> None:
+        """See Placement; what lay on the host goes with the rest."""
+        super().release()
         self.offload.forget()
 
-    # ---- what moves ----------------------------------------------------------------------------------------------
-
     @contextmanager
-    def _here(self, tensors: list[Tensor]) -> Iterator[None]:
-        """These are on the device inside; afterwards what nothing needs leaves it again."""
-        self.offload.back(tensors)
+    def during(self, phase: Phase) -> Iterator[None]:
+        """See Placement. Masters that came for a backward pass stay until the step, to which gradients add up."""
+        needed = self._needed(phase)
+        self.offload.back(needed)
         try:
             yield
         finally:
-            if tensors:
+            if (needed or phase == "step") and phase != "backward":
                 self._rest()
+
+    @contextmanager
+    def weights(self) -> Iterator[nn.Module]:
+        """See Placement; those of a model that is only read come for it."""
+        with self.during("read"):
+            yield self.module
+
+    # ---- what moves ----------------------------------------------------------------------------------------------
+
+    def _needed(self, phase: Phase) -> list[Tensor]:
+        if phase == "save":  # files are written from where tensors lie
+            return []
+        if phase == "read":
+            return self._weights()
+        if phase == "backward":
+            return self._masters()
+        if phase == "step":
+            return [*self._masters(), *self._moments()]
+        if phase == "load":  # an optimizer puts the state that it is given on the device
+            return [*self._weights(), *self._masters(), *self._moments()]
+        return [*self._weights(), *self._masters()]
 
     def _rest(self) -> None:
         self.offload.out([*self._weights(), *self._masters(), *self._moments()])
 
     def _weights(self) -> list[Tensor]:
         """Those of a model that is only read."""
-        return list(self.module.parameters()) if self.optim is None else []
+        return list(self.module.parameters()) if self._trained is None else []
 
     def _masters(self) -> list[Tensor]:
         """The masters beside the model; where it computes in fp32 its own weights are, and stay."""
-        if self.optim is None:
+        if self._trained is None:
             return []
-        return [m for name, m in self.optim.masters.items() if m is not self.optim.params[name]]
+        return [m for name, m in self._trained.masters.items() if m is not self._trained.params[name]]
 
     def _moments(self) -> list[Tensor]:
-        if self.optim is None:
+        if self._trained is None:
             return []
-        entries = self.optim.optimizer.state.values()
+        entries = self._trained.optimizer.state.values()
         return [v for entry in entries for v in entry.values() if isinstance(v, Tensor)]
 
 

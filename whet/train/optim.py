@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError, lookup_error
-from whet.train.optimizers import flat_state, make_optimizer, set_setting, settings_of, whole_state
+from whet.parallel.formats import OPTIMIZER_FORMAT
+from whet.train.optimizer_state import FORMAT_KEY, check_shapes, flat_state, saved_state
+from whet.train.optimizers import make_optimizer, set_setting, settings_of
 
 __all__ = ["Optim"]
 
 log = logging.getLogger("whet")
 
+MAX_UNCLIPPED = math.sqrt(torch.finfo(torch.float32).max)
+"""Of the norm of a gradient that nothing clips: the squares of a larger one would make moments infinite for ever."""
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that don't ask how many updates there will be."""
 _TRIAL_UPDATES = 1_000_000
@@ -38,12 +42,19 @@ class Optim:
 
     Args: module: whose parameters with requires_grad are trained. config: an OptimConfig, or a factory
         `f(parameters) -> torch.optim.Optimizer`, which then has a constant rate of its own and no clipping.
-        dtype: what the module is to compute in; None = as it does.
+        dtype: what the module is to compute in; None = as it does. norm: of all gradients together, as a placement
+        knows them.
     """
 
     def __init__(
-        self, module: nn.Module, config: OptimConfig | Callable[..., Any], *, dtype: torch.dtype | None = None
+        self,
+        module: nn.Module,
+        config: OptimConfig | Callable[..., Any],
+        *,
+        dtype: torch.dtype | None = None,
+        norm: Callable[[Sequence[Tensor]], float] | None = None,
     ) -> None:
+        self._norm = norm or total_norm
         self.params = {n: p for n, p in module.named_parameters() if p.requires_grad}
         if not self.params:
             raise ConfigError("the model has no parameter with requires_grad; unfreeze what is to be trained")
@@ -116,18 +127,19 @@ class Optim:
         """One update from the accumulated gradients, which are cleared.
 
         Returns: (norm of the whole gradient before clipping, learning rate used, whether the update was skipped
-            because the norm was not finite). A skipped update moves neither weights, moments nor the schedule.
+            because the norm was not finite, or, where nothing clips it, beyond float32). A skipped update moves neither
+            weights, moments nor the schedule.
         """
         if self.schedule is None:
             self.schedule = self._scheduler()
         rate = float(self.optimizer.param_groups[0]["lr"])
         grads = [_gradient(m) for m in self.masters.values()]
-        norm = float(nn.utils.get_total_norm(grads))
-        finite = math.isfinite(norm)
+        limit = self.config.max_grad_norm if self.config else 0.0
+        norm = self._norm(grads)
+        finite = norm <= (MAX_UNCLIPPED if not limit else sys.float_info.max)  # NaN is neither
         if finite:
-            limit = self.config.max_grad_norm if self.config else 0.0
             if limit and norm > limit:
-                torch._foreach_mul_(grads, limit / (norm + 1e-6))
+                _scale(grads, limit / (norm + 1e-6))
             self.optimizer.step()
             if self.schedule is not None:
                 self.schedule.step()
@@ -138,15 +150,34 @@ class Optim:
         self.optimizer.zero_grad(set_to_none=True)
         return norm, rate, not finite
 
+    def _names(self) -> list[list[str]]:
+        """The parameters of each of the optimizer's groups, by name.
+
+        Raises: CheckpointError: one is not the model's.
+        """
+        name_of = {id(m): name for name, m in self.masters.items()}
+        try:
+            return [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
+        except KeyError:
+            raise CheckpointError(
+                f"{type(self.optimizer).__name__} holds a parameter that is none of the model's, so its state can't be "
+                "kept by name; save no checkpoints, or make the optimizer of the parameters that the factory is given"
+            ) from None
+
     def save(self, path: Path) -> dict[str, Any]:
-        """Writes the moments to a safetensors file and returns the rest as plain containers, for torch.save."""
+        """Writes the moments to a safetensors file and returns the rest as plain containers, for torch.save.
+
+        Both name the parameters as the model does: who reads them needs no order.
+        """
+        groups = self._names()
+        flat = [name for names in groups for name in names]
         state = self.optimizer.state_dict()
-        tensors, plain, wrapped = flat_state(state["state"])
-        save_file(tensors, path)
+        tensors, plain, wrapped = flat_state({flat[i]: entry for i, entry in state["state"].items()})
+        save_file(tensors, path, metadata={FORMAT_KEY: str(OPTIMIZER_FORMAT)})  # one key: more have no order
         return {
             "kind": type(self.optimizer).__name__,
             "made": self.made,
-            "groups": state["param_groups"],
+            "groups": [g | {"params": names} for g, names in zip(state["param_groups"], groups, strict=True)],
             "plain": plain,
             "wrapped": wrapped,
             "schedule": None if self.schedule is None else self.schedule.state_dict(),
@@ -158,7 +189,9 @@ class Optim:
         """Restores what `save` wrote and returned. A setting (rate, betas, decay) that was made other than the saved
         optimizer's stays as it is here; moments, counts and the place in the schedule are the saved ones.
 
-        Raises: CheckpointError: it doesn't fit this model or this optimizer.
+        State that earlier versions kept by place is read in the order that this optimizer has.
+
+        Raises: CheckpointError: it doesn't fit this model or this optimizer, or is of a format not known here.
         """
         needs = ("kind", "made", "groups", "plain", "wrapped", "schedule", "updates", "total_updates")
         if missing := [n for n in needs if n not in rest]:
@@ -169,17 +202,19 @@ class Optim:
                 f"{path} holds the state of {rest['kind']}, this run's optimizer is {kind}; resume with the optim.name "
                 "that it was saved with, or start a new run from its weights"
             )
-        try:
-            found = load_file(path)
-        except (OSError, SafetensorError) as e:
-            raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
-        entries = whole_state(found, rest["plain"], rest["wrapped"])
+        groups = self._names()
+        flat = [name for names in groups for name in names]
+        saved, made, entries = saved_state(path, rest, groups)
+        check_shapes(path, entries, self.masters)
         self._load_schedule(rest)
+        whole = self.optimizer.state_dict()["param_groups"]
+        found = [g | {"params": now["params"]} for g, now in zip(saved, whole, strict=True)]
         try:
-            self.optimizer.load_state_dict({"state": entries, "param_groups": rest["groups"]})
+            state = {i: entries[name] for i, name in enumerate(flat) if name in entries}
+            self.optimizer.load_state_dict({"state": state, "param_groups": found})
         except (KeyError, ValueError) as e:
             raise CheckpointError(f"{path}: the optimizer state does not fit this model ({e})") from e
-        for group, now, before in zip(self.optimizer.param_groups, self.made, rest["made"], strict=True):
+        for group, now, before in zip(self.optimizer.param_groups, self.made, made, strict=True):
             for name, value in now.items():
                 if name not in before or before[name] != value:
                     set_setting(group, name, value)
@@ -210,6 +245,25 @@ def _master(p: nn.Parameter, compute: torch.dtype) -> Tensor:
     if p.dtype == compute and compute in (torch.float32, torch.float64):
         return p
     return nn.Parameter(p.detach().float().clone())
+
+
+def total_norm(grads: Sequence[Tensor]) -> float:
+    """sqrt(Σ g²) over all numbers of all gradients; summed in float64 where float32 overflows.
+
+    >>> total_norm([torch.tensor([3e30]), torch.tensor([4e30])])
+    5.000000...e+30
+    """
+    norm = float(nn.utils.get_total_norm(grads))
+    if math.isfinite(norm):
+        return norm
+    return math.hypot(*(float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in grads))
+
+
+def _scale(grads: list[Tensor], factor: float) -> None:
+    """Multiplies gradients in place; in two goes where the factor would lose digits, or vanish, as a float32."""
+    tiny = factor < torch.finfo(torch.float32).tiny
+    for _ in range(2 if tiny else 1):
+        torch._foreach_mul_(grads, math.sqrt(factor) if tiny else factor)
 
 
 def _gradient(master: Tensor) -> Tensor:

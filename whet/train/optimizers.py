@@ -1,4 +1,4 @@
-"""The optimizers by name, and their state as plain tensors.
+"""The optimizers by name.
 
     adamw        decoupled decay, fused where torch has a kernel (CPU, CUDA, Apple, Intel); the default
     adam         the same, but decay joins the gradient
@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from whet.config import OptimConfig
-from whet.errors import CheckpointError, ConfigError, lookup_error
+from whet.errors import ConfigError, lookup_error
 from whet.util.refs import resolve_ref
 
-__all__ = ["OPTIMIZERS", "WRAPPED", "flat_state", "make_optimizer", "set_setting", "settings_of", "whole_state"]
+__all__ = ["OPTIMIZERS", "make_optimizer", "set_setting", "settings_of"]
 
 Groups = list[dict[str, Any]]
 
@@ -116,75 +115,3 @@ def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def set_setting(group: dict[str, Any], name: str, value: Any) -> None:
     """Sets a setting of a group; one that is held as a tensor (a compiled optimizer's rate) stays one."""
     group[name] = torch.tensor(value) if isinstance(group.get(name), Tensor) else value
-
-
-# ---- state -----------------------------------------------------------------------------------------------------------
-
-WRAPPED: dict[str, str] = {"OptimState8bit": "torchao.optim.subclass_8bit"}
-"""Tensor subclasses that a state may hold, and their modules: a file names a class of this list, and no other."""
-
-
-def flat_state(state: Mapping[int, Mapping[str, Any]]) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
-    """An optimizer's state as what safetensors can hold, and the rest.
-
-    Args: state: the entry "state" of an optimizer's state_dict.
-    Returns: tensors "<i>.<key>", copies on the CPU; plain values under such names; and for each tensor subclass under
-        its name what it is made of, its parts being tensors "<i>.<key>.<part>".
-    Raises: CheckpointError: a tensor subclass that is not in WRAPPED.
-
-    >>> flat_state({0: {"m": torch.zeros(2), "n": 3}})
-    ({'0.m': tensor([0., 0.])}, {'0.n': 3}, {})
-    """
-    tensors: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-    wrapped: dict[str, Any] = {}
-    for i, entry in state.items():
-        for key, value in entry.items():
-            name = f"{i}.{key}"
-            if not isinstance(value, Tensor):
-                plain[name] = value
-            elif is_traceable_wrapper_subclass(value):
-                kind = type(value).__name__
-                if WRAPPED.get(kind) != type(value).__module__:
-                    raise CheckpointError(
-                        f"{name} of the optimizer's state is a {type(value).__module__}.{kind}, which can't be saved; "
-                        "save no checkpoints, or take another optim.name"
-                    )
-                parts, context = value.__tensor_flatten__()
-                tensors |= {f"{name}.{part}": _copied(getattr(value, part)) for part in parts}
-                wrapped[name] = {"kind": kind, "parts": list(parts), "context": context}
-            else:
-                tensors[name] = _copied(value)
-    return tensors, plain, wrapped
-
-
-def whole_state(
-    tensors: Mapping[str, Tensor], plain: Mapping[str, Any], wrapped: Mapping[str, Any]
-) -> dict[int, dict[str, Any]]:
-    """What `flat_state` took apart.
-
-    Raises: CheckpointError: a class that is not in WRAPPED, or one whose package is not installed.
-    """
-    values: dict[str, Any] = {**tensors, **plain}
-    for name, made_of in wrapped.items():
-        cls = _class(made_of["kind"])
-        parts = {part: values.pop(f"{name}.{part}") for part in made_of["parts"]}
-        values[name] = cls.__tensor_unflatten__(parts, made_of["context"], None, None)
-    entries: dict[int, dict[str, Any]] = {}
-    for name, value in values.items():
-        i, _, key = name.partition(".")
-        entries.setdefault(int(i), {})[key] = value
-    return entries
-
-
-def _class(kind: str) -> Any:
-    if kind not in WRAPPED:
-        raise CheckpointError(f"the optimizer's state holds a {kind!r}; known: {', '.join(WRAPPED)}")
-    try:
-        return resolve_ref(f"{WRAPPED[kind]}:{kind}", "optimizer state")
-    except ConfigError as error:
-        raise CheckpointError(f"the optimizer's state holds a {kind}: {error}") from error
-
-
-def _copied(value: Tensor) -> Tensor:
-    return value.detach().cpu().contiguous().clone()

@@ -9,7 +9,7 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,28 +21,26 @@ from whet.config import OptimConfig, RoleConfig
 from whet.data.balance import model_cost
 from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError, DataError
-from whet.metrics import Last, Max, Mean, Metric, Min, Sum, merge
+from whet.metrics import Last, Mean, Sum, merge
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import save_model
 from whet.models.micro_batch import MicroBatch
 from whet.models.types import LoadedModel
-from whet.ops import Support, aggregate, segment_count, segment_mean
+from whet.ops import Support, aggregate, segment_count
 from whet.parallel import load_state, read_state, save_state, write_state
-from whet.train.optim import Optim
+from whet.parallel.formats import STATE_FORMAT, check_format
+from whet.parallel.placement import Placement
+from whet.train.optim import Optim, total_norm
+from whet.train.reductions import REDUCTIONS, Metrics, Reductions, metrics_of, reduced
 from whet.types import LossInputs, TokenBatch, TokenStats
 
 __all__ = ["REDUCTIONS", "Allowed", "Loss", "Metrics", "ModelWorker", "Reductions"]
 
-Metrics = dict[str, Metric]
-Reductions = Mapping[str, Mapping[str, str]]
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 Allowed = Callable[[TokenBatch, MicroBatch], Tensor]
 """Gives uint8 [s, W], the tokens that each target of a micro-batch was drawn from, a bit each."""
-REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
-"""What becomes of a metric per token: over the tokens of the mask; the sum under the token weights, as the loss; the
-mean, largest and least of the means of sequences."""
 BF16_MULTIPLE = 32
 """Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
 megabytes of it."""
@@ -61,6 +59,7 @@ class ModelWorker:
         saturating_tokens: from which on a larger micro-batch is no faster; None = unknown.
         max_sequences: sequences of a micro-batch at most; None = no limit but the token budget.
         given: what the worker is made from, for the run's settings; None = a module.
+        placement: where its tensors lie; None = on the model's device, in one process.
     """
 
     def __init__(
@@ -75,6 +74,7 @@ class ModelWorker:
         saturating_tokens: int | None = None,
         max_sequences: int | None = None,
         given: RoleConfig | None = None,
+        placement: Placement | None = None,
     ) -> None:
         if loaded.is_view and optim is not None:
             raise ConfigError(f"{loaded.name} is a view, which is only read: give its owner's worker the optimizer")
@@ -93,12 +93,19 @@ class ModelWorker:
         """By which the micro-batches of a batch are made alike."""
         if optim is None and not loaded.is_view:  # a view's module is trained by its owner
             loaded.module.requires_grad_(False)
-        self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype)
+        self.placement = placement or Placement()
+        self.placement.materialise(loaded.module, dtype)
+        self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None and not loaded.is_view:
             for p in loaded.module.parameters():
                 p.data = p.data.to(dtype)
-        self.fast_layers: FastLayers | None = FastLayers(loaded.module)
+        self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
         """Other forwards for layers that have one; None = the module's own alone."""
+        self.placement.hold(loaded.module, self.optim)
+
+    def _norm(self, grads: Sequence[Tensor]) -> float:
+        """The norm of the whole gradient, of which this process may have a part."""
+        return self.placement.norm(grads, total_norm)
 
     @property
     def module(self) -> nn.Module:
@@ -107,8 +114,8 @@ class ModelWorker:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters lie."""
-        return next(self.module.parameters()).device
+        """Where the model computes, also while its weights lie elsewhere."""
+        return self.placement.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -170,19 +177,17 @@ class ModelWorker:
     def _read(
         self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None = None
     ) -> TokenStats:
+        with self.placement.during("read"):
+            return self._read_columns(batch, names, support, max_sequences or self.max_read_sequences)
+
+    def _read_columns(
+        self, batch: TokenBatch, names: tuple[str, ...], support: Support, max_sequences: int | None
+    ) -> TokenStats:
         out: dict[str, Tensor] = {}
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
-        for micro in self.micro_batches(apart, max_sequences or self.max_read_sequences, "scores" in names):
-            allowed = self._allowed(batch, micro, support)
-            with self._layers():
-                stats = token_stats(
-                    self.loaded,
-                    micro,
-                    support=support,
-                    entropy="entropy" in names,
-                    allowed=allowed,
-                    want={*names} - {"entropy"},
-                )
+        want = {*names} - {"entropy"}
+        for micro, counts in self.placement.share(self.micro_batches(apart, max_sequences, "scores" in names)):
+            stats = self._stats(batch, micro, support, entropy="entropy" in names, want=want)
             for name in names:
                 column = getattr(stats, name)
                 size, at = (
@@ -191,8 +196,27 @@ class ModelWorker:
                     else (batch.num_tokens, micro.token_index)
                 )
                 whole = out.setdefault(name, column.new_zeros(size))
-                whole.index_copy_(0, at, column)
-        return TokenStats(**{name: whole.cpu() for name, whole in out.items()})
+                if counts:
+                    whole.index_copy_(0, at, column)
+        return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather(out).items()})
+
+    def _stats(
+        self,
+        batch: TokenBatch,
+        micro: MicroBatch,
+        support: Support,
+        *,
+        entropy: bool,
+        want: Collection[str] | None = None,
+    ) -> TokenStats:
+        """What the model says of the targets of one forward pass."""
+        allowed = self._allowed(batch, micro, support)
+        with self._layers():
+            return self.placement.forward(
+                lambda: token_stats(
+                    self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want
+                )
+            )
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
         """What a constraint allows at each target, where it matters."""
@@ -248,7 +272,8 @@ class ModelWorker:
             token.
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
-        return self._run(batch, loss, entropy, scores, reductions or {}, backward=True)
+        with self.placement.during("backward"):
+            return self._run(batch, loss, entropy, scores, reductions or {}, backward=True)
 
     @torch.no_grad()
     def evaluate(
@@ -261,7 +286,8 @@ class ModelWorker:
         reductions: Reductions | None = None,
     ) -> Metrics:
         """What forward_backward would report, without a gradient."""
-        return self._run(batch, loss, entropy, scores, reductions or {}, backward=False)
+        with self.placement.during("read"):
+            return self._run(batch, loss, entropy, scores, reductions or {}, backward=False)
 
     def _run(
         self, batch: TokenBatch, loss: Loss, entropy: bool, scores: bool, reductions: Reductions, *, backward: bool
@@ -273,26 +299,27 @@ class ModelWorker:
         token, per_sequence = (
             {name: c.to(self.device) for name, c in columns.items()} for columns in (batch.token, batch.per_sequence)
         )
-        for micro in self.micro_batches(batch, self.max_sequences, scores):
-            allowed = self._allowed(batch, micro, self.support)
-            with self._layers():
-                stats = token_stats(self.loaded, micro, support=self.support, entropy=entropy, allowed=allowed)
-            x = loss_inputs(token, per_sequence, micro, stats)
+        shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
+        for i, (micro, counts) in enumerate(shared):
+            self.placement.sync(i == len(shared) - 1)
+            x = loss_inputs(token, per_sequence, micro, self._stats(batch, micro, self.support, entropy=entropy))
             found, values = loss(x)
             weights = all_weights.index_select(0, micro.units if per_unit else micro.token_index).to(found.dtype)
             check_shapes(found, values, weights, per_unit)
-            total = aggregate(found, weights)
+            total = aggregate(found, weights if counts else torch.zeros_like(weights))
             if backward:
                 with self._layers():  # checkpointed layers run again
                     total.backward()
+            if not counts:
+                continue
             counted, of = (
                 (trained_units(x), torch.arange(x.num_units, device=self.device)) if per_unit else (x.mask, x.sequence)
             )
-            named, reduced = _reduced(values, counted, weights, reductions, of)
+            named, sums = reduced(values, counted, weights, reductions, of)
             labels.append(named)
-            numbers.append(torch.stack([total.detach().double(), *reduced]))
+            numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
-        return merge({"loss": Sum(0.0)}, *_metrics(labels, read))
+        return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(metrics_of(labels, read))))
 
     @property
     def updates(self) -> int:
@@ -305,11 +332,19 @@ class ModelWorker:
         Returns: "grad_norm" (before clipping), "learning_rate" (of this step), "optim/skipped" (0 or 1).
         """
         assert self.optim is not None, "this worker was made without an optimizer"
-        norm, rate, skipped = self.optim.step()
+        with self.placement.during("step"):
+            norm, rate, skipped = self.optim.step()
         found: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
         return found if skipped else {**found, "grad_norm": Mean(norm, 1.0)}
 
     # ---- weights and state ---------------------------------------------------------------------------------------
+
+    def rollout_weights(self) -> AbstractContextManager[nn.Module]:
+        """Inside, the module's parameters are plain tensors in the dtype that it computes in: an engine may read them.
+
+        Example: `with worker.rollout_weights(): outputs = engine.poll()`.
+        """
+        return self.placement.weights()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names."""
@@ -340,25 +375,33 @@ class ModelWorker:
 
         The weights lie under the module's own names beside its config.json, so transformers loads the folder too.
         """
-        masters = None if self.optim is None else self.optim.masters_by_name()
-        save_state(self.module, folder / "model.safetensors", masters)
-        self.module.config.save_pretrained(folder)  # pyright: ignore
-        state: dict[str, Any] = {"version": self.version}
-        if self.optim is not None:
-            state["optim"] = self.optim.save(folder / "optimizer.safetensors")
-        write_state(state, folder / "state.pt")
+        with self.placement.during("save"):
+            masters = None if self.optim is None else self.optim.masters_by_name()
+            save_state(self.module, folder / "model.safetensors", masters)
+            self.module.config.save_pretrained(folder)  # pyright: ignore
+            state: dict[str, Any] = {"format": STATE_FORMAT, "version": self.version}
+            if self.optim is not None:
+                state["optim"] = self.optim.save(folder / "optimizer.safetensors")
+            write_state(state, folder / "state.pt")
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
-        state = read_state(folder / "state.pt", needs=("version",) if self.optim is None else ("version", "optim"))
+        path = folder / "state.pt"
+        state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
+        check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
         masters = None if self.optim is None else self.optim.masters_by_name()
-        load_state(self.module, folder / "model.safetensors", masters)
-        if self.optim is not None:
-            self.optim.load(folder / "optimizer.safetensors", state["optim"])
+        with self.placement.during("load"):
+            load_state(self.module, folder / "model.safetensors", masters)
+            if self.optim is not None:
+                self.optim.load(folder / "optimizer.safetensors", state["optim"])
         self.version = state["version"]
 
     def export(self, folder: Path, tokenizer: Any = None) -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters where there are any."""
+        with self.placement.during("export"):
+            self._export(folder, tokenizer)
+
+    def _export(self, folder: Path, tokenizer: Any) -> None:
         masters = {} if self.optim is None else self.optim.masters_by_name()
         held = {n: p.data for n, p in self.module.named_parameters() if n in masters and masters[n] is not p}
         params = dict(self.module.named_parameters())
@@ -375,6 +418,7 @@ class ModelWorker:
         if self.optim is not None:
             self.optim.close()
         self.optim = None
+        self.placement.release()
 
 
 def _weights(batch: TokenBatch) -> tuple[Tensor, bool]:
@@ -433,58 +477,3 @@ def check_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, p
                 f"{name} has shape {list(x.shape)}, and the batch has {way}: return one number per {kind}, "
                 f"[{letter}] = [{len(weights)}]; see docs/extending.md"
             )
-
-
-def _reduced(
-    values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions, sequence: Tensor
-) -> tuple[list[tuple[str, str]], list[Tensor]]:
-    """Per-token metrics over the mask, under the labels that `reductions` gives them, as numbers on the device.
-
-    Returns: (label, how) of each; first the count of the mask, then a number for each label, float64 without dims.
-    """
-    labels, found = [], [mask.sum().double()]
-    for name, value in values.items():
-        value = value.detach().double()
-        for label, how in reductions.get(name, {name: "mean"}).items():
-            labels.append((label, how))
-            if how.startswith("sequence_"):
-                found += _over_sequences(value, mask, sequence, how)
-                labels += [(label, "count")] if how == "sequence_mean" else []
-            elif how == "max":
-                found.append(torch.where(mask, value, -torch.inf).max())
-            elif how == "min":
-                found.append(torch.where(mask, value, torch.inf).min())
-            else:
-                kept = torch.where(mask, value, 0.0)
-                found.append((weights * kept if how == "weighted" else kept).sum())
-    return labels, found
-
-
-def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, how: str) -> list[Tensor]:
-    """The means of sequences over their trained tokens: their largest, their least, or their sum and their count."""
-    number = len(sequence)  # there are at most so many sequences: no count is read back from the device
-    means, there = segment_mean(value, mask, sequence, number), segment_count(mask, sequence, number) > 0
-    if how == "sequence_max":
-        return [torch.where(there, means, -torch.inf).max()]
-    if how == "sequence_min":
-        return [torch.where(there, means, torch.inf).min()]
-    return [torch.where(there, means, 0.0).sum(), there.sum().double()]
-
-
-def _metrics(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
-    """The metrics of each micro-batch, from its labels and all numbers: loss, count, and one for each label."""
-    at = 0
-    for named in labels:
-        loss, count, *numbers = read[at : at + 2 + len(named)]
-        at += 2 + len(named)
-        found: Metrics = {"loss": Sum(loss)}
-        for (label, how), x in zip(named, numbers):
-            if how in ("mean", "sequence_mean"):
-                found[label] = Mean(x, count)
-            elif how == "count":
-                found[label] = Mean(found[label].sum, x)  # pyright: ignore[reportAttributeAccessIssue]
-            elif how == "weighted":
-                found[label] = Sum(x)
-            elif count:
-                found[label] = Max(x) if how.endswith("max") else Min(x)
-        yield found

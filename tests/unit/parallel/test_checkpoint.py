@@ -1,4 +1,5 @@
 import errno
+import json
 import os
 import pickle
 import shutil
@@ -347,6 +348,23 @@ def test_sums_that_are_gone_are_said_and_other_files_that_are_gone_refused(tmp_p
     assert "step-000001 has no sums.json: whether its files are as they were written can't be told" in caplog.text
     with pytest.raises(CheckpointError, match=r"actor/other is missing from its checkpoint; resume from an earlier"):
         verify(folder, ["actor/file", "actor/other"])
+
+
+def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(tmp_path):
+    folder = publish(tmp_path, 1, write())
+    whole = json.loads((folder / "sums.json").read_text())
+    assert whole["format"] == 2 and set(whole["sums"]) >= {"actor/file"}
+    (folder / "sums.json").write_text(json.dumps(whole["sums"]))  # names and checksums alone
+    verify(folder)
+    (folder / "actor" / "file").write_text("other")
+    with pytest.raises(CheckpointError, match="actor/file is not what was written"):
+        verify(folder)
+    (folder / "sums.json").write_text(json.dumps({**whole, "format": 3}))
+    with pytest.raises(CheckpointError, match=r"sums\.json has format 3, .*knows formats 1 to 2; go on with"):
+        verify(folder)
+    (folder / "sums.json").write_text(json.dumps({"format": 2}))
+    with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(no mapping"):
+        verify(folder)
 
 
 @pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "a/../../../x", "a\\u0000b"])

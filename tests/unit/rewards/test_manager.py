@@ -9,6 +9,7 @@ from whet.errors import ConfigError, DataError, RewardError
 from whet.metrics import Max, Mean, Min, Sum, flat, merge
 from whet.rewards.manager import (
     REWARD_MANAGERS,
+    Rewarded,
     RewardManager,
     resolve_reward,
     resolve_reward_manager,
@@ -213,3 +214,28 @@ def test_functions_and_managers_resolve_by_name_reference_or_as_they_are(tmp_pat
     assert resolve_reward_manager("whet.rewards.manager:RewardManager") is RewardManager
     with pytest.raises(ConfigError, match="did you mean sequence-level"):
         resolve_reward_manager("sequence")
+
+
+# ---- parts judged apart --------------------------------------------------------------------------------------------
+
+
+def test_parts_judged_apart_are_the_batch_judged_together():
+    def spread(completions, answer, **_):
+        return [float(len(c) + int(a)) if len(c) != 3 else None for c, a in zip(completions, answer)]
+
+    texts = [["a", "bb", "ccc"], ["dddd", "e", "ff"], ["ggg", "hhh", "ggg"]]
+    brought = {"env": np.array([1.0, 2.0, 3.0])}
+    groups = [group(i, size=3, rewards=brought if i == 1 else None, answer=str(i)) for i in range(3)]
+    manager = RewardManager([spread, "exact_match"], [0.5, 2.0])
+    whole = manager(groups, texts)
+    parts = [manager(groups[:1], texts[:1]), manager(groups[1:], texts[1:])]
+    joined = Rewarded.cat(parts)
+    np.testing.assert_array_equal(joined.total, whole.total)
+    assert {n: m.value for n, m in joined.metrics.items()} == pytest.approx(
+        {n: m.value for n, m in whole.metrics.items()}, nan_ok=True
+    )
+    assert set(joined.names) == set(whole.names) and joined.texts == whole.texts and joined.inputs == whole.inputs
+    for a, b in zip(joined.groups, whole.groups, strict=True):
+        for name in set(a.rewards) & set(b.rewards):
+            np.testing.assert_array_equal(a.rewards[name], b.rewards[name])
+    assert Rewarded.cat([whole]) is whole

@@ -10,7 +10,8 @@ from whet.config import ClusterConfig, DataConfig, GRPOConfig, OptimConfig, RLTr
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model
 from whet.ops import clipped_surrogate
-from whet.train.offload import Offload, OffloadedWorker
+from whet.parallel.placement import Placement
+from whet.train.offload import Offload, OffloadPlacement
 from whet.train.worker import ModelWorker
 from whet.types import TokenBatch
 
@@ -49,7 +50,7 @@ def pair(optim, dtype=torch.bfloat16, plain_copy=False):
     moves = Moves()
     options = {"optim": optim, "dtype": dtype, "max_tokens": 64}
     offload = Offload(DEVICE, HOST) if plain_copy else Offload(DEVICE, HOST, copy=moves)
-    away = OffloadedWorker(load_model(tiny_model()), offload=offload, **options)
+    away = ModelWorker(load_model(tiny_model()), placement=OffloadPlacement(offload), **options)
     return away, ModelWorker(load_model(tiny_model()), **options), moves
 
 
@@ -157,15 +158,15 @@ def test_a_reference_leaves_also_after_an_error():
 def test_saved_while_away_and_loaded_into_one_that_is_away_it_goes_on_bit_for_bit(dtype, tmp_path):
     config = OptimConfig(lr=1e-2, schedule="linear", total_steps=9)
     away, plain, _ = pair(config, dtype, plain_copy=True)
-    for worker in (away, plain):
+    for name, worker in {"away": away, "plain": plain}.items():
         update(worker, 0)
-        (tmp_path / type(worker).__name__).mkdir()
-        worker.save(tmp_path / type(worker).__name__)
-    files = [(tmp_path / n / "optimizer.safetensors").read_bytes() for n in ("OffloadedWorker", "ModelWorker")]
+        (tmp_path / name).mkdir()
+        worker.save(tmp_path / name)
+    files = [(tmp_path / n / "optimizer.safetensors").read_bytes() for n in ("away", "plain")]
     assert files[0] == files[1]
     again, _, moves = pair(config, dtype)
     update(again, 5)  # it has a state of its own, which is replaced
-    again.load(tmp_path / "OffloadedWorker")
+    again.load(tmp_path / "away")
     moves.taken()
     update(again, 1), update(plain, 1)
     assert same(weights_of(again.module), weights_of(plain.module))
@@ -197,10 +198,10 @@ def test_the_parts_of_a_quantised_moment_move_and_it_stays_what_it_is():
 
 def trained(monkeypatch=None, offload=False):
     if monkeypatch is not None:  # the CPU as if it were a device of its own
-        worker = lambda *a, **o: OffloadedWorker(*a, offload=Offload(DEVICE, HOST, copy=Moves()), **o)
-        monkeypatch.setattr("whet.cluster.RLCluster._worker_class", lambda *_: worker)
+        placement = lambda *_: OffloadPlacement(Offload(DEVICE, HOST, copy=Moves()))
+        monkeypatch.setattr("whet.cluster.RLCluster._placement", placement)
     c = cluster(tiny_model(dtype=torch.bfloat16), reference=tiny_model(1), max_steps=3, mini_batch_size=1)
-    assert offload is False or isinstance(c.actor, OffloadedWorker)
+    assert offload is False or isinstance(c.actor.placement, OffloadPlacement)
     algo = GRPOConfig(num_generations=4, beta=0.02, num_iterations=2)
     run = GRPOLearner(c, algo, length_reward, data=DataConfig(batch_size=2)).train(rows(8))
     numbers = [{k: repr(v) for k, v in r.items() if not k.startswith(("time/", "perf/"))} for r in run.rows]
@@ -221,14 +222,14 @@ def test_on_a_cpu_it_is_accepted_and_said_once(caplog):
     with caplog.at_level(logging.INFO, "whet"):
         c = RLCluster(actor=tiny_model(), reference=tiny_model(), tokenizer="byte", cluster_config=config)
     assert caplog.text.count("offload_to_cpu has nothing to do") == 1
-    assert {type(w) for w in c.workers.values()} == {ModelWorker}
+    assert {type(w.placement) for w in c.workers.values()} == {Placement}
 
 
 def test_a_closed_worker_holds_neither_masters_nor_moments():
     away, _, _ = pair(OptimConfig(lr=1e-3))
     update(away, 0)
-    held = [weakref.ref(t) for t in (*away._masters(), *away._moments())]
-    assert away.offload.held_bytes > 0 and len(held) > 10
+    held = [weakref.ref(t) for t in (*away.placement._masters(), *away.placement._moments())]
+    assert away.placement.offload.held_bytes > 0 and len(held) > 10
     away.close()
     gc.collect()
-    assert away.offload.held_bytes == 0 and not any(ref() is not None for ref in held)
+    assert away.placement.offload.held_bytes == 0 and not any(ref() is not None for ref in held)

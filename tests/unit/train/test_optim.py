@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from whet.config import OptimConfig
@@ -74,6 +74,29 @@ def test_a_gradient_that_is_not_finite_moves_neither_weights_nor_moments_nor_sch
     assert all(m.grad is None for m in optim.masters.values())  # cleared: the next step starts clean
     set_gradients(optim)
     assert optim.step()[2] is False
+
+
+@pytest.mark.parametrize("size", [1e20, 3e38])
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_a_finite_gradient_whose_norm_overflows_float32_is_clipped_and_not_skipped(name, size):
+    module, other = Toy(), Toy()
+    huge, small = (Optim(m, OptimConfig(name=name, lr=0.5, max_grad_norm=1.0)) for m in (module, other))
+    norm = math.sqrt(8) * size
+    for optim, value in ((huge, size), (small, size / norm)):
+        for m in optim.masters.values():
+            m.grad = torch.full(m.shape, value)
+    found, _, skipped = huge.step()
+    assert not skipped and found == pytest.approx(norm, rel=1e-6)
+    small.step()
+    for p, q in zip(module.parameters(), other.parameters()):
+        torch.testing.assert_close(p, q, atol=1e-6, rtol=1e-6)
+
+
+def test_without_clipping_a_gradient_whose_norm_overflows_is_skipped_since_moments_would_be_infinite():
+    optim = Optim(Toy(), OptimConfig(lr=0.5, max_grad_norm=0.0))
+    set_gradients(optim, scale=1e25)
+    norm, _, skipped = optim.step()
+    assert skipped and 1e25 < norm < 1e26
 
 
 def test_matrices_decay_and_vectors_do_not():
@@ -389,3 +412,107 @@ def test_optimizer_tensors_that_are_cut_short_name_the_file(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=r"o\.safetensors.*earlier step"):
         Optim(Toy(), OptimConfig()).load(path, rest)
+
+
+# ---- its format ----------------------------------------------------------------------------------------------------
+
+
+class Swapped(Toy):
+    """Toy, whose parameters are registered in the other order."""
+
+    def __init__(self):
+        super().__init__()
+        matrix, vector = self.matrix, self.vector
+        del self.matrix, self.vector
+        self.vector, self.matrix = vector, matrix
+
+
+def saved_by_place(optim, path):
+    """What earlier versions wrote: the state by the place of the parameter, without a format."""
+    state = optim.optimizer.state_dict()
+    save_file({f"{i}.{k}": v.clone() for i, e in state["state"].items() for k, v in e.items()}, path)
+    rest = optim.save(path.with_name("other.safetensors"))
+    return rest | {"groups": state["param_groups"]}
+
+
+def moments_of(optim):
+    return {n: {k: v.clone() for k, v in optim.optimizer.state[m].items()} for n, m in optim.masters.items()}
+
+
+def same_moments(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n][k], v) for n in b for k, v in b[n].items())
+
+
+def test_moments_are_kept_by_the_name_of_their_parameter(tmp_path):
+    optim = Optim(Toy(), OptimConfig(lr=0.1))
+    set_gradients(optim)
+    optim.step()
+    rest = optim.save(tmp_path / "o.safetensors")
+    found = load_file(tmp_path / "o.safetensors")
+    assert set(found) == {f"{n}.{k}" for n in ("matrix", "vector") for k in ("step", "exp_avg", "exp_avg_sq")}
+    assert [g["params"] for g in rest["groups"]] == [["matrix"], ["vector"]]
+
+
+def test_names_and_not_places_say_whose_moments_they_are(tmp_path):
+    factory = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
+    one, two = Optim(Toy(), factory), Optim(Swapped(), factory)
+    assert list(one.masters) == list(two.masters)[::-1]
+    set_gradients(one)
+    one.step()
+    two.load(tmp_path / "o.safetensors", one.save(tmp_path / "o.safetensors"))
+    assert same_moments(moments_of(two), moments_of(one))
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_state_that_earlier_versions_kept_by_place_is_read_in_that_order(tmp_path, name):
+    config = OptimConfig(name=name, lr=0.1, momentum=0.9 if name == "sgd" else 0.0)
+    one, two = Optim(Toy(), config), Optim(Toy(), config)
+    set_gradients(one)
+    one.step()
+    two.load(tmp_path / "o.safetensors", saved_by_place(one, tmp_path / "o.safetensors"))
+    assert same_moments(moments_of(two), moments_of(one))
+
+
+def test_state_by_place_that_does_not_fit_is_refused_with_the_reason(tmp_path):
+    one = Optim(Toy(), OptimConfig(lr=0.1))
+    set_gradients(one)
+    one.step()
+    rest = saved_by_place(one, tmp_path / "o.safetensors")
+    frozen = Toy()
+    frozen.vector.requires_grad_(False)
+    with pytest.raises(CheckpointError, match=r"groups of \[1, 1\] parameters without their names.*of \[1\]; resume"):
+        Optim(frozen, OptimConfig(lr=0.1)).load(tmp_path / "o.safetensors", rest)
+    factory = lambda parameters: torch.optim.AdamW(parameters, lr=0.1)
+    one, other = Optim(Toy(), factory), Optim(Swapped(), factory)
+    set_gradients(one)
+    one.step()
+    with pytest.raises(CheckpointError, match=r"exp_avg of vector is \(3, 2\) there, and the parameter is \(2,\) here"):
+        other.load(tmp_path / "o.safetensors", saved_by_place(one, tmp_path / "o.safetensors"))
+
+
+def test_another_set_of_trained_parameters_is_refused_by_name(tmp_path):
+    one, frozen = Optim(Toy(), OptimConfig(lr=0.1)), Toy()
+    frozen.vector.requires_grad_(False)
+    rest = one.save(tmp_path / "o.safetensors")
+    with pytest.raises(CheckpointError, match="holds 2 groups of parameters, the optimizer here has 1"):
+        Optim(frozen, OptimConfig(lr=0.1)).load(tmp_path / "o.safetensors", rest)
+    whole = Optim(Toy(), lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    partial = Optim(frozen, lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+    with pytest.raises(CheckpointError, match="'vector' is in a group on one side only"):
+        partial.load(tmp_path / "o.safetensors", whole.save(tmp_path / "o.safetensors"))
+
+
+@pytest.mark.parametrize("number", ["3", "new", "0"])
+def test_a_format_of_a_later_release_is_refused_with_the_fix(tmp_path, number):
+    optim = Optim(Toy(), OptimConfig(lr=0.1))
+    rest = optim.save(tmp_path / "o.safetensors")
+    save_file({}, tmp_path / "o.safetensors", metadata={"whet_format": number})
+    with pytest.raises(CheckpointError, match=r"this release of whet knows formats 1 to 2; go on with the"):
+        optim.load(tmp_path / "o.safetensors", rest)
+
+
+def test_an_optimizer_with_a_parameter_of_its_own_says_that_it_cannot_be_saved(tmp_path):
+    extra = nn.Parameter(torch.zeros(2))
+    optim = Optim(Toy(), lambda parameters: torch.optim.SGD([*parameters, extra], lr=0.1))
+    with pytest.raises(CheckpointError, match="SGD holds a parameter that is none of the model's"):
+        optim.save(tmp_path / "o.safetensors")

@@ -9,9 +9,9 @@ from torch import nn
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, ConfigError
-from whet.train import optimizers
+from whet.train import optimizer_state, optimizers
 from whet.train.optim import Optim
-from whet.train.optimizers import flat_state, whole_state
+from whet.train.optimizer_state import flat_state, whole_state
 
 
 class Toy(nn.Module):
@@ -145,17 +145,17 @@ def test_a_state_of_plain_values_and_tensors_comes_back_as_it_was():
     state = {0: {"step": torch.tensor(3.0), "m": torch.randn(2, 2).t()}, 11: {"n": 4, "m": None}}
     tensors, plain, wrapped = flat_state(state)
     assert wrapped == {} and plain == {"11.n": 4, "11.m": None} and tensors["0.m"].is_contiguous()
-    back = whole_state(tensors, plain, wrapped)
-    assert back[11] == state[11] and all(torch.equal(back[0][k], v) for k, v in state[0].items())
+    back = whole_state(tensors, plain, wrapped, ["0", "11"])
+    assert back["11"] == state[11] and all(torch.equal(back["0"][k], v) for k, v in state[0].items())
 
 
 def test_a_tensor_subclass_is_saved_by_its_parts_and_made_again(monkeypatch, tmp_path):
-    monkeypatch.setitem(optimizers.WRAPPED, "Pair", __name__)
+    monkeypatch.setitem(optimizer_state.WRAPPED, "Pair", __name__)
     value = pair()
     tensors, plain, wrapped = flat_state({2: {"m": value}})
     assert set(tensors) == {"2.m.codes", "2.m.scale"} and plain == {}
     torch.save(wrapped, tmp_path / "state.pt")
-    back = whole_state(tensors, plain, torch.load(tmp_path / "state.pt", weights_only=True))[2]["m"]
+    back = whole_state(tensors, plain, torch.load(tmp_path / "state.pt", weights_only=True), ["2"])["2"]["m"]
     assert type(back) is Pair and back.dtype is torch.float32
     assert torch.equal(back.codes, value.codes) and torch.equal(back.scale, value.scale)
 
@@ -164,7 +164,7 @@ def test_an_unknown_tensor_subclass_is_refused_when_saving_and_a_planted_class_w
     with pytest.raises(CheckpointError, match=r"2.m of the optimizer's state is a .*Pair, which can't be saved"):
         flat_state({2: {"m": pair()}})
     with pytest.raises(CheckpointError, match="the optimizer's state holds a 'system'; known: OptimState8bit"):
-        whole_state({}, {}, {"0.m": {"kind": "system", "parts": [], "context": []}})
+        whole_state({}, {}, {"0.m": {"kind": "system", "parts": [], "context": []}}, ["0"])
 
 
 @pytest.mark.parametrize("name", ["adam", "sgd"])

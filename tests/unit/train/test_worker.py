@@ -10,7 +10,8 @@ from whet.config import OptimConfig
 from whet.errors import CheckpointError, DataError
 from whet.models.load import load_model
 from whet.ops import Support, clipped_surrogate, clipped_value, token_weights
-from whet.train.worker import ModelWorker, _reduced
+from whet.train.reductions import reduced
+from whet.train.worker import ModelWorker
 
 REDUCTIONS = {
     "is_ratio": {"is_ratio/mean": "mean", "is_ratio/max": "max", "is_ratio/min": "min"},
@@ -101,7 +102,7 @@ def test_the_numbers_of_a_micro_batch_stay_on_the_device():
         ["mean", "max", "min", "weighted"],
     )
     with Waits() as waits:
-        labels, found = _reduced({"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}}, torch.arange(3))
+        labels, found = reduced({"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}}, torch.arange(3))
     assert waits.count == 0 and [how for _, how in labels] == hows
     assert [float(n) for n in found] == [2.0, -1.0, 1.0, -2.0, -1.0]  # the count first
 
@@ -316,6 +317,23 @@ def test_a_saved_worker_goes_on_bit_for_bit_in_another_process_of_the_model(tmp_
     assert same(dict(first.optim.masters), dict(second.optim.masters))
     head, embedding = second.module.get_output_embeddings(), second.module.get_input_embeddings()
     assert (head.weight is embedding.weight) == tied
+
+
+def test_the_state_of_a_later_release_is_refused_and_nothing_is_changed(tmp_path):
+    worker = make(tiny_model(), optim=OptimConfig(lr=1e-2))
+    worker.save(tmp_path)
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["format"] == 2
+    torch.save({**state, "format": 3}, tmp_path / "state.pt")
+    other = make(tiny_model(1), optim=OptimConfig(lr=1e-2))
+    before = weights_of(other.module)
+    with pytest.raises(CheckpointError, match=r"state\.pt has format 3, .*formats 1 to 2; .*from its weights"):
+        other.load(tmp_path)
+    assert same(weights_of(other.module), before)
+    del state["format"]  # as earlier versions wrote it
+    torch.save(state, tmp_path / "state.pt")
+    other.load(tmp_path)
+    assert same(weights_of(other.module), weights_of(worker.module))
 
 
 def test_the_state_of_another_model_is_refused_and_nothing_is_changed(tmp_path):

@@ -1,8 +1,8 @@
 """The embedded engine: the protocol, and the host's books.
 
-It runs the module it is given, with the parameters as they are at the time: after an optimizer step there is nothing
-to send. All work happens inside `poll`: let in what fits, decode a few steps, read what was drawn, let out what is
-finished. A sequence that ends leaves at once, and the last row moves into its place.
+It runs the module it is given with the parameters of the moment: after an optimizer step nothing is sent (with
+own_weights, a copy is run). All work happens inside `poll`: let in what fits, decode a few steps, read what was drawn,
+let out what is finished. A sequence that ends leaves at once, and the last row moves into its place.
 Left out on purpose: threads, and preemption by memory (memory is reserved when a request is let in).
 Dim legend: n live rows.
 """
@@ -17,7 +17,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
-from whet.models.load import load_model
 from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
@@ -25,6 +24,7 @@ from whet.rollout.constraint import Grammars
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
 from whet.rollout.engine.runner import Runner, StepOutput
 from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
+from whet.rollout.engine.weights import EngineModel
 from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.types import FinishReason
 
@@ -45,7 +45,8 @@ class EmbeddedEngine:
         max_batch: sequences decoded together. kv_cache_tokens: bound on the KV held, in tokens, padding included;
             None = as much as max_batch sequences ask for. prefill_tokens: prompt tokens run at once; longer prompts run
             in chunks. fast: False = always run the module itself, never the fused trunk. native: False = on a CPU,
-            torch's kernels alone. grammars: the tokenizer's, needed for constraints only.
+            torch's kernels alone. grammars: the tokenizer's, needed for constraints only. own_weights:
+            True = sample from a copy of the model, which takes its weights in `update` alone.
     Raises: ConfigError: a model that whet's attention does not fit, or a size below 1.
 
     Example: `engine.submit([Request(...)]); outputs = engine.poll()`, until poll gives [].
@@ -74,22 +75,18 @@ class EmbeddedEngine:
         fast: bool = True,
         native: bool = True,
         grammars: Grammars | None = None,
+        own_weights: bool = False,
     ) -> None:
         sizes = {"max_batch": max_batch, "prefill_tokens": prefill_tokens, "kv_cache_tokens": kv_cache_tokens}
         for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
-        loaded = load_model(model, device=next(model.parameters()).device) if isinstance(model, nn.Module) else model
-        if loaded.lm_head.kind == "none":
-            raise ConfigError(f"{loaded.name} is a critic: it has no language head to generate with; give the actor")
-        if loaded.is_view:
-            raise ConfigError(f"{loaded.name} is a view, which is only read; give the model itself")
-        if not loaded.packable:
-            raise ConfigError(f"the embedded engine can't run this model: {'; '.join(loaded.reasons)}; use engine 'hf'")
+        self.caps = replace(type(self).caps, shared_weights=not own_weights)
+        self._model = EngineModel(model, own_weights=own_weights)
         self._decode, self._grammars = decode, grammars
-        self._positions = max_positions(loaded.module)
+        self._positions = max_positions(self._model.loaded.module)
         options = {"fast": fast, "native": native, "join": kv_cache_tokens is None}
-        self._runner = Runner(loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, **options)
+        self._runner = Runner(self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, **options)
         if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
@@ -154,6 +151,7 @@ class EmbeddedEngine:
         """
         if self._asleep:
             raise EngineError("the engine sleeps; call wake() first")
+        self._model.check_whole()
         try:
             with self._runner.forward.running():
                 self._runner.forward.refresh(force=self._renew)
@@ -418,16 +416,16 @@ class EmbeddedEngine:
         return out
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version. Sequences under way go on under it, with their KV made anew.
+        """Takes a new policy version. Sequences under way go on under it, with their KV made again.
 
-        Args: version: stamped on tokens from now on. weights: must be None: the parameters are the trainer's own.
-        Raises: EngineError: weights were given.
+        Args: version: stamped on tokens from now on. weights: all of them by name, for an engine with weights of its
+            own; else None, since the parameters are the trainer's.
+        Raises: EngineError: weights were given to the one, or none to the other, or they don't fit.
         """
-        if weights is not None:
-            raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
+        self._model.check_given(weights)
         self._requeue()
-        self._renew = True
-        self.version = version
+        self._renew, self.version = True, version
+        self._model.take(weights)
 
     def _requeue(self) -> None:
         """Takes all rows out, keeping what they made, and drops all KV."""

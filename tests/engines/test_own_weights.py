@@ -1,0 +1,89 @@
+"""An engine with weights of its own: what it samples from, and updates that don't fit. The rest is the contract's."""
+
+import pytest
+import torch
+from tiny import FORMS, build, prompts, requests, run
+
+from whet.errors import EngineError
+from whet.rollout.base import Sampling
+from whet.rollout.engine import EmbeddedEngine
+
+WORK = requests(prompts(), Sampling(max_tokens=6), group=2)
+
+
+def same(got, want):
+    """Whether all outputs are equal to the bit."""
+    return got.keys() == want.keys() and all(
+        got[i].tokens.tolist() == want[i].tokens.tolist() and got[i].logprobs.tolist() == want[i].logprobs.tolist()
+        for i in want
+    )
+
+
+def moved(model):
+    """Changes every weight in place, as an optimizer step does."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1.1)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_it_samples_from_the_old_weights_until_the_update_and_from_the_new_ones_after(form):
+    model = build(gain=3.0)
+    shared, own = EmbeddedEngine(model, **FORMS[form]), EmbeddedEngine(model, own_weights=True, **FORMS[form])
+    assert (shared.caps.shared_weights, own.caps.shared_weights) == (True, False)
+    before = run(shared, WORK)
+    assert same(run(own, WORK), before)
+    moved(model)
+    shared.update(1)
+    after = run(shared, WORK)
+    assert not same(after, before)
+    assert same(run(own, WORK), before)
+    own.update(1, iter(model.named_parameters()))
+    assert same(run(own, WORK), after) and own.version == 1
+    assert not any(p.requires_grad for p in own._model.loaded.module.parameters())
+
+
+def test_sequences_under_way_go_on_with_the_new_weights():
+    model = build(gain=3.0)
+    shared, own = EmbeddedEngine(model, max_batch=2), EmbeddedEngine(model, max_batch=2, own_weights=True)
+    for engine in (shared, own):
+        engine.submit(WORK)
+        engine.poll(timeout_s=0.0)
+    moved(model)
+    shared.update(1)
+    own.update(1, iter(model.named_parameters()))
+    ends = [{}, {}]
+    for engine, done in zip((shared, own), ends):
+        while outputs := engine.poll():
+            done |= {o.id: o for o in outputs}
+    assert same(*ends) and {int(v) for o in ends[0].values() for v in o.versions} == {0, 1}
+
+
+def test_updates_that_do_not_fit_are_refused_and_nothing_is_sampled_from_half_of_one():
+    model = build(gain=3.0)
+    engine = EmbeddedEngine(model, own_weights=True)
+    want = run(engine, WORK)
+    with pytest.raises(EngineError, match=r"has weights of its own; call update\(version, worker.named_weights\(\)\)"):
+        engine.update(1)
+    assert same(run(engine, WORK), want)
+    names = dict(model.named_parameters())
+    first = next(iter(names))
+    for given, said in (
+        ({"other.weight": torch.zeros(2)}, "has no parameter 'other.weight'"),
+        ({first: torch.zeros(2)}, rf"{first} is \(2,\), and \("),
+        ({first: names[first]}, rf"no weights were given for .* and {len(names) - 2} others"),
+    ):
+        with pytest.raises(EngineError, match=said):
+            engine.update(1, iter(given.items()))
+        engine.submit(WORK[:1])
+        with pytest.raises(EngineError, match="failed half-way; give it all of them again"):
+            engine.poll()
+        engine.abort([WORK[0].id])
+    engine.update(0, iter(names.items()))
+    assert same(run(engine, WORK), want)
+
+
+def test_an_engine_that_shares_weights_takes_none():
+    model = build()
+    with pytest.raises(EngineError, match="reads the trainer's own parameters"):
+        EmbeddedEngine(model).update(1, iter(model.named_parameters()))

@@ -1,0 +1,78 @@
+"""One GRPO update by the real learner: in this process alone, or as one of several over parts of the model."""
+
+import datetime
+import traceback
+
+import torch
+import torch.distributed as dist
+from helpers import cluster, length_reward, rows, tiny_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from whet.cluster import RLCluster
+from whet.config import DataConfig, GRPOConfig, OptimConfig
+from whet.learners.grpo import GRPOLearner
+from whet.parallel.fsdp import FSDPPlacement
+
+PATIENCE = datetime.timedelta(seconds=60)
+
+
+def whole(tensor):
+    """A copy of all of a tensor, of which this rank may have a part."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def one_update(prompts):
+    """A step of one update: gradients before clipping, weights after, numbers, passes, and what was rewarded here."""
+    rewarded = []
+
+    def reward(completions, completion_ids, **_):
+        rewarded.extend(map(tuple, completion_ids))
+        return length_reward(completions)
+
+    torch.set_num_threads(1)
+    optimizer = OptimConfig(name="sgd", lr=0.1, max_grad_norm=0.5)
+    c = cluster(
+        tiny_model(),
+        reference=tiny_model(1),
+        max_steps=1,
+        seed=5,
+        actor_optimizer=optimizer,
+        max_segments_per_packed_row=4,
+    )
+    worker = c.actor
+    gradients, passes, step, share = {}, [], worker.optim.step, worker.placement.share
+
+    def kept():
+        gradients.update({name: whole(m.grad) for name, m in worker.optim.masters.items()})
+        return step()
+
+    def counted(made):
+        own = share(made)
+        passes.append((len(made), [counts for _, counts in own]))
+        return own
+
+    worker.optim.step, worker.placement.share = kept, counted
+    algo = GRPOConfig(num_generations=3, beta=0.04)
+    run = GRPOLearner(c, algo, reward, data=DataConfig(batch_size=prompts)).train(rows(prompts))
+    return {
+        "gradients": gradients,
+        "weights": {name: whole(p) for name, p in worker.module.named_parameters()},
+        "row": {n: x for n, x in run.rows[0].items() if isinstance(x, float) and not n.startswith(("time/", "perf/"))},
+        "passes": passes,
+        "rewarded": rewarded,
+    }
+
+
+def one_of(rank, size, folder, prompts):
+    """The same as one process of several, over FSDP; what came of it lies in the folder."""
+    try:
+        meeting = f"file://{folder / 'meeting'}"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size, timeout=PATIENCE)
+        mesh = init_device_mesh("cpu", (size,))
+        RLCluster._placement = lambda *_: FSDPPlacement(mesh)
+        torch.save(one_update(prompts), folder / f"{rank}.pt")
+        dist.destroy_process_group()
+    except BaseException:
+        (folder / f"{rank}.txt").write_text(traceback.format_exc())
+        raise

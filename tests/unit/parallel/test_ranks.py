@@ -1,0 +1,79 @@
+"""Ranks in one process, and several of them played by threads that meet where processes would."""
+
+import threading
+
+import pytest
+
+from whet.errors import RewardError, WhetError
+from whet.parallel.placement import Placement
+from whet.parallel.ranks import Ranks
+
+
+class Meeting(Ranks):
+    """One of several ranks, each in a thread."""
+
+    def __init__(self, rank, table, barrier):
+        self.rank, self.size, self.table, self.barrier = rank, len(table), table, barrier
+
+    def gather(self, value):
+        self.table[self.rank] = value
+        self.barrier.wait(timeout=10)
+        found = list(self.table)
+        self.barrier.wait(timeout=10)
+        return found
+
+
+def together(size, work):
+    """What each rank's `work(ranks)` returns, or the error that it raises."""
+    table, barrier, found = [None] * size, threading.Barrier(size), [None] * size
+
+    def one(rank):
+        try:
+            found[rank] = work(Meeting(rank, table, barrier))
+        except WhetError as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(timeout=20)
+    assert not any(t.is_alive() for t in threads)
+    return found
+
+
+def test_one_process_decides_works_and_writes_alone():
+    ranks = Placement().ranks
+    assert ranks.agree("mine") == "mine" and ranks.is_writer
+    assert ranks.shared(list, (1, 2, 3)) == [[1, 2, 3]]
+    assert ranks.shared(len, []) == [0]
+
+
+def test_rank_0_decides_and_writes():
+    assert together(3, lambda r: r.agree(r.rank * 10)) == [0, 0, 0]
+    assert together(3, lambda r: r.is_writer) == [True, False, False]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 7])
+def test_every_item_is_worked_on_once_and_all_ranks_have_all_results_in_order(count):
+    seen = []
+
+    def work(ranks):
+        return ranks.shared(lambda own: (seen.extend(own), list(own))[1], range(count))
+
+    found = together(3, work)
+    assert sorted(seen) == list(range(count))
+    assert found[0] == found[1] == found[2]
+    assert [x for part in found[0] for x in part] == list(range(count))
+    assert len(found[0]) == max(1, min(3, count))
+
+
+def test_a_failure_of_one_rank_is_an_error_on_all():
+    def judge(own):
+        if 2 in own:
+            raise RewardError("no answer")
+        return len(own)
+
+    one, two = together(2, lambda r: r.shared(judge, [0, 1, 2, 3]))
+    assert type(one) is WhetError and str(one) == "rank 1 of 2 failed: RewardError: no answer"
+    assert type(two) is RewardError

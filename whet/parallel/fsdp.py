@@ -1,0 +1,141 @@
+"""FSDPPlacement: a model in parts over several processes, by torch's fully_shard, behind the verbs of one worker.
+
+    parameters, gradients, moments    each rank holds its part of every tensor; a decoder layer is whole while it runs
+    forward passes                    every rank makes the same list and runs every size-th of it
+    gradients                         are added over the ranks after the last pass, never averaged: the token weights
+                                      were made from the whole batch, so that nothing else divides
+    rollout                           the whole model on every rank while it samples
+
+An experiment: fp32 alone, the module's own layers, every rank samples all prompts, and checkpoints and exports refused.
+The command line starts one process. Left out on purpose: a dtype to compute in other than that of the parameters, which
+needs torch's MixedPrecisionPolicy, and loading a model that no rank can hold whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from whet.errors import ConfigError
+from whet.parallel.placement import Phase, Placement
+from whet.parallel.ranks import ProcessRanks
+
+__all__ = ["FSDPPlacement"]
+
+Result = TypeVar("Result")
+CALL = "whet_call"
+"""The method of the root that runs a function within FSDP's own hooks: they gather what lies outside the layers."""
+
+
+class FSDPPlacement(Placement):
+    """A model over all ranks of a one-dimensional mesh.
+
+    Args: mesh: its ranks; the process group has to stand before.
+    Raises: ConfigError: a dtype that the parameters don't have.
+
+    Example: `ModelWorker(loaded, optim=OptimConfig(), placement=FSDPPlacement(init_device_mesh("cpu", (2,))))`.
+    """
+
+    fast_layers = False
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.ranks = ProcessRanks(mesh.get_group())
+
+    def materialise(self, module: nn.Module, dtype: torch.dtype | None) -> None:
+        """Shards every decoder layer, and what lies around them (embedding, last norm, head) as one more part."""
+        odd = sorted({str(p.dtype) for p in module.parameters()} | ({str(dtype)} if dtype is not None else set()))
+        if odd != ["torch.float32"]:
+            raise ConfigError(f"FSDP takes fp32 alone in this release, not {', '.join(odd)}; set dtype=float32")
+        trunk: Any = module.get_decoder()  # pyright: ignore[reportCallIssue]
+        for layer in trunk.layers:
+            fully_shard(layer, mesh=self.mesh)
+        fully_shard(module, mesh=self.mesh)
+        for part in _parts(module):  # both: the factor alone asks gloo for what it lacks, the second alone is a mean
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+        module.whet_call = MethodType(_call, module)  # pyright: ignore[reportAttributeAccessIssue]
+        register_fsdp_forward_method(module, CALL)
+
+    @contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """See Placement. After a pass without gradient the root would keep plain parameters, not the optimizer's."""
+        if phase in ("save", "load", "export"):
+            raise ConfigError(f"{phase}: a model in parts has no files in this release of whet; use one process")
+        try:
+            yield
+        finally:
+            self._reshard()
+
+    @contextmanager
+    def weights(self) -> Iterator[nn.Module]:
+        """See Placement: every rank gathers the whole model, once, and samples without waiting for another."""
+        parts = _parts(self.module)
+        self.forward(lambda: ())  # the root takes charge before a layer runs on its own
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield self.module
+        finally:
+            self._reshard()
+            for part in parts:
+                part.set_reshard_after_forward(part is not self.module, recurse=False)
+
+    def _reshard(self) -> None:
+        for part in _parts(self.module):
+            part.reshard()
+
+    # ---- several processes ---------------------------------------------------------------------------------------
+
+    def forward(self, fn: Callable[[], Result]) -> Result:
+        """See Placement."""
+        return self.module.whet_call(fn)  # pyright: ignore[reportCallIssue]
+
+    def share(self, passes: Sequence[Result]) -> list[tuple[Result, bool]]:
+        """See Placement; passes are of like cost, so they go round. A layer is gathered by all ranks: none may stop."""
+        size = self.ranks.size
+        own = [(x, True) for x in passes[self.ranks.rank :: size]]
+        missing = -(-len(passes) // size) - len(own)
+        return own + [(passes[-1], False)] * missing
+
+    def sync(self, last: bool) -> None:
+        """See Placement."""
+        for part in _parts(self.module):
+            part.set_requires_gradient_sync(last, recurse=False)
+
+    def gather(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """See Placement."""
+        for column in columns.values():
+            dist.all_reduce(column, group=self.ranks.group)
+        return dict(columns)
+
+    def in_order(self, found: list[Result]) -> list[Result]:
+        """See Placement."""
+        everywhere = self.ranks.gather(found)
+        total = sum(map(len, everywhere))
+        return [everywhere[i % self.ranks.size][i // self.ranks.size] for i in range(total)]
+
+    def norm(self, grads: Sequence[Tensor], local: Callable[[Sequence[Tensor]], float]) -> float:
+        """See Placement: the norm of the norms of the parts."""
+        own = local([g.to_local() if isinstance(g, DTensor) else g for g in grads])
+        return float(torch.linalg.vector_norm(torch.tensor(self.ranks.gather(own), dtype=torch.float64)))
+
+
+def _parts(module: nn.Module) -> list[FSDPModule]:
+    return [x for x in module.modules() if isinstance(x, FSDPModule)]
+
+
+def _call(self: nn.Module, fn: Callable[[], Any]) -> Any:
+    """Runs a function as the root's forward pass. It closes over its arguments, which FSDP would rebuild and cast."""
+    return fn()

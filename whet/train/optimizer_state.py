@@ -1,0 +1,193 @@
+"""An optimizer's state in a checkpoint: plain tensors under the names of the parameters that they belong to.
+
+    optimizer.safetensors   "model.norm.weight.exp_avg": [D] ...     "<parameter>.<key>", any order
+    state.pt, "optim"       groups: [{"params": [names], "lr": ...}], what is no tensor, the place in the schedule
+
+A name says what a number is of whatever the groups of an optimizer are, so that parts of it can be read. Files of
+format 1 name a parameter by its place among the groups; they are read in the order that the optimizer has here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from whet.errors import CheckpointError, ConfigError
+from whet.parallel.formats import OPTIMIZER_FORMAT, check_format
+from whet.util.refs import resolve_ref
+
+__all__ = ["FORMAT_KEY", "WRAPPED", "check_shapes", "flat_state", "saved_state", "whole_state"]
+
+FORMAT_KEY = "whet_format"
+"""In the metadata of optimizer.safetensors."""
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
+"""Entries of torch's own optimizers that are shaped as their parameter."""
+WRAPPED: dict[str, str] = {"OptimState8bit": "torchao.optim.subclass_8bit"}
+"""Tensor subclasses that a state may hold, and their modules: a file names a class of this list, and no other."""
+
+
+def flat_state(
+    state: Mapping[Any, Mapping[str, Any]],
+) -> tuple[dict[str, Tensor], dict[str, Any], dict[str, Any]]:
+    """An optimizer's state as what safetensors can hold, and the rest.
+
+    Args: state: what the optimizer holds of each parameter, by the parameter's name.
+    Returns: tensors "<name>.<key>", copies on the CPU; plain values under such names; and for each tensor subclass
+        under its name what it is made of, its parts being tensors "<name>.<key>.<part>".
+    Raises: CheckpointError: a tensor subclass that is not in WRAPPED.
+
+    >>> flat_state({"norm.weight": {"m": torch.zeros(2), "n": 3}})
+    ({'norm.weight.m': tensor([0., 0.])}, {'norm.weight.n': 3}, {})
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {}
+    wrapped: dict[str, Any] = {}
+    for parameter, entry in state.items():
+        for key, value in entry.items():
+            name = f"{parameter}.{key}"
+            if not isinstance(value, Tensor):
+                plain[name] = value
+            elif is_traceable_wrapper_subclass(value):
+                kind = type(value).__name__
+                if WRAPPED.get(kind) != type(value).__module__:
+                    raise CheckpointError(
+                        f"{name} of the optimizer's state is a {type(value).__module__}.{kind}, which can't be saved; "
+                        "save no checkpoints, or take another optim.name"
+                    )
+                parts, context = value.__tensor_flatten__()
+                tensors |= {f"{name}.{part}": _copied(getattr(value, part)) for part in parts}
+                wrapped[name] = {"kind": kind, "parts": list(parts), "context": context}
+            else:
+                tensors[name] = _copied(value)
+    return tensors, plain, wrapped
+
+
+def whole_state(
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Any],
+    wrapped: Mapping[str, Any],
+    parameters: Collection[str],
+) -> dict[str, dict[str, Any]]:
+    """What `flat_state` took apart.
+
+    Args: tensors, plain, wrapped: what it returned. parameters: the names that there may be.
+    Returns: by parameter, its entries.
+    Raises: CheckpointError: a class that is not in WRAPPED, one whose package is not installed, another name.
+
+    >>> whole_state({"norm.weight.m": torch.zeros(2)}, {"norm.weight.n": 3}, {}, ["norm.weight"])
+    {'norm.weight': {'m': tensor([0., 0.]), 'n': 3}}
+    """
+    values: dict[str, Any] = {**tensors, **plain}
+    for name, made_of in wrapped.items():
+        cls = _class(made_of["kind"])
+        parts = {part: values.pop(f"{name}.{part}") for part in made_of["parts"]}
+        values[name] = cls.__tensor_unflatten__(parts, made_of["context"], None, None)
+    known = frozenset(parameters)
+    entries: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        parameter, key = _split(name, known)
+        entries.setdefault(parameter, {})[key] = value
+    return entries
+
+
+def _split(name: str, parameters: Collection[str]) -> tuple[str, str]:
+    """The parameter and the key that a name is made of; both may have dots, but no parameter lies within another."""
+    parameter, _, key = name.rpartition(".")
+    while parameter and parameter not in parameters:
+        parameter, _, more = parameter.rpartition(".")
+        key = f"{more}.{key}"
+    if not parameter:
+        raise CheckpointError(
+            f"the optimizer's state holds {name!r}, which belongs to no parameter that is trained here; resume with "
+            "the model and the frozen layers that it was saved with, or start a new run from its weights"
+        )
+    return parameter, key
+
+
+def _class(kind: str) -> Any:
+    if kind not in WRAPPED:
+        raise CheckpointError(f"the optimizer's state holds a {kind!r}; known: {', '.join(WRAPPED)}")
+    try:
+        return resolve_ref(f"{WRAPPED[kind]}:{kind}", "optimizer state")
+    except ConfigError as error:
+        raise CheckpointError(f"the optimizer's state holds a {kind}: {error}") from error
+
+
+def _copied(value: Tensor) -> Tensor:
+    return value.detach().cpu().contiguous().clone()
+
+
+# ---- a saved optimizer -----------------------------------------------------------------------------------------------
+
+
+def saved_state(
+    path: Path, rest: Mapping[str, Any], groups: Sequence[Sequence[str]]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, dict[str, Any]]]:
+    """What a checkpoint holds of an optimizer, in the order that the optimizer has here.
+
+    Args:
+        path: optimizer.safetensors.
+        rest: "optim" of the state.pt beside it.
+        groups: the names of the parameters of each group of the optimizer here.
+
+    Returns:
+        the settings of each group; the settings that each was made with; the entries of each parameter by its name.
+
+    Raises:
+        CheckpointError: it can't be read, is of a format not known here, or has other parameters or groups.
+    """
+    try:
+        with safe_open(path, "pt") as file:
+            number = (file.metadata() or {}).get(FORMAT_KEY, "1")
+        found = load_file(path)
+    except (OSError, SafetensorError) as e:
+        raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
+    known = int(number) if number.isdecimal() and len(number) < 10 else number
+    by_place = check_format(path, known, OPTIMIZER_FORMAT, weights=path.parent) == 1
+    there = rest["groups"]
+    if by_place and [len(g["params"]) for g in there] != [len(names) for names in groups]:
+        raise CheckpointError(
+            f"{path} holds groups of {[len(g['params']) for g in there]} parameters without their names, and the "
+            f"optimizer here has groups of {[len(names) for names in groups]}; resume with the model and the frozen "
+            "layers that it was saved with, or start a new run from its weights"
+        )
+    flat = [name for names in groups for name in names]
+    parameters = [str(i) for i in range(len(flat))] if by_place else flat
+    entries = whole_state(found, rest["plain"], rest["wrapped"], parameters)
+    if by_place:
+        return list(there), list(rest["made"]), {flat[int(i)]: entry for i, entry in entries.items()}
+    order = [_group_of(path, names, there) for names in groups]
+    if len(there) != len(groups):
+        raise CheckpointError(f"{path} holds {len(there)} groups of parameters, the optimizer here has {len(groups)}")
+    return [there[i] for i in order], [rest["made"][i] for i in order], entries
+
+
+def _group_of(path: Path, names: Sequence[str], saved: Sequence[Mapping[str, Any]]) -> int:
+    """Which saved group has just these parameters."""
+    for i, group in enumerate(saved):
+        if set(group["params"]) == set(names):
+            return i
+    near = max(saved, key=lambda group: len(set(group["params"]) & set(names)), default={"params": []})
+    odd = sorted(set(near["params"]) ^ set(names))
+    raise CheckpointError(
+        f"{path} does not fit this optimizer: {odd[0]!r} is in a group on one side only ({len(odd)} such names); "
+        "resume with the model and the frozen layers that it was saved with, or start a new run from its weights"
+    )
+
+
+def check_shapes(path: Path, entries: Mapping[str, Mapping[str, Any]], masters: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError where a moment is not shaped as its parameter."""
+    for name, entry in entries.items():
+        for key in MOMENTS:
+            value = entry.get(key)
+            if isinstance(value, Tensor) and value.shape != masters[name].shape:
+                raise CheckpointError(
+                    f"{path}: {key} of {name} is {tuple(value.shape)} there, and the parameter is "
+                    f"{tuple(masters[name].shape)} here; start a new run from its weights"
+                )

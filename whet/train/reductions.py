@@ -1,0 +1,77 @@
+"""From what a loss says of each token to metrics: summed on the device, read once, merged by kind.
+
+Dim letters: s tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from whet.metrics import Max, Mean, Metric, Min, Sum
+from whet.ops import segment_count, segment_mean
+
+__all__ = ["REDUCTIONS", "Metrics", "Reductions", "metrics_of", "reduced"]
+
+Metrics = dict[str, Metric]
+Reductions = Mapping[str, Mapping[str, str]]
+REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
+"""What becomes of a metric per token: over the tokens of the mask; the sum under the token weights, as the loss; the
+mean, largest and least of the means of sequences."""
+
+
+def reduced(
+    values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions, sequence: Tensor
+) -> tuple[list[tuple[str, str]], list[Tensor]]:
+    """Per-token metrics over the mask, under the labels that `reductions` gives them, as numbers on the device.
+
+    Returns: (label, how) of each; first the count of the mask, then a number for each label, float64 without dims.
+    """
+    labels, found = [], [mask.sum().double()]
+    for name, value in values.items():
+        value = value.detach().double()
+        for label, how in reductions.get(name, {name: "mean"}).items():
+            labels.append((label, how))
+            if how.startswith("sequence_"):
+                found += _over_sequences(value, mask, sequence, how)
+                labels += [(label, "count")] if how == "sequence_mean" else []
+            elif how == "max":
+                found.append(torch.where(mask, value, -torch.inf).max())
+            elif how == "min":
+                found.append(torch.where(mask, value, torch.inf).min())
+            else:
+                kept = torch.where(mask, value, 0.0)
+                found.append((weights * kept if how == "weighted" else kept).sum())
+    return labels, found
+
+
+def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, how: str) -> list[Tensor]:
+    """The means of sequences over their trained tokens: their largest, their least, or their sum and their count."""
+    number = len(sequence)  # there are at most so many sequences: no count is read back from the device
+    means, there = segment_mean(value, mask, sequence, number), segment_count(mask, sequence, number) > 0
+    if how == "sequence_max":
+        return [torch.where(there, means, -torch.inf).max()]
+    if how == "sequence_min":
+        return [torch.where(there, means, torch.inf).min()]
+    return [torch.where(there, means, 0.0).sum(), there.sum().double()]
+
+
+def metrics_of(labels: Sequence[Sequence[tuple[str, str]]], read: Sequence[float]) -> Iterator[Metrics]:
+    """The metrics of each micro-batch, from its labels and all numbers: loss, count, and one for each label."""
+    at = 0
+    for named in labels:
+        loss, count, *numbers = read[at : at + 2 + len(named)]
+        at += 2 + len(named)
+        found: Metrics = {"loss": Sum(loss)}
+        for (label, how), x in zip(named, numbers):
+            if how in ("mean", "sequence_mean"):
+                found[label] = Mean(x, count)
+            elif how == "count":
+                found[label] = Mean(found[label].sum, x)  # pyright: ignore[reportAttributeAccessIssue]
+            elif how == "weighted":
+                found[label] = Sum(x)
+            elif count:
+                found[label] = Max(x) if how.endswith("max") else Min(x)
+        yield found
