@@ -332,13 +332,13 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
         pytest.skip(str(load()))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert load() == "no C++ compiler (g++) is installed"
+    assert load() == native_build.Unavailable("no C++ compiler (g++) is installed")
     body = "test $1 = --version && echo cc || { echo 'no such flag' >&2; exit 1; }"
     monkeypatch.setenv("CXX", compiler(tmp_path, body))
-    assert load() == "building them failed: no such flag"
+    assert load() == native_build.Unavailable("building them failed: no such flag")
     assert not list(cache.iterdir())
     monkeypatch.setenv("CXX", str(tmp_path / "nothing"))
-    assert "building them failed" in load()
+    assert "building them failed" in str(load())
     monkeypatch.setattr(fused, "load_kernels", load)
     model, work = build(gain=3.0), requests(prompts(), Sampling(max_tokens=8), group=2)
     engine = EmbeddedEngine(model)
@@ -362,7 +362,7 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
 )
 def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, old, new, part):
     rewrite(old, new)
-    assert f"{part} in torch.float32 differ" in load()
+    assert f"{part} in torch.float32 differ" in str(load())
 
 
 @needs_kernels
