@@ -126,7 +126,7 @@ def native(weights: list[Any]) -> list[Callable[[Any], Any]] | None:
     for w in weights:
         layer = nn.Linear(w.shape[1], w.shape[0], bias=False, device="meta")
         layer.weight = nn.Parameter(w, requires_grad=False)
-        products.append(Product([layer], pack=True, kernels=loaded))
+        products.append(Product([layer], kernels=loaded))
     return products
 
 

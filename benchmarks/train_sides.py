@@ -146,10 +146,10 @@ def _plain_head(worker: Any) -> None:
 
 def _plain_layers(worker: Any) -> None:
     """The module's own layers and torch's default products."""
-    from whet.models import fast_layers, linear_logprob
+    from whet.models import linear_logprob, products
 
     worker.fast_layers = None
-    fast_layers.LEAST = float("inf")
+    products.MIN_MULTIPLICATIONS = float("inf")
     linear_logprob.weight_grad = lambda grad, x, into=None: grad.t() @ x if into is None else into.addmm_(grad.t(), x)
 
 

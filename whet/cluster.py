@@ -19,9 +19,10 @@ from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
-from whet.models.load import LoadedModel, load_model
+from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
+from whet.models.types import LoadedModel
 from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process

@@ -12,65 +12,53 @@ from torch import nn
 from whet.models.heads import Head
 from whet.models.linear_logprob import linear_logprob
 from whet.models.load import load_model
+from whet.native.build import Unavailable
+from whet.native.decode import load_kernels
 from whet.ops.logprobs import selective_log_softmax
 from whet.rollout.base import Sampling
 from whet.rollout.driver import Rollouts, single_turns
-from whet.rollout.engine import EmbeddedEngine, forward, packed
+from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.engine.forward import FusedForward, ModuleForward, make_forward
-from whet.rollout.engine.packed import Product, pack_refusal
+from whet.rollout.engine.packed import Product
 from whet.rollout.hf import HFEngine
 from whet.train.worker import ModelWorker
 from whet.types import Prompt, TokenBatch
 
 PLAIN = Sampling(max_tokens=8)
 EACH = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-packs = pytest.mark.skipif(pack_refusal(torch.float32, torch.device("cpu")) is not None, reason="oneDNN can't pack")
-
-
-@pytest.fixture(params=[0, packed.FEW], ids=["packed", "few"])
-def few(request, monkeypatch):
-    """Both ways of a fast product: packed, and too few weights to be packed."""
-    monkeypatch.setattr(packed, "FEW", request.param)
-    return request.param
 
 
 def tokens(done):
     return {i: o.tokens.tolist() for i, o in done.items()}
 
 
-@packs
+KERNELS = load_kernels()
+native_only = pytest.mark.skipif(isinstance(KERNELS, Unavailable), reason=f"no native kernels: {KERNELS}")
+WAYS = pytest.mark.parametrize("kernels", [None, pytest.param(KERNELS, marks=native_only)], ids=["torch", "native"])
+
+
+@WAYS
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", [1, 2, 7, 64, 200])
-def test_a_fast_product_equals_the_layers_one_by_one(rows, bias, few):
+def test_a_product_equals_the_layers_one_by_one(rows, bias, kernels):
     torch.manual_seed(0)
     layers = [nn.Linear(48, 40, bias=bias), nn.Linear(48, 8, bias=False)]
-    fast, plain = Product(layers, pack=True), Product(layers, pack=False)
+    product = Product(layers, kernels=kernels)
     x = torch.randn(rows, 48)
     want = torch.cat([layer(x) for layer in layers], -1)
     with torch.no_grad():
-        assert torch.equal(plain(x), want)
-        torch.testing.assert_close(fast(x), want, atol=2e-6, rtol=1e-5)
-    assert plain.bytes == 0 and fast.bytes == 48 * 48 * 4
+        torch.testing.assert_close(product(x), want, atol=2e-6, rtol=1e-5)
+        assert kernels is not None or torch.equal(product(x), want)
+    assert (product.bytes == 0) == (kernels is None) and product.bytes >= 0
 
 
-def test_few_weights_are_not_packed_and_one_layer_of_them_is_not_copied():
-    layers = [nn.Linear(256, 256), nn.Linear(256, 257)]
-    assert [Product([layer], pack=True).bytes for layer in layers] == [0, 256 * 257 * 4]
-    half = nn.Linear(8, 8, dtype=torch.bfloat16)
-    assert Product([half], pack=True).bytes == 8 * 8 * 2
-    with torch.no_grad():
-        product = Product(layers[:1], pack=True)
-        layers[0].weight.mul_(2.0)
-        assert torch.equal(product(torch.ones(3, 256)), layers[0](torch.ones(3, 256)))
-
-
-@packs
+@native_only
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_fast_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(dtype, few):
+def test_a_packed_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(dtype):
     torch.manual_seed(0)
     layer, norm = nn.Linear(48, 40, dtype=dtype), nn.RMSNorm(48, dtype=dtype)
     nn.init.normal_(norm.weight)
-    product, x = Product([layer], pack=True, norm=norm), torch.randn(3, 48, dtype=dtype)
+    product, x = Product([layer], kernels=KERNELS, norm=norm), torch.randn(3, 48, dtype=dtype)
     with torch.no_grad():
         want = layer(x * norm.weight)
         assert (product.gain is None) == (dtype == torch.bfloat16)
@@ -85,27 +73,12 @@ def test_a_fast_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(dty
     assert product.gain is None and torch.equal(product(x), layer(x))
 
 
-def test_dtypes_that_are_not_packed_say_so():
-    assert "float64" in pack_refusal(torch.float64, torch.device("cpu"))
-    assert "meta" in pack_refusal(torch.float32, torch.device("meta"))
-
-
-def test_a_wrong_packed_product_is_found_out(monkeypatch):
-    inner = Product.__call__
-    monkeypatch.setattr(Product, "__call__", lambda self, x: inner(self, x) * (1.001 if self._pack else 1.0))
-    assert pack_refusal(torch.float32, torch.device("cpu")) is not None
-
-
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama", "mistral_window"])
-@pytest.mark.parametrize("pack", [True, False])
-def test_the_fused_trunk_without_packing_makes_the_same_tokens(family, pack, few, monkeypatch):
+def test_the_fused_trunk_without_packing_makes_the_same_tokens(family):
     model = build(family, gain=3.0)
-    if not pack:
-        monkeypatch.setattr(forward, "pack_refusal", lambda dtype, device: "not now")
     engine = EmbeddedEngine(model, native=False)
     assert engine.paths["trunk"] == "fused"
-    if not pack:
-        assert engine.paths["products"] == "torch (not now)" and engine.weight_bytes == 0
+    assert engine.paths["products"] == "torch" and engine.weight_bytes == 0
     work = requests(prompts(), PLAIN, group=3)
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
@@ -170,7 +143,7 @@ def test_bf16_logprobs_of_both_paths_agree_to_its_rounding():
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
 @pytest.mark.parametrize("announced", [True, False])
-def test_new_weights_are_packed_anew(announced, native, few):
+def test_new_weights_are_packed_again(announced, native):
     model = build(gain=3.0)
     engine, work = EmbeddedEngine(model, native=native), requests(prompts(), PLAIN, group=2)
     before = tokens(run(engine, work))
@@ -185,7 +158,7 @@ def test_new_weights_are_packed_anew(announced, native, few):
 
 
 @pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
-def test_sleep_frees_the_packed_copies_and_they_come_back(native, few):
+def test_sleep_frees_the_packed_copies_and_they_come_back(native):
     engine, work = EmbeddedEngine(build(gain=3.0), native=native), requests(prompts(), PLAIN)
     held, want = engine.weight_bytes, tokens(run(engine, work))
     engine.sleep()
@@ -238,9 +211,8 @@ HEADS = {
 def test_a_half_precision_head_is_rounded_alike_for_the_sampler_and_the_trainer(name, monkeypatch):
     config, own, head = HEADS[name]
     monkeypatch.setitem(FAMILIES, name, (config, own))
-    loaded = replace(load_model(build(name).to(torch.bfloat16)), head=head)
-    monkeypatch.setattr(forward, "pack_refusal", lambda dtype, device: "torch's own, on both sides")
-    made = make_forward(loaded, fast=name in ("capped", "fused"), native=True)
+    loaded = replace(load_model(build(name).to(torch.bfloat16)), lm_head=head)
+    made = make_forward(loaded, fast=name in ("capped", "fused"), native=False)  # torch's own, on both sides
     assert type(made) is (FusedForward if name in ("capped", "fused") else ModuleForward)
     layer = loaded.module.get_output_embeddings()
     hidden = (4 * torch.randn(200, 32, generator=torch.manual_seed(0))).to(torch.bfloat16)
@@ -258,7 +230,7 @@ def test_logprobs_of_a_half_precision_model_that_scales_its_logits_are_the_train
     config, own, head = HEADS[name]
     monkeypatch.setitem(FAMILIES, name, (config, own))
     loaded = load_model(build(name, gain=2.0).to(torch.bfloat16))
-    assert loaded.head.scale == pytest.approx(head.scale)
+    assert loaded.lm_head.scale == pytest.approx(head.scale)
     rows = [Prompt(tokens=p, source="", columns={}, row=i) for i, p in enumerate(prompts())]
     groups = Rollouts(EmbeddedEngine(loaded)).run(single_turns(rows, Sampling(max_tokens=12), num_generations=4))
     batch = TokenBatch.from_groups(groups, np.zeros(len(rows) * 4))

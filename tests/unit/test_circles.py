@@ -43,8 +43,6 @@ def circles(graph):
 
 
 KNOWN = [
-    ["whet.models.attention", "whet.models.flex"],
-    ["whet.models.heads", "whet.models.load"],
 ]
 """To be opened; none may come to it."""
 

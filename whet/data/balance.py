@@ -17,6 +17,8 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedModel
 
+from whet.models.heads import score_layer
+
 __all__ = ["NO_CAP", "PackItem", "PassCost", "Split", "first_fit", "level", "model_cost", "pack", "pad"]
 
 ROUNDS = 12
@@ -83,7 +85,7 @@ def model_cost(module: PreTrainedModel) -> PassCost:
     >>> model_cost(LlamaForCausalLM(LlamaConfig(vocab_size=10, num_hidden_layers=1, **sizes)))
     PassCost(token=576, pair=16, target=80)
     """
-    config, head = module.config, module.get_output_embeddings()
+    config, head = module.config, module.get_output_embeddings() or score_layer(module)
     met = vars(config).get("num_experts_per_tok")
     token = 0
     for part in module.modules():

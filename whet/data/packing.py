@@ -82,8 +82,7 @@ def plan_micro_batches(
         shared_prefix: common beginnings are run once; False = once per sequence.
         at_end: completions are run to their last token, whose hidden state is at `MicroBatch.last_index`.
         cost: by which micro-batches are made alike.
-        device: of the tensors.
-        attention: what serves the layouts there, one of models.attention.KERNELS.
+        device, attention: of the tensors; what serves the layouts there, one of models.attention.KERNELS.
         saturating_tokens: from which on a larger micro-batch is no faster; None = unknown, so they are as few as fit.
         multiple: of the layouts' buckets, see SegmentLayout.
     Returns: the micro-batches, most expensive first.
@@ -100,12 +99,10 @@ def plan_micro_batches(
     >>> [micro.input_ids.tolist() for micro in plan_micro_batches(batch, max_tokens=3)]  # each part has the prefix
     [[[5, 6, 7]], [[5, 6, 8]]]
     """
-    for name, value in (("max_tokens", max_tokens), ("max_sequences", max_sequences)):
-        if value is not None and value < 1:
-            raise ConfigError(f"{name} {value} must be at least 1")
+    _check_limits(max_tokens=max_tokens, max_sequences=max_sequences)
     work = _Work(
         batch=batch,
-        max_tokens=min(max_tokens, NO_CAP),  # limits may be as large as one likes
+        max_tokens=min(max_tokens, NO_CAP),
         max_sequences=min(max_sequences or batch.num_sequences, batch.num_sequences),
         cost=cost,
         at_end=at_end,
@@ -262,6 +259,13 @@ def _parts(work: _Work, ids: Sequence[int], split: Split, token_budget: int, max
             PackItem(members, prefix + sum(u.tokens for u in part), cost.of(prefix) + sum(u.cost for u in part))
         )
     return items
+
+
+def _check_limits(**limits: int | None) -> None:
+    """Raises ConfigError where a limit is below 1; it may be as large as one likes."""
+    for name, value in limits.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value} must be at least 1")
 
 
 def _check_lengths(work: _Work, max_tokens: int) -> None:

@@ -12,13 +12,12 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from whet.errors import ConfigError, DataError, lookup_error
-from whet.models.buckets import BucketRow
+from whet.models.buckets import BucketRow, segment_positions
 from whet.models.flex import FlexCase, FlexRow, flex_failed, flex_refusal
 from whet.native.build import note
 from whet.native.segments import SegmentTables, attend_segments, segment_refusal
@@ -103,11 +102,7 @@ class SegmentLayout(Layout):
                 raise DataError(
                     f"segment {i} has {n} tokens and parent {p}; it needs a token and an earlier parent, or -1"
                 )
-        above: list[int] = []
-        for parent in self.parents:
-            above.append(above[parent] + self.lengths[parent] if parent >= 0 else 0)
-        position_ids = np.concatenate([a + np.arange(n) for a, n in zip(above, self.lengths)])
-        self.position_ids = torch.from_numpy(position_ids)[None].to(device)
+        self.position_ids = torch.from_numpy(segment_positions(self.lengths, self.parents))[None].to(device)
         self.multiple = multiple
         self._tables: dict[int, SegmentTables] = {}
 
@@ -149,7 +144,7 @@ class SegmentLayout(Layout):
         if self._by_flex(q, k, v, window, softcap, sinks, scale):
             try:
                 return self._flex.attend(q, k, v, scale=scale, window=window, softcap=softcap, sinks=sinks)
-            except Exception as error:  # as in the probe; another length may be compiled anew
+            except Exception as error:  # as in the probe; another length may be compiled again
                 case = FlexCase.of(q, k, v, scale=scale, softcap=softcap, sinks=sinks)
                 self._refuse(flex_failed(case, error))
         if self.attention == "auto" and not q.is_cuda:

@@ -12,7 +12,7 @@ from whet.native.layers import LayerKernels, layer_kernels
 from whet.native.segments import SegmentKernels, kernels_for
 
 if TYPE_CHECKING:
-    from whet.models.load import LoadedModel
+    from whet.models.types import LoadedModel
 
 __all__ = ["training_backends"]
 

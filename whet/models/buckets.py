@@ -19,7 +19,7 @@ from torch import Tensor
 
 from whet.models.sdpa import masked_attention
 
-__all__ = ["Bucket", "BucketRow"]
+__all__ = ["Bucket", "BucketRow", "segment_positions"]
 
 SLACK = 4096
 """Query-key pairs of padding that cost less than one more call."""
@@ -27,6 +27,21 @@ MASKED_PAIRS = 1 << 20
 """A mask per segment is built up to this many entries; beyond it a bucket shares one mask."""
 BUCKET_PAIRS = 1 << 22
 """Largest bucket of more than one segment, in query-key pairs: bounds the scores where they are held."""
+
+
+def segment_positions(lengths: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+    """The position of each token of a row of segments: from 0 in a root, after its parent's last in a child.
+
+    Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
+    Returns: int64 [T].
+
+    >>> segment_positions([2, 1, 2], [-1, 0, 0]).tolist()
+    [0, 1, 2, 2, 3]
+    """
+    above: list[int] = []
+    for parent in parents:
+        above.append(above[parent] + lengths[parent] if parent >= 0 else 0)
+    return np.concatenate([a + np.arange(n) for a, n in zip(above, lengths)])
 
 
 class BucketRow:

@@ -5,7 +5,7 @@ its parameters stay as they are. Each layer has been compared with its own forwa
 products run in oneDNN where torch's default library takes a slow path; in bf16 too a gated MLP keeps its two halves for
 the backward pass and not their product, and a norm keeps its input, not the normalised one and no copy in fp32.
 Dim legend: n rows, I in, O out, M width of the MLP. Left out on purpose: a choice of products by a timing, which would
-make a run depend on the clock, and rotary embeddings, which are no module.
+make a run depend on the clock; rotary embeddings, which are not a module; and general products (products.py).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from whet.models import products
+from whet.models.products import chunks, linear, onednn_refusal, weight_grad
 from whet.native.build import Unavailable, note
 from whet.native.layers import LayerKernels, layer_kernels
-from whet.util.cpu import cpu_facts
+from whet.ops.masked import to_fp32
 
-__all__ = ["FastLayers", "chunks", "linear", "onednn_refusal", "weight_grad", "wide_registers"]
+__all__ = ["FastLayers"]
 
-LEAST = 100_000_000
-"""Multiplications of a product from which on oneDNN's own preparation for a new shape pays."""
 PART = 1 << 17
 """Numbers of a tensor that several operations go through one after the other."""
 LARGE = 30.0
@@ -80,91 +80,12 @@ class FastLayers:
                 del layer.__dict__["forward"]
 
 
-@functools.cache
-def onednn_refusal() -> str | None:
-    """Why fp32 products stay with torch's default library; None = oneDNN multiplies.
-
-    oneDNN is faster where the default is MKL, the processor has AVX-512 and is not Intel's: MKL has no kernels of that
-    width for it. On Zen 5 (see `wide_registers`) it is so 2.1 times, on processors before 1.12 to 1.2 times with one
-    thread, and a whole update with two threads was no faster. The rule looks at the processor and not at the clock, so
-    a repeated run takes the same products; oneDNN's operator is private to torch, so it is tried first.
-
-    >>> onednn_refusal() is None or isinstance(onednn_refusal(), str)
-    True
-    """
-    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
-        return "torch has no oneDNN, or no MKL to replace"
-    model = str(cpu_facts()["model"])
-    if "AMD" not in model or torch.backends.cpu.get_cpu_capability() != "AVX512":
-        return f"on {model} torch's default products are as fast"
-    generator = torch.Generator().manual_seed(0)
-    x, w, b = (torch.randn(*shape, generator=generator) for shape in ((33, 48), (40, 48), (40,)))
-    try:
-        for weight, bias in ((w, b), (w, None), (w.t().contiguous().t(), None)):
-            got, want = _onednn(x, weight, bias), F.linear(x, weight, bias)
-            if got.shape != want.shape or not (got - want).abs().max() <= 1e-5 * want.abs().max():
-                return "oneDNN's products differ from the default's"
-    except (RuntimeError, AttributeError) as error:  # the operator is private: it may be missing or refuse
-        return f"oneDNN's product failed: {str(error).splitlines()[0]}"
-    return None
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear by the faster library, without a gradient: [n I], [O I], [O] -> [n O]."""
-    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0  # oneDNN knows no empty sum
-    large = fits and x.shape[0] * weight.numel() >= LEAST
-    return _onednn(x, weight, bias) if large and onednn_refusal() is None else F.linear(x, weight, bias)
-
-
-def chunks(rows: int, size: int) -> Iterator[slice]:
-    """Slices of `size` rows that cover `rows`.
-
-    >>> list(chunks(3, 2))
-    [slice(0, 2, None), slice(2, 3, None)]
-    """
-    return (slice(a, min(a + size, rows)) for a in range(0, rows, size))
-
-
-def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
-    """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]; added to `into` where that is given."""
-    wide = wide_registers() and grad.dtype == x.dtype == torch.float32 and grad.device.type == "cpu"
-    kernels = layer_kernels() if wide else Unavailable("torch's product is as fast")
-    if not isinstance(kernels, Unavailable):
-        return kernels.weight_grad(grad.contiguous(), x.contiguous(), into)
-    if into is not None:
-        return into.addmm_(grad.t(), x)
-    return linear(grad.t(), x.t()) if wide else grad.t() @ x
-
-
-@functools.cache
-def wide_registers() -> bool:
-    """Whether the processor works on whole AVX-512 registers at once where MKL uses half of one.
-
-    That is AMD's since family 26 (Zen 5): there oneDNN is twice as fast as MKL at every product, and a product of our
-    own as fast as it at the gradients of weights, where oneDNN copies both factors first. On processors before, which
-    take a register in two halves, MKL is as fast at these.
-
-    >>> wide_registers() in (True, False)
-    True
-    """
-    return onednn_refusal() is None and int(cpu_facts()["family"] or 0) >= 26
-
-
-def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-
-
 # ---- the functions ---------------------------------------------------------------------------------------------------
 
 
 def _rows(x: Tensor) -> Tensor:
     """[n I] of [..., I], where n may be 0: an expert that no token goes to."""
     return x.reshape(-1, x.shape[-1])
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In fp32, or as it is in fp32 and float64."""
-    return x.float() if x.dtype == torch.bfloat16 else x
 
 
 class _Linear(torch.autograd.Function):
@@ -280,7 +201,7 @@ def _norm(x: Tensor, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
     """(x r) w, [n d], and r, [n], in fp32 or float64."""
     if kernels := _native(x, weight):
         return kernels.norm(x, weight, epsilon)
-    wide = _wide(x)
+    wide = to_fp32(x)
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     r = length.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
     return (wide * r).to(x.dtype).mul_(weight), r[:, 0]
@@ -292,11 +213,11 @@ def _norm_grads(
     """Gradients of (x r) w, those wanted: [n d], and [d] in fp32 or float64."""
     if kernels := _native(x, weight, grad):
         return kernels.norm_grads(x, weight, r, grad, of_x=of_x, of_weight=of_weight)
-    w = _wide(weight)
+    w = to_fp32(weight)
     d_x = torch.empty_like(grad) if of_x else None
     terms = grad.new_empty(grad.shape, dtype=w.dtype) if of_weight else None
     for part in _parts(grad):
-        a, b, c = _wide(x[part]), _wide(grad[part]), r[part, None]
+        a, b, c = to_fp32(x[part]), to_fp32(grad[part]), r[part, None]
         if terms is not None:
             torch.mul(b, a, out=terms[part]).mul_(c)
         if d_x is not None:
@@ -352,7 +273,7 @@ def _same(got: Tensor, want: Tensor) -> bool:
 
 
 def _run_linear(layer: Any, x: Tensor) -> Tensor:
-    if x.dtype != torch.float32 or x.numel() * layer.out_features < LEAST:
+    if x.dtype != torch.float32 or x.numel() * layer.out_features < products.MIN_MULTIPLICATIONS:
         return F.linear(x, layer.weight, layer.bias)
     return _Linear.apply(x, layer.weight, layer.bias)  # pyright: ignore[reportReturnType]
 

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from whet.models.buckets import BucketRow, segment_positions
 from whet.util.device import on_device
 
 __all__ = ["FlexCase", "FlexRow", "flex_failed", "flex_refusal", "walk"]
@@ -289,19 +290,17 @@ def _probe(case: FlexCase) -> str | None:
 
 
 def _compare(case: FlexCase) -> str | None:
-    """The first difference from the plain path above the tolerance, in words."""
-    from whet.models.attention import SegmentLayout  # which imports this module
-
+    """The first difference from the plain path above the tolerance, described."""
     generator = torch.Generator().manual_seed(0)
     tf32 = case.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     limit = TF32_TOLERANCE if tf32 else TOLERANCE[case.dtype]
     names = [n for n, g in zip(("dq", "dk", "dv", "dsinks"), case.grads) if g]
     for lengths, parents in PROBES + (FILLED if any(case.pitches) else ()):
-        layout = SegmentLayout(lengths, parents, case.device, attention="plain")
-        row, tokens = FlexRow(lengths, parents, layout.position_ids), sum(lengths)
+        positions = torch.from_numpy(segment_positions(lengths, parents))[None].to(case.device)
+        row, tokens = FlexRow(lengths, parents, positions), sum(lengths)
+        plain, flex = BucketRow(lengths, parents, case.device, multiple=1).attend, row.attend
         inputs = _made(case, tokens, generator)
         grad = torch.randn(1, case.heads, tokens, case.value_size, generator=generator).to(case.device, case.dtype)
-        plain, flex = functools.partial(layout.attend, 0), row.attend
         for window in (None, 33):
             scale = case.size**-0.5 if case.scale is None else case.scale
             how = {"scale": scale, "window": window, "softcap": 2.0 if case.softcap else None}

@@ -6,27 +6,29 @@ V vocabulary, D width. Left out on purpose: sampling, which belongs to the engin
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError
-from whet.models.fast_layers import chunks
 from whet.models.heads import Head
 from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, linear_logprob
 from whet.models.micro_batch import MicroBatch
+from whet.models.products import chunks
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import selective_log_softmax
+from whet.ops.masked import to_fp32
 from whet.ops.support import Support, support_logits
 from whet.types import TokenStats
 
 if TYPE_CHECKING:
-    from whet.models.load import LoadedModel
+    from whet.models.types import LoadedModel
 
 __all__ = ["model_stats", "token_stats"]
 
@@ -40,11 +42,12 @@ def token_stats(
     support: Support = PLAIN,
     entropy: bool = False,
     allowed: Tensor | None = None,
+    want: Collection[str] | None = None,
 ) -> TokenStats:
     """What a model says of each target of a micro-batch.
 
     log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
-    before aₜ. Greedy decoding (temperature 0) is scored at temperature 1.
+    before aₜ; of a trunk with both heads, both. Greedy decoding (temperature 0) is scored at temperature 1.
 
     Args:
         loaded: the model.
@@ -53,9 +56,10 @@ def token_stats(
         entropy: also the entropies.
         allowed: uint8 [s, W], the tokens that a constraint allows, a bit each (see support_logits); needed with one
             only.
-    Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), or a critic's values and, where the
+        want: those of "logprobs", "values" and "scores" that are needed; None = all that the heads make.
+    Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), a score head's values and, where the
         micro-batch was planned with at_end, its scores [n]; in fp32 or float64.
-    Raises: ConfigError: a packed micro-batch for a model that can't take a layout; at_end, and no value head.
+    Raises: ConfigError: a packed micro-batch for a model that can't take a layout; no head for what is wanted.
 
     Example: `[token_stats(loaded, m) for m in plan_micro_batches(batch, max_tokens=4096, packable=loaded.packable)]`.
     """
@@ -63,7 +67,20 @@ def token_stats(
         raise ConfigError(
             f"{loaded.name} can't take packed rows ({'; '.join(loaded.reasons)}); plan with packable=False"
         )
-    return model_stats(loaded.module, micro, head=loaded.head, support=support, entropy=entropy, allowed=allowed)
+    want = loaded.outputs if want is None else want
+    if missing := set(want) - loaded.outputs:
+        shown = ", ".join(sorted(missing))
+        raise ConfigError(f"{loaded.name} has no head for {shown}; load the model with role='critic' or 'actor'")
+    with loaded.reading():
+        return model_stats(
+            loaded.module,
+            micro,
+            head=loaded.lm_head if "logprobs" in want else Head("none"),
+            score_head=loaded.score_head if {"values", "scores"} & set(want) else None,
+            support=support,
+            entropy=entropy,
+            allowed=allowed,
+        )
 
 
 def model_stats(
@@ -71,44 +88,51 @@ def model_stats(
     micro: MicroBatch,
     *,
     head: Head,
+    score_head: nn.Linear | None = None,
     support: Support = PLAIN,
     entropy: bool = False,
     allowed: Tensor | None = None,
 ) -> TokenStats:
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
-    Args: module: the root. head: its head. The others and the result as in token_stats.
+    Args: module: the root. head: its language head, of kind "none" where no logprobs are wanted. score_head: what makes
+        values; None = none are wanted. The others and the result as in token_stats.
 
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
     """
     layer: Any = module.get_output_embeddings()
-    if head.kind == "value":
-        hidden = _states(module, micro)
-        at = lambda index: _wide(layer(hidden.index_select(0, index)).squeeze(1))
-        scores = None if micro.last_index is None else at(micro.last_index)
-        return TokenStats(values=at(micro.hidden_index), scores=scores)
-    if micro.last_index is not None:
-        raise ConfigError("scores are what a value head says of the last state; load the model with role='critic'")
-    temperature = support.temperature or 1.0
+    states = _states(module, micro) if head.linear or score_head is not None else None
+    hidden = None if states is None else states.index_select(0, micro.hidden_index)
+    values = scores = None
+    if score_head is not None and states is not None and hidden is not None:
+        values = to_fp32(score_head(hidden).squeeze(1))
+        last = micro.last_index
+        scores = None if last is None else to_fp32(score_head(states.index_select(0, last)).squeeze(1))
+    elif micro.last_index is not None:
+        raise ConfigError("scores are what a score head says of the last state; load the model with role='critic'")
+    if head.kind == "none":
+        return TokenStats(values=values, scores=scores)
     if head.linear and support.plain:
+        assert hidden is not None
         logprobs, entropies = linear_logprob(
-            _hidden(module, micro),
+            hidden,
             layer.weight,
             micro.targets,
             bias=layer.bias,
-            temperature=temperature,
+            temperature=support.temperature or 1.0,
             scale=head.scale,
             softcap=head.softcap,
             entropy=entropy,
         )
-        return TokenStats(logprobs=logprobs, entropy=entropies)
+        return TokenStats(logprobs=logprobs, entropy=entropies, values=values, scores=scores)
     if head.linear:
-        rows = _hidden(module, micro)
-        vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(rows[s], layer.weight, layer.bias))
+        assert hidden is not None
+        vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(hidden[s], layer.weight, layer.bias))
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.hidden_index)
-        vocab, logits = rows.shape[1], lambda s: _wide(rows[s])
-    return _supported(logits, micro, vocab, support, entropy, allowed)
+        vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
+    found = _supported(logits, micro, vocab, support, entropy, allowed)
+    return dataclasses.replace(found, values=values, scores=scores)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:
@@ -126,16 +150,6 @@ def _inputs(micro: MicroBatch) -> dict[str, object]:
 def _states(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
     """[B·T D]: the last hidden states of all places."""
     return module.get_decoder()(**_inputs(micro)).last_hidden_state.flatten(0, 1)
-
-
-def _hidden(module: PreTrainedModel, micro: MicroBatch) -> Tensor:
-    """[s D]: the last hidden states that predict the targets; index_select, whose backward is repeatable."""
-    return _states(module, micro).index_select(0, micro.hidden_index)
-
-
-def _wide(x: Tensor) -> Tensor:
-    """In fp32, or float64 where it was."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _supported(

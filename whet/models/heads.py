@@ -1,4 +1,4 @@
-"""What stands between the last hidden state and the logits, and the value head of a critic.
+"""The language head, between the last hidden state and the logits, and the score head of a critic or reward model.
 
 The log-probabilities of a few rows need a few rows of logits: the head is found out once, so that only these are made.
 Dim legend: V vocabulary. Left out on purpose: heads that slice or mix the vocabulary; those models give full logits.
@@ -6,17 +6,18 @@ Dim legend: V vocabulary. Left out on purpose: heads that slice or mix the vocab
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, PreTrainedModel
 
-if TYPE_CHECKING:
-    from whet.models.load import LoadedModel
+from whet.errors import ConfigError
+from whet.ops.masked import to_fp32
 
-__all__ = ["Head", "detect_head", "with_value_head"]
+__all__ = ["Head", "detect_head", "has_score_head", "score_layer", "with_score_head"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +25,11 @@ class Head:
     """The transform after the head's linear layer.
 
     logits = cap(scale · (W h + b)), cap(x) = c tanh(x / c), c = softcap.
-    Example: Gemma2 is Head("softcap", softcap=30.0), Granite Head("scale", scale=0.125), a critic Head("value").
+    Example: Gemma2 is Head("softcap", softcap=30.0), Granite Head("scale", scale=0.125), a critic's Head("none").
     """
 
-    kind: Literal["identity", "scale", "softcap", "value", "unknown"]
-    """"unknown": only the model's own forward makes its logits."""
+    kind: Literal["identity", "scale", "softcap", "unknown", "none"]
+    """"unknown": only the model's own forward makes its logits. "none": there is no language head."""
     scale: float = 1.0
     softcap: float | None = None
 
@@ -47,7 +48,7 @@ class Head:
         >>> Head("scale", scale=0.5).logits(torch.tensor([[3.0]], dtype=torch.bfloat16))
         tensor([[1.5000]])
         """
-        x = products.to(torch.promote_types(products.dtype, torch.float32))
+        x = to_fp32(products)
         x = x if self.scale == 1.0 else x * self.scale
         return x if self.softcap is None else self.softcap * torch.tanh(x / self.softcap)
 
@@ -103,22 +104,92 @@ def _transform(logits: Tensor, ramp: Tensor) -> Head:
     return Head("unknown")
 
 
-def with_value_head(loaded: LoadedModel, weight: Tensor | None = None) -> LoadedModel:
-    """A critic: the same trunk, the language head replaced by one linear unit that starts at 0.
+def has_score_head(module: nn.Module) -> bool:
+    """Whether a model is a critic or a reward model: it has a score head, and no language head.
+
+    Args: module: a model of transformers.
+
+    >>> from transformers import LlamaConfig, LlamaForSequenceClassification
+    >>> sizes = dict(hidden_size=8, num_attention_heads=2, num_key_value_heads=1, intermediate_size=8)
+    >>> has_score_head(LlamaForSequenceClassification(LlamaConfig(num_hidden_layers=1, vocab_size=16, **sizes)))
+    True
+    """
+    old = "whet_value_head" in vars(module.config)  # pyright: ignore[reportArgumentType]
+    return old or type(module).__name__.endswith("ForSequenceClassification")
+
+
+def score_layer(module: nn.Module) -> nn.Linear | None:
+    """The layer [1 D] that makes a number of a last hidden state; None = the model has none.
+
+    Args: module: a model of transformers.
+    Raises: ConfigError: a classifier of several labels, or whose head is not one linear layer on the last state.
+    """
+    if "whet_value_head" in vars(module.config):  # pyright: ignore[reportArgumentType]
+        return module.get_output_embeddings()  # pyright: ignore[reportCallIssue]
+    layer = dict(module.named_children()).get("score")
+    if layer is None and not has_score_head(module):
+        return None
+    if type(layer) is not nn.Linear or layer.out_features != 1:
+        what = f"{layer.out_features} labels" if type(layer) is nn.Linear else "no linear layer named score"
+        raise ConfigError(
+            f"{type(module).__name__} has {what}; a critic or a reward model has one number for a state: load it with "
+            "AutoModelForSequenceClassification and num_labels=1, train it, and give that"
+        )
+    return layer
+
+
+def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, shared: bool = False) -> PreTrainedModel:
+    """A model with a score head, one linear unit that starts at 0, on the trunk of a causal language model.
 
     V(s) = w · h(s), h the last hidden state of the state s; so V = 0 before the first update.
-    Args: loaded: a model, changed in place. weight: [1 D], a value head saved earlier.
-    Returns: the critic; its config says so (`whet_value_head`), and that no weights are tied.
+    The model is transformers' own sequence classifier with one label, around the same trunk; where transformers has
+    none for a family, the language model with its head replaced.
+
+    Args:
+        module: a causal language model; its parameters are shared, not copied.
+        weight: [1 D], a score head saved earlier.
+        shared: keep the language head too: the module itself, with one more layer.
+    Returns: the model; for a trunk that is shared, the one given.
 
     Example: `load_model(path, role="critic")` ends with it.
     """
-    module = loaded.module
-    old = module.get_output_embeddings()
-    width: Any = module.get_input_embeddings().weight if old is None else old.weight
-    layer = nn.Linear(width.shape[1], 1, bias=False, device=width.device, dtype=width.dtype)
+    old, embedding = module.get_output_embeddings(), module.get_input_embeddings().weight
+    like: Tensor = embedding if old is None else old.weight  # pyright: ignore[reportAssignmentType]
+    layer = nn.Linear(like.shape[1], 1, bias=False, device=like.device, dtype=like.dtype)
     with torch.no_grad():
         layer.weight.zero_() if weight is None else layer.weight.copy_(weight)
+    if shared:
+        module.config.whet_shared_score_head = True  # pyright: ignore[reportAttributeAccessIssue]
+        module.score = layer
+        return module
+    classifier = _classifier(module)
+    if classifier is not None:
+        classifier.score = layer
+        return classifier
     module.config.tie_word_embeddings = False
-    module.config.whet_value_head = True
+    module.config.whet_value_head = True  # pyright: ignore[reportAttributeAccessIssue]
     module.set_output_embeddings(layer)
-    return dataclasses.replace(loaded, head=Head("value"))
+    return module
+
+
+def _classifier(module: PreTrainedModel) -> PreTrainedModel | None:
+    """Transformers' classifier of one label around the trunk of a causal model; None = it is not built that way."""
+    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(module.config), None)
+    prefix = module.base_model_prefix
+    if kind is None or kind.base_model_prefix != prefix or module.base_model is module:
+        return None
+    config = copy.deepcopy(module.config)
+    config.num_labels = 1
+    config.architectures = [kind.__name__]
+    with torch.device("meta"):
+        made = kind(config)
+    named = (*made.named_parameters(), *made.named_buffers())
+    outside = {name for name, _ in named if not name.startswith(f"{prefix}.")}
+    if outside != {"score.weight"} or type(made.base_model) is not type(module.base_model):
+        return None
+    if made.base_model.state_dict().keys() != module.base_model.state_dict().keys():
+        return None
+    setattr(made, prefix, module.base_model)
+    made.config = module.base_model.config
+    made.config.num_labels, made.config.architectures = 1, config.architectures
+    return made.train(module.training)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from whet.models.fast_layers import chunks, linear, weight_grad
+from whet.models.products import chunks, linear, weight_grad
+from whet.ops.masked import to_fp32
 
 __all__ = ["CHUNK_BYTES", "HELD_BYTES", "linear_logprob"]
 
@@ -26,7 +27,7 @@ HELD_BYTES = 16_000_000
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _LogprobOptions:
     """What a call does beside its tensors."""
 
     temperature: float
@@ -70,8 +71,8 @@ def linear_logprob(
     size = weight.shape[0] * dtype.itemsize
     held = hidden.shape[0] * size <= held_bytes
     rows = max(1, hidden.shape[0] if held else chunk_bytes // size)
-    plan = _Plan(temperature, scale, softcap, entropy, rows, held)
-    logprobs, entropies = _LinearLogprob.apply(hidden, weight, bias, targets, plan)  # pyright: ignore
+    options = _LogprobOptions(temperature, scale, softcap, entropy, rows, held)
+    logprobs, entropies = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
     return logprobs, entropies if entropy else None
 
 
@@ -80,23 +81,23 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, plan: _Plan
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _LogprobOptions
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs = hidden.new_empty(len(hidden), dtype=dtype)
         entropies = torch.zeros_like(logprobs)
         z = None
-        for s in chunks(len(hidden), plan.rows):
-            z = _logits(hidden[s], weight, bias, plan)
+        for s in chunks(len(hidden), options.rows):
+            z = _logits(hidden[s], weight, bias, options)
             logp = z.log_softmax(1)
             logprobs[s] = logp.gather(1, targets[s, None]).squeeze(1)
-            if plan.entropy:
+            if options.entropy:
                 entropies[s] = -_finite(logp, bias).mul_(z.softmax(1)).sum(1)
-        kept = z if plan.held and any(ctx.needs_input_grad) else None
+        kept = z if options.held and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
-        ctx.plan = plan
+        ctx.options = options
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing in backward
-        if not plan.entropy:
+        if not options.entropy:
             ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
 
@@ -104,14 +105,14 @@ class _LinearLogprob(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        options: _LogprobOptions = ctx.options
         grad = torch.zeros_like(entropies) if grad is None else grad
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = weight.new_zeros(weight.shape, dtype=entropies.dtype) if needs_weight else None
         d_bias = weight.new_zeros(weight.shape[0], dtype=entropies.dtype) if needs_bias else None
-        for s in chunks(len(hidden), plan.rows):
-            z = _logits(hidden[s], weight, bias, plan) if kept is None else kept
+        for s in chunks(len(hidden), options.rows):
+            z = _logits(hidden[s], weight, bias, options) if kept is None else kept
             d = z.softmax(1)  # not exp: torch's softmax is several times faster on CPUs without AVX-512
             if grad_entropy is not None:
                 slope = _finite(z.log_softmax(1), bias).add_(entropies[s, None]).mul_(grad_entropy[s, None])
@@ -119,9 +120,9 @@ class _LinearLogprob(torch.autograd.Function):
             else:
                 d *= -grad[s, None]
             d.scatter_add_(1, targets[s, None], grad[s, None])
-            if plan.softcap is not None:
-                d *= 1 - (z * (plan.temperature / plan.softcap)).square()
-            d *= plan.scale / plan.temperature
+            if options.softcap is not None:
+                d *= 1 - (z * (options.temperature / options.softcap)).square()
+            d *= options.scale / options.temperature
             if d_bias is not None:
                 d_bias += d.sum(0)
             d = d.to(hidden.dtype)
@@ -140,10 +141,10 @@ def _finite(logp: Tensor, bias: Tensor | None) -> Tensor:
     return logp if bias is None else logp.masked_fill_(logp == -torch.inf, 0.0)
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan) -> Tensor:
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _LogprobOptions) -> Tensor:
     """[rows V], in fp32 or float64: Head.logits, divided by the temperature, in one buffer and with fewer roundings."""
     z = linear(hidden, weight, bias)
-    z = z.to(torch.promote_types(z.dtype, torch.float32))
-    if plan.softcap is not None:
-        return z.mul_(plan.scale / plan.softcap).tanh_().mul_(plan.softcap / plan.temperature)
-    return z if plan.scale == plan.temperature else z.mul_(plan.scale / plan.temperature)
+    z = to_fp32(z)
+    if options.softcap is not None:
+        return z.mul_(options.scale / options.softcap).tanh_().mul_(options.softcap / options.temperature)
+    return z if options.scale == options.temperature else z.mul_(options.scale / options.temperature)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from whet.errors import ConfigError
-from whet.models.load import LoadedModel
+from whet.models.types import LoadedModel
 
 __all__ = ["DTYPES", "compute_dtype", "probe_bf16", "probe_threads"]
 

@@ -18,11 +18,18 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils.hub import cached_file
 
 from whet.errors import ConfigError, nearest
 from whet.models.causal import check_causal
+from whet.models.heads import has_score_head
 from whet.util.model_paths import check_hub, folders_here, model_folder
 
 __all__ = ["check_config", "read_model"]
@@ -45,11 +52,11 @@ SHOWN = 3
 
 
 def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Tensor | None]:
-    """The module of a folder or hub name, and the value head where one was saved there.
+    """The module of a folder or hub name, and the score head where one was saved outside of its class.
 
-    Args: path: of a model, a run or a checkpoint, or a hub name. dtype: of the parameters. role: actor, critic or
-        reference.
-    Returns: the module on the CPU, and the [1 D] value head of a critic, or None.
+    Args: path: of a model, a run or a checkpoint, or a hub name. dtype: of the parameters. role: actor, critic,
+        reference or reward.
+    Returns: the module on the CPU, and the [1 D] score head that its class has no place for, or None.
     Raises: ConfigError: nothing to read there, or not all of it, or more than a model of that config has.
     """
     given, path = path, model_folder(path)
@@ -65,15 +72,19 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
             + nearest(path, [name for name in folders_here() if name != path])
         ) from error
     check_config(config, path)
-    critic = "whet_value_head" in vars(config)
-    if critic and role != "critic":
-        raise ConfigError(f"{path!r} is a critic: it has a value head and no language head; it can't be the {role}")
-    if critic:
+    old = "whet_value_head" in vars(config)  # a critic of an earlier release, or of a family without a classifier
+    scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
+    if (old or scores) and role not in ("critic", "reward"):
+        raise ConfigError(
+            f"{path!r} is a critic or a reward model: it has a score head and no language head; it can't be the {role}"
+        )
+    if old:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
-    module, info = _weights(path, config, dtype)
-    head = _head_name(module) if critic else None
+    module, info = _weights(path, config, dtype, AutoModelForSequenceClassification if scores else AutoModelForCausalLM)
+    shared = not scores and "whet_shared_score_head" in vars(config)
+    head = _head_name(module) if old else "score.weight" if shared else None
     _check_weights(module, info, path, head)
-    return module, None if head is None else _value_weight(path, head, module.get_parameter(head).shape[1])
+    return module, None if head is None else _score_weight(path, head, module.get_input_embeddings().weight.shape[1])
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:
@@ -135,11 +146,11 @@ def _check_files(path: str) -> None:
 
 
 def _weights(
-    path: str, config: PretrainedConfig, dtype: torch.dtype
+    path: str, config: PretrainedConfig, dtype: torch.dtype, kind: Any
 ) -> tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]:
     """The module with the weights of a folder or hub name, and what transformers says of their names."""
     try:
-        return AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportReturnType]
+        return kind.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -170,14 +181,14 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
         name for name, buffer in module.named_buffers() if buffer.is_floating_point() and not CONSTANTS.search(name)
     }
     missing = sorted((set(info["missing_keys"]) & wanted) - {head})
-    dropped = sorted(name for name in info["unexpected_keys"] if not CONSTANTS.search(name))
+    dropped = sorted(name for name in info["unexpected_keys"] if not CONSTANTS.search(name) and name != head)
     other = [f"{n} is {list(a)} there and {list(b)} here" for n, a, b in info["mismatched_keys"] if n != head]
     if other:
         raise ConfigError(
             f"can't load {path!r} as a causal language model: {_named(sorted(other))}; its weights must be whole and "
             "of the shapes that its config.json says"
         )
-    if missing or dropped:
+    if (missing or dropped) and not has_score_head(module):
         check_causal(module, path)  # of an encoder it says more than the names of its other heads
     if missing:
         raise ConfigError(
@@ -203,8 +214,8 @@ def _head_name(module: PreTrainedModel) -> str:
     return next(f"{name}.weight" for name, part in module.named_modules() if part is head)
 
 
-def _value_weight(path: str, name: str, width: int) -> Tensor:
-    """The [1 D] value head of a saved critic. Args: name: of it. width: D."""
+def _score_weight(path: str, name: str, width: int) -> Tensor:
+    """The [1 D] score head of a saved critic. Args: name: of it. width: D."""
     file = "model.safetensors"
     index = cached_file(path, f"{file}.index.json", _raise_exceptions_for_missing_entries=False)
     named: dict[str, Tensor] = {}
@@ -215,9 +226,9 @@ def _value_weight(path: str, name: str, width: int) -> Tensor:
                 keys = [key for key in f.keys() if f.get_slice(key).get_shape() == [1, width]]  # noqa: SIM118
                 named |= {key: f.get_tensor(key) for key in keys}
     except Exception as error:  # safetensors' own class, OSError, what json and a wrong index raise
-        raise ConfigError(f"can't read the value head of {path!r}: {_said(error)}; save the critic again") from error
+        raise ConfigError(f"can't read the score head of {path!r}: {_said(error)}; save the critic again") from error
     if name not in named and len(named) != 1:  # transformers saves some heads under an older name
-        raise ConfigError(f"{path!r} has no value head {name} of shape [1, {width}]; save the critic again")
+        raise ConfigError(f"{path!r} has no score head {name} of shape [1, {width}]; save the critic again")
     return named[name] if name in named else next(iter(named.values()))
 
 

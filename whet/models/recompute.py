@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError, lookup_error
-from whet.models.fast_layers import onednn_refusal
+from whet.models.products import onednn_refusal
 from whet.native.segments import OPERATOR
 
 __all__ = ["MODES", "checkpoint_activations"]

@@ -12,6 +12,8 @@ from whet.native.decode import load_kernels
 from whet.native.layers import layer_kernels
 from whet.native.segments import segment_kernels
 
+__all__ = ["FAMILIES", "main"]
+
 FAMILIES = {
     "decode": ("decode steps of the embedded engine", load_kernels),
     "segments": ("attention of training and scoring", segment_kernels),

@@ -19,7 +19,19 @@ __all__ = [
     "segment_count",
     "segment_mean",
     "segment_sum",
+    "to_fp32",
 ]
+
+
+def to_fp32(x: Tensor) -> Tensor:
+    """The same numbers in fp32, or in float64 where they are: what sums and differences are made in.
+
+    Args: x: of any floating dtype.
+
+    >>> to_fp32(torch.ones(1, dtype=torch.bfloat16)).dtype, to_fp32(torch.ones(1, dtype=torch.float64)).dtype
+    (torch.float32, torch.float64)
+    """
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def masked_column(x: Tensor, mask: Tensor) -> Tensor:
@@ -31,7 +43,7 @@ def masked_column(x: Tensor, mask: Tensor) -> Tensor:
     >>> masked_column(torch.tensor([1., torch.nan]), torch.tensor([True, False]))
     tensor([1., 0.])
     """
-    return torch.where(mask.bool(), x.to(torch.promote_types(x.dtype, torch.float32)), 0.0)
+    return torch.where(mask.bool(), to_fp32(x), 0.0)
 
 
 def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
@@ -43,7 +55,7 @@ def masked_sum(x: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     >>> masked_sum(torch.tensor([1., 2., torch.nan]), torch.tensor([True, True, False]))
     tensor(3.)
     """
-    x = _wide(x)
+    x = _summable(x)
     kept = torch.where(mask.bool(), x, x.new_zeros(()))
     return kept.sum() if dim is None else kept.sum(dim)
 
@@ -102,7 +114,7 @@ def segment_sum(x: Tensor, segments: Tensor, num: int) -> Tensor:
     >>> segment_sum(torch.tensor([1., 2., 4.]), torch.tensor([0, 0, 1]), 3)
     tensor([3., 4., 0.])
     """
-    x = _wide(x)
+    x = _summable(x)
     return x.new_zeros(num).index_add(0, segments, x)
 
 
@@ -127,7 +139,7 @@ def segment_mean(x: Tensor, mask: Tensor, segments: Tensor, num: int) -> Tensor:
     >>> segment_mean(torch.tensor([1., 3., 9.]), torch.tensor([True, True, False]), torch.tensor([0, 0, 1]), 2)
     tensor([2., 0.])
     """
-    kept = torch.where(mask.bool(), _wide(x), 0.0)
+    kept = torch.where(mask.bool(), _summable(x), 0.0)
     return segment_sum(kept, segments, num) / segment_count(mask, segments, num).clamp(min=1)
 
 
@@ -149,8 +161,6 @@ def _float(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _wide(x: Tensor) -> Tensor:
+def _summable(x: Tensor) -> Tensor:
     """fp32 for half precision, Long for small integers; else x itself."""
-    if x.is_floating_point():
-        return x.to(torch.promote_types(x.dtype, torch.float32))
-    return x.long()
+    return to_fp32(x) if x.is_floating_point() else x.long()

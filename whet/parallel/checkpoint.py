@@ -400,6 +400,7 @@ def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | No
         found = load_file(path)
     except (OSError, SafetensorError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); resume from an earlier step-* folder") from e
+    _rename_score_head(found, targets)
     if odd := sorted(targets.keys() ^ found.keys()):
         raise CheckpointError(f"{path} holds another model: {odd[0]!r} is on one side only ({len(odd)} such names)")
     for name, t in targets.items():
@@ -410,6 +411,13 @@ def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | No
             if masters and name in masters:
                 masters[name].copy_(found[name])
             t.copy_(found[name])
+
+
+def _rename_score_head(found: dict[str, Tensor], targets: Mapping[str, Tensor]) -> None:
+    """Gives a critic's head its name of today: earlier releases kept it in the place of the language head."""
+    old, new = sorted(found.keys() - targets.keys()), sorted(targets.keys() - found.keys())
+    if new == ["score.weight"] and len(old) == 1 and found[old[0]].shape == targets["score.weight"].shape:
+        found["score.weight"] = found.pop(old[0])
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError
-from whet.models.load import LoadedModel
+from whet.models.types import LoadedModel
 from whet.rollout.base import Constraint, RolloutEngine, Sampling
 from whet.rollout.constraint import Grammars
 from whet.rollout.options import check_names, frozen_options

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError
-from whet.models.load import LoadedModel
 from whet.models.modes import evaluating, max_positions, native_attention
+from whet.models.types import LoadedModel
 from whet.ops.uniform import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.beams import beam_search

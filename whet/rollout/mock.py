@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError, lookup_error
-from whet.models.load import LoadedModel
+from whet.models.types import LoadedModel
 from whet.ops.uniform import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
 from whet.rollout.requests import check_request

@@ -26,8 +26,9 @@ from whet.config.fields import Count
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
-from whet.models.load import LoadedModel, load_model, usable_device
+from whet.models.load import load_model, usable_device
 from whet.models.modes import max_positions
+from whet.models.types import LoadedModel
 from whet.rollout import engine_name
 from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of

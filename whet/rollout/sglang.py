@@ -23,9 +23,9 @@ from torch import Tensor, nn
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel
 from whet.models.modes import max_positions
 from whet.models.selfcheck import probe_tokens
+from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (

@@ -1,8 +1,8 @@
 """Observers: who is told of a run's events, and what they may ask of it.
 
-An observer never sees half a step's state changed by another: it is told in the order in which observers were given.
-One that raises ends the run as an error, with nothing lost: the step under way is finished, evaluated where that was
-due and saved, and then its error is raised with a note of what can be resumed. It is told of nothing more meanwhile.
+Observers are told in the order in which they were given. One that raises ends the run as an error, with nothing lost:
+the step under way is finished, evaluated where that is due and saved, and then the error is raised with a note of where
+to go on. Meanwhile the observer is told nothing more. An error in on_run_begin is raised at once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Observers:
     """The observers of a run as one.
 
     Args: given: in the order in which they are told.
-    Raises: ConfigError: one is no Observer.
+    Raises: ConfigError: one is not an Observer.
     """
 
     def __init__(self, given: Iterable[Observer]) -> None:

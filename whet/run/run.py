@@ -63,7 +63,7 @@ class Run:
         observers: told of each event, after the task.
         perf_config: PerfMetricsOptions; None = no timeline.
 
-    Raises: ConfigError: an observer that is none.
+    Raises: ConfigError: an observer that is not an Observer.
     """
 
     def __init__(

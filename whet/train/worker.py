@@ -9,7 +9,7 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from whet.metrics import Last, Mean, Sum, merge
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
-from whet.models.load import LoadedModel, save_model
+from whet.models.load import save_model
 from whet.models.micro_batch import MicroBatch
+from whet.models.types import LoadedModel
 from whet.ops import Support, aggregate, segment_count
 from whet.parallel import load_state, read_state, save_state, write_state
 from whet.parallel.formats import STATE_FORMAT, check_format
@@ -75,6 +76,8 @@ class ModelWorker:
         given: RoleConfig | None = None,
         placement: Placement | None = None,
     ) -> None:
+        if loaded.is_view and optim is not None:
+            raise ConfigError(f"{loaded.name} is a view, which is only read: give its owner's worker the optimizer")
         self.loaded = loaded
         self.given = given
         self.support = support or Support()
@@ -88,12 +91,12 @@ class ModelWorker:
         """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
         self.cost = model_cost(loaded.module)
         """By which the micro-batches of a batch are made alike."""
-        if optim is None:
+        if optim is None and not loaded.is_view:  # a view's module is trained by its owner
             loaded.module.requires_grad_(False)
         self.placement = placement or Placement()
         self.placement.materialise(loaded.module, dtype)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
-        if dtype is not None:
+        if dtype is not None and not loaded.is_view:
             for p in loaded.module.parameters():
                 p.data = p.data.to(dtype)
         self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
@@ -182,8 +185,9 @@ class ModelWorker:
     ) -> TokenStats:
         out: dict[str, Tensor] = {}
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
+        want = {*names} - {"entropy"}
         for micro, counts in self.placement.share(self.micro_batches(apart, max_sequences, "scores" in names)):
-            stats = self._stats(batch, micro, support, entropy="entropy" in names)
+            stats = self._stats(batch, micro, support, entropy="entropy" in names, want=want)
             for name in names:
                 column = getattr(stats, name)
                 size, at = (
@@ -196,17 +200,27 @@ class ModelWorker:
                     whole.index_copy_(0, at, column)
         return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather(out).items()})
 
-    def _stats(self, batch: TokenBatch, micro: MicroBatch, support: Support, *, entropy: bool) -> TokenStats:
+    def _stats(
+        self,
+        batch: TokenBatch,
+        micro: MicroBatch,
+        support: Support,
+        *,
+        entropy: bool,
+        want: Collection[str] | None = None,
+    ) -> TokenStats:
         """What the model says of the targets of one forward pass."""
         allowed = self._allowed(batch, micro, support)
         with self._layers():
             return self.placement.forward(
-                lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, allowed=allowed)
+                lambda: token_stats(
+                    self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want
+                )
             )
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
         """What a constraint allows at each target, where it matters."""
-        matters = support.constrained and not support.full and self.loaded.head.kind != "value"
+        matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
         return self.allowed(batch, micro) if matters and self.allowed else None
 
     def _layers(self) -> AbstractContextManager[None]:

@@ -33,7 +33,7 @@ def test_a_cpu_names_the_compiler_or_who_serves_in_the_kernels_place():
 
 
 def test_the_reason_is_said_where_there_are_no_kernels(monkeypatch):
-    monkeypatch.setattr(paths, "kernels_for", lambda device, dtype: "no compiler")
+    monkeypatch.setattr(paths, "kernels_for", lambda device, dtype: Unavailable("no compiler"))
     monkeypatch.setattr(paths, "layer_kernels", lambda: Unavailable("no compiler"))
     said = training_backends(load_model(tiny_model()))
     assert said == {"attention": "torch (no compiler)", "layers": "torch (no compiler)"}

@@ -8,8 +8,9 @@ import torch
 from torch import nn
 from transformers import Gemma2Config, Gemma2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from whet.models import fast_layers
-from whet.models.fast_layers import FastLayers, linear, onednn_refusal
+from whet.models import fast_layers, products
+from whet.models.fast_layers import FastLayers
+from whet.models.products import linear, onednn_refusal
 from whet.models.recompute import checkpoint_activations
 from whet.native.build import Unavailable
 
@@ -27,7 +28,7 @@ SIZES = {
 @pytest.fixture(autouse=True)
 def small_products_count(monkeypatch):
     """Products of any size go the fast way."""
-    monkeypatch.setattr(fast_layers, "LEAST", 0)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 0)
 
 
 def qwen(dtype=torch.float32, **changes):
@@ -239,6 +240,7 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
     torch.manual_seed(0)
     if not native:
         monkeypatch.setattr(fast_layers, "layer_kernels", lambda: Unavailable("no compiler"))
+        monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
     inputs = [LAYOUTS[layout](width) for _ in range(2 if name == "gated" else 1)]
     inputs += [torch.randn(width)] if name == "norm" else [torch.randn(40, width), torch.randn(40)]
     function = {"linear": fast_layers._Linear, "gated": fast_layers._Gated, "norm": fast_layers._Norm}[name].apply
@@ -260,6 +262,7 @@ def test_values_and_gradients_are_those_of_the_formulas_for_any_layout_and_any_p
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_work_done_in_parts_changes_no_bit(dtype, monkeypatch):
     monkeypatch.setattr(fast_layers, "layer_kernels", lambda: Unavailable("no compiler"))  # they have no parts
+    monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
     model = qwen(dtype, hidden_size=64, intermediate_size=64)  # torch's own tails, below 64 numbers, round differently
     want = run(model, FastLayers(model))
     monkeypatch.setattr(fast_layers, "PART", 7 * 64)  # 30 rows: five parts, the last a short one
@@ -332,12 +335,12 @@ def test_a_forward_of_the_users_own_on_the_last_part_of_an_mlp_is_run():
 def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, dtype, monkeypatch):
     torch.manual_seed(0)
     grad, x, made = torch.randn(30, 40).to(dtype), torch.randn(24, 30).to(dtype).t(), []
-    monkeypatch.setattr(fast_layers, "wide_registers", lambda: wide)
-    monkeypatch.setattr(fast_layers, "linear", lambda *factors: made.append(1) or linear(*factors))
+    monkeypatch.setattr(products, "wide_registers", lambda: wide)
+    monkeypatch.setattr(products, "linear", lambda *factors: made.append(1) or linear(*factors))
     if not native:
-        monkeypatch.setattr(fast_layers, "layer_kernels", lambda: Unavailable("no compiler"))
+        monkeypatch.setattr(products, "layer_kernels", lambda: Unavailable("no compiler"))
     want = grad.double().t() @ x.double()
-    got = fast_layers.weight_grad(grad, x)
+    got = products.weight_grad(grad, x)
     assert got.dtype == dtype
     assert (got - want).abs().max() < {torch.bfloat16: 1e-2}.get(dtype, 1e-5) * want.abs().max()
     assert len(made) == (wide and not native and dtype == torch.float32)
@@ -345,9 +348,9 @@ def test_gradients_of_weights_are_the_product_whoever_makes_them(wide, native, d
 
 def test_only_a_processor_of_amd_with_whole_registers_is_taken_for_one(monkeypatch):
     for family, refusal, wide in (("26", None, True), ("25", None, False), (None, None, False), ("26", "no", False)):
-        monkeypatch.setattr(fast_layers, "cpu_facts", lambda family=family: {"family": family})
-        monkeypatch.setattr(fast_layers, "onednn_refusal", lambda refusal=refusal: refusal)
-        assert fast_layers.wide_registers.__wrapped__() is wide
+        monkeypatch.setattr(products, "cpu_facts", lambda family=family: {"family": family})
+        monkeypatch.setattr(products, "onednn_refusal", lambda refusal=refusal: refusal)
+        assert products.wide_registers.__wrapped__() is wide
 
 
 def test_an_expert_that_no_token_goes_to_has_gradients_of_zero():

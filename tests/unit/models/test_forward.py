@@ -151,7 +151,7 @@ def test_padded_rows_give_the_same_under_every_support():
 def test_an_unknown_head_goes_through_the_models_own_logits():
     model = tiny("Cohere", logit_scale=0.3)
     loaded = load_model(model)
-    assert loaded.head.kind == "scale"
+    assert loaded.lm_head.kind == "scale"
     unknown = type(loaded)(model, True, (), Head("unknown"), "cohere")
     for support in (Support(temperature=0.5), SUPPORTS["all at once"]):
         for a, b in zip(run(loaded, support), run(unknown, support)):
@@ -180,7 +180,7 @@ def test_values_are_of_the_state_before_each_token():
     model = tiny()
     critic = load_model(model, role="critic")
     with torch.no_grad():
-        model.lm_head.weight.copy_(torch.randn(1, 16, generator=torch.Generator().manual_seed(0)))
+        critic.score_head.weight.copy_(torch.randn(1, 16, generator=torch.Generator().manual_seed(0)))
     got = torch.full((BATCH.num_tokens,), torch.nan)
     for micro in plan_micro_batches(BATCH, max_tokens=25):
         stats = token_stats(critic, micro)
@@ -190,7 +190,8 @@ def test_values_are_of_the_state_before_each_token():
     want = []
     for i, (end, n) in enumerate(zip(BATCH.ends.tolist(), BATCH.lengths.tolist())):
         ids = torch.cat([BATCH.prefix(i), BATCH.tokens[end - n : end]])
-        want.append(model(input_ids=ids[None], use_cache=False).logits[0, -n - 1 : -1, 0])
+        hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, -n - 1 : -1]
+        want.append(critic.score_head(hidden)[:, 0])
     torch.testing.assert_close(got, torch.cat(want).detach(), atol=1e-5, rtol=1e-5)
 
 

@@ -37,7 +37,7 @@ def test_a_module_is_used_as_it_is_and_trains():
     model = tiny().eval()
     loaded = load_model(model)
     assert loaded.module is model and model.training and loaded.packable and loaded.reasons == ()
-    assert loaded.head == Head("identity") and loaded.name == "LlamaForCausalLM"
+    assert loaded.lm_head == Head("identity") and loaded.name == "LlamaForCausalLM"
     assert model.config._attn_implementation == "whet"
     assert load_model(model).packable  # again, though whet's attention is set by now
 
@@ -69,15 +69,15 @@ def test_a_saved_actor_loads_with_plain_transformers(tmp_path):
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_critic_starts_at_zero_and_comes_back_from_disk(tmp_path, tied):
     critic = load_model(tiny(tie_word_embeddings=tied), role="critic")
-    assert critic.head.kind == "value" and critic.module.lm_head.weight.shape == (1, 16)
-    assert not critic.module.lm_head.weight.any() and critic.module.lm_head.weight.requires_grad
+    assert critic.lm_head.kind == "none" and critic.score_head.weight.shape == (1, 16)
+    assert not critic.score_head.weight.any() and critic.score_head.weight.requires_grad
     assert critic.module.get_input_embeddings().weight.shape == (40, 16)
     with torch.no_grad():
-        critic.module.lm_head.weight.copy_(torch.arange(16.0)[None])
+        critic.score_head.weight.copy_(torch.arange(16.0)[None])
         critic.module.get_input_embeddings().weight.add_(1)
     save_model(critic, None, tmp_path)
     back = load_model(str(tmp_path), role="critic")
-    assert back.head.kind == "value"
+    assert back.lm_head.kind == "none" and back.score_head is not None
     want = critic.module.state_dict()
     assert back.module.state_dict().keys() == want.keys()
     assert all(torch.equal(x, want[name]) for name, x in back.module.state_dict().items())
@@ -129,13 +129,14 @@ def test_a_model_that_takes_no_layout_is_told_apart(family, changes, reason, cap
 
 
 def test_attention_that_leaks_between_rows_is_caught(monkeypatch):
-    from whet.models import attention, load
+    from whet.models import attention, facts
 
-    class Leaky(load._CountedLayout):
+    class Leaky(facts._CountedLayout):
         def attend(self, layer, q, k, v, **how):
             return super().attend(layer, q, k, v, **how) + v.mean()
 
-    monkeypatch.setattr(load, "_CountedLayout", Leaky)
+    monkeypatch.setattr(facts, "_CountedLayout", Leaky)
+    monkeypatch.setattr(facts, "_twin_facts", facts._twin_facts.__wrapped__)  # which were found before, perhaps
     assert "differ" in load_model(tiny()).reasons[0]
     assert attention.SegmentLayout is not Leaky
 

@@ -98,12 +98,12 @@ def test_a_critic_comes_back_whole_or_not_at_all(tmp_path, family):
     sizes = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = getattr(transformers, f"{family}Config")(**sizes, intermediate_size=16)
     critic = load_model(transformers.AutoModelForCausalLM.from_config(config), role="critic")
-    head = critic.module.get_output_embeddings().weight
+    head = critic.score_head.weight
     with torch.no_grad():
         head.copy_(torch.arange(16.0)[None])
     save_model(critic, None, tmp_path)
     back = load_model(str(tmp_path), role="critic")
-    assert torch.equal(back.module.get_output_embeddings().weight, head)
+    assert torch.equal(back.score_head.weight, head)
     name = next(n for n in load_file(tmp_path / "model.safetensors") if n.endswith("norm.weight"))
     weights(tmp_path, **{name: None})
     assert name in refused(tmp_path, role="critic")

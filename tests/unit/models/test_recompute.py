@@ -13,7 +13,7 @@ from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, OptimConfi
 from whet.data.packing import plan_micro_batches
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
-from whet.models import fast_layers
+from whet.models import products
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import token_stats
 from whet.models.load import load_model
@@ -153,7 +153,7 @@ def test_selective_runs_no_product_of_a_layer_twice_and_full_runs_all_of_them_tw
 @pytest.mark.parametrize("layers", ["own", "fast"])
 @pytest.mark.parametrize("attention", ["auto", "plain"])
 def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice(layers, attention, monkeypatch):
-    monkeypatch.setattr(fast_layers, "LEAST", 0)
+    monkeypatch.setattr(products, "MIN_MULTIPLICATIONS", 0)
     runs = {}
     for mode in ("none", "selective"):
         loaded = loaded_with(mode, attention_bias=True)
@@ -161,7 +161,7 @@ def test_selective_runs_no_product_with_a_bias_nor_by_onednn_nor_attention_twice
             run(loaded, attention=attention).backward()
         runs[mode] = {name: seen.runs[name] for name in DEAR}
     assert runs["selective"] == runs["none"]
-    onednn = layers == "fast" and fast_layers.onednn_refusal() is None
+    onednn = layers == "fast" and products.onednn_refusal() is None
     native = attention == "auto" and not isinstance(segment_kernels(), Unavailable)
     dear = {DEAR[4 if native else 3], DEAR[2 if onednn else 1]}
     assert dear <= {name for name, n in runs["none"].items() if n}  # else nothing has been shown

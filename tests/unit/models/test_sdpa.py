@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_iter
 from whet.models.attention import SegmentLayout
 from whet.rollout.engine import prefill
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.prefill import PrefillLayout, Run
+from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 
 HEADS, KV, SIZE = 6, 2, 8
 
@@ -67,7 +67,7 @@ def prefilled(start, length, window, counts=(2,), **how):
     for pair, x in zip(store.layer(0, k, v), (k, v)):
         pair.copy_(x[0].unflatten(1, (sum(counts), -1)).transpose(0, 1))
     for count in counts:
-        runs.append(Run(count=count, start=start, length=length, store=store, slot=slot))
+        runs.append(PrefillSpan(count=count, start=start, length=length, store=store, slot=slot))
         slot += count
     layout = PrefillLayout(runs, torch.device("cpu"))
     how = {"scale": 0.3, "window": window, "softcap": None, "sinks": None} | how

@@ -205,7 +205,7 @@ def test_a_critic_values_the_state_before_each_token():
     batch = random_batch(*SHAPES)
     worker = make(tiny_model(dtype=torch.float64), role="critic")
     assert torch.equal(worker.values(batch), torch.zeros(batch.num_tokens))  # a new head says 0
-    head = worker.module.get_output_embeddings()
+    head = worker.loaded.score_head
     with torch.no_grad():
         head.weight.copy_(torch.randn(1, 32))
     worker.module.set_attn_implementation("sdpa")

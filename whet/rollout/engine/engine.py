@@ -17,8 +17,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel
 from whet.models.modes import max_positions
+from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.constraint import Grammars
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length

@@ -1,4 +1,4 @@
-"""From token ids to logits: by the Hugging Face module, or by the fused trunk with packed weights where that fits.
+"""From token ids to logits: by the Hugging Face module, or by the fused trunk where that fits, packed where it can be.
 
 The module is the oracle: it runs wherever the fused trunk steps aside, and everything is tested over both.
 Dim legend: B rows, T tokens of a row, N = B T, V vocabulary, d hidden size.
@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from whet.errors import EngineError
 from whet.models.attention import Layout
-from whet.models.load import LoadedModel
 from whet.models.modes import evaluating
+from whet.models.types import LoadedModel
 from whet.native.decode import Kernels
 from whet.rollout.engine.fused import FusedTrunk
-from whet.rollout.engine.packed import Product, pack_refusal
+from whet.rollout.engine.packed import Product
 from whet.util.device import on_device
 
 __all__ = ["FusedForward", "ModuleForward", "make_forward"]
@@ -51,13 +51,14 @@ class ModuleForward:
     def features(self, ids: Tensor, layout: Layout) -> Tensor:
         """[N d] of ids [B T], after the last norm; logits [N V] where only the model itself can make them."""
         call = {"input_ids": ids, "position_ids": layout.position_ids, "whet_layout": layout, "use_cache": False}
-        if not self.loaded.head.linear:
+        if not self.loaded.lm_head.linear:
             return self.loaded.module(**call).logits.flatten(0, 1)
         return self._trunk(**call).last_hidden_state.flatten(0, 1)
 
     def logits(self, features: Tensor) -> Tensor:
         """fp32 [n V] of features [n d]."""
-        return self.loaded.head.logits(self._head(features)).float() if self.loaded.head.linear else features.float()
+        head = self.loaded.lm_head
+        return head.logits(self._head(features)).float() if head.linear else features.float()
 
     def reach(self, positions: int) -> None:
         """Positions must be below this. Nothing to do here."""
@@ -70,22 +71,21 @@ class ModuleForward:
 
 
 class FusedForward:
-    """The fused trunk and a packed head. Args: loaded: the model. trunk: its own. refusal: why nothing is packed."""
+    """The fused trunk and a head of the same kind of product. Args: loaded: the model. trunk: its own."""
 
-    def __init__(self, loaded: LoadedModel, trunk: FusedTrunk, refusal: str | None) -> None:
+    def __init__(self, loaded: LoadedModel, trunk: FusedTrunk) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
-        torchs = f"torch ({refusal})" if refusal else "onednn, packed"
         self.paths = {
             "trunk": "fused",
-            "products": "native, packed" if trunk.kernels else torchs,
+            "products": "native, packed" if trunk.kernels else "torch",
             "kernels": f"native ({trunk.kernels.compiler})" if trunk.kernels else f"torch ({trunk.refusal})",
         }
         """What runs, in words."""
         self.kernels = trunk.kernels
         """Those of a decode step; None = torch's."""
         self._trunk = trunk
-        self._head = Product([loaded.module.get_output_embeddings()], pack=refusal is None, kernels=trunk.kernels)  # pyright: ignore
+        self._head = Product([loaded.module.get_output_embeddings()], kernels=trunk.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
         self._seen, self._kinds = self._state(), self._kind()
         self._moved = 0
@@ -102,7 +102,7 @@ class FusedForward:
 
     def logits(self, features: Tensor) -> Tensor:
         """fp32 [n V] of features [n d]."""
-        return self.loaded.head.logits(self._head(features)).float()
+        return self.loaded.lm_head.logits(self._head(features)).float()
 
     def reach(self, positions: int) -> None:
         """Positions must be below this."""
@@ -160,7 +160,5 @@ def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForw
     """
     if not fast:
         return ModuleForward(loaded, "fast=False")
-    weight = loaded.module.get_input_embeddings().weight
-    refusal = pack_refusal(weight.dtype, weight.device)  # pyright: ignore
-    trunk = FusedTrunk.of(loaded, pack=refusal is None, native=native)
-    return ModuleForward(loaded, trunk) if isinstance(trunk, str) else FusedForward(loaded, trunk, refusal)
+    trunk = FusedTrunk.of(loaded, native=native)
+    return ModuleForward(loaded, trunk) if isinstance(trunk, str) else FusedForward(loaded, trunk)

@@ -18,10 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from whet.models.adapters import Adapter, plain_linear
 from whet.models.attention import Layout
-from whet.models.load import LoadedModel
 from whet.models.modes import evaluating, max_positions
 from whet.models.selfcheck import PROBE, limit_for, probe_tokens
+from whet.models.types import LoadedModel
 from whet.native.build import Unavailable
 from whet.native.decode import Kernels, load_kernels, unfit_sizes
 from whet.rollout.engine.kv_cache import KVStore
@@ -46,7 +47,7 @@ class _UnfitError(Exception):
 
 
 class _Recorder(PrefillLayout):
-    """Takes note of what the module hands to its attention."""
+    """Records what the module hands to its attention."""
 
     options: list[dict[str, Any]]
 
@@ -136,7 +137,7 @@ class _Norm:
 class FusedTrunk:
     """The decoder of a model, from token ids to the hidden states after the last norm."""
 
-    def __init__(self, module: nn.Module, options: list[dict[str, Any]], *, pack: bool, native: bool | str) -> None:
+    def __init__(self, module: nn.Module, options: list[dict[str, Any]], *, native: bool | str) -> None:
         trunk: Any = module.get_decoder()  # pyright: ignore
         wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
         if wrong or type(trunk.embed_tokens) is not nn.Embedding:
@@ -149,26 +150,25 @@ class FusedTrunk:
         self.reach(PROBE)
         size = self._cos.shape[-1]
         layers = list(zip(trunk.layers, options, strict=True))
-        make = lambda **how: [_block(i, y, o, size=size, **how) for i, (y, o) in enumerate(layers)]
-        self._blocks = make(pack=False)
+        make = lambda kernels: [_block(i, y, o, size=size, kernels=kernels) for i, (y, o) in enumerate(layers)]
+        self._blocks = make(None)
         kernels = self._fitting_kernels() if native is True else str(native)
         self.kernels: Kernels | None = None if isinstance(kernels, str) else kernels
         """Those of a decode step, where they fit."""
         self.refusal = kernels if isinstance(kernels, str) else None
         """Why they don't."""
-        self._blocks = make(pack=pack, kernels=self.kernels)
+        self._blocks = make(self.kernels)
         self._renewed = 0
         self._fill_norms()
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, pack: bool, native: bool) -> FusedTrunk | str:
+    def of(cls, loaded: LoadedModel, *, native: bool) -> FusedTrunk | str:
         """The fused trunk of a model, compared with it; or the reason why the model itself has to run.
 
-        Args: loaded: a packable model. pack: whether to keep packed weights. native: whether to decode with kernels of
-            our own.
+        Args: loaded: a packable model. native: whether to decode with kernels of our own, and packed weights.
         Returns: the trunk, or the reason.
         """
-        if not loaded.head.linear:
+        if not loaded.lm_head.linear:
             return "only the module itself can make its logits"
         module = loaded.module
         if module.get_output_embeddings().weight.dtype != module.get_input_embeddings().weight.dtype:  # pyright: ignore
@@ -185,10 +185,10 @@ class FusedTrunk:
             return f"its attention is called for layers {calls}"
         limit = limit_for(want.dtype, TOLERANCE) * want.abs().max().double()
         try:
-            fused = cls(module, layout.options, pack=pack, native=native or "switched off")
+            fused = cls(module, layout.options, native=native or "switched off")
             with torch.no_grad():
                 if fused.kernels is not None and (off := _apart(fused._stepped(ids, fused.kernels), want[-2:])) > limit:
-                    fused = cls(module, layout.options, pack=pack, native=f"a decode step differs by {off:.1e}")
+                    fused = cls(module, layout.options, native=f"a decode step differs by {off:.1e}")
                 off = _apart(fused(ids, _probe_layout(PrefillLayout, device)), want)
         except _UnfitError as error:
             return str(error)
@@ -236,9 +236,10 @@ class FusedTrunk:
         weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             return f"none for {weight.dtype} on {weight.device.type}"
-        if wrong := sorted(
-            n for n, p in self._module.named_parameters() if p.dtype != weight.dtype or not p.is_contiguous()
-        ):
+        adapter = Adapter.of(self._module)
+        merged = set() if adapter is None else {id(p) for p in adapter.parameters()}  # into copies of their layers
+        read = [(n, p) for n, p in self._module.named_parameters() if id(p) not in merged]
+        if wrong := sorted(n for n, p in read if p.dtype != weight.dtype or not p.is_contiguous()):
             return f"{', '.join(wrong[:3])}: of another dtype than the embedding, or not contiguous"
         if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
             return "soft-capped scores or sinks"
@@ -286,18 +287,18 @@ class FusedTrunk:
 
 
 def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset()) -> dict[str, Any]:  # pyright: ignore
-    """The children of a module, if they are exactly the known ones; the linear ones must be plain."""
+    """The children of a module, if they are exactly the known ones; linear ones must be plain, adapters aside."""
     parts = dict(module.named_children())
     if wrong := (set(parts) - optional) ^ known:
         raise _UnfitError(f"its {type(module).__name__} differs in {', '.join(sorted(wrong))}")
     for name, part in parts.items():
-        if name.endswith("_proj") and type(part) is not nn.Linear:
+        if name.endswith("_proj") and plain_linear(part) is None:
             raise _UnfitError(f"its {name} is a {type(part).__name__}")
     return parts
 
 
 def _block(
-    number: int, layer: nn.Module, options: dict[str, Any], *, size: int, pack: bool, kernels: Kernels | None = None
+    number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: Kernels | None
 ) -> _Block:
     """Takes one layer apart."""
     parts = _parts(layer, BLOCK)
@@ -311,7 +312,7 @@ def _block(
         weight = norms[0].weight.new_zeros(heads, size)
         if weight.dtype == torch.float32:  # half precision keeps the module's roundings
             scale, options = options["scale"], {**options, "scale": 1.0}
-    product = lambda *layers, norm=None: Product(layers, pack=pack, norm=norm and norm.module, kernels=kernels)
+    product = lambda *layers, norm=None: Product(layers, norm=norm and norm.module, kernels=kernels)
     return _Block(
         number=number,
         before=before,

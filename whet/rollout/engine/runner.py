@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from whet.models.load import LoadedModel
+from whet.models.types import LoadedModel
 from whet.ops.uniform import address_key, uniform
 from whet.rollout.engine.conversation_cache import CachedSequence
 from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, padded_rows

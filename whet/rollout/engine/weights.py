@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError, EngineError
-from whet.models.load import LoadedModel, load_model
+from whet.models.load import load_model
+from whet.models.types import LoadedModel
 
 __all__ = ["EngineModel"]
 
@@ -25,12 +25,15 @@ class EngineModel:
     def __init__(self, model: LoadedModel | nn.Module, *, own_weights: bool = False) -> None:
         if isinstance(model, nn.Module):
             model = load_model(model, device=next(model.parameters()).device)
-        if model.head.kind == "value":
+        if model.lm_head.kind == "none":
             raise ConfigError(f"{model.name} is a critic: it has no language head to generate with; give the actor")
+        if model.is_view:
+            raise ConfigError(f"{model.name} is a view, which is only read; give the model itself")
         if not model.packable:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(model.reasons)}; use engine 'hf'")
-        module = copy.deepcopy(model.module).requires_grad_(False) if own_weights else model.module
-        self.loaded = replace(model, module=module)
+        self.loaded = copy.deepcopy(model) if own_weights else model  # with its heads and adapter
+        if own_weights:
+            self.loaded.module.requires_grad_(False)
         self.shared = not own_weights
         """Whether the parameters are the trainer's."""
         self._whole = True

@@ -1,0 +1,108 @@
+"""A model with a LoRA adapter keeps the fused trunk and the native kernels, and samples what its module samples."""
+
+import copy
+
+import pytest
+import torch
+from test_paths import tokens
+from tiny import build, prompts, requests, run
+
+from whet.models.adapters import Adapter, effective_weight, plain_linear
+from whet.models.load import load_model
+from whet.native.build import Unavailable
+from whet.native.decode import load_kernels
+from whet.rollout.base import Sampling
+from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.hf import HFEngine
+
+peft = pytest.importorskip("peft")
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+GREEDY = Sampling(max_tokens=8, temperature=0.0)
+PLAIN = Sampling(max_tokens=8)
+
+
+def adapted(targets=ALL, seed=0, family="qwen3", **options):
+    """A model with an adapter that changes what it says."""
+    torch.manual_seed(seed)
+    model = build(family, gain=3.0)
+    config = peft.LoraConfig(r=4, lora_alpha=16, target_modules=targets, init_lora_weights=False, **options)
+    return peft.inject_adapter_in_model(config, model)
+
+
+def merged(model):
+    """The oracle: the same model without layers of PEFT, the adapter added to its weights by PEFT itself."""
+    plain = copy.deepcopy(model)
+    for name, layer in list(plain.named_modules()):
+        if isinstance(layer, peft.tuners.tuners_utils.BaseTunerLayer):
+            layer.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(plain.get_submodule(parent), child, layer.get_base_layer())
+    return plain
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("targets", [ALL, ["q_proj", "down_proj"]], ids=["all", "two"])
+def test_an_adapted_model_keeps_the_fast_paths_and_samples_what_the_module_samples(targets, native):
+    model = adapted(targets)
+    engine = EmbeddedEngine(model, native=native)
+    assert engine.paths["trunk"] == "fused"
+    if native and not isinstance(load_kernels(), Unavailable):
+        assert engine.paths["products"] == "native, packed" and engine.paths["kernels"].startswith("native")
+    for sampling in (GREEDY, PLAIN):
+        work = requests(prompts(), sampling, group=2)
+        got = tokens(run(engine, work))
+        assert got == tokens(run(HFEngine(model), work))
+        assert got == tokens(run(HFEngine(merged(model)), work))
+    assert got != tokens(run(HFEngine(build("qwen3", gain=3.0)), work))  # the adapter says something
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_an_optimizer_step_on_the_adapter_alone_reaches_the_engine(native):
+    model = adapted()
+    engine = EmbeddedEngine(model, native=native)
+    work = requests(prompts(), PLAIN, group=2)
+    before = tokens(run(engine, work))
+    own = list(Adapter.of(model).parameters())
+    base = {n: p.clone() for n, p in model.named_parameters() if id(p) not in {id(x) for x in own}}
+    optimizer = torch.optim.SGD(own, lr=0.5)
+    for p in own:
+        p.grad = torch.randn_like(p, generator=None)
+    optimizer.step()
+    engine.update(1)
+    after = tokens(run(engine, work))
+    assert after == tokens(run(HFEngine(model), work)) != before
+    assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if n in base)
+
+
+def test_the_effective_weight_is_what_peft_merges():
+    model = adapted()
+    plain = dict(merged(model).named_modules())
+    for name, layer in Adapter.of(model).layers.items():
+        torch.testing.assert_close(effective_weight(layer), plain[name].weight, atol=1e-6, rtol=1e-5)
+        with Adapter.of(model).off():
+            assert torch.equal(effective_weight(layer), plain_linear(layer).weight)
+
+
+@pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True}, {"lora_dropout": 0.5}])
+def test_an_adapter_that_is_more_than_a_product_of_two_runs_as_a_module(options):
+    model = adapted(**options)
+    if "lora_dropout" in options:  # loading takes the noise out
+        assert plain_linear(model.model.layers[0].mlp.up_proj) is None
+        assert EmbeddedEngine(load_model(model)).paths["trunk"] == "fused"
+        return
+    engine = EmbeddedEngine(model)
+    assert engine.paths["trunk"] == "module (its q_proj is a Linear)"
+    work = requests(prompts(), PLAIN)
+    assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
+
+
+def test_a_base_layer_in_bf16_with_an_adapter_in_fp32_keeps_the_fast_paths():
+    model = adapted().to(torch.bfloat16)
+    for p in Adapter.of(model).parameters():
+        p.data = p.data.float()
+    engine = EmbeddedEngine(model)
+    assert engine.paths["trunk"] == "fused"
+    if not isinstance(load_kernels(), Unavailable):
+        assert engine.paths["products"] == "native, packed"
+    weight = effective_weight(model.model.layers[0].mlp.up_proj)
+    assert weight.dtype == torch.bfloat16

@@ -1,0 +1,83 @@
+"""Adapters belong to the record: off for a reference that is a view of the trained module."""
+
+import pytest
+import torch
+from families import BATCH, tiny
+
+from whet.config import OptimConfig
+from whet.errors import ConfigError
+from whet.models.adapters import Adapter
+from whet.models.load import load_model
+from whet.rollout.engine import EmbeddedEngine
+from whet.train.worker import ModelWorker
+
+peft = pytest.importorskip("peft")
+
+
+def adapted(**options):
+    model = tiny("Qwen3")
+    torch.manual_seed(1)
+    targets = ["q_proj", "v_proj", "down_proj"]
+    return peft.inject_adapter_in_model(
+        peft.LoraConfig(r=2, target_modules=targets, init_lora_weights=False, **options), model
+    )
+
+
+def state(model):
+    return {name: (p.requires_grad, p.dtype) for name, p in model.named_parameters()}
+
+
+def test_the_record_knows_the_adapter_and_the_model_is_packed_as_without():
+    loaded = load_model(adapted())
+    assert loaded.packable and loaded.lm_head.kind == "identity"
+    assert len(loaded.adapter.layers) == 6 and len(list(loaded.adapter.parameters())) == 12
+    assert load_model(tiny("Qwen3")).adapter is None
+
+
+def test_off_is_the_base_model_and_afterwards_everything_is_as_before():
+    loaded = load_model(adapted())
+    loaded.adapter.layers["model.layers.0.self_attn.q_proj"].lora_A["default"].weight.requires_grad_(False)
+    read = lambda x: ModelWorker(x).logprobs(BATCH).logprobs
+    want, before = read(load_model(tiny("Qwen3"))), state(loaded.module)
+    on = read(loaded.base_view()), ModelWorker(loaded, optim=OptimConfig()).logprobs(BATCH).logprobs
+    torch.testing.assert_close(on[0], want, atol=1e-6, rtol=1e-6)
+    assert (on[0] - on[1]).abs().max() > 1e-2
+    assert state(loaded.module) == before
+    with pytest.raises(RuntimeError, match="inside"), loaded.adapter.off():
+        raise RuntimeError("inside")
+    assert not any(layer.disable_adapters for layer in loaded.adapter.layers.values())
+    assert state(loaded.module) == before
+
+
+def test_a_view_neither_freezes_nor_casts_the_module_that_its_owner_trains():
+    loaded = load_model(adapted())
+    before = state(loaded.module)
+    owner = ModelWorker(loaded, optim=OptimConfig(lr=1e-2))
+    view = ModelWorker(loaded.base_view(), dtype=torch.bfloat16)
+    assert state(loaded.module) == before and view.module is owner.module
+    reference = view.logprobs(BATCH).logprobs
+    own = [p for p in loaded.adapter.parameters() if p.requires_grad]
+    drawn = [p.detach().clone() for p in own]
+    batch = BATCH.replace(weights=torch.ones(BATCH.num_tokens))
+    owner.forward_backward(batch, lambda x: (-x.logprobs, {}))
+    owner.optim_step()
+    assert all(not torch.equal(a, b) for a, b in zip(own, drawn))
+    torch.testing.assert_close(view.logprobs(BATCH).logprobs, reference, atol=1e-6, rtol=1e-6)
+
+
+def test_a_view_is_only_read_and_only_of_a_model_with_an_adapter():
+    loaded = load_model(adapted())
+    with pytest.raises(ConfigError, match="no adapter to switch off"):
+        load_model(tiny("Qwen3")).base_view()
+    with pytest.raises(ConfigError, match="only read"):
+        ModelWorker(loaded.base_view(), optim=OptimConfig())
+    with pytest.raises(ConfigError, match="only read"):
+        EmbeddedEngine(loaded.base_view())
+
+
+def test_a_merged_adapter_can_t_be_switched_off():
+    model = adapted()
+    for layer in Adapter.of(model).layers.values():
+        layer.merge()
+    with pytest.raises(ConfigError, match="unmerge it first"), Adapter.of(model).off():
+        pass

@@ -1,0 +1,99 @@
+"""Matrix products by the fastest library that is right on this machine, whatever they belong to.
+
+On a CPU fp32 products run in oneDNN where torch's default library takes a slow path; elsewhere it is torch's product.
+Dim legend: n rows, I in, O out.
+Left out on purpose: gradients (the caller's autograd function has them), and any choice by a timing, which would make
+a run depend on the clock.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from whet.native.build import Unavailable
+from whet.native.layers import layer_kernels
+from whet.util.cpu import cpu_facts
+
+__all__ = ["chunks", "linear", "onednn_refusal", "weight_grad", "wide_registers"]
+
+MIN_MULTIPLICATIONS = 100_000_000
+"""Of a product, from which on oneDNN's own preparation for a new shape pays."""
+
+
+@functools.cache
+def onednn_refusal() -> str | None:
+    """Why fp32 products stay with torch's default library; None = oneDNN multiplies.
+
+    oneDNN is faster where the default is MKL, the processor has AVX-512 and is not Intel's: MKL has no kernels of that
+    width for it. On Zen 5 (see `wide_registers`) it is so 2.1 times, on processors before 1.12 to 1.2 times with one
+    thread, and a whole update with two threads was no faster. The rule looks at the processor and not at the clock, so
+    a repeated run takes the same products; oneDNN's operator is private to torch, so it is tried first.
+
+    >>> onednn_refusal() is None or isinstance(onednn_refusal(), str)
+    True
+    """
+    if not (torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
+        return "torch has no oneDNN, or no MKL to replace"
+    model = str(cpu_facts()["model"])
+    if "AMD" not in model or torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return f"on {model} torch's default products are as fast"
+    generator = torch.Generator().manual_seed(0)
+    x, w, b = (torch.randn(*shape, generator=generator) for shape in ((33, 48), (40, 48), (40,)))
+    try:
+        for weight, bias in ((w, b), (w, None), (w.t().contiguous().t(), None)):
+            got, want = _onednn(x, weight, bias), F.linear(x, weight, bias)
+            if got.shape != want.shape or not (got - want).abs().max() <= 1e-5 * want.abs().max():
+                return "oneDNN's products differ from the default's"
+    except (RuntimeError, AttributeError) as error:  # the operator is private: it may be missing or refuse
+        return f"oneDNN's product failed: {str(error).splitlines()[0]}"
+    return None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear by the faster library, without a gradient: [n I], [O I], [O] -> [n O]."""
+    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0  # oneDNN knows no empty sum
+    large = fits and x.shape[0] * weight.numel() >= MIN_MULTIPLICATIONS
+    return _onednn(x, weight, bias) if large and onednn_refusal() is None else F.linear(x, weight, bias)
+
+
+def chunks(rows: int, size: int) -> Iterator[slice]:
+    """Slices of `size` rows that cover `rows`.
+
+    >>> list(chunks(3, 2))
+    [slice(0, 2, None), slice(2, 3, None)]
+    """
+    return (slice(a, min(a + size, rows)) for a in range(0, rows, size))
+
+
+def weight_grad(grad: Tensor, x: Tensor, into: Tensor | None = None) -> Tensor:
+    """gᵀ x, the gradient of a weight, by the fastest: [n O], [n I] -> [O I]; added to `into` where that is given."""
+    wide = wide_registers() and grad.dtype == x.dtype == torch.float32 and grad.device.type == "cpu"
+    kernels = layer_kernels() if wide else Unavailable("torch's product is as fast")
+    if not isinstance(kernels, Unavailable):
+        return kernels.weight_grad(grad.contiguous(), x.contiguous(), into)
+    if into is not None:
+        return into.addmm_(grad.t(), x)
+    return linear(grad.t(), x.t()) if wide else grad.t() @ x
+
+
+@functools.cache
+def wide_registers() -> bool:
+    """Whether the processor works on whole AVX-512 registers at once where MKL uses half of one.
+
+    That is AMD's since family 26 (Zen 5): there oneDNN is twice as fast as MKL at every product, and a product of our
+    own as fast as it at the gradients of weights, where oneDNN copies both factors first. On processors before, which
+    take a register in two halves, MKL is as fast at these.
+
+    >>> wide_registers() in (True, False)
+    True
+    """
+    return onednn_refusal() is None and int(cpu_facts()["family"] or 0) >= 26
+
+
+def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

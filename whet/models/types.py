@@ -1,0 +1,71 @@
+"""LoadedModel: a model ready to train, with its heads, its adapter and what whet has found out about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from whet.errors import ConfigError
+from whet.models.adapters import Adapter
+from whet.models.heads import Head
+
+__all__ = ["LoadedModel"]
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to train: a trunk, and on it a language head, a score head or both.
+
+    An actor or a reference has a language head; a critic and a reward model have a score head, which gives one number
+    to a state. A trunk that both share is one record with both heads.
+
+    Example: `load_model("Qwen/Qwen3-0.6B").lm_head.kind` is "identity".
+    """
+
+    module: PreTrainedModel
+    """In train mode, with every dropout at 0: eval mode would turn activation checkpointing off."""
+    packable: bool
+    """True = it takes a layout, and its attention is whet's."""
+    reasons: tuple[str, ...]
+    """Why it is not packable."""
+    lm_head: Head
+    """What makes logits of the module's output layer; of kind "none" for a critic or a reward model."""
+    name: str
+    attention: str = "auto"
+    """What serves its layouts, one of models.attention.KERNELS."""
+    score_head: nn.Linear | None = None
+    """[1 D]: one number of a last hidden state. A part of the module, so that it is trained and saved with it."""
+    adapter: Adapter | None = None
+    """The low-rank layers inside the module, where there are some."""
+    is_view: bool = False
+    """Another record owns the module: this one is only read, with the adapter off while it is."""
+
+    @property
+    def outputs(self) -> frozenset[str]:
+        """What the heads make: "logprobs" of tokens, "values" of states and "scores" of last states."""
+        language = {"logprobs"} if self.lm_head.kind != "none" else set()
+        return frozenset(language if self.score_head is None else language | {"values", "scores"})
+
+    def base_view(self) -> LoadedModel:
+        """The same module with its adapter off: a reference that needs no memory of its own.
+
+        It is read only: a worker of a view neither freezes nor casts the module, which its owner goes on training.
+        Raises: ConfigError: there is no adapter, so the view would be the trained model itself.
+        """
+        if self.adapter is None:
+            raise ConfigError(f"{self.name} has no adapter to switch off; load the reference as a model of its own")
+        return dataclasses.replace(self, is_view=True)
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Around forward passes: a view's adapter is off inside."""
+        if self.is_view and self.adapter is not None:
+            with self.adapter.off():
+                yield
+        else:
+            yield
