@@ -223,7 +223,7 @@ def _verb_help(verb: str) -> str:
 
 def _print(text: str, end: str = "\n") -> None:
     """Writes what was asked for to stdout."""
-    if os.environ.get("RANK", "0") != "0":
+    if _rank() != 0:
         return
     try:
         sys.stdout.write(text + end)
@@ -236,10 +236,17 @@ def _print(text: str, end: str = "\n") -> None:
         raise ConfigError(f"standard output can't be written: {error}; make room, or send it elsewhere") from error
 
 
+def _rank() -> int:
+    """This process's place among several; 0 where there is one, or the environment has no such number."""
+    rank, size = (os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE"))
+    several = rank.isdecimal() and size.isdecimal() and int(rank) < int(size)
+    return int(rank) if several else 0
+
+
 def _say(text: str, every_rank: bool = False) -> None:
     """Writes to stderr; a configuration is wrong on every rank alike, other errors may be one rank's own."""
-    rank = os.environ.get("RANK", "0")
-    if rank == "0":
+    rank = _rank()
+    if rank == 0:
         sys.stderr.write(text + "\n")
     elif every_rank:
         sys.stderr.write(f"[rank {rank}] {text}\n")

@@ -77,6 +77,8 @@ def open_root(root: Path) -> FolderLock:
         _filled(tried, lambda folder: (folder / "file").touch())
         tried.rename(renamed)
         remove(renamed, strict=True)
+        if (root / "latest").is_dir():
+            raise CheckpointError(f"{root / 'latest'} is a folder, and has to be a file that names one; remove it")
         sweep(root)
     except BaseException as error:
         if lock is not None:
@@ -345,6 +347,15 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
     if not there:
         return None
     newest = next((p for p in there if p.name == name), there[-1])
+    if newest.name == name and newest != there[-1]:
+        log.warning(
+            "%s names %s, so %s, which is newer, is not taken up and its steps are taken again; trainer.resume=%s goes "
+            "on from there instead",
+            pointer,
+            name,
+            there[-1].name,
+            there[-1],
+        )
     if name not in ("", newest.name):
         log.warning("%s names %.80r, which is gone; taking %s", pointer, name, newest)
     if not (newest / "run.pt").is_file():

@@ -31,7 +31,8 @@ def require_single_process() -> None:
             f"WORLD_SIZE is {count}, and training over several processes is not part of this release; "
             "start one process (torchrun --nproc_per_node=1, or without torchrun)"
         )
-    rank()
+    if rank() > 0:
+        raise ConfigError(f"RANK is {rank()} in the environment, and there is one process; unset RANK")
     _number("LOCAL_RANK", 0, least=0)
 
 

@@ -160,10 +160,10 @@ class Run:
         self._begun = True
         self._tell("on_run_begin", self)
         self.observers.check()
+        self._stop.listen()  # a signal in the first evaluation is answered after the first step, with a checkpoint
         if self.task.has_evaluation and self.step == 0:
             self.evaluate(0)
             self.observers.check()
-        self._stop.listen()
         self.progress = Progress(total, description=c.pbar_description, start=self.step)
         self.progress.__enter__()
         self.saved_at = time.monotonic()

@@ -115,10 +115,19 @@ def test_ctrl_c_is_status_130(verbs, monkeypatch, capsys):
 
 def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(verbs, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["version"]) == 0 and main(["grpo", "x=1"]) == 2
     assert capsys.readouterr() == ("", "")
     failing(monkeypatch, DataError("rank 1's own"))
     assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "[rank 1] whet grpo: rank 1's own\n"
+
+
+@pytest.mark.parametrize("rank", ["x", "1"])  # what is left in an environment silences nothing
+def test_a_rank_of_no_job_of_several_speaks(verbs, monkeypatch, capsys, rank):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert main(["grpo", "x=1"]) == 2 and "x" in capsys.readouterr().err
+    assert main(["version"]) == 0 and capsys.readouterr().out
 
 
 def test_the_module_runs_as_a_program_and_help_imports_the_standard_library_alone():

@@ -137,12 +137,21 @@ def test_sweeping_takes_half_written_folders_and_nothing_else(tmp_path):
     sweep(tmp_path / "nowhere")
 
 
-def test_latest_is_the_pointer_and_without_it_the_highest_step(tmp_path):
+def test_a_latest_that_is_a_folder_is_an_error_when_the_root_is_opened(tmp_path):
+    (tmp_path / "latest").mkdir()
+    with pytest.raises(CheckpointError, match=r"latest is a folder, and has to be a file"):
+        open_root(tmp_path)
+    (tmp_path / "latest").rmdir()
+    open_root(tmp_path).release()
+
+
+def test_latest_is_the_pointer_and_without_it_the_highest_step(tmp_path, caplog):
     assert find_checkpoint("latest", tmp_path / "nowhere") is None
     for step in (1, 2):
         publish(tmp_path, step, write())
     (tmp_path / "latest").write_text("step-000001\n")
     assert find_checkpoint("latest", tmp_path).name == "step-000001"
+    assert "step-000002, which is newer, is not taken up" in caplog.text
     (tmp_path / "latest").unlink()
     assert find_checkpoint("latest", tmp_path).name == "step-000002"
     (tmp_path / "latest").write_text("step-000009\n")  # gone
@@ -496,6 +505,13 @@ def test_ranks_are_torchruns_and_more_than_one_is_refused(monkeypatch):
 def test_a_variable_of_torchruns_that_is_no_such_number_is_named_with_its_value(name, value, monkeypatch):
     monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=f"^{name}='{value[:20]}.* in the environment must be a whole number from"):
+        require_single_process()
+
+
+def test_a_rank_without_a_job_of_several_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ConfigError, match="RANK is 1 in the environment, and there is one process; unset RANK"):
         require_single_process()
 
 
