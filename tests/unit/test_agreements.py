@@ -12,7 +12,7 @@ from whet import Sampler
 from whet.cli.chat import Chat
 from whet.config import ProfilerOptions, RolloutConfig
 from whet.config.generate import ChatConfig
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError, DataError, EngineError
 from whet.models.load import load_model
 from whet.observe.profile import StepProfiler
 from whet.observe.trace import Trace
@@ -84,7 +84,9 @@ def test_logits_that_are_not_finite_end_a_stream():
 def test_a_chat_leaves_room_for_the_tokens_that_must_come(tokenizer):
     sampler = Sampler(tiny_model(max_position_embeddings=256), tokenizer)
     c = Chat(sampler, ChatConfig(min_tokens=100, seed=1, temperature=1.0))
-    assert all("".join(c.say("x" * 20)) for _ in range(6))
+    assert "".join(c.say("x" * 20))
+    with pytest.raises(DataError, match="/reset forgets what was said before"):
+        all("".join(c.say("x" * 20)) for _ in range(6))
 
 
 def test_a_tunix_rollout_is_told_what_the_sampling_says():

@@ -14,9 +14,9 @@ from whet.util.model_paths import model_folder
 @pytest.mark.parametrize("name", ["run_dir", "checkpoint_root_directory", "resume"])
 def test_an_empty_name_is_an_error_that_says_so(name):
     for words in ([f"trainer.{name}="], [f"trainer.{name}=' '"]):
-        with pytest.raises(ConfigError, match=f"{name} is empty; give it a folder, or leave it out"):
+        with pytest.raises(ConfigError, match=f"trainer.{name} must not be empty, got .*; leave the key out"):
             load_run(words)
-    with pytest.raises(ConfigError, match=f"{name} is empty"):
+    with pytest.raises(ConfigError, match=f"{name} must not be empty"):
         RLTrainingConfig(**{name: ""})
     assert vars(load_run([f"trainer.{name}=null"]).trainer)[name] is None
 

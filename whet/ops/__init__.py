@@ -25,6 +25,7 @@ from whet.ops.masked import (
     segment_count,
     segment_mean,
     segment_sum,
+    to_fp32,
 )
 from whet.ops.objective import (
     CORRECTIONS,
@@ -81,6 +82,7 @@ __all__ = [
     "segment_sum",
     "selective_log_softmax",
     "support_logits",
+    "to_fp32",
     "token_weights",
     "truncated_importance",
     "truncated_weights",

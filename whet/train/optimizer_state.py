@@ -42,6 +42,7 @@ def flat_state(
         under its name what it is made of, its parts being tensors "<name>.<key>.<part>".
     Raises: CheckpointError: a tensor subclass that is not in WRAPPED.
 
+    >>> import torch
     >>> flat_state({"norm.weight": {"m": torch.zeros(2), "n": 3}})
     ({'norm.weight.m': tensor([0., 0.])}, {'norm.weight.n': 3}, {})
     """
@@ -80,6 +81,7 @@ def whole_state(
     Returns: by parameter, its entries.
     Raises: CheckpointError: a class that is not in WRAPPED, one whose package is not installed, another name.
 
+    >>> import torch
     >>> whole_state({"norm.weight.m": torch.zeros(2)}, {"norm.weight.n": 3}, {}, ["norm.weight"])
     {'norm.weight': {'m': tensor([0., 0.]), 'n': 3}}
     """

@@ -22,8 +22,8 @@ def test_words_of_set_keep_backslashes_and_say_what_is_open():
 
     assert _words(r"constraint.regex=\d+ seed=3") == [r"constraint.regex=\d+", "seed=3"]
     assert _words("constraint='{regex: a}'") == ["constraint={regex: a}"]
-    assert _words('constraint={regex: "[0-9 ]+"} seed=3') == ['constraint={regex: "[0-9 ]+"}', "seed=3"]
-    assert _words('stop=["a b", "}"]  seed=3') == ['stop=["a b", "}"]', "seed=3"]
+    assert _words("""'constraint={regex: "[0-9 ]+"}' seed=3""") == ['constraint={regex: "[0-9 ]+"}', "seed=3"]
+    assert _words("""'stop=["a b", "}"]'  seed=3""") == ['stop=["a b", "}"]', "seed=3"]
     assert _words("constraint.regex=[0-9]{1,2}'x' a") == ["constraint.regex=[0-9]{1,2}x", "a"]
     assert _words("") == [] and _words("a={b c") == ["a={b", "c"]
     for line in ("'", "a='b", "seed=3 stop='a"):
