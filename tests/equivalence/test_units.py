@@ -80,10 +80,10 @@ def bradley_terry(x):
 def plain_scores(loaded, batch):
     """The oracle: the module on each sequence alone, the head on its last state."""
     loaded.module.set_attn_implementation("sdpa")
-    head, out = loaded.module.get_output_embeddings(), []
+    head, out = loaded.score_head, []
     for i in range(batch.num_sequences):
         ids = torch.cat([batch.prefix(i), batch.tokens[int(batch.starts[i]) : int(batch.ends[i])]])[None]
-        hidden = loaded.module.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        hidden = loaded.module.base_model(input_ids=ids, use_cache=False).last_hidden_state
         out.append(head(hidden)[0, -1, 0])
     return torch.stack(out)
 
