@@ -39,7 +39,7 @@ def exact_model(role="actor"):
     loaded = load_model(model.double(), role=role)
     if role == "critic":
         with torch.no_grad():
-            model.get_output_embeddings().weight.copy_(torch.randn(1, 32, dtype=torch.float64))
+            loaded.score_head.weight.copy_(torch.randn(1, 32, dtype=torch.float64))
     return loaded
 
 
