@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -85,21 +84,14 @@ def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> Adv
 
     Args: batch: scored. rewarded: what each reward function said and how much it weighs; None = the total alone.
     """
-    table: dict[str, Tensor] = {}
-    if rewarded is not None:
-        names = {name for group in rewarded.groups for name in group.rewards}
-        ordered = [name for name in rewarded.names if name in names]
-        table = {
-            name: torch.from_numpy(np.concatenate([group.rewards[name] for group in rewarded.groups]))
-            for name in ordered
-        }
+    table = {} if rewarded is None else {name: torch.from_numpy(r) for name, r in rewarded.table.items()}
     return AdvantageInputs(
         rewards=batch.rewards,
         group_of=batch.group_of,
         trajectory=batch.trajectory,
         mask=batch.mask,
         table=table,
-        reward_weights={name: rewarded.weights[name] for name in table} if rewarded is not None else {},
+        reward_weights={} if rewarded is None else rewarded.weights,
         token_rewards=batch.token_rewards,
         values=batch.values,
     )

@@ -168,6 +168,4 @@ def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str,
     }
     if batch.advantages is not None:
         columns["advantage"] = trajectory_advantages(batch)[trajectories].tolist()
-    names = {n for g in rewarded.groups for n in g.rewards}
-    rewards = {n: np.concatenate([g.rewards[n] for g in rewarded.groups])[trajectories] for n in sorted(names)}
-    return columns, rewards
+    return columns, {name: values[trajectories] for name, values in sorted(rewarded.table.items())}

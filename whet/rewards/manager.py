@@ -45,6 +45,11 @@ class Rewarded:
     inputs: RewardInputs
     """What the functions saw: prompts, completions and columns, J of each."""
 
+    @property
+    def table(self) -> dict[str, np.ndarray]:
+        """Float64 [J] by function, before its weight; NaN where it had no say or a group came without it."""
+        return _table(self.groups, self.names)
+
     @classmethod
     def cat(cls, parts: Sequence[Rewarded]) -> Rewarded:
         """Parts of one batch that were judged apart, as if they had been judged together.
@@ -56,13 +61,11 @@ class Rewarded:
         groups = [group for part in parts for group in part.groups]
         names = tuple(dict.fromkeys(name for part in parts for name in part.names))
         total = np.concatenate([part.total for part in parts])
-        sizes = [len({c.generation for c in group.completions}) for group in groups]
-        pairs = list(zip(groups, sizes, strict=True))
-        made = {name: np.concatenate([_brought(group, name, size) for group, size in pairs]) for name in names}
+        of_all = reward_metrics(_table(groups, names), total, _sizes(groups))
         return cls(
             groups=groups,
             total=total,
-            metrics={**merge(*(part.metrics for part in parts)), **reward_metrics(made, total, sizes)},
+            metrics={**merge(*(part.metrics for part in parts)), **of_all},
             names=names,
             weights={name: weight for part in parts for name, weight in part.weights.items()},
             texts=[texts for part in parts for texts in part.texts],
@@ -161,11 +164,7 @@ class RewardManager:
         for group, end, size in zip(groups, ends, sizes, strict=True):
             own = {name: values[end - size : end] for name, values in made.items()}
             filled.append(dataclasses.replace(group, rewards={**group.rewards, **own}))
-        brought = dict.fromkeys(name for group in groups for name in group.rewards if name not in made)
-        for name in brought:
-            made[name] = np.concatenate(
-                [_brought(group, name, size) for group, size in zip(groups, sizes, strict=True)]
-            )
+        made = _table(filled, tuple(made))  # with the rewards that groups came with
         weights = {name: self.weights.get(name, 1.0) for name in made}
         total = _weighted(made, weights)
         metrics = reward_metrics(made, total, sizes)
@@ -327,6 +326,18 @@ def _inputs(
         extras=extras,
     )
     return inputs, sizes
+
+
+def _sizes(groups: Sequence[Group]) -> list[int]:
+    """The trajectories of each group."""
+    return [len({c.generation for c in group.completions}) for group in groups]
+
+
+def _table(groups: Sequence[Group], names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Float64 [J] by name: those of `names`, then whatever else a group has."""
+    every = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
+    pairs = list(zip(groups, _sizes(groups), strict=True))
+    return {name: np.concatenate([_brought(group, name, size) for group, size in pairs]) for name in every}
 
 
 def _brought(group: Group, name: str, size: int) -> np.ndarray:

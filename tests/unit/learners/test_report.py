@@ -4,6 +4,7 @@ import numpy as np
 import torch
 from helpers import completion, prompt
 
+from whet.learners.objective import advantage_inputs
 from whet.learners.report import completion_columns, rollout_metrics, trajectory_advantages
 from whet.rewards.manager import RewardManager
 from whet.types import Group, TokenBatch
@@ -19,6 +20,18 @@ def test_forks_carry_the_rewards_of_their_trajectory_and_the_newest_version():
     columns, rewards = completion_columns(rewarded, batch)
     assert columns["reward"] == [1.0, 1.0, 0.0] and np.array_equal(rewards["exact"], [1.0, 1.0, 0.0])
     assert columns["version"] == [4, 0, -1] and columns["generation"] == [0, 0, 1]
+
+
+def test_a_reward_that_only_some_groups_came_with_is_nan_for_the_others():
+    pair = (completion([7, 8]), completion([9], 1))
+    groups = [Group(prompt=prompt("a"), completions=pair, rewards={"env": np.array([0.5, 2.0])})]
+    groups.append(Group(prompt=prompt("b", 1), completions=pair))
+    rewarded = RewardManager(lambda completions: [1.0, 0.0, 1.0, 0.0])(groups, [["w", "x"], ["y", "z"]])
+    batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
+    _, rewards = completion_columns(rewarded, batch)
+    table = advantage_inputs(batch, rewarded).table
+    assert np.array_equal(rewards["env"], [0.5, 2.0, np.nan, np.nan], equal_nan=True)
+    assert np.array_equal(table["env"].numpy(), rewards["env"], equal_nan=True) and len(table) == len(rewards) == 2
 
 
 def test_the_advantage_of_a_trajectory_is_the_mean_over_its_trained_tokens():
