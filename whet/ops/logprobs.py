@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from whet.ops.masked import to_fp32
+
 __all__ = ["entropy", "selective_log_softmax"]
 
 
@@ -23,7 +25,7 @@ def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     >>> selective_log_softmax(torch.tensor([[0., 0.]]), torch.tensor([1]))  # log 1/2
     tensor([-0.6931])
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = to_fp32(logits)
     # Centred first: the difference of two large numbers would keep few digits.
     logits = logits - logits.detach().amax(-1, keepdim=True)
     chosen = logits.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
@@ -41,7 +43,7 @@ def entropy(logits: Tensor) -> Tensor:
     >>> entropy(torch.tensor([[0., 0., -torch.inf]]))  # two equal tokens: log 2
     tensor([0.6931])
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = to_fp32(logits)
     logp = logits.log_softmax(-1)
     # -inf is replaced before the product: 0 * -inf would be NaN, in the backward as well.
     return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)

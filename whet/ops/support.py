@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError
+from whet.ops.masked import to_fp32
 
 __all__ = ["Support", "allowed_tokens", "draw", "greedy", "support_logits"]
 
@@ -109,7 +110,7 @@ def support_logits(
     >>> support_logits(torch.tensor([[1., 3., 2.]]), Support(top_k=2), position=torch.tensor([0]))
     tensor([[-inf, 3., 2.]])
     """
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = to_fp32(logits)
     if support.penalises:
         if seen is None:
             raise ConfigError(f"repetition_penalty {support.repetition_penalty} needs `seen` [n, V], the tokens seen")

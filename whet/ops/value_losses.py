@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError
+from whet.ops.masked import masked_column
 from whet.types import LossInputs
 
 __all__ = ["VALUE_LOSSES", "clipped_value"]
@@ -31,7 +32,7 @@ def clipped_value(x: LossInputs, *, clip_range: float = 0.2) -> tuple[Tensor, di
     if not clip_range > 0:
         raise ConfigError(f"clip_range {clip_range!r} must be positive")
     v, old, target = (
-        torch.where(x.mask, c.to(torch.promote_types(c.dtype, torch.float32)), 0.0)
+        masked_column(c, x.mask)
         for c in (x.need("new_values"), x.need("values").detach(), x.need("returns").detach())
     )
     free = (v - target).square()

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, DataError, lookup_error
-from whet.ops.masked import segment_count
+from whet.ops.masked import segment_count, to_fp32
 
 __all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights", "unit_weights"]
 
@@ -121,7 +121,7 @@ def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
     >>> aggregate(torch.tensor([1., 3., torch.nan]), torch.tensor([0.5, 0.5, 0.]))
     tensor(2.)
     """
-    loss = loss.to(torch.promote_types(loss.dtype, torch.float32))
+    loss = to_fp32(loss)
     return (torch.where(weights != 0, loss, 0.0) * weights.to(loss.dtype)).sum()
 
 
