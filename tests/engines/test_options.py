@@ -11,13 +11,12 @@ from transformers import GenerationConfig
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import load_model
-from whet.rollout.base import Request, Sampling, support_of
-from whet.rollout.beams import _StopStrings
+from whet.rollout.base import Request, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
-from whet.rollout.options import Place, Processors, check_names, check_trainable, frozen_options
+from whet.rollout.options import _stop_strings, check_names, check_trainable, frozen_options, processors
 from whet.types import Prompt
 
 STOPS = (4, 8, 12)
@@ -74,17 +73,13 @@ def test_greedy_completions_are_those_of_transformers(model, options):
 @pytest.mark.parametrize("options", CHANGING, ids=str)
 @pytest.mark.parametrize("own", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
 def test_the_distribution_drawn_from_is_that_of_transformers(model, options, own):
-    if "top_h" in options and own:
-        options, own = options, {"temperature": 0.7}  # transformers takes it before top-k, whet after
     (p,) = prompts((9,))
     out = theirs(model, p, options, **{"do_sample": True, **own})
-    mine = sampling(options, **own)
-    place = Place(prompt=len(p), whole=len(p) + 10, stop_ids=STOPS, device=torch.device("cpu"))
-    made = Processors(mine, place)
+    made = processors(model, out.sequences[:, : len(p)], request(p, sampling(options, **own)))
     for step, expected in enumerate(out.scores):
         ids = out.sequences[:, : len(p) + step]
         logits = model(input_ids=ids).logits[:, -1]
-        scores = made.scores(ids, logits, support_of(mine), seen=None, position=torch.tensor([step]))
+        scores = made(ids, logits)
         assert torch.equal(scores == -torch.inf, expected == -torch.inf)
         assert (scores.softmax(-1) - expected.softmax(-1)).abs().max() < 1e-5
 
@@ -95,7 +90,6 @@ def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, o
     mine = sampling(options, temperature=0.8)
     done = run(HFEngine(model), requests([p], mine, group=6))
     full = run(HFEngine(model), requests([p], sampling(options, temperature=0.8, logprob_support="full"), group=6))
-    place = Place(prompt=len(p), whole=len(p) + 10, stop_ids=STOPS, device=torch.device("cpu"))
     for i, o in done.items():
         assert o.tokens.tolist() == full[i].tokens.tolist()
         whole = torch.tensor([*p.tolist(), *o.tokens.tolist()])[None]
@@ -104,8 +98,7 @@ def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, o
         assert np.abs(full[i].logprobs - plain.detach().numpy()).max() < 1e-4
         for t, token in enumerate(o.tokens):
             ids = whole[:, : len(p) + t]
-            made = Processors(mine, place)
-            scores = made.scores(ids, logits[t : t + 1], support_of(mine), seen=None, position=torch.tensor([t]))
+            scores = processors(model, ids[:, : len(p)], request(p, mine))(ids, logits[t : t + 1])
             assert abs(scores.log_softmax(-1)[0, token].item() - o.logprobs[t]) < 1e-4
 
 
@@ -220,7 +213,7 @@ def test_looking_for_a_stop_string_decodes_the_last_tokens_of_a_beam_alone(model
 
 
 def test_a_beam_that_ended_stays_ended_where_nothing_else_is_left_to_go_on_with():
-    look = _StopStrings(letters, ("51",), prompt=1)
+    look = _stop_strings(letters, ("51",), prompt=1)
     ended = [look(torch.tensor(rows), None).tolist() for rows in ([[9, 5], [9, 1]], [[9, 5, 1], [9, 1, 1]])]
     ended += [look(torch.tensor([[9, 5, 1, 7], [9, 1, 1, 5]]), None).tolist()]
     assert ended == [[False, False], [True, False], [True, False]]
