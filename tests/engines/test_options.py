@@ -16,7 +16,7 @@ from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
-from whet.rollout.options import _stop_strings, check_names, check_trainable, frozen_options, processors
+from whet.rollout.options import _stop_strings, check_trainable, checked_options, frozen_options, processors
 from whet.types import Prompt
 
 STOPS = (4, 8, 12)
@@ -100,6 +100,53 @@ def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, o
             ids = whole[:, : len(p) + t]
             scores = processors(model, ids[:, : len(p)], request(p, mine))(ids, logits[t : t + 1])
             assert abs(scores.log_softmax(-1)[0, token].item() - o.logprobs[t]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.6, "logprob_support": "full"},
+        {"min_p": 0.2},
+        {"repetition_penalty": 3.0},
+        {"repetition_penalty": 3.0, "temperature": 0.0},
+        {"forbidden_ids": tuple(range(1, 40))},
+        {"stop_ids": tuple(range(32)), "min_tokens": 6},
+    ],
+    ids=str,
+)
+def test_fields_of_whets_own_mean_the_same_where_transformers_carries_them_out(model, own):
+    nothing = {"no_repeat_ngram_size": 99}
+    for offset in (0, 3):
+        work = [
+            [
+                request(p, sampling(options, **own), generation=i, offset=offset)
+                for i, p in enumerate(prompts((5, 9, 9)))
+            ]
+            for options in (nothing, {})
+        ]
+        theirs, ours = (run(HFEngine(model), requests) for requests in work)
+        alone = [run(HFEngine(model), [r])[r.id].tokens.tolist() for r in work[0]]
+        assert [o.tokens.tolist() for _, o in sorted(theirs.items())] == alone
+        for i, o in ours.items():
+            assert theirs[i].tokens.tolist() == o.tokens.tolist()
+            assert np.abs(theirs[i].logprobs - o.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_h": 1, "typical_p": 0.999, "epsilon_cutoff": 0.999, "eta_cutoff": 1e-9},
+        {"no_repeat_ngram_size": 1, "exponential_decay_length_penalty": [-1, 2], "forced_eos_token_id": [4, 63]},
+        {"sequence_bias": {(0,): float("-inf"), (1, 2, 3): 1.0}, "bad_words_ids": [[0, 63]], "typical_p": None},
+        {"num_beams": 2, "length_penalty": -3, "early_stopping": "never"},
+    ],
+    ids=str,
+)
+def test_values_at_the_ends_of_their_ranges_are_carried_out(model, options):
+    cool = {"temperature": 0.0} if "num_beams" in options else {}
+    (o,) = run(HFEngine(model), [request(prompts()[1], sampling(options, **cool))]).values()
+    assert len(o.tokens) and np.isfinite(o.logprobs).all()
 
 
 def test_going_on_with_an_offset_equals_going_through_also_where_options_count_tokens(model):
@@ -234,18 +281,20 @@ def test_logits_of_a_beam_are_those_of_the_model(model):
 @pytest.mark.parametrize(
     ("options", "fields", "words"),
     [
-        ({"num_beans": 2}, {}, "unknown generation option 'num_beans'; did you mean num_beams"),
-        ({"xyzzy": 2}, {}, "unknown generation option 'xyzzy'. Known: bad_words_ids, .*typical_p"),
-        ({"top_k": 2}, {}, "top_k has a field of its own: set top_k"),
+        ({"num_beans": 2}, {}, "unknown key num_beans; did you mean num_beams"),
+        ({"temperatur": 2}, {}, "unknown key temperatur; did you mean temperature"),
+        ({"xyzzy": 2}, {}, "generation_kwargs: unknown key xyzzy"),
+        ({"top_k": 2}, {}, "top_k: has a field of its own: set top_k"),
         ({"max_new_tokens": 2}, {}, "set max_tokens_to_generate"),
-        ({"use_cache": False}, {}, "'use_cache' belongs to the inside"),
-        ({"num_beams": 0}, {"temperature": 0.0}, "num_beams must be a positive integer, got 0"),
-        ({"num_beams": True}, {"temperature": 0.0}, "num_beams must be a positive integer, got True"),
-        ({"num_beams": 2}, {}, "num_beams=2 searches, it does not draw: set temperature=0.0"),
-        ({"length_penalty": 2.0}, {}, "length_penalty says how beams are ranked; give num_beams"),
-        ({"typical_p": 3.0}, {}, "typical_p=3.0: "),
-        ({"no_repeat_ngram_size": "a"}, {}, "no_repeat_ngram_size='a': "),
-        ({"bad_words_ids": [5]}, {}, "bad_words_ids="),
+        ({"use_cache": False}, {}, "use_cache: belongs to the inside"),
+        ({"num_beams": 0}, {"temperature": 0.0}, "num_beams must be a positive integer. Got: 0"),
+        ({"num_beams": True}, {"temperature": 0.0}, "num_beams must be a positive integer. Got: True"),
+        ({"num_beams": 2}, {}, "num_beams: 2 beams search, they do not draw: set temperature=0.0"),
+        ({"num_beams": 2, "typical_p": 0.5}, {"temperature": 0.0}, "typical_p: truncates draws, not beams"),
+        ({"length_penalty": 2.0}, {}, "length_penalty: says how beams are ranked; give num_beams"),
+        ({"typical_p": 3.0}, {}, "typical_p: .* less than 1, got 3.0"),
+        ({"no_repeat_ngram_size": "a"}, {}, "no_repeat_ngram_size must be a positive integer. Got: 'a'"),
+        ({"bad_words_ids": [5]}, {}, "bad_words_ids.0: .* a valid list, got 5"),
         ({"exponential_decay_length_penalty": [1, 1.1]}, {"stop_ids": ()}, "needs a stop token"),
     ],
 )
@@ -258,9 +307,9 @@ def test_what_makes_no_sense_is_refused_before_it_runs(model, options, fields, w
 
 def test_beams_answer_no_more_generations_than_there_are_and_no_offset(model):
     s = sampling({"num_beams": 2}, temperature=0.0)
-    with pytest.raises(EngineError, match="generation 2, but num_beams=2"):
+    with pytest.raises(EngineError, match=r"generation 2 .*num_beams=2 gives 2"):
         HFEngine(model).submit([request(prompts()[1], s, generation=2)])
-    with pytest.raises(EngineError, match="can't go on from 1"):
+    with pytest.raises(EngineError, match=r"after 1 tokens: .*of a bare prompt"):
         HFEngine(model).submit([request(prompts()[1], s, offset=1)])
 
 
@@ -297,7 +346,7 @@ def test_options_make_vanilla_hf_and_say_why(model, caplog):
 def test_the_configuration_names_the_field_that_stands_for_an_option():
     with pytest.raises(ConfigError, match="generation_kwargs: do_sample has a field of its own: set temperature"):
         RolloutConfig(generation_kwargs={"do_sample": True})
-    check_names(["num_beams", "sequence_bias"])
+    checked_options(dict.fromkeys(["num_beams", "sequence_bias"]))
 
 
 def test_training_takes_options_under_full_support_alone_and_never_beams():

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, EngineError
 from whet.models.modes import evaluating, max_positions, native_attention
 from whet.models.types import LoadedModel
 from whet.ops.uniform import address_key, uniform
@@ -120,10 +120,12 @@ class HFEngine(QueueEngine):
         cache, fresh = None, ids
         for step in range(plan.sampling.max_tokens):
             logits, cache = self._forward(ids, fresh, cache)
+            scores = None if process is None else process(ids, logits.float())
+            if scores is not None and not bool((scores > -torch.inf).any(1).all()):
+                raise EngineError("generation_kwargs leave no token to draw; loosen bad_words_ids and the like")
             where: dict[str, Any] = {"u": uniform(keys, draws + step), "position": place + step, "seen": seen}
-            where["allowed"] = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
-            where["scores"] = process(ids, logits) if process else None
-            token, logprob = sample_rows(logits, plan, **where)
+            allowed = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
+            token, logprob = sample_rows(logits, plan, **where, allowed=allowed, scores=scores)
             if seen is not None:
                 seen.scatter_(1, token.unsqueeze(1), True)
             fresh = token.unsqueeze(1)

@@ -1,17 +1,15 @@
 """What transformers' generate does for the hf engine: options that whet has no field for, and beam search.
 
-transformers prepares its own logits processors, from the options and whet's fields together and in its own order:
-biases and penalties, tokens that may not come, temperature, truncation. Draws and logprobs are of what they make.
-A beam is found, not drawn: what is reported is the log-probability of each of its tokens under the model itself, at
-temperature 1, without processors.
-Left out on purpose: what belongs to generate's inside (caches, assistants, watermarks), which is refused by name, and
-beams that are sampled or diverse.
+transformers prepares its own logits processors, from the options and whet's fields together and in its own order: draws
+and logprobs are of the distribution that they make. A beam is found, not drawn: what is reported is the log-probability
+of each of its tokens under the model itself, at temperature 1, without processors.
+Left out on purpose: what belongs to generate's inside (caches, watermarks), and beams that are sampled or diverse.
 Dim legend: n rows or prompts, k completions of each, T tokens so far, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -27,11 +25,18 @@ from whet.errors import ConfigError, EngineError
 from whet.rollout.base import Output, Request, Sampling
 from whet.rollout.requests import completed_string
 
-__all__ = ["beam_search", "check_names", "check_options", "check_trainable", "frozen_options", "num_beams", "processors"]
+__all__ = [
+    "beam_search",
+    "check_options",
+    "check_trainable",
+    "checked_options",
+    "frozen_options",
+    "num_beams",
+    "processors",
+]
 
 Decode = Callable[[Sequence[int]], str]
-
-Ids = Annotated[list[Number], Field(min_length=1)]
+TokenIds = Annotated[list[Number], Field(min_length=1)]
 Share = Annotated[Float, Field(gt=0, lt=1)]
 
 
@@ -39,17 +44,17 @@ Share = Annotated[Float, Field(gt=0, lt=1)]
 class _Options:
     """What each option may be; None = off."""
 
-    bad_words_ids: Annotated[list[Ids], Field(min_length=1)] | None = None
-    begin_suppress_tokens: Ids | None = None
+    bad_words_ids: Annotated[list[TokenIds], Field(min_length=1)] | None = None
+    begin_suppress_tokens: TokenIds | None = None
     early_stopping: Bool | Literal["never"] | None = None
     epsilon_cutoff: Share | None = None
     eta_cutoff: Share | None = None
     exponential_decay_length_penalty: tuple[Int, Float] | None = None
-    forced_eos_token_id: Number | Ids | None = None
+    forced_eos_token_id: Number | TokenIds | None = None
     length_penalty: Float | None = None
     no_repeat_ngram_size: Count | None = None
     num_beams: Count | None = None
-    sequence_bias: Annotated[list[tuple[Ids, InstanceOf[float]]], Field(min_length=1)] | None = None
+    sequence_bias: Annotated[list[tuple[TokenIds, InstanceOf[float]]], Field(min_length=1)] | None = None
     top_h: Annotated[Float, Field(gt=0, le=1)] | None = None
     typical_p: Share | None = None
 
@@ -59,22 +64,17 @@ class _Options:
     }
 
 
-def _checked(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options as transformers takes them. Raises ConfigError for a name or a value that can't be."""
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as transformers takes them. Raises ConfigError: one that is unknown or whet's own, a value out of range.
+
+    >>> checked_options({"num_beans": 2})
+    Traceback (most recent call last):
+    whet.errors.ConfigError: generation_kwargs: unknown key num_beans; did you mean num_beams?
+    """
     try:
         return vars(check(_Options, options, short=OWN_FIELDS))
     except ConfigError as error:
         raise ConfigError(f"generation_kwargs: {error}") from None
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Refuses options that are unknown, that whet has a field for, or that have no place here.
-
-    >>> check_names(["num_beans"])
-    Traceback (most recent call last):
-    whet.errors.ConfigError: generation_kwargs: unknown key num_beans; did you mean num_beams?
-    """
-    _checked(dict.fromkeys(names))
 
 
 def frozen_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -104,15 +104,13 @@ def check_options(request: Request, *, vocabulary: int) -> None:
         with each other or with the rest; EngineError: a request that no beam answers.
     """
     sampling, options = request.sampling, dict(request.sampling.generation_kwargs)
-    if not options:
-        return
-    _checked(options)
+    checked_options(options)
     for name in options.keys() & {"bad_words_ids", "begin_suppress_tokens", "forced_eos_token_id", "sequence_bias"}:
-        if outside := [i for i in _ids(options[name]) if i >= vocabulary]:
-            raise ConfigError(f"generation_kwargs: {name}: token {outside[0]} is outside the vocabulary of {vocabulary}")
+        if (i := max(_ids(options[name]))) >= vocabulary:
+            raise ConfigError(f"generation_kwargs: {name}: token {i} is outside the vocabulary of {vocabulary}")
     beams, drawn = num_beams(sampling), sampling.temperature > 0
-    faults: tuple[tuple[Iterable[str], bool, str], ...] = (
-        (options, sampling.constraint is not None, f"do not go together with a constraint ({sampling.constraint})"),
+    faults: tuple[tuple[Sequence[str], bool, str], ...] = (
+        (list(options), sampling.constraint is not None, "do not go together with a constraint; keep one"),
         (["exponential_decay_length_penalty"], not sampling.stop_ids, "needs a stop token; give eos_tokens"),
         (["early_stopping", "length_penalty"], beams == 1, "says how beams are ranked; give num_beams above 1 too"),
         (["epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"], beams > 1, "truncates draws, not beams; leave it out"),
@@ -122,9 +120,9 @@ def check_options(request: Request, *, vocabulary: int) -> None:
         if wrong and (found := sorted(options.keys() & names)):
             raise ConfigError(f"generation_kwargs: {', '.join(found)}: {why}")
     if beams > 1 and (request.offset or request.address[3] >= beams):
+        asked = f"generation {request.address[3]} after {request.offset} tokens"
         raise EngineError(
-            f"request {request.id}: generation {request.address[3]} after {request.offset} tokens: num_beams={beams} "
-            f"answers generations 0 to {beams - 1} of a bare prompt"
+            f"request {request.id}: {asked}: num_beams={beams} gives {beams} completions of a bare prompt"
         )
 
 
@@ -136,10 +134,7 @@ def _ids(value: Any) -> list[int]:
 
 
 def check_trainable(sampling: Sampling) -> None:
-    """Refuses to train on a distribution that the trainer can't compute.
-
-    Raises: ConfigError: beam search; options under logprob_support "sampling".
-    """
+    """Raises ConfigError for what the trainer can't compute: beams, and options under logprob_support "sampling"."""
     names, beams = [name for name, _ in sampling.generation_kwargs], num_beams(sampling)
     if beams != 1:
         raise ConfigError(
@@ -153,15 +148,17 @@ def check_trainable(sampling: Sampling) -> None:
         )
 
 
-def _generate(module: Any, ids: Tensor, sampling: Sampling, *, most: int, each: int = 1, **arguments: Any) -> Any:
+def _generate(module: Any, ids: Tensor, request: Request, *, each: int = 1, **arguments: Any) -> Any:
     """What transformers' generate returns under a Sampling; the model's own generation config stays out of it.
 
-    Args: ids: Long [n, T], prompts. most: new tokens. each: completions of a prompt. arguments: of generate.
+    Args: ids: Long [n, T], prompts and the completions so far. request: one of them, which are alike in Sampling and
+        offset. each: completions of a prompt. arguments: of generate.
     """
+    sampling, prompts = request.sampling, ids[:, : ids.shape[1] - request.offset]  # lengths count from the prompt's end
     fields: dict[str, Any] = {
         "do_sample": sampling.temperature > 0,
         "eos_token_id": list(sampling.stop_ids) or None,
-        "max_new_tokens": most,
+        "max_new_tokens": request.offset + sampling.max_tokens,
         "min_new_tokens": sampling.min_tokens or None,
         "num_return_sequences": each,
         "pad_token_id": sampling.stop_ids[0] if sampling.stop_ids else 0,
@@ -171,32 +168,21 @@ def _generate(module: Any, ids: Tensor, sampling: Sampling, *, most: int, each: 
     if sampling.temperature > 0:
         fields |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
         fields["min_p"] = sampling.min_p or None
-    asked = GenerationConfig(**fields, **_checked(dict(sampling.generation_kwargs)))
+    asked = GenerationConfig(**fields, **checked_options(dict(sampling.generation_kwargs)))
     own, module.generation_config = module.generation_config, GenerationConfig()
     try:
-        return module.generate(ids, attention_mask=torch.ones_like(ids), generation_config=asked, **arguments)
+        return module.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=asked, **arguments)
     finally:
         module.generation_config = own
 
 
 def processors(module: Any, ids: Tensor, request: Request) -> Callable[[Tensor, Tensor], Tensor]:
-    """transformers' logits processors for a batch whose requests are alike in Sampling and offset.
+    """The logits processors of transformers for a batch, given as to `_generate`.
 
-    Args: module: a model of transformers. ids: Long [n, T], prompts and the completions so far. request: one of them.
-    Returns: from ids as they grow, and logits [n, V], to the scores [n, V] drawn from; EngineError where no token is left.
+    Returns: from ids as they grow, and fp32 logits [n, V], to the scores [n, V] drawn from.
     """
-    prompts = ids[:, : ids.shape[1] - request.offset]  # lengths are counted from where the completion began
-    most = request.offset + request.sampling.max_tokens
     take: Any = lambda *_, logits_processor, **__: logits_processor
-    made = _generate(module, prompts, request.sampling, most=most, custom_generate=take)
-
-    def scores(ids: Tensor, logits: Tensor) -> Tensor:
-        out = made(ids, logits.float())
-        if not bool((out > -torch.inf).any(1).all()):
-            raise EngineError("generation_kwargs leave no token to draw; loosen bad_words_ids or no_repeat_ngram_size")
-        return out
-
-    return scores
+    return _generate(module, ids, request, custom_generate=take)
 
 
 def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode | None, version: int) -> list[Output]:
@@ -213,7 +199,7 @@ def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode |
     each = max(r.address[3] for r in batch) + 1
     looks = [_stop_strings(decode, sampling.stop, ids.shape[1])] if sampling.stop and decode else []
     stops: Any = StoppingCriteriaList(looks)
-    found = _generate(module, ids, sampling, most=sampling.max_tokens, each=each, stopping_criteria=stops)
+    found = _generate(module, ids, batch[0], each=each, stopping_criteria=stops)
     rows = [found[i * each + r.address[3]] for i, r in zip(place.ravel().tolist(), batch, strict=True)]
     return [_output(module, r, row, decode, version) for r, row in zip(batch, rows, strict=True)]
 

@@ -33,7 +33,7 @@ from whet.rollout import engine_name
 from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
-from whet.rollout.options import check_names, num_beams
+from whet.rollout.options import checked_options, num_beams
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt
 
@@ -261,7 +261,7 @@ class Sampler:
             if "num_beams" in kwargs:
                 raise ConfigError("beam_size and generation_kwargs' num_beams are one option; keep one")
             kwargs["num_beams"] = beam_size
-        check_names(kwargs)
+        checked_options(dict.fromkeys(kwargs))
         for name in ("eos_tokens", "forbidden_tokens"):
             given[name] = None if given[name] is None else tuple(given[name])
         given["forbidden_tokens"] = given["forbidden_tokens"] or ()
