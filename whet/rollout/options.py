@@ -110,20 +110,18 @@ def check_options(request: Request, *, vocabulary: int) -> None:
             raise ConfigError(f"generation_kwargs: {name}: token {i} is outside the vocabulary of {vocabulary}")
     beams, drawn = num_beams(sampling), sampling.temperature > 0
     faults: tuple[tuple[Sequence[str], bool, str], ...] = (
-        (list(options), sampling.constraint is not None, "do not go together with a constraint; keep one"),
-        (["exponential_decay_length_penalty"], not sampling.stop_ids, "needs a stop token; give eos_tokens"),
-        (["early_stopping", "length_penalty"], beams == 1, "says how beams are ranked; give num_beams above 1 too"),
-        (["epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"], beams > 1, "truncates draws, not beams; leave it out"),
-        (["num_beams"], beams > 1 and drawn, f"{beams} beams search, they do not draw: set temperature=0.0"),
+        (list(options), sampling.constraint is not None, ": they do not go together with a constraint; keep one"),
+        (["exponential_decay_length_penalty"], not sampling.stop_ids, " needs a stop token; give eos_tokens"),
+        (["early_stopping", "length_penalty"], beams == 1, " says how beams are ranked; give num_beams above 1 too"),
+        (["epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"], beams > 1, " truncates draws, not beams: drop it"),
+        (["num_beams"], beams > 1 and drawn, " searches, it does not draw: set temperature=0.0"),
     )
     for names, wrong, why in faults:
-        if wrong and (found := sorted(options.keys() & names)):
-            raise ConfigError(f"generation_kwargs: {', '.join(found)}: {why}")
+        if wrong and (found := [f"{name}={options[name]!r}" for name in names if name in options]):
+            raise ConfigError(f"generation_kwargs: {', '.join(found)}{why}")
     if beams > 1 and (request.offset or request.address[3] >= beams):
-        asked = f"generation {request.address[3]} after {request.offset} tokens"
-        raise EngineError(
-            f"request {request.id}: {asked}: num_beams={beams} gives {beams} completions of a bare prompt"
-        )
+        asked = f"after {request.offset} tokens, generation {request.address[3]}"
+        raise EngineError(f"request {request.id}: {asked}, but num_beams={beams} gives {beams} beams of a bare prompt")
 
 
 def _ids(value: Any) -> list[int]:
