@@ -124,8 +124,11 @@ class ModelWorker:
 
     @property
     def paths(self) -> dict[str, str]:
-        """What its attention and its layers run on, in words; see models.paths."""
-        return training_backends(self.loaded)
+        """What its attention and its layers run on, with the reason; see models.backends."""
+        own = training_backends(self.loaded)
+        if self.fast_layers is None:
+            own["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
+        return own
 
     def plan(self, total_updates: int | None) -> None:
         """Tells the learning-rate schedule how many updates the run will make."""
