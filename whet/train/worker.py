@@ -213,9 +213,7 @@ class ModelWorker:
         allowed = self._allowed(micro, support)
         with self._layers():
             return self.placement.forward(
-                lambda: token_stats(
-                    self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want
-                )
+                lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want)
             )
 
     def _allowed(self, micro: MicroBatch, support: Support) -> Tensor | None:
