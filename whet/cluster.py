@@ -156,7 +156,12 @@ class RLCluster(TunixVerbs):
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         usual, budget = (c.token_budget(loaded.module.device.type) for c in (self.training_config, self.cluster_config))
         if budget > usual and not self._workers:
-            log.info("max_tokens_per_microbatch is %d instead of %d: the rollout's longest sequence", budget, usual)
+            log.info(
+                "max_tokens_per_microbatch raised from the default %d to %d to fit max_prompt_length + "
+                "max_tokens_to_generate",
+                usual,
+                budget,
+            )
         self._workers[role] = ModelWorker(
             loaded,
             optim=None if role is Role.REFERENCE else optimizer,

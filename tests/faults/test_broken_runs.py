@@ -290,7 +290,7 @@ def test_state_files_of_another_program_are_named(tmp_path):
     (folder / "sums.json").unlink()
     for name in ("actor/state.pt", "run.pt"):
         torch.save({"something": "else"}, folder / name)
-        with pytest.raises(CheckpointError, match=f"{name}.* is not what this version saves"):
+        with pytest.raises(CheckpointError, match=f"{name}.* has an unexpected format"):
             learner(tmp_path, resume="latest").train(rows(8))
 
 
@@ -330,7 +330,7 @@ def test_what_is_broken_beside_the_checkpoints_does_not_stop_a_resume(tmp_path, 
     run = learner(tmp_path, max_steps=3, resume="latest").train(rows(8))
     assert run.step == 3 and [row["step"] for row in run.rows] == [1, 2, 3]
     assert "environment.json" in caplog.text
-    assert "step-000009 is passed over" in caplog.text and "step-000002" in caplog.text
+    assert "step-000009 is ignored" in caplog.text and "step-000002" in caplog.text
 
 
 # ---- a folder in use -----------------------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_a_run_goes_on_under_its_own_name_and_leaves_later_steps_of_others(tmp_p
     ours, theirs = (tmp_path / name / "checkpoints" for name in "ab")
     shutil.copytree(theirs / "step-000002", ours / "step-000002")
     one = str(ours / "step-000001")
-    with pytest.raises(CheckpointError, match=r"step-000002 is of a later step, and of another run than"):
+    with pytest.raises(CheckpointError, match=r"step-000002 is from a later step and belongs to a different run than"):
         learner(tmp_path / "a", max_steps=2, resume=one).train(rows(8))
     assert (ours / "step-000002" / "run.pt").is_file()
     shutil.rmtree(ours / "step-000002")
@@ -443,7 +443,7 @@ def test_updates_that_are_none_are_refused(tmp_path):
     state = torch.load(path, weights_only=True)
     for updates in (None, {}, {"actor": "1"}, {"actor": -1}, [1]):
         torch.save({**state, "updates": updates}, path)
-        with pytest.raises(CheckpointError, match=r"run\.pt (is not what this version saves: its|has .* as) updates"):
+        with pytest.raises(CheckpointError, match=r"run\.pt (has an unexpected format: its|has .* as) updates"):
             made.cluster.checkpoints.load(path.parent)
 
 

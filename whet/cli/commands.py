@@ -1,4 +1,4 @@
-"""What the verbs of the command line do: from a RunConfig to a cluster, a learner and a run."""
+"""What the commands of `whet` do: from a RunConfig to a cluster, a learner and a run."""
 
 from __future__ import annotations
 
@@ -98,7 +98,8 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     config = load_run(["--config", str(recipe), *words])
     say = _Say()
     say("whet demo: GRPO teaches a small model the order of operations (about 4 minutes on 2 cores)")
-    say("  task: 2*2+4*3= -> 4+4*3=4+12=16. The warm start imitates right steps in any order; the reward sees the end.")
+    say("  task: 2*2+4*3= -> 4+4*3=4+12=16")
+    say("  Supervised warm start: correct steps in random order. The reward checks only the final number.")
     summary = grpo(config)
     folder = Path(summary["run_dir"])
     say("")
@@ -154,7 +155,9 @@ def data(config: RunConfig) -> tuple[Any, Any]:
     """Training and evaluation rows of a configuration; the latter None where none are asked for."""
     c = config.data
     if c.streaming and c.shuffle:
-        log.warning("data.shuffle has no effect on a stream, which keeps its own order; data.shuffle=false says so")
+        log.warning(
+            "data.shuffle has no effect on a stream, which keeps its own order; set data.shuffle=false to silence this"
+        )
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
     if c.eval_path is not None:
         return rows, load_rows(c.eval_path, split=c.eval_split, subset=c.subset)
@@ -170,7 +173,7 @@ def _settle_threads(config: RunConfig) -> None:
     noted = noted_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
     threads = min(noted or probe_threads(), torch.get_num_threads())
     if threads < torch.get_num_threads():
-        log.info("using %d thread: the other cores are busy, or the model is too small for them", threads)
+        log.info("using %d thread(s): a probe found more threads no faster", threads)
         torch.set_num_threads(threads)
 
 

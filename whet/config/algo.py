@@ -20,7 +20,8 @@ class AlgorithmConfig:
     advantage_estimator: Name | Fn = "grpo"
     """Rewards -> advantages: grpo, drgrpo, rloo, a function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"
-    """Logprobs and advantages -> a loss per token: grpo, gspo-token, ppo, a function or "package.module:function"."""
+    """Logprobs and advantages -> a loss per token: grpo (the clipped surrogate; "ppo" is another name of it),
+    gspo-token, a function or "package.module:function"."""
     reward_manager: Name | Fn = "sequence-level"
     """How the rewards of several functions become one."""
     reward_weights: tuple[Float, ...] | None = None
@@ -50,9 +51,10 @@ class GRPOConfig(AlgorithmConfig):
     num_generations: Size = 2
     """G: completions of each prompt."""
     beta: Float = 0.04
-    """Weight of the KL to the reference, which pulls towards it under low_var_kl and mse_kl. 0.0 = off, none loaded."""
+    """Weight of the KL to the reference, which pulls towards it under low_var_kl and mse_kl. 0.0 = off; no reference is
+    loaded then unless force_compute_kl is set."""
     kl_loss_mode: Name = "kl"
-    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1). The gradient of k1 does not know the reference."""
+    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1). The gradient of k1 does not depend on the reference."""
     epsilon: Float = 0.2
     """The ratio is clipped below 1 - ε."""
     epsilon_high: Float | None = None
@@ -76,7 +78,8 @@ class GRPOConfig(AlgorithmConfig):
     loss_masks: tuple[Name | Fn, ...] = ()
     """Multiply the policy loss by 0 or 1: off-policy, functions of LossInputs, "package.module:function"."""
     off_policy_mask_threshold: Float = 0.5
-    """Of loss_masks=[off-policy]: bad completions whose mean log(sampler / policy) is above it are not learned from."""
+    """Threshold of loss_masks=[off-policy]: completions with a negative advantage whose mean log(sampler / policy) is
+    above it are masked out."""
     entropy_coef: Float = 0.0
     """c: weight of the entropy bonus at each token; 0.0 = none."""
     loss_agg_units: Literal["trained", "all"] = "trained"

@@ -14,7 +14,8 @@ class DataConfig:
     """Where prompts come from."""
 
     path: Name | None = None
-    """Hub name, folder, or a json, jsonl, csv, parquet or arrow file; None = given from Python."""
+    """Hub name, folder, a json, jsonl, csv, parquet or arrow file, "file.py:function" or "package.module:function" that
+    returns the rows; None = given from Python."""
     subset: Name | None = None
     """Configuration of a hub data set, e.g. main, of eval_path too; None = its only one."""
     eval_path: Name | None = None
@@ -38,7 +39,7 @@ class DataConfig:
     system_prompt: Text = ""
     """Put before every conversation. "" = off."""
     limit: Count | None = None
-    """Use so many rows; None = all."""
+    """Use only the first N rows; None = all."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

@@ -36,7 +36,7 @@ class SampledConfig:
     """A model, and how it is drawn from."""
 
     model: Name | None = None
-    """Folder of a model, of a finished run, or a hub name."""
+    """Folder of a model, of a finished run or of a checkpoint (step-*), or a hub name."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     max_tokens: Count | None = None
@@ -44,9 +44,9 @@ class SampledConfig:
     temperature: Temperature | None = None
     """Divides the logits; 0 = greedy. None = 0.7, or 0 for a beam search, which draws nothing."""
     top_p: Float | None = None
-    """Smallest set of tokens with this probability; None = off."""
+    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this; None = off."""
     top_k: Int | None = None
-    """So many most likely tokens; None = off."""
+    """Keep only the k most likely tokens; None = off."""
     min_p: Float = 0.0
     """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
     repetition_penalty: Float = 1.0
@@ -64,13 +64,15 @@ class SampledConfig:
     generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
     constraint: ConstraintConfig | None = None
-    """The language that completions lie in, e.g. constraint.regex='[0-9]+'; None = any text."""
+    """Constrained (structured) decoding: regex, json_schema or grammar, e.g. constraint.regex='[0-9]+'; None = any
+    text. Needs whet[grammar]."""
     system_prompt: Text = ""
     """Put before every conversation. "" = none."""
     chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: true}."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' own decoding, or "package.module:Class"."""
+    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
     device: Name | None = None
@@ -102,13 +104,13 @@ class GenerateConfig(SampledConfig):
     prompt: Strings = ()
     """A prompt, taken as it stands; may be given several times. "-" = what comes in on standard input."""
     prompts: Name | None = None
-    """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name."""
+    """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name, "file.py:function"."""
     prompt_column: Name | None = None
     """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
     split: Name = "train"
     """Split of the data set."""
     limit: Count | None = None
-    """Use so many prompts; None = all."""
+    """Use only the first N prompts; None = all."""
     apply_chat_template: Bool = False
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     max_prompt_length: Count | None = None

@@ -146,9 +146,9 @@ class RolloutConfig:
     temperature: Temperature = 0.9
     """Divides the logits; 0.0 = greedy."""
     top_p: Float | None = 1.0
-    """Smallest set of tokens with this probability; 1.0 or None = off."""
+    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this; 1.0 or None = off."""
     top_k: Int | None = None
-    """So many most likely tokens; None or -1 = off."""
+    """Keep only the k most likely tokens; None or -1 = off."""
     seed: Seed | None = None
     """Seed of the draws; None = the run's (trainer.seed)."""
     max_prompt_length: Count = 64
@@ -181,7 +181,8 @@ class RolloutConfig:
     forbidden_tokens: tuple[Int, ...] = ()
     """Ids that are never drawn."""
     constraint: ConstraintConfig | None = None
-    """Language that completions lie in, e.g. {regex: "[0-9]+"}; None = any text. Needs whet[grammar]."""
+    """Constrained (structured) decoding: regex, json_schema or grammar, e.g. {regex: "[0-9]+"}; None = any text. Needs
+    whet[grammar]."""
     logprob_support: Literal["sampling", "full"] = "sampling"
     """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"

@@ -44,7 +44,8 @@ class RunConfig:
     reward: Name | list[Name] | dict[Name, Float] | None = None
     """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' own decoding, or "package.module:Class"."""
+    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    or "package.module:Class"."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
     in pinned host memory otherwise. Nothing to do on a CPU."""
@@ -112,7 +113,7 @@ SHORT: dict[str, str] = {
 def load_run(argv: Sequence[str]) -> RunConfig:
     """A RunConfig from `--config run.yaml key=value ...`.
 
-    Args: argv: words of the command line after the verb.
+    Args: argv: words of the command line after the command.
     Raises: ConfigError: every problem at once, a line each.
     """
     return load(RunConfig, argv, SHORT)

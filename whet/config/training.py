@@ -236,7 +236,7 @@ class TrainingConfig:
             return usual if longest <= usual else -(-longest // 128) * 128
         if given < longest:
             raise ConfigError(
-                f"max_tokens_per_microbatch {given} holds no sequence of {longest} tokens, the longest of the rollout "
+                f"max_tokens_per_microbatch={given} is smaller than the longest sequence, {longest} tokens "
                 f"(max_prompt_length + max_tokens_to_generate); set it to {longest} or more, or leave it out"
             )
         return given
@@ -325,24 +325,30 @@ class RLTrainingConfig(TrainingConfig):
         """The hierarchy of batches for steps of so many prompts.
 
         Args: full: prompts of one step.
-        Returns: BatchSizes: mini defaults to full, train_micro to mini, rollout and scoring to train_micro.
+        Returns: BatchSizes: mini and rollout_micro default to full, train_micro to mini, compute_logps_micro to
+            train_micro.
         Raises: ConfigError: one of them does not divide the next.
 
         >>> RLTrainingConfig(mini_batch_size=8, train_micro_batch_size=2).resolve_batch_sizes(32)
-        BatchSizes(full=32, mini=8, train_micro=2, rollout_micro=2, compute_logps_micro=2)
+        BatchSizes(full=32, mini=8, train_micro=2, rollout_micro=32, compute_logps_micro=2)
         """
         if isinstance(full, bool) or full != int(full) or full < 1:
             raise ConfigError(f"a step needs a positive number of prompts, got {full!r}")
+        full = int(full)
         mini = self.mini_batch_size or full
         train = self.train_micro_batch_size or mini
-        rollout = self.rollout_micro_batch_size or train
+        rollout = self.rollout_micro_batch_size or full
         logps = self.compute_logps_micro_batch_size or train
         _divides("mini_batch_size", mini, "batch_size", full)
         _divides("train_micro_batch_size", train, "mini_batch_size", mini)
         _divides("rollout_micro_batch_size", rollout, "batch_size", full)
         _divides("compute_logps_micro_batch_size", logps, "batch_size", full)
         return BatchSizes(
-            full=int(full), mini=mini, train_micro=train, rollout_micro=rollout, compute_logps_micro=logps
+            full=full,
+            mini=mini,
+            train_micro=train,
+            rollout_micro=rollout,
+            compute_logps_micro=logps,
         )
 
 

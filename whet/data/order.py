@@ -248,8 +248,8 @@ class PromptStream:
         newer = {"columns_digest", "length", "read_digest"}  # not in checkpoints of earlier versions: not compared then
         if missing := sorted(now.keys() - state.keys() - newer):
             raise CheckpointError(
-                f"the checkpoint's place in the data has no {', '.join(missing)}: another version of whet wrote it; go "
-                "on with that one, or start a new run"
+                f"the checkpoint's data position has no {', '.join(missing)}: another version of whet wrote it; resume "
+                "with that version, or start a new run"
             )
         for name in ("rows", "batch_size", "seed", "shuffle", "length"):
             if state.get(name, now[name]) != now[name]:
@@ -259,12 +259,12 @@ class PromptStream:
                 )
         if state["digest"] != now["digest"]:
             raise CheckpointError(
-                "the rows are not those of the checkpoint: as many, but a prompt was changed or moved; resume with the "
-                "same data, or start a new run"
+                "the rows are not those of the checkpoint: same number of rows, but a prompt was changed or reordered; "
+                "resume with the same data, or start a new run"
             )
         if state.get("columns_digest", now["columns_digest"]) != now["columns_digest"]:
             raise CheckpointError(
-                "the rows are not those of the checkpoint: the prompts are, but another column (an answer, say) was "
+                "the rows are not those of the checkpoint: same prompts, but another column (an answer, say) was "
                 "changed; resume with the same data, or start a new run"
             )
         self._check_place(state)
@@ -285,8 +285,8 @@ class PromptStream:
         if not possible:
             shown = ", ".join(f"{name} {n!r:.30}" for name, n in places.items())
             raise CheckpointError(
-                f"the checkpoint's place in the data is none that a run comes to: {shown}; resume from another step-* "
-                "folder"
+                f"the checkpoint's data position is invalid: {shown}, which no run over these data reaches; resume "
+                "from another step-* folder"
             )
 
     def _skipped(self, used: int, expected: int | None) -> Iterator[Any]:

@@ -80,7 +80,7 @@ def load_rows(
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool) -> Any:
     """The rows of a file, a folder, a function or a hub name."""
-    with reading(shown(text), "check the path and its rights"):
+    with reading(shown(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if path.is_file():
             return _files([path], streaming)

@@ -104,12 +104,12 @@ class Health:
         if name == "certain":
             return (
                 f"the policy is certain of every token (entropy {seen.row['entropy/token_mean']:.3g}), so all "
-                "completions of a prompt are the same and nothing more is learned. Where the reward is not yet what it "
-                f"should be: {lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta keeps it from there"
+                "completions of a prompt are the same and nothing more is learned. If the reward is still too low: "
+                f"{lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta helps prevent this"
             )
         return (
-            f"the policy draws evenly from all {self._choices()} tokens (entropy "
-            f"{seen.row['entropy/token_mean']:.6g}), as a model of random weights does; if it has once done better, "
+            f"the policy samples nearly uniformly from {self._choices()} tokens (entropy "
+            f"{seen.row['entropy/token_mean']:.6g}), as a model with random weights does; if it was better before, "
             f"{lower_rate(Role.ACTOR)}"
         )
 
@@ -182,7 +182,7 @@ def _silence(seen: Seen) -> str:
     """Why no token has an advantage, and what to look at."""
     group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
     said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {seen.rewarded.total[0]}"
-    return f"nothing is learned from the rewards: {_cause(seen)}. {said}. completions/ holds them all"
+    return f"nothing is learned from the rewards: {_cause(seen)}. {said}. See completions/ for all of them"
 
 
 def _cause(seen: Seen) -> str:

@@ -216,7 +216,7 @@ def whet_attn(
             f'attention "{ATTENTION}" was called without whet_layout=; pass a layout, or set another attention'
         )
     if attention_mask is not None:
-        raise ConfigError("an attention mask was given beside whet_layout; the layout alone says who sees whom")
+        raise ConfigError("attention_mask and whet_layout were both given; pass only whet_layout")
     if dropout:
         raise ConfigError(f'attention "{ATTENTION}" has no dropout, got {dropout}; set the dropout of the config to 0')
     if unknown := set(extra) - HARMLESS:

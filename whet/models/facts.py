@@ -260,5 +260,5 @@ def _probe(module: PreTrainedModel) -> tuple[str, ...]:
     if not (apart := (together - alone).abs().max()) <= limit:
         return (f"packed logits differ from separate ones by {apart:.1e}",)
     if not moved <= ISOLATION * limit:
-        return (f"a row moves by {moved:.1e} when another row changes",)
+        return (f"outputs of one sequence change by {moved:.1e} when another sequence in the batch changes",)
     return ()

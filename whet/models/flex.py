@@ -236,7 +236,7 @@ def flex_refusal(case: FlexCase) -> str | None:
 
 
 def flex_failed(case: FlexCase, error: Exception) -> str:
-    """Takes note that a case which passed its probe failed when it was called; the plain path serves it from now on.
+    """Records that a case which passed its probe failed when it was called; the plain path serves it from now on.
 
     Args: case: of the call. error: what it raised.
     Returns: why flex can't serve.
@@ -247,7 +247,7 @@ def flex_failed(case: FlexCase, error: Exception) -> str:
     reason = _uncompiled(error)
     if _probed(case).reason is None:
         _probed(case).reason = reason
-        log.warning("attention of %s over packed rows: the plain path from now on, since %s", _words(case), reason)
+        log.warning("packed attention (%s): using plain from now on, because %s", _words(case), reason)
     return reason
 
 
@@ -256,15 +256,16 @@ def _probed(case: FlexCase) -> _Verdict:
     """The probe's answer, asked for and logged once."""
     reason = _probe(case)
     if reason is None:
-        log.info("attention of %s over packed rows: FlexAttention", _words(case))
+        log.info("packed attention (%s): using FlexAttention", _words(case))
     else:
-        log.warning("attention of %s over packed rows: the plain path, since %s", _words(case), reason)
+        log.warning("packed attention (%s): using plain, because %s", _words(case), reason)
     return _Verdict(reason)
 
 
 def _words(case: FlexCase) -> str:
-    use = "trained" if any(case.grads) else "scored"
-    return f"{case.heads}/{case.groups} heads of {case.size} in {case.dtype}, {use},"
+    use = "training" if any(case.grads) else "scoring"
+    dtype = str(case.dtype).removeprefix("torch.")
+    return f"{case.heads} query / {case.groups} KV heads, size {case.size}, {dtype}, {use}"
 
 
 def _uncompiled(error: Exception) -> str:

@@ -65,7 +65,8 @@ def token_stats(
     """
     if micro.layout is not None and not loaded.packable:
         raise ConfigError(
-            f"{loaded.name} can't take packed rows ({'; '.join(loaded.reasons)}); plan with packable=False"
+            f"{loaded.name} can't run packed sequences ({'; '.join(loaded.reasons)}); build the micro-batches with "
+            "packable=False"
         )
     want = loaded.outputs if want is None else want
     if missing := set(want) - loaded.outputs:

@@ -132,8 +132,8 @@ def score_layer(module: nn.Module) -> nn.Linear | None:
     if type(layer) is not nn.Linear or layer.out_features != 1:
         what = f"{layer.out_features} labels" if type(layer) is nn.Linear else "no linear layer named score"
         raise ConfigError(
-            f"{type(module).__name__} has {what}; a critic or a reward model has one number for a state: load it with "
-            "AutoModelForSequenceClassification and num_labels=1, train it, and give that"
+            f"{type(module).__name__} has {what}; a critic or a reward model needs a single-label score head: load it "
+            "with AutoModelForSequenceClassification and num_labels=1, train it, and give that"
         )
     return layer
 

@@ -119,7 +119,7 @@ def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name:
             )
         return module if there or score_layer(module) is not None else with_score_head(module, weight, shared=shared)
     if there:
-        raise ConfigError(f"{name} is a critic or a reward model: it has no language head; it can't be the {role}")
+        raise ConfigError(f"{name} is a critic or a reward model: it has no LM head; it can't be the {role}")
     return module if weight is None else with_score_head(module, weight, shared=True)
 
 

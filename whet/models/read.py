@@ -76,7 +76,7 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
     scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if (old or scores) and role not in ("critic", "reward"):
         raise ConfigError(
-            f"{path!r} is a critic or a reward model: it has a score head and no language head; it can't be the {role}"
+            f"{path!r} is a critic or a reward model: it has a score head and no LM head; it can't be the {role}"
         )
     if old:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]

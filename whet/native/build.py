@@ -120,16 +120,16 @@ def load_made(source: str, make: Callable[[Library], K]) -> K | Unavailable:
 
 
 def unsupported_cpu() -> Unavailable | None:
-    """Why kernels of training stay off: they have not been measured on this kind of processor; None = they have."""
+    """Why the kernels of training are disabled: they are untested on this kind of processor; None = they are on."""
     machine = platform.machine()
     known = machine in ("x86_64", "AMD64")
-    return None if known else Unavailable(f"they have not been measured on {machine}")
+    return None if known else Unavailable(f"disabled on {machine}: untested there")
 
 
 @functools.cache
 def note(what: str, reason: str) -> None:
-    """Logs once why something runs through torch."""
-    log.info("%s runs through torch: %s", what, reason)
+    """Logs once why something uses torch."""
+    log.info("%s: using torch instead of the C++ kernels: %s", what, reason)
 
 
 def cache_folder() -> Path:

@@ -144,7 +144,9 @@ def usable_folder(path: str | Path, key: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(f"{key}={path} can't be written: {error}; set its rights, or give another folder") from error
+        raise ConfigError(
+            f"{key}={path} can't be written: {error}; fix its permissions, or give another folder"
+        ) from error
     return folder
 
 
@@ -152,10 +154,10 @@ def unwritable(path: Path, error: OSError) -> CheckpointError:
     """The error for a file of a run that the disk did not take.
 
     >>> print(unwritable(Path("a/x.json"), OSError("No space left")))
-    a/x.json can't be written: No space left; make room or set the rights, then go on with trainer.resume=latest
+    a/x.json can't be written: No space left; make room or fix its permissions, then resume with trainer.resume=latest
     """
     return CheckpointError(
-        f"{path} can't be written: {error}; make room or set the rights, then go on with trainer.resume=latest"
+        f"{path} can't be written: {error}; make room or fix its permissions, then resume with trainer.resume=latest"
     )
 
 

@@ -58,7 +58,7 @@ class StepProfiler:
         self._profiled = 0
 
     def expect(self, steps: int | None) -> None:
-        """Takes note of the number of steps to come: a run too short for the options has its last one profiled.
+        """Records the number of steps to come: a run too short for the options has its last one profiled.
 
         Args: steps: that number; None = unknown.
         Raises: ConfigError: log_dir can't be written.
@@ -67,8 +67,8 @@ class StepProfiler:
             self.folder = usable_folder(self.options.log_dir, "trainer.profiler_options.log_dir")
         if self.options is not None and steps is not None and 0 < steps <= self._first:
             log.warning(
-                "the run has no step after the first %d, which are not to be profiled; profiling its last one, in "
-                "which what is made once may lie too",
+                "the run is no longer than skip_first_n_steps=%d; profiling its last step, which may include one-time "
+                "setup",
                 self._first,
             )
             self._first = steps - 1

@@ -85,7 +85,7 @@ class RunFolder:
             self._lock = FolderLock(self.path, "trainer.run_dir")
         except OSError as error:
             raise ConfigError(
-                f"{path} can't be written: {error}; set its rights, or another trainer.run_dir"
+                f"{path} can't be written: {error}; fix its permissions, or set another trainer.run_dir"
             ) from error
         try:
             if resume_step is None:
@@ -317,7 +317,7 @@ def _read(path: Path) -> _Rows:
             raise OSError("it is a symbolic link, and rows are written to no other file than this one")
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}; remove it or set its rights") from error
+        raise CheckpointError(f"{path} can't be read: {error}; remove it or fix its permissions") from error
     *lines, last = content.split(b"\n")
     lines = [line for line in lines if line.strip()]
     found = [(line, row) for line in lines if (row := _row(line)) is not None]

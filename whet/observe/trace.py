@@ -101,4 +101,4 @@ class Trace:
             write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
         except (CheckpointError, OSError) as error:  # it only shows what was done
             cause = error.__cause__ or error
-            log.warning("the timeline is not written, nothing else is lost: %s can't be: %s", path, cause)
+            log.warning("could not write the timeline %s: %s; nothing else is affected", path, cause)

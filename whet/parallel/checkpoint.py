@@ -86,8 +86,8 @@ def open_root(root: Path) -> FolderLock:
             lock.release()
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"checkpoints can't be written to {root}: {error}; set its rights or make room, or set another "
-                "trainer.checkpoint_root_directory (None = checkpoints/ in trainer.run_dir)"
+                f"checkpoints can't be written to {root}: {error}; fix its permissions or make room, or "
+                "set another trainer.checkpoint_root_directory (None = checkpoints/ in trainer.run_dir)"
             ) from error
         raise
     return lock
@@ -122,8 +122,8 @@ def publish(
         remove(tmp)
         if _of_the_disk(e):
             raise CheckpointError(
-                f"checkpoint of step {step} could not be written to {root}: {e}; those before it stay. Make room or "
-                "set the rights, then go on with trainer.resume=latest"
+                f"checkpoint of step {step} could not be written to {root}: {e}; earlier ones are kept. Make "
+                "room or fix its permissions, then resume with trainer.resume=latest"
             ) from e
         raise
     _point(root, final.name)
@@ -176,7 +176,8 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         remove(tmp)
         if _of_the_disk(e):
             raise CheckpointError(
-                f"{path} could not be written: {e}; make room or set the rights, then go on with trainer.resume=latest"
+                f"{path} could not be written: {e}; make room or fix its permissions, then resume with "
+                "trainer.resume=latest"
             ) from e
         raise
     remove(old)
@@ -339,28 +340,28 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
     try:
         name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
     except OSError as error:
-        raise CheckpointError(f"{pointer} can't be read: {error}; set its rights or remove it") from error
+        raise CheckpointError(f"{pointer} can't be read: {error}; fix its permissions or remove it") from error
     there = saved(root)
     for p in checkpoints(root):
         if p not in there:
-            log.warning("%s is passed over: it has neither run.pt nor sums.json, so it is no checkpoint", p)
+            log.warning("%s is ignored: it has neither run.pt nor sums.json, so it is not a checkpoint", p)
     if not there:
         return None
     newest = next((p for p in there if p.name == name), there[-1])
     if newest.name == name and newest != there[-1]:
         log.warning(
-            "%s names %s, so %s, which is newer, is not taken up and its steps are taken again; trainer.resume=%s goes "
-            "on from there instead",
+            "%s points to %s; the newer %s is ignored and its steps will be run again; trainer.resume=%s resumes from "
+            "there instead",
             pointer,
             name,
             there[-1].name,
             there[-1],
         )
     if name not in ("", newest.name):
-        log.warning("%s names %.80r, which is gone; taking %s", pointer, name, newest)
+        log.warning("%s points to %.80r, which is gone; using %s", pointer, name, newest)
     if not (newest / "run.pt").is_file():
         whole = [p for p in there if (p / "run.pt").is_file()]
-        other = f"trainer.resume={whole[-1]} goes on from there" if whole else "begin anew in another folder"
+        other = f"resume with trainer.resume={whole[-1]}" if whole else "start a new run in another folder"
         raise CheckpointError(f"{newest / 'run.pt'} is missing from the newest checkpoint; put it back, or {other}")
     return newest
 
@@ -378,10 +379,12 @@ def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
         raise CheckpointError(f"{path} can't be read ({why}); resume from an earlier step-* folder") from e
     if not isinstance(found, dict):
         raise CheckpointError(
-            f"{path} is not what this version saves: a {type(found).__name__}, not a dict; resume from another"
+            f"{path} has an unexpected format: a {type(found).__name__}, not a dict; resume from another step-* folder"
         )
     if missing := [n for n in needs if n not in found]:
-        raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
+        raise CheckpointError(
+            f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
+        )
     return found
 
 

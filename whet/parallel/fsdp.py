@@ -71,7 +71,9 @@ class FSDPPlacement(Placement):
     def during(self, phase: Phase) -> Iterator[None]:
         """See Placement. After a pass without gradient the root would keep plain parameters, not the optimizer's."""
         if phase in ("save", "load", "export"):
-            raise ConfigError(f"{phase}: a model in parts has no files in this release of whet; use one process")
+            raise ConfigError(
+                f"{phase}: an FSDP-sharded model can't be saved or loaded in this release; use one process"
+            )
         try:
             yield
         finally:

@@ -35,10 +35,14 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
     """
     state = read_state(path)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is not what this version saves: {type(state).__name__}; resume from another")
+        raise CheckpointError(
+            f"{path} has an unexpected format: a {type(state).__name__}, not a dict; resume from another step-* folder"
+        )
     check_format(path, state.get("format", 1), RUN_FORMAT, weights=path.parent)
     if missing := [name for name in sorted({*_FIELDS, *needs}) if name not in state]:
-        raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
+        raise CheckpointError(
+            f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
+        )
     step, named = state["step"], step_of(path.parent)
     if named is not None and (type(step) is not int or step != named):
         raise CheckpointError(

@@ -95,14 +95,16 @@ class BaseRolloutAdapter(QueueEngine):
         """Raises EngineError for an offset, or a sampling field without a Tunix name."""
         if request.offset:
             raise EngineError(
-                f"request {request.id}: offset {request.offset}; a BaseRollout can't go on with a completion"
+                f"request {request.id}: a Tunix-style rollout class can't resume a partial completion "
+                f"(offset={request.offset}); submit the prompt with offset 0"
             )
         known = set() if self._config is None else {f.name for f in dataclasses.fields(self._config)}
         for name in (n for n, theirs in BEYOND.items() if theirs not in known):
             value = vars(request.sampling)[name]
             if value != vars(Sampling())[name]:
                 raise EngineError(
-                    f"request {request.id}: {name} {value!r} is not something a BaseRollout knows; leave it out"
+                    f"request {request.id}: {name}={value!r} is not supported by a Tunix-style rollout class; leave it "
+                    "out"
                 )
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:

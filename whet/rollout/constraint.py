@@ -72,8 +72,13 @@ class Matcher:
             self.ended = "stop"
         else:
             self.ended = "error"
-            reason = (self._inner.get_error() or "no token goes on").splitlines()[0]
-            log.warning("a completion under %s ends after %d tokens: %s", rules.constraint, self._made, reason)
+            reason = (self._inner.get_error() or "every continuation is forbidden").splitlines()[0]
+            log.warning(
+                "constraint %s: no allowed next token after %d tokens (finish_reason 'error'): %s",
+                rules.constraint,
+                self._made,
+                reason,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -256,8 +261,8 @@ class Grammars:
         root.look(table[0])
         if root.ended is not None:
             raise ConfigError(
-                f"constraint {constraint}: no token can begin it: the tokenizer spells no beginning of it without "
-                "forbidden ids, and a stop id may not come first; change the constraint, forbidden ids or min_tokens"
+                f"constraint {constraint}: no allowed first token: the forbidden ids rule out every way to start it, "
+                "and it can't be empty; change the constraint, the forbidden ids or min_tokens"
             )
         return root
 

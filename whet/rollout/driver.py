@@ -227,10 +227,16 @@ class Rollouts:
         new: dict[GroupKey, _GroupInFlight] = {}
         for e in episodes:
             if e.group in self._groups or e.group in self._finished:
-                raise EngineError(f"a group at (seed, step, prompt) {e.group} is under way; it would draw the same")
+                raise EngineError(
+                    f"a group at (seed, step, prompt) {e.group} is already running; a second one would use the same "
+                    "random numbers"
+                )
             plays = new.setdefault(e.group, _GroupInFlight()).plays
             if any(p.episode.generation == e.generation for p in plays):
-                raise EngineError(f"two episodes have the address {e.address}; they would draw the same")
+                raise EngineError(
+                    f"two episodes have the same address (seed, step, prompt, generation) {e.address}; they would use "
+                    "the same random numbers"
+                )
             plays.append(_Play(e, e.play(e)))
         self._groups |= new
         try:
@@ -292,7 +298,7 @@ class Rollouts:
                     at_rest = not self.engine.stats().in_flight
                 if not outputs and at_rest:
                     lost = f"{len(self._waiting)} of {self._asked}"
-                    raise EngineError(f"the engine is at rest, but {lost} requests never came back")
+                    raise EngineError(f"the engine is idle, but {lost} requests never finished")
                 self._receive(outputs)
                 if timeout_s is not None and time.monotonic() - began >= timeout_s:
                     break
@@ -308,7 +314,10 @@ class Rollouts:
                 self._cancelled.discard(o.id)
                 continue
             if o.id not in self._waiting:
-                raise EngineError(f"an output of request {o.id} came, which is not in flight; poll nowhere else")
+                raise EngineError(
+                    f"the engine returned request {o.id}, which this driver did not submit or has already received; "
+                    "don't call engine.poll() yourself"
+                )
             play, place = self._waiting.pop(o.id)
             if not np.isfinite(o.logprobs).all():
                 raise EngineError(
@@ -397,7 +406,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece
                     count, shown[i] = shown[i], len(piece.tokens)
                     yield _finite(piece.after(count))
             if shown and not engine.stats().in_flight:
-                raise EngineError(f"the engine is at rest, but {len(shown)} requests never came back")
+                raise EngineError(f"the engine is idle, but {len(shown)} requests never finished")
     finally:
         engine.abort(shown)
 

@@ -154,20 +154,20 @@ def seed_of(request: Request, bits: int = 63) -> int:
 
 
 def check_known(sampling: Sampling, *, engine: str) -> None:
-    """Refuses a Sampling that asks for what only whet's own engines know.
+    """Refuses a Sampling that asks for what only whet's own engines support.
 
     Args: sampling: of a request. engine: its name.
-    Raises: ConfigError: a field that such an engine has no word for is not at its default.
+    Raises: ConfigError: a field that such an engine does not support is not at its default.
 
     >>> check_known(Sampling(return_logits=True), engine="vllm")
     Traceback (most recent call last):
-    whet.errors.ConfigError: return_logits True is not something vllm knows; leave it out, or use another rollout_engine
+    whet.errors.ConfigError: return_logits=True is not supported by vllm; leave it out, or use another rollout_engine
     """
     for f in fields(sampling):
         value = vars(sampling)[f.name]
         if f.name not in KNOWN and value != f.default:
             raise ConfigError(
-                f"{f.name} {value!r} is not something {engine} knows; leave it out, or use another rollout_engine"
+                f"{f.name}={value!r} is not supported by {engine}; leave it out, or use another rollout_engine"
             )
 
 

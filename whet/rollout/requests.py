@@ -155,11 +155,13 @@ def check_request(
     if "" in s.stop:
         raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
     if s.stop and not decodes:
-        raise ConfigError(f"{name} has stop strings {s.stop}, but the engine has no decode function; pass decode=")
+        raise ConfigError(
+            f"{name} has stop strings {s.stop}, but the engine was built without a decode function; pass decode="
+        )
     if s.constraint is not None and not constrains:
         raise ConfigError(
-            f"{name} has the constraint {s.constraint}, but the engine has no tokenizer to spell it with; pass "
-            "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('embedded', 'hf')"
+            f"{name} has the constraint {s.constraint}, but the engine was built without grammars=, which constraints "
+            "need; pass grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('embedded', 'hf')"
         )
 
 

@@ -249,7 +249,7 @@ class SGLangEngine:
         if weights is None:
             raise EngineError(
                 "SGLang holds its own copy of the weights; call update(version, worker.named_weights()); without them "
-                "only the number would be new"
+                "only the version number would change"
             )
         self._halt(self._flights)
         self._send(weights)

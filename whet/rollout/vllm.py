@@ -262,7 +262,7 @@ class VLLMEngine:
         if weights is None:
             raise EngineError(
                 "vLLM holds its own copy of the weights; call update(version, worker.named_weights()); without them "
-                "only the number would be new"
+                "only the version number would change"
             )
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.whole(weights)})

@@ -85,21 +85,21 @@ def check_reads(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
     """
     if old is None:
         log.warning(
-            "the checkpoint is of an earlier version of whet, which did not note what a run reads besides it: nothing "
-            "could be compared of the reference, the models' configurations, tokenizer, evaluation data and reward code"
+            "the checkpoint was written by an earlier version of whet, which did not record what a run reads besides "
+            "it: the reference, model configurations, tokenizer, evaluation data and reward code could not be compared"
         )
         return
     changed = "\n  ".join(_changed(old, new))
     if changed and not allow:
         raise CheckpointError(
-            f"what the run reads is not what it was when the checkpoint was written:\n  {changed}\na resumed run goes "
-            "on with the same models, tokenizer and evaluation data; put them back, begin a new run in another "
-            "trainer.run_dir, or set trainer.allow_config_change=true to go on with these changes"
+            f"models, tokenizer or evaluation data differ from the checkpoint's:\n  {changed}\na resumed run needs the "
+            "same ones; put them back, start a new run in another trainer.run_dir, or set "
+            "trainer.allow_config_change=true to continue with these changes"
         )
     if changed:
-        log.warning("resuming though what the run reads has changed:\n  %s", changed)
+        log.warning("models, tokenizer or evaluation data differ from the checkpoint's; continuing:\n  %s", changed)
     for line in _changed_code(_part(old, "code", Mapping), new["code"]):
-        log.warning("%s; the steps from here on are taken with what is there now", line)
+        log.warning("%s; from here on the run uses the current code", line)
 
 
 # ---- what has changed ------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) ->
     if sizes[0] != sizes[1] or before is None or now is None:
         return " -> ".join(sizes)
     if before[1:2] != now[1:2]:
-        return "as many prompts, but one was changed or moved"
+        return "same number of prompts, but one was changed or reordered"
     return "the same prompts, but another column (an answer, say) was changed"
 
 
@@ -163,7 +163,7 @@ def _part(tree: Mapping[str, Any], name: str, kind: Any) -> Any:
     """An entry of what a checkpoint notes. Raises CheckpointError where it is missing or of another kind."""
     if not isinstance(tree, Mapping) or name not in tree or not isinstance(tree[name], kind):
         raise CheckpointError(
-            f"what the checkpoint's run.pt notes of {name!r} is not what whet saves; resume from another step-* folder"
+            f"the entry {name!r} of the checkpoint's run.pt has an unexpected format; resume from another step-* folder"
         )
     return tree[name]
 
@@ -190,7 +190,7 @@ def _model(role: str, module: nn.Module, only_read: bool) -> dict[str, Any]:
     if only_read:
         size = sum(t.numel() * t.element_size() for t in module.parameters() if t.device.type == "cpu")
         if size >= TELL_BYTES:
-            log.info("%s: reading its %.0f GB of weights once, to note which they are", role, size / 1e9)
+            log.info("%s: hashing %.0f GB of weights for the checkpoint's resume check", role, size / 1e9)
     return {
         "weights": weights_digest(module) if only_read else None,
         "dtype": str(next(module.parameters()).dtype),

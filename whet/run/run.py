@@ -178,7 +178,11 @@ class Run:
         changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
         if changed:
             old, new = ({k: e.get(k) for k in changed} for e in (before, now))
-            log.warning("resumed elsewhere, results may differ in the last bits: %s, now %s", old, new)
+            log.warning(
+                "the environment changed since the checkpoint; results may differ in the last bits: was %s, now %s",
+                old,
+                new,
+            )
         for name, what in now["passes"].items():
             log.info("%s: %s", name, what)
         self.folder.write_json("environment.json", now)

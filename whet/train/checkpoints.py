@@ -95,15 +95,15 @@ class Checkpoints:
         for folder in late:
             if run_of(folder) != self.run:
                 raise CheckpointError(
-                    f"{folder} is of a later step, and of another run than the checkpoint that is taken up; move it "
-                    "to another folder first"
+                    f"{folder} is from a later step and belongs to a different run than the checkpoint being resumed; "
+                    "move it to another folder first"
                 )
         for folder in late:
             try:
                 discard(folder)
             except OSError as error:
                 raise CheckpointError(
-                    f"{folder}, of a later step, can't be removed: {error}; set the rights of its folder"
+                    f"{folder}, of a later step, can't be removed: {error}; fix the permissions of its folder"
                 ) from error
 
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
@@ -156,8 +156,8 @@ class Checkpoints:
         counts = [updates.get(role.value) if isinstance(updates, dict) else None for role in self.trainers]
         if not all(type(n) is int and n >= 0 for n in counts):
             raise CheckpointError(
-                f"{folder / 'run.pt'} is not what this version saves: its updates are {updates!r:.80}; resume from "
-                "another"
+                f"{folder / 'run.pt'} has an unexpected format: its updates are {updates!r:.80}; resume from another "
+                "step-* folder"
             )
         for role, trainer in self.trainers.items():
             trainer.load(folder / role.value)
@@ -185,7 +185,7 @@ class Checkpoints:
                     "make the models anew and resume with them"
                 )
         for role in sorted(set(moved) - {role.value for role in self.only_read}):
-            log.warning("%s holds the weights of a %s, which this run has none of", folder, role)
+            log.warning("%s holds the weights of the %s, but this run has no %s", folder, role, role)
 
     def verify(self, folder: Path) -> None:
         """Checks a checkpoint before it is taken up.

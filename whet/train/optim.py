@@ -195,7 +195,10 @@ class Optim:
         """
         needs = ("kind", "made", "groups", "plain", "wrapped", "schedule", "updates", "total_updates")
         if missing := [n for n in needs if n not in rest]:
-            raise CheckpointError(f"{path.parent}/state.pt is not what this version saves: no {', '.join(missing)}")
+            raise CheckpointError(
+                f"{path.parent}/state.pt has an unexpected format: no {', '.join(missing)}; resume from another step-* "
+                "folder"
+            )
         kind = type(self.optimizer).__name__
         if rest["kind"] != kind:
             raise CheckpointError(

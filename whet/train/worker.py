@@ -77,7 +77,10 @@ class ModelWorker:
         placement: Placement | None = None,
     ) -> None:
         if loaded.is_view and optim is not None:
-            raise ConfigError(f"{loaded.name} is a view, which is only read: give its owner's worker the optimizer")
+            raise ConfigError(
+                f"{loaded.name} is a read-only view of another model (its adapter switched off), so it can't be "
+                "trained; give the optimizer to that model's worker"
+            )
         self.loaded = loaded
         self.given = given
         self.support = support or Support()
@@ -213,9 +216,7 @@ class ModelWorker:
         allowed = self._allowed(batch, micro, support)
         with self._layers():
             return self.placement.forward(
-                lambda: token_stats(
-                    self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want
-                )
+                lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want)
             )
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
@@ -425,9 +426,9 @@ def _weights(batch: TokenBatch) -> tuple[Tensor, bool]:
     """The weights of the batch, and whether they are of units."""
     if (batch.weights is None) == (batch.unit_weights is None):
         raise DataError(
-            "the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)"
+            "the batch has no loss weights; call RoleTrainer.weighted(batch) once per optimizer step"
             if batch.weights is None
-            else "the batch has weights and unit_weights; a loss is per token or per unit: set one of them to None"
+            else "the batch has both weights and unit_weights; a loss is per token or per unit: set one of them to None"
         )
     return (batch.weights, False) if batch.unit_weights is None else (batch.unit_weights, True)  # pyright: ignore
 

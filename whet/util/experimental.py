@@ -21,5 +21,7 @@ def warn_experimental(what: str) -> None:
     Args: what: its name, as the user chose it: "rollout_engine 'sglang'".
     """
     log.warning(
-        "%s is experimental: it has never run on such hardware; compare its first results with another way", what
+        "%s is experimental: it has never been run on the hardware it is for; check its first results against another "
+        "engine or setting",
+        what,
     )

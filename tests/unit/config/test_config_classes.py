@@ -174,8 +174,8 @@ def test_training_ranges(given, message):
     ("given", "sizes"),
     [
         ({}, (32, 32, 32, 32, 32)),
-        ({"mini_batch_size": np.int64(8)}, (32, 8, 8, 8, 8)),
-        ({"mini_batch_size": 8, "train_micro_batch_size": 2}, (32, 8, 2, 2, 2)),
+        ({"mini_batch_size": np.int64(8)}, (32, 8, 8, 32, 8)),
+        ({"mini_batch_size": 8, "train_micro_batch_size": 2}, (32, 8, 2, 32, 2)),
         (
             {
                 "mini_batch_size": 8,

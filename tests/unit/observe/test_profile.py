@@ -156,7 +156,7 @@ def test_a_resumed_run_counts_from_where_it_begins_and_may_ask_for_a_profile(tmp
 def test_a_run_too_short_for_the_options_has_its_last_step_profiled_and_says_so(tmp_path, caplog):
     train(tmp_path / "one", steps=1, profile=True)
     assert names(tmp_path / "one") == ["profile-step-000001.json.gz", "profile-step-000001.txt"]
-    assert "the run has no step after the first 1, which are not to be profiled; profiling its last one" in caplog.text
+    assert "the run is no longer than skip_first_n_steps=1; profiling its last step" in caplog.text
     train(tmp_path / "two", steps=2, profiler_options=ProfilerOptions(skip_first_n_steps=5))
     assert names(tmp_path / "two") == ["profile-step-000002.json.gz", "profile-step-000002.txt"]
 

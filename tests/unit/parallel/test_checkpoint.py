@@ -151,7 +151,7 @@ def test_latest_is_the_pointer_and_without_it_the_highest_step(tmp_path, caplog)
         publish(tmp_path, step, write())
     (tmp_path / "latest").write_text("step-000001\n")
     assert find_checkpoint("latest", tmp_path).name == "step-000001"
-    assert "step-000002, which is newer, is not taken up" in caplog.text
+    assert "the newer step-000002 is ignored" in caplog.text
     (tmp_path / "latest").unlink()
     assert find_checkpoint("latest", tmp_path).name == "step-000002"
     (tmp_path / "latest").write_text("step-000009\n")  # gone
@@ -163,7 +163,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said(tmp_path, caplog):
         publish(tmp_path, step, write())
     discard(tmp_path / "step-000002")
     assert find_checkpoint("latest", tmp_path).name == "step-000001"
-    assert f"{tmp_path}/latest names 'step-000002', which is gone; taking {tmp_path}/step-000001" in caplog.text
+    assert f"{tmp_path}/latest names 'step-000002', which is gone; using {tmp_path}/step-000001" in caplog.text
 
 
 @pytest.mark.parametrize("pointer", [True, False])
@@ -180,7 +180,7 @@ def test_a_newest_checkpoint_without_its_state_is_not_passed_over(tmp_path, poin
     with pytest.raises(CheckpointError, match=r"step-000002/run\.pt is missing from the newest checkpoint"):
         find_checkpoint("latest", tmp_path)
     (folders[0] / "run.pt").unlink()
-    with pytest.raises(CheckpointError, match="begin anew in another folder"):
+    with pytest.raises(CheckpointError, match="start a new run in another folder"):
         find_checkpoint("latest", tmp_path)
 
 
@@ -226,7 +226,9 @@ def test_what_a_name_stands_for_is_on_the_disk_before_it_gets_the_name(tmp_path,
 
 def test_a_folder_that_cannot_be_written_is_an_error_when_it_is_opened(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"can't be written to .*file/c: .*Not a directory.*; set its rights or"):
+    with pytest.raises(
+        CheckpointError, match=r"can't be written to .*file/c: .*Not a directory.*; fix its permissions or"
+    ):
         open_root(tmp_path / "file" / "c")
     for where, name in ((Path, "touch"), (Path, "rename"), (shutil, "rmtree")):
 
@@ -289,7 +291,7 @@ def test_the_move_of_latest_that_fails_is_an_error_in_words(tmp_path, monkeypatc
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "replace", refused)
-    with pytest.raises(CheckpointError, match=r"latest can't be written: .*Permission denied; make room or set"):
+    with pytest.raises(CheckpointError, match=r"latest can't be written: .*Permission denied; make room or fix"):
         publish(tmp_path, 2, write())
     assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
 
@@ -323,7 +325,7 @@ def test_a_full_disk_is_one_whichever_library_meets_it(tmp_path, error):
         (folder / "half").write_text("half")
         raise error
 
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*those before it stay\. Make room or"):
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*earlier ones are kept\. Make room or"):
         publish(tmp_path / "c", 2, full)
     with pytest.raises(CheckpointError, match=r"final could not be written: .*; make room or .*resume=latest"):
         write_folder(tmp_path / "final", full)
@@ -470,7 +472,7 @@ def test_a_state_file_that_is_cut_short_or_pickled_is_named_with_the_fix(tmp_pat
 @pytest.mark.parametrize("content", [3, [1], None, torch.zeros(2)], ids=["number", "list", "none", "tensor"])
 def test_a_state_file_that_holds_no_dict_is_refused(tmp_path, content):
     torch.save(content, tmp_path / "run.pt")
-    with pytest.raises(CheckpointError, match=r"run\.pt is not what this version saves: a .*, not a dict"):
+    with pytest.raises(CheckpointError, match=r"run\.pt has an unexpected format: a .*, not a dict"):
         read_state(tmp_path / "run.pt")
 
 
