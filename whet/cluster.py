@@ -345,7 +345,7 @@ class RLCluster(TunixVerbs):
 
     def describe(self) -> dict[str, Any]:
         """What was chosen for this machine: compute dtypes, what training runs on, and what the engine does, if any."""
-        training = {role.value: w.paths for role, w in self._workers.items()}
+        training = {role.value: w.backends for role, w in self._workers.items()}
         engine = self._rollouts.describe()
         return {
             "compute_dtype": self.dtypes,

@@ -22,7 +22,7 @@ __all__ = [
     "EngineCaps",
     "EngineStats",
     "Output",
-    "Piece",
+    "PartialOutput",
     "Request",
     "RolloutEngine",
     "Sampling",
@@ -148,7 +148,6 @@ class Request:
     """Tokens that its completion is expected to have, where the caller has a guess: long ones start first. None =
     max_tokens. It changes no token, but for what "alone and in a crowd" changes (docs/exactness.md)."""
 
-
     def after(self, tokens: np.ndarray) -> Request:
         """The request that goes on from here. Args: tokens: int [C], what has been made of the completion since.
 
@@ -181,7 +180,7 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
+class PartialOutput:
     """Tokens of a request that is under way: all so far (`peek`), or those since the last look (`stream`)."""
 
     id: int
@@ -194,7 +193,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     """None = more is to come."""
 
-    def after(self, count: int) -> Piece:
+    def after(self, count: int) -> PartialOutput:
         """The same without its first tokens."""
         return replace(self, tokens=self.tokens[count:], logprobs=self.logprobs[count:], versions=self.versions[count:])
 
@@ -313,8 +312,8 @@ class RolloutEngine(Protocol):
     caps: EngineCaps
 
     @property
-    def paths(self) -> Mapping[str, str]:
-        """What runs, in words, for a run's notes; {} = nothing to say."""
+    def backends(self) -> Mapping[str, str]:
+        """Which implementation runs each part, and why, for environment.json; {} = nothing to report."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -328,7 +327,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """All tokens made so far of requests that are in flight, without computing; {} without caps.peek."""
         ...
 

@@ -143,5 +143,5 @@ def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
-    """What runs the rollout, for a run's notes: the class, and what it says of its paths and versions."""
-    return {"engine": type(engine).__name__, **engine.paths}
+    """What runs the rollout, for a run's notes: the class, its backends and its version."""
+    return {"engine": type(engine).__name__, **engine.backends}

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from whet.errors import DataError, EngineError
-from whet.rollout.base import Output, Piece, Request, RolloutEngine, Sampling, check_caps
+from whet.rollout.base import Output, PartialOutput, Request, RolloutEngine, Sampling, check_caps
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]
@@ -374,7 +374,7 @@ def _checked(episode: Episode, made: Any) -> tuple[Completion, ...]:
     return found
 
 
-def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece]:
+def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[PartialOutput]:
     """Runs requests and gives their tokens as they are made; an engine without caps.peek gives them at their end.
 
     Leaving the loop early aborts what is under way.
@@ -397,7 +397,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece
     try:
         while shown:
             for o in engine.poll(timeout_s=0.0):
-                whole = Piece(
+                whole = PartialOutput(
                     id=o.id, tokens=o.tokens, logprobs=o.logprobs, versions=o.versions, finish_reason=o.finish_reason
                 )
                 yield _finite(whole.after(shown.pop(o.id)))
@@ -411,7 +411,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece
         engine.abort(shown)
 
 
-def _finite(piece: Piece) -> Piece:
+def _finite(piece: PartialOutput) -> PartialOutput:
     """The piece. Raises EngineError where its logprobs are not finite."""
     if not np.isfinite(piece.logprobs).all():
         raise EngineError("the model's logits are not finite; its weights are broken, or its dtype is too narrow")

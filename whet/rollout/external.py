@@ -26,7 +26,7 @@ from whet.models.modes import evaluating, native_attention
 from whet.models.selfcheck import limit_for
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.uniform import address_key
-from whet.rollout.base import Output, Piece, Request, Sampling, support_of
+from whet.rollout.base import Output, PartialOutput, Request, Sampling, support_of
 from whet.rollout.requests import completed_string
 from whet.types import FinishReason
 
@@ -124,10 +124,10 @@ class InFlightRequest:
         tokens, logprobs, versions = self._columns()
         return Output(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
 
-    def piece(self) -> Piece:
+    def piece(self) -> PartialOutput:
         """What has been made so far."""
         tokens, logprobs, versions = self._columns()
-        return Piece(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions)
+        return PartialOutput(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions)
 
     def _columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, logprobs, versions: [C] each."""

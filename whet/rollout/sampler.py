@@ -30,7 +30,7 @@ from whet.models.load import load_model, usable_device
 from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
 from whet.rollout import engine_name
-from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
+from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.options import check_names, num_beams
@@ -348,7 +348,7 @@ class Sampler:
 
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int, place: int = 0, conversation: int | None = None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[PartialOutput]:
         """The tokens of one completion, as they are made; leaving early ends it.
 
         Args: prompt: encoded. seed, place: the address of its draws, as in `sample`. conversation: calls of one number

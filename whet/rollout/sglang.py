@@ -26,7 +26,7 @@ from whet.errors import ConfigError, EngineError
 from whet.models.modes import max_positions
 from whet.models.selfcheck import probe_tokens
 from whet.models.types import LoadedModel
-from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (
     InFlightRequest,
@@ -103,7 +103,7 @@ class SGLangEngine:
             start = config.sglang.model_version or folder
             self._engine: Any = package.Engine(model_path=start, **arguments)
         self._send((n, p.detach()) for n, p in module.named_parameters())
-        self.paths = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
+        self.backends = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
         """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -230,7 +230,7 @@ class SGLangEngine:
         self._halt(wanted)
         return [self._flights.pop(i).output("abort") for i in wanted if i in self._flights]
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """Nothing: tokens come when their request ends."""
         return {}
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from whet.errors import EngineError
-from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, aborted
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, aborted
 
 __all__ = ["QueueEngine"]
 
@@ -29,7 +29,7 @@ class QueueEngine:
         self._queue: deque[Request] = deque()
         self._asleep = self._closed = False
         self._prefilled = self._generated = 0
-        self.paths: Mapping[str, str] = {}
+        self.backends: Mapping[str, str] = {}
         """What runs, in words, for a run's notes."""
         self.version = 0
         """The policy version stamped on what is drawn now."""
@@ -67,7 +67,7 @@ class QueueEngine:
         self._queue = deque(r for r in self._queue if r.id not in gone)
         return [aborted(r) for r in out]
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """Nothing: a poll runs what it begins to its end."""
         return {}
 

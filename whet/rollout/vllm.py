@@ -30,7 +30,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.selfcheck import probe_tokens
 from whet.models.types import LoadedModel
-from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (
     InFlightRequest,
@@ -107,7 +107,7 @@ class VLLMEngine:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
             # Even where a folder holds the same weights: what can't be renewed shows now, not after the first step.
             self.update(0, ((n, p.detach()) for n, p in module.named_parameters()))
-            self.paths = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
+            self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:
             self.close()
@@ -229,7 +229,7 @@ class VLLMEngine:
         before = vars(self._stats)
         self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """All tokens made so far of requests that are in flight."""
         return {i: self._flights[i].piece() for i in ids if i in self._flights}
 

@@ -67,7 +67,7 @@ def note_reads(
     """
     return {
         "models": {
-            role.value: _model(role.value, w.module, w.optim is None and not w.moved) for role, w in workers.items()
+            role.value: _model(role.value, w.module, w.optim is None and not w.replaced) for role, w in workers.items()
         },
         "stop_ids": list(stop_ids),
         "tokenizer": _tokenizer(tokenizer),

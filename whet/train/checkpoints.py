@@ -1,5 +1,5 @@
-"""Checkpoints of a run's roles: every trained worker, every moved one, and the run's own state in one folder, whole or
-absent.
+"""Checkpoints of a run's roles: every trained worker, every read-only one whose weights were replaced, and the run's
+own state in one folder, whole or absent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Checkpoints:
     """Saves and restores the trained roles, and those of the others whose weights are not what was loaded.
 
     Args: root: where the folders lie; None = none are written. trainers: the roles that are trained. workers: all
-        roles; of those that are not trained, the ones with `moved` are saved too.
+        roles; of those that are not trained, the ones with `replaced` weights are saved too.
     Raises: ConfigError: root is empty.
     """
 
@@ -122,14 +122,14 @@ class Checkpoints:
                 (folder / role.value).mkdir()
                 trainer.worker.save(folder / role.value)
                 tokenizer.save_pretrained(folder / role.value)
-            for role in moved:
+            for role in replaced:
                 (folder / role.value).mkdir()
                 self.only_read[role].save(folder / role.value)
             updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
-            own = {"format": RUN_FORMAT, "updates": updates, "moved": [role.value for role in moved]}
+            own = {"format": RUN_FORMAT, "updates": updates, "moved": [role.value for role in replaced]}
             write_state({**state, **own}, folder / "run.pt")
 
-        moved = [role for role, worker in self.only_read.items() if worker.moved]
+        replaced = [role for role, worker in self.only_read.items() if worker.replaced]
 
         return publish(self.root, step, write, run=self.run, keep=keep)
 
@@ -166,25 +166,25 @@ class Checkpoints:
                     f"{folder / 'run.pt'} says {updates[role.value]} updates of the {role.value}, its optimizer's "
                     f"state says {trainer.train_steps}; resume from another"
                 )
-        self._load_moved(folder, state.get("moved", ()))  # of which earlier versions saved none
+        self._load_replaced(folder, state.get("moved", ()))  # of which earlier versions saved none
         if self._is_own(folder):
             self.run = run_of(folder)
 
-    def _load_moved(self, folder: Path, moved: Collection[str]) -> None:
-        """Restores the roles that are not trained and were moved.
+    def _load_replaced(self, folder: Path, replaced: Collection[str]) -> None:
+        """Restores the roles that are not trained and whose weights were replaced.
 
-        Raises: CheckpointError: a role has been moved here, and had not been there: what was loaded is gone.
+        Raises: CheckpointError: a role's weights were replaced here and not in the checkpoint: those loaded are gone.
         """
         for role, worker in self.only_read.items():
-            if role.value in moved:
+            if role.value in replaced:
                 worker.load(folder / role.value)
-                worker.moved = True
-            elif worker.moved:
+                worker.replaced = True
+            elif worker.replaced:
                 raise CheckpointError(
-                    f"the {role.value}'s weights have been moved since it was loaded, and {folder} is of before that; "
-                    "make the models anew and resume with them"
+                    f"the {role.value}'s weights were changed after loading (take_weights), but {folder} was written "
+                    "before that; reload the original models, then resume"
                 )
-        for role in sorted(set(moved) - {role.value for role in self.only_read}):
+        for role in sorted(set(replaced) - {role.value for role in self.only_read}):
             log.warning("%s holds the weights of the %s, but this run has no %s", folder, role, role)
 
     def verify(self, folder: Path) -> None:

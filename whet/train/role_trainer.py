@@ -102,7 +102,7 @@ class RoleTrainer:
         """While an update runs: whether all trained tokens of its mini-batch come from the weights as they are."""
         self.listeners: list[Callable[[RoleTrainer, Metrics], Any]] = []
         """Told of each update and its metrics, after the hooks."""
-        self._moved_version: int | None = None
+        self._updated_version: int | None = None
         self._hooks = TrainingHooks()
         self._data_hooks = DataHooks()
         self._input_fn: Callable[[Any], Any] = lambda x: x
@@ -203,9 +203,9 @@ class RoleTrainer:
         return self.worker.updates
 
     @property
-    def moved(self) -> bool:
-        """Whether an update has moved the weights since they got their version."""
-        return self._moved_version == self.worker.version
+    def updated_since_sync(self) -> bool:
+        """Whether the weights were updated since they got their policy version."""
+        return self._updated_version == self.worker.version
 
     def stale_versions(self, batch: TokenBatch) -> list[int]:
         """The policy versions of trained tokens, other than the model's own now."""
@@ -226,7 +226,7 @@ class RoleTrainer:
         self._hooks.on_train_step_start(self)
         whole = self.weighted(batch)
         run = whole if keep is None else whole.select(keep(whole))
-        self.on_policy = not self.moved and not self.stale_versions(whole)
+        self.on_policy = not self.updated_since_sync and not self.stale_versions(whole)
         try:
             metrics = self.worker.forward_backward(
                 run, self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
@@ -237,7 +237,7 @@ class RoleTrainer:
         if metrics["optim/skipped"].value:
             self._note_skipped(metrics)
         else:
-            self.skipped, self._moved_version = 0, self.worker.version
+            self.skipped, self._updated_version = 0, self.worker.version
         if report is not None:
             metrics = report(metrics, whole, run)
         metrics = self._prefixed(metrics)
@@ -249,7 +249,7 @@ class RoleTrainer:
     def load(self, folder: Path) -> None:
         """Takes up the model and optimizer that its worker saved. Raises CheckpointError where they don't fit."""
         self.worker.load(folder)
-        self._moved_version = None  # checkpoints are written between steps
+        self._updated_version = None  # checkpoints are written between steps
 
     def _prefixed(self, metrics: Metrics) -> Metrics:
         return {f"{self.prefix}{name}": metric for name, metric in metrics.items()}

@@ -90,7 +90,7 @@ class ModelWorker:
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
         self.version = 0
-        self.moved = False
+        self.replaced = False
         """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
         self.cost = model_cost(loaded.module)
         """By which the micro-batches of a batch are made alike."""
@@ -126,8 +126,8 @@ class ModelWorker:
         return next(self.module.parameters()).dtype
 
     @property
-    def paths(self) -> dict[str, str]:
-        """What its attention and its layers run on, in words; see models.paths."""
+    def backends(self) -> dict[str, str]:
+        """Which implementation runs its attention and its layers, and why; see models.backends."""
         return training_backends(self.loaded)
 
     def plan(self, total_updates: int | None) -> None:
@@ -297,13 +297,13 @@ class ModelWorker:
         all_weights = all_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
-        token, per_sequence = (
-            {name: c.to(self.device) for name, c in columns.items()} for columns in (batch.token, batch.per_sequence)
-        )
+        token_columns = {name: c.to(self.device) for name, c in batch.token_columns.items()}
+        sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
         shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
             self.placement.sync(i == len(shared) - 1)
-            x = loss_inputs(token, per_sequence, micro, self._stats(batch, micro, self.support, entropy=entropy))
+            stats = self._stats(batch, micro, self.support, entropy=entropy)
+            x = loss_inputs(token_columns, sequence_columns, micro, stats)
             found, values = loss(x)
             weights = all_weights.index_select(0, micro.units if per_unit else micro.token_index).to(found.dtype)
             check_shapes(found, values, weights, per_unit)
@@ -354,22 +354,24 @@ class ModelWorker:
 
     @torch.no_grad()
     def take_weights(self, weights: Iterable[tuple[str, Tensor]], share: float = 1.0) -> None:
-        """Moves a model that is only read towards others' weights: p <- p + share (w - p), in place.
+        """Takes another model's weights into one that is only read: p <- p + share (w - p), in place.
 
-        Args: weights: (name, tensor), as `named_weights` gives them. share: 1 = takes them as they are.
+        share=1 copies them. A smaller share after each step keeps an exponential moving average with decay 1 - share.
+
+        Args: weights: (name, tensor), as `named_weights` gives them. share: between 0 and 1, 1 = a copy.
         Raises: ConfigError: the model is trained, or has no parameter of that name.
         """
         if self.optim is not None:
-            raise ConfigError("take_weights is for a model that is only read; this one has an optimizer of its own")
+            raise ConfigError("take_weights is for a model that is only read (a reference); this one has an optimizer")
         own = dict(self.module.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
         for name, weight in weights:
             if name not in own:
-                raise ConfigError(f"{name} is no parameter of this model; the two have to be of one architecture")
+                raise ConfigError(f"this model has no parameter {name}; both models must have the same architecture")
             if id(own[name]) not in seen:  # a shared tensor comes under each of its names
                 own[name].lerp_(weight.to(own[name]), share)
             seen.add(id(own[name]))
-        self.moved = True
+        self.replaced = True
 
     def save(self, folder: Path) -> None:
         """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
@@ -434,14 +436,17 @@ def _weights(batch: TokenBatch) -> tuple[Tensor, bool]:
 
 
 def loss_inputs(
-    token: Mapping[str, Tensor], per_sequence: Mapping[str, Tensor], micro: MicroBatch, stats: TokenStats
+    token_columns: Mapping[str, Tensor],
+    sequence_columns: Mapping[str, Tensor],
+    micro: MicroBatch,
+    stats: TokenStats,
 ) -> LossInputs:
     """A micro-batch's part of the columns, with what the model says of its tokens.
 
     Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
     through 0 * NaN, its gradient.
     """
-    part = {name: c.index_select(0, micro.token_index) for name, c in token.items()}
+    part = {name: c.index_select(0, micro.token_index) for name, c in token_columns.items()}
     mask = part.pop("mask")
 
     def kept(x: Tensor) -> Tensor:
@@ -459,8 +464,8 @@ def loss_inputs(
         unit_of=micro.unit_of,
         num_sequences=len(micro.sequences),
         num_units=len(micro.units),
-        token={name: kept(c) for name, c in part.items()},
-        per_sequence={name: c.index_select(0, micro.sequences) for name, c in per_sequence.items()},
+        token_columns={name: kept(c) for name, c in part.items()},
+        sequence_columns={name: c.index_select(0, micro.sequences) for name, c in sequence_columns.items()},
     )
 
 

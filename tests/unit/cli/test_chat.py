@@ -16,7 +16,7 @@ from whet.cli.chat import Chat, _lines, chat
 from whet.config.generate import ChatConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
-from whet.rollout.base import Piece
+from whet.rollout.base import PartialOutput
 
 
 @pytest.fixture(autouse=True)
@@ -99,7 +99,7 @@ def test_answers_that_are_text_make_the_ids_of_the_template(sampler, asked, monk
     end = sampler.eos_ids[0]
     answer = np.array([*b"good day", end], np.int32)
     empty = np.zeros(9, np.float32)
-    done = Piece(id=0, tokens=answer, logprobs=empty, versions=empty.astype(np.int32), finish_reason="stop")
+    done = PartialOutput(id=0, tokens=answer, logprobs=empty, versions=empty.astype(np.int32), finish_reason="stop")
     with monkeypatch.context() as m:
         m.setattr(Sampler, "stream", lambda *_, **__: iter([done]))
         assert say(c, "hi") == "good day"

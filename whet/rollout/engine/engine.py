@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from whet.errors import ConfigError, EngineError
 from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
-from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.constraint import Grammars
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
 from whet.rollout.engine.runner import Runner, StepOutput
@@ -87,7 +87,7 @@ class EmbeddedEngine:
         self._positions = max_positions(self._model.loaded.module)
         options = {"fast": fast, "native": native, "join": kv_cache_tokens is None}
         self._runner = Runner(self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, **options)
-        if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
+        if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.backends["trunk"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
         self._plans: list[SamplingPlan] = []
@@ -455,7 +455,7 @@ class EmbeddedEngine:
         self._runner.forward.drop()
         self._done, self._closed = [], True
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """All tokens made so far, without computing.
 
         Args: ids: of requests; those that are not in flight are passed over.
@@ -494,7 +494,7 @@ class EmbeddedEngine:
         return self._runner.forward.bytes
 
     @property
-    def paths(self) -> dict[str, str]:
+    def backends(self) -> dict[str, str]:
         """What runs, in words, with the reason where something stepped aside; never chosen by the clock."""
         steps = "eager" if self._runner.graphs is None else self._runner.graphs.path
-        return {**self._runner.forward.paths, "steps": steps}
+        return {**self._runner.forward.backends, "steps": steps}

@@ -31,7 +31,7 @@ class ModuleForward:
     def __init__(self, loaded: LoadedModel, reason: str) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
-        self.paths = {"trunk": f"module ({reason})", "products": "torch", "kernels": "torch"}
+        self.backends = {"trunk": f"module ({reason})", "products": "torch", "kernels": "torch"}
         """What runs, in words."""
         self.bytes = 0
         """Memory of what is derived from the weights."""
@@ -76,7 +76,7 @@ class FusedForward:
     def __init__(self, loaded: LoadedModel, trunk: FusedTrunk) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
-        self.paths = {
+        self.backends = {
             "trunk": "fused",
             "products": "native, packed" if trunk.kernels else "torch",
             "kernels": f"native ({trunk.kernels.compiler})" if trunk.kernels else f"torch ({trunk.refusal})",
@@ -156,7 +156,7 @@ def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForw
     """The fastest right way from ids to logits.
 
     Args: loaded: a packable model. fast: False = the module itself. native: False = torch's kernels alone.
-    Returns: what runs; its `paths` say why.
+    Returns: what runs; its `backends` say why.
     """
     if not fast:
         return ModuleForward(loaded, "fast=False")
