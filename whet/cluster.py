@@ -152,9 +152,12 @@ class RLCluster(TunixVerbs):
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
         if optimizer is not None and own != OptimConfig():
-            raise ConfigError(f"{role.value}.optim and training_config.{role.value}_optimizer both give one; keep one")
+            raise ConfigError(
+                f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer; keep one"
+            )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
-        usual, budget = (c.token_budget(loaded.module.device.type) for c in (self.training_config, self.cluster_config))
+        usual = self.training_config.token_budget(loaded.module.device.type)
+        budget = self.cluster_config.token_budget(loaded.module.device.type)
         if budget > usual and not self._workers:
             log.info(
                 "max_tokens_per_microbatch raised from the default %d to %d to fit max_prompt_length + "

@@ -111,7 +111,7 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one():
     with pytest.raises(DataError, match="unknown column 'advantage'; did you mean advantages"):
         LossInputs(**given, advantage=torch.ones(1))
     x = LossInputs(**given, token_columns={"teacher_logprobs": torch.ones(1)})
-    with pytest.raises(DataError, match="teacher, which is no column of this batch"):
+    with pytest.raises(DataError, match="teacher, which is not a column of this batch"):
         x.need("teacher")
     with pytest.raises(DataError, match="needs scores, which this batch does not have"):
         x.need("scores")

@@ -110,7 +110,7 @@ def _run(command: str, words: list[str]) -> None:
     from whet.observe.progress import setup_logging
 
     trains = command in ("demo", "grpo")
-    with unfailing("stdout") if trains else nullcontext():  # a run goes on, whoever reads what it says
+    with unfailing("stdout") if trains else nullcontext():  # a run continues, whether or not its output can be written
         setup_logging()
         _work(command, words, config)
 

@@ -33,7 +33,7 @@ class DataConfig:
     shuffle: Bool = True
     """A new order in each epoch, from the run's seed. No effect on a stream, which keeps its own order."""
     streaming: Bool = False
-    """Read the data set as the run goes on, without downloading it first."""
+    """Read the data set during the run, without downloading it first."""
     apply_chat_template: Bool = False
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     system_prompt: Text = ""

@@ -1,8 +1,8 @@
 """The types of fields: what each takes, and between which limits.
 
-They cast nothing that a reader would not: True is no integer, 2.0 is none either, numpy's numbers are. Every number has
-limits, so that one that was mistyped is refused here, with its key, and not by the library or the allocator that first
-meets it: a field that needs narrower ones checks them itself.
+They cast nothing that a reader would not: True is not an integer, nor is 2.0; numpy's numbers are accepted. Every
+number has limits, so that one that was mistyped is refused here, with its key, and not by the library or the allocator
+that first meets it: a field that needs narrower ones checks them itself.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def _text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{shown(value)} is no valid text: {error.reason}") from None
+        raise ValueError(f"{shown(value)} is not valid text: {error.reason}") from None
     return value
 
 

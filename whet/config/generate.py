@@ -40,7 +40,7 @@ class SampledConfig:
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     max_tokens: Count | None = None
-    """Longest completion in tokens, stop token included; None = 256, or what the model leaves."""
+    """Longest completion in tokens, stop token included; None = 256, or the rest of the context length."""
     temperature: Temperature | None = None
     """Divides the logits; 0 = greedy. None = 0.7, or 0 for a beam search, which draws nothing."""
     top_p: Float | None = None
@@ -150,7 +150,7 @@ class ChatConfig(SampledConfig):
     temperature: Temperature = 0.7
     """Divides the logits; 0 = greedy."""
     apply_chat_template: Bool | None = None
-    """Whether turns go through the chat template; None = where there is one. false = plain text goes on."""
+    """Whether turns go through the chat template; None = where there is one. false = plain text is continued."""
 
 
 T = TypeVar("T", bound=SampledConfig)

@@ -118,7 +118,7 @@ def _check_schema(schema: Any) -> None:
     for key, value in schema.items():
         near = difflib.get_close_matches(str(key), SCHEMA_WORDS, 1, 0.75)
         if key not in SCHEMA_WORDS and near:
-            raise ConfigError(f"json_schema: unknown keyword {key!r}; did you mean {near[0]}? It would mean nothing")
+            raise ConfigError(f"json_schema: unknown keyword {key!r}; did you mean {near[0]}? It would be ignored")
         if key in ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"):
             inside = list(value.values()) if isinstance(value, dict) else []
         elif key in ("const", "default", "discriminator", "enum", "example", "examples", "externalDocs", "xml"):
@@ -152,7 +152,7 @@ class RolloutConfig:
     seed: Seed | None = None
     """Seed of the draws; None = the run's (trainer.seed)."""
     max_prompt_length: Count = 64
-    """Longest prompt in tokens; on_long_prompt says what becomes of a longer one."""
+    """Longest prompt in tokens; on_long_prompt decides about a longer one."""
     kv_cache_size: Count = 1024
     """Tunix's cache length of a row. No effect: a row takes the cache it needs, kv_cache_tokens bounds them all."""
     data_type: Name | None = None

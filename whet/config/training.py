@@ -173,7 +173,7 @@ class TrainingConfig:
     loggers: Items = ()
     """Names (tensorboard, wandb, trackio, package.module:name) or objects with log(step, values) and close()."""
     resume: Name | None = None
-    """"latest" = go on in run_dir where it stopped, a path = from that checkpoint; None = begin."""
+    """"latest" = resume in run_dir where it stopped, a path = from that checkpoint; None = start a new run."""
     allow_config_change: Bool = False
     """Let a resumed run differ in its configuration; the differences are logged."""
 
@@ -196,9 +196,9 @@ class TrainingConfig:
         return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
-        """Refuses what is not there."""
+        """Refuses a resume without a folder."""
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:
-            raise ConfigError("resume='latest' needs to know where; set run_dir")
+            raise ConfigError("resume='latest' needs run_dir (or checkpoint_root_directory); set it")
 
     @property
     def profiling(self) -> ProfilerOptions | None:
@@ -279,7 +279,7 @@ class RLTrainingConfig(TrainingConfig):
 
     >>> RLTrainingConfig(reward_timeout_s=0)
     Traceback (most recent call last):
-    whet.errors.ConfigError: reward_timeout_s must be positive, got 0.0; None is no limit
+    whet.errors.ConfigError: reward_timeout_s must be positive, got 0.0; None = no limit
     """
 
     actor_optimizer: OptimConfig | Name | Fn | None = None
@@ -312,7 +312,7 @@ class RLTrainingConfig(TrainingConfig):
                 "`mini_batch_size // train_micro_batch_size`."
             )
         if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
-            raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None is no limit")
+            raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None = no limit")
         if self.train_micro_batch_size is not None:
             if self.mini_batch_size is None:
                 raise ConfigError(
@@ -362,7 +362,7 @@ def _divides(small_name: str, small: int, big_name: str, big: int) -> None:
 
 @config
 class ClusterConfig:
-    """Models' places, the engine, and the two sections they share. Holds objects: it never lies in YAML.
+    """Models' places, the engine, and the two sections they share. Holds objects: it can't be written in YAML.
 
     >>> ClusterConfig(rollout_config={"eval": RolloutConfig()})
     Traceback (most recent call last):

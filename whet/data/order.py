@@ -31,7 +31,7 @@ log = logging.getLogger("whet")
 TELL_S = 10.0
 """Seconds between two notes of how far the encoding of prompts is."""
 HOLD_OUT = 2**32
-"""Stands for the epoch in the draw of held-out rows, so that it is no epoch's order."""
+"""Stands for the epoch in the draw of held-out rows, so that it is not the order of an epoch."""
 
 Encode = Callable[[Any, int], Any]
 """(row, its place in the data set) -> what batches are made of, or None to leave it out."""
@@ -132,7 +132,7 @@ class PromptStream:
             seed: of the order.
             shuffle: None = rows with a length are shuffled, nothing else is.
             num_epochs: None = without end (an iterator that can be read once ends all the same).
-            last_batch: what becomes of a batch with fewer prompts than the others: "drop" or "keep".
+            last_batch: how to treat a batch with fewer prompts than the others: "drop" or "keep".
             encode: applied to each row, e.g. a PromptEncoder; rows with a length are encoded at once, others as read.
             prompt_column: tells ready-made batches from rows; as for find_prompt_column.
 
@@ -147,7 +147,7 @@ class PromptStream:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
         self.encode, self.prompt_column = encode, prompt_column
-        with reading("the data", "mend what makes the rows"):
+        with reading("the data", "fix what makes the rows"):
             self.once = iter(source) is source
         first, source = _peek(source, self.once)
         self.kind: Literal["rows", "batches", "stream"] = (
@@ -185,7 +185,7 @@ class PromptStream:
         if self.once and (self.num_epochs or 1) > 1:
             raise ConfigError(
                 f"num_epochs {self.num_epochs}, but the data are an iterator that can be read once; give a list or an "
-                "object whose __iter__ starts anew, or num_epochs=1"
+                "object whose __iter__ starts again, or num_epochs=1"
             )
         if self.kind != "rows":
             return

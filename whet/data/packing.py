@@ -300,7 +300,7 @@ def _check_unit(work: _Work, item: PackItem, tokens: int) -> None:
 
 
 def _groups(work: _Work, ids: Sequence[int]) -> tuple[list[list[int]], list[PrefixTree]]:
-    """Of these sequences, those of one prefix together, but for those that are run as trees; or each on its own."""
+    """Of these sequences, those of one prefix together, except those that are run as trees; or each on its own."""
     if not work.shared_prefix:
         return [[i] for i in ids], []
     at = np.asarray(ids, dtype=np.int64)

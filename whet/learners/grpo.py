@@ -60,7 +60,7 @@ _METRICS = {
     "sequence_clip_ratio/low": {"clip_ratio/low_mean": "sequence_mean", "clip_ratio/low_min": "sequence_min"},
     "sequence_clip_ratio/region": {"clip_ratio/region_mean": "sequence_mean"},
 }
-"""What becomes of the loss's metrics: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
+"""How the loss's metrics are named and reduced: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
 
 
 class GRPOLearner(RLLearner):
@@ -138,7 +138,7 @@ class GRPOLearner(RLLearner):
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def batch(self, step: Step) -> Step:
-        """The groups end to end, truncated completions masked where mask_truncated_completions says so."""
+        """The groups end to end, truncated completions masked where mask_truncated_completions is set."""
         step = super().batch(step)
         if not self.algo_config.mask_truncated_completions:
             return step

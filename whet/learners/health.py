@@ -33,7 +33,7 @@ __all__ = ["Health", "most_choices"]
 log = logging.getLogger("whet")
 
 AGAIN = 100
-"""Steps after which a warning whose cause goes on is said again."""
+"""Steps after which a warning whose cause lasts is repeated."""
 FIRST = {"signal": 3, "gradient": 10, "certain": 10, "even": 10}
 """Steps in a row, of each thing that is watched, before the first warning."""
 CERTAIN = 1e-4
@@ -73,7 +73,7 @@ class Health:
         self._since: dict[str, tuple[int, int]] = {}
 
     def watch(self, step: int, row: Mapping[str, float], rewarded: Rewarded, batch: TokenBatch) -> None:
-        """Warns of what has gone on for too long.
+        """Warns of what has lasted for too long.
 
         Args: step: the one just finished. row: its metrics. rewarded, batch: what it was trained on.
         """
@@ -81,7 +81,7 @@ class Health:
         signal = seen.signal
         found = {"signal": not signal, "gradient": _no_gradient(row) if signal else None, **self._entropy(row)}
         for name, ill in found.items():
-            if ill is None:  # the step does not tell: what went on before it goes on
+            if ill is None:  # the step is inconclusive: what lasted before it lasts
                 continue
             if not ill:
                 self._since.pop(name, None)
@@ -128,14 +128,14 @@ class Health:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to warn as this one would: since when what goes on, and each role's skipped updates
-        in a row, the tenth of which ends the run.
+        """What a resumed run needs to warn as this one would: since when each warning lasts, and each role's skipped
+        updates in a row, the tenth of which ends the run.
         """
         skipped = {role.value: trainer.skipped for role, trainer in self.cluster.trainers.items()}
         return {"since": {name: list(found) for name, found in self._since.items()}, "skipped": skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes `state` back; an empty one, of a checkpoint of an earlier version, starts anew."""
+        """Takes `state` back; an empty one, of a checkpoint of an earlier version, starts from nothing."""
         self._since = {name: (int(first), int(count)) for name, (first, count) in state.get("since", {}).items()}
         for role, trainer in self.cluster.trainers.items():
             trainer.skipped = int(state.get("skipped", {}).get(role.value, 0))

@@ -67,7 +67,7 @@ class SegmentLayout(Layout):
     """Segments end to end in one row: each sees its ancestors whole, and itself causally. Immutable.
 
     Packing is all roots; a group is one root and a child per completion; forks go deeper. Positions start at 0 in a
-    root and go on after the parent in a child, so a child's tokens see what they would see alone.
+    root and continue after the parent in a child, so a child's tokens see what they would see alone.
 
     Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
         device: where the index tensors live. attention: one of KERNELS; "auto" takes the native kernels on a CPU, and
@@ -230,6 +230,6 @@ def whet_attn(
 
 
 # On import, and again without harm: a model can be told to use the name as soon as this module is there. No mask
-# function stands beside it: without one transformers makes no mask and, before that, asks no position ids whether they
-# are packed, for which it would wait for the device in every pass.
+# function is registered with it: without one transformers makes no mask and, before that, does not ask position ids
+# whether they are packed, for which it would wait for the device in every pass.
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, whet_attn)

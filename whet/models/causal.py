@@ -23,8 +23,8 @@ __all__ = ["check_causal"]
 TOKENS = 8
 """Run; the log-probabilities of the first half are looked at."""
 SHARE = 1e-4
-"""Of the largest gradient of an earlier token, the largest of a later one: 0 but for masks that are not infinite, from
-5e-3 in encoders that know nothing yet."""
+"""Of the largest gradient of an earlier token, the largest of a later one: 0 except where masks are not infinite, from
+5e-3 in untrained encoders."""
 
 
 def check_causal(module: PreTrainedModel, name: str) -> None:

@@ -157,7 +157,7 @@ class FlexRow:
         self._masks: dict[int | None, BlockMask] = {}
 
     def mask(self, window: int | None) -> BlockMask:
-        """Which blocks hold a visible pair, which hold nothing else, and the function that says so of a pair.
+        """Which blocks hold a visible pair, which hold nothing else, and the function that decides it for a pair.
 
         Args: window: a token sees keys less than this many positions back; None = all.
         Returns: a BlockMask of [1, 1, P, P].
@@ -240,7 +240,7 @@ def flex_failed(case: FlexCase, error: Exception) -> str:
 
     Args: case: of the call. error: what it raised.
     Returns: why flex can't serve.
-    Raises: the error, where it is no fault of the kernel: memory is out, or the device is lost.
+    Raises: the error, where it is not the kernel's fault: memory is out, or the device is lost.
     """
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         raise error

@@ -29,7 +29,7 @@ class Head:
     """
 
     kind: Literal["identity", "scale", "softcap", "unknown", "none"]
-    """"unknown": only the model's own forward makes its logits. "none": there is no language head."""
+    """"unknown": only the model's own forward makes its logits. "none": there is no LM head."""
     scale: float = 1.0
     softcap: float | None = None
 

@@ -28,7 +28,7 @@ HELD_BYTES = 16_000_000
 
 @dataclass(frozen=True)
 class _LogprobOptions:
-    """What a call does beside its tensors."""
+    """What a call does, besides its tensors."""
 
     temperature: float
     scale: float

@@ -153,7 +153,7 @@ def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
     """Writes a model in Hugging Face's format (safetensors); transformers loads it: a language model as it is,
     a critic or reward model as AutoModelForSequenceClassification (where the family has one).
 
-    Args: loaded: what to save. tokenizer: saved beside it; None = no tokenizer. folder: made where it is missing.
+    Args: loaded: what to save. tokenizer: saved with it; None = no tokenizer. folder: made where it is missing.
     Returns: the folder.
 
     Example: `save_model(loaded, tokenizer, "final")`, then `AutoModelForCausalLM.from_pretrained("final")`.

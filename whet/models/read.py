@@ -1,7 +1,7 @@
 """From a folder or a hub name to a module of transformers, or to the reason why there is none.
 
 What is read is whole: a weight that is missing would be random, one that the config has no place for would be dropped,
-and an adapter beside the weights would be ignored, each without an error of transformers.
+and an adapter next to the weights would be ignored, each without an error of transformers.
 Left out on purpose: vision, audio and encoder-decoder models; remote code; quantised weights; adapters.
 """
 
@@ -109,7 +109,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
 
 
 def _check_files(path: str) -> None:
-    """Refuses an adapter, and JSON files of a folder that are none: transformers goes on without some of them."""
+    """Refuses an adapter, and invalid JSON files of a folder: transformers ignores some of them."""
     found = cached_file(
         path,
         "adapter_config.json",
@@ -119,10 +119,10 @@ def _check_files(path: str) -> None:
     )
     if found is not None:
         raise ConfigError(
-            f"{path!r} holds an adapter (adapter_config.json) beside or instead of a whole model, and adapters are not "
-            "loaded: merge it into its base model with PEFT, PeftModel.from_pretrained(base, adapter)"
+            f"{path!r} holds an adapter (adapter_config.json) next to or instead of a whole model, and adapters are "
+            "not loaded: merge it into its base model with PEFT, PeftModel.from_pretrained(base, adapter)"
             ".merge_and_unload().save_pretrained(folder), and give that folder; where the weights are merged already, "
-            "take adapter_config.json away"
+            "remove adapter_config.json"
         )
     for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
         file = Path(path) / name
@@ -161,7 +161,7 @@ def _weights(
         )
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"the weights of {path!r} are no plain tensors: a pickle of more than these could run code and is not "
+            f"the weights of {path!r} are not plain tensors: a pickle of more than these could run code and is not "
             "opened; where you trust it, convert it: safetensors.torch.save_file(torch.load(file, weights_only=False), "
             "'model.safetensors', metadata={'format': 'pt'}), with a state_dict of tensors, and take the .bin file away"
         ) from error

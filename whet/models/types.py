@@ -54,7 +54,7 @@ class LoadedModel:
     def base_view(self) -> LoadedModel:
         """The same module with its adapter off: a reference that needs no memory of its own.
 
-        It is read only: a worker of a view neither freezes nor casts the module, which its owner goes on training.
+        It is read only: a worker of a view neither freezes nor casts the module, which its owner continues to train.
         Raises: ConfigError: there is no adapter, so the view would be the trained model itself.
         """
         if self.adapter is None:

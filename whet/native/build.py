@@ -147,7 +147,7 @@ def cache_folder() -> Path:
     except RuntimeError as error:  # neither $HOME nor a user of this number
         raise OSError(str(error)) from error
     if not root.is_absolute():
-        raise OSError(f"HOME={os.environ.get('HOME')} is no absolute path")
+        raise OSError(f"HOME={os.environ.get('HOME')} is not an absolute path")
     return root / "whet"
 
 
@@ -190,7 +190,7 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
 
 
 def _own(path: Path) -> bool:
-    """Whether nobody else can write it: what lies there is loaded as code."""
+    """Whether no other user can write it: what lies there is loaded as code."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 

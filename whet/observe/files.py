@@ -1,4 +1,4 @@
-"""Files that are whole or absent: a temporary of a random name beside the target, fsync, rename.
+"""Files that are whole or absent: a temporary of a random name next to the target, fsync, rename.
 
 A temporary is made, never opened: its name can't be foreseen, and one that is there already is not followed. Those of
 killed processes are known by their pattern, `.tmp-<16 hex digits>-<name>`, and swept where a folder is locked.
@@ -70,7 +70,7 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
 
 
 def temporary(path: Path) -> Path:
-    """A name beside a file or folder that nobody can have foreseen. It ends as the file's own does."""
+    """A random name next to a file or folder, which nobody can predict. It ends as the file's own does."""
     return path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
 
 
@@ -95,7 +95,7 @@ def append_to(path: Path) -> BinaryIO:
     handle = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(f"{path} is no plain file")
+        raise OSError(f"{path} is not a regular file")
     return os.fdopen(handle, "ab")
 
 
@@ -114,7 +114,7 @@ def unused(path: Path, word: str) -> Path:
 def remove(path: Path, *, strict: bool = False) -> None:
     """Removes a file, a link (not what it points to) or a folder, as far as that is possible.
 
-    Args: path: what to remove; nothing there is no error. strict: raise OSError where something stays.
+    Args: path: what to remove; nothing there is not an error. strict: raise OSError where something stays.
     """
     with nullcontext() if strict else suppress(OSError):
         if path.is_dir() and not path.is_symlink():

@@ -223,7 +223,7 @@ class Loggers:
             return name, item
         if callable(item):
             return name, _Function(item)
-        raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is no function either")
+        raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is not a function either")
 
     def log(self, step: int, values: Mapping[str, float], mode: str = "train") -> None:
         """Gives the metrics of one step to every logger, under "<prefix>/<mode>/<name>"."""
@@ -250,7 +250,7 @@ class Loggers:
 
 def _no_start(item: Any, error: BaseException) -> str:
     name = item if isinstance(item, str) else getattr(item, "__qualname__", item)
-    known = f"look at metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "mend it"
+    known = f"look at metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "fix the logger"
     return f"logger {name} can't start: {type(error).__name__}: {error}; {known}, or take it out of trainer.loggers"
 
 

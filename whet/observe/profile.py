@@ -131,7 +131,7 @@ class StepProfiler:
         except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: torch's own, and CheckpointError
             why = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
             log.warning(
-                "the profile of step %d could not be written to %s: %s; nothing of the step is lost, training goes on. "
+                "the profile of step %d could not be written to %s: %s; training continues. "
                 "Make room there and in %s, or set trainer.profiler_options.log_dir, and profile again",
                 number,
                 self.folder,
@@ -158,7 +158,7 @@ def _done(number: int, part: Callable[[], None]) -> bool:
         part()
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        log.warning("step %d has no profile: %s; nothing of the step is lost, training goes on", number, what)
+        log.warning("step %d has no profile: %s; training continues", number, what)
         return False
     return True
 
@@ -189,7 +189,7 @@ class Cost:
 
 
 def costs(events: Iterable[Any]) -> list[Cost]:
-    """The operations of a profile, summed by phase and name, the dearest first within each phase; phases in order.
+    """The operations of a profile, summed by phase and name; phases in order, the most expensive first in each.
 
     Args: events: `torch.profiler.profile.events()`, taken under ranges that a Trace marked.
     """
@@ -240,7 +240,7 @@ def _part(event: Any, known: dict[int, str]) -> str:
 
 
 def table(found: Iterable[Cost], rows: int = 10) -> str:
-    """A table of costs: phases in order, the dearest operations of each.
+    """A table of costs: phases in order, the most expensive operations of each.
 
     Args: found: as `costs` gives them. rows: operations shown of each phase; the others are one line.
 

@@ -3,7 +3,7 @@
     l = surrogate · Π factors + β · KL − c · H         per token; weights turn it into one number elsewhere
 
 Every piece is fn(x: LossInputs) -> [s]. A factor is a correction for a sampler that differs from the trainer, or a
-mask: a constant, without gradient. A surrogate, and a loss of a user's own, may return metrics beside its loss.
+mask: a constant, without gradient. A surrogate, and a loss of a user's own, may return metrics as well as its loss.
 Dim legend: s tokens of a micro-batch, whole sequences laid end to end.
 """
 

@@ -220,7 +220,7 @@ def verify(folder: Path, needs: Iterable[str] = ()) -> None:
         if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
             raise ValueError("no mapping of names to checksums")
         if outside := [n for n in sums if "\0" in n or ".." in PurePosixPath(n).parts or n.startswith("/")]:
-            raise ValueError(f"{outside[0]!r} is no file of the checkpoint")
+            raise ValueError(f"{outside[0]!r} is not a file of the checkpoint")
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); {advice}") from e
     for name, expected in sums.items():
@@ -270,7 +270,7 @@ def _point(root: Path, name: str) -> None:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder's name says; None where it is no checkpoint's.
+    """The step that a folder's name says; None where it is not a checkpoint's.
 
     >>> step_of(Path("step-000100")), step_of(Path("step-000100.broken")), step_of(Path("step-0000100"))
     (100, None, None)
@@ -312,13 +312,13 @@ def sweep(root: Path) -> None:
 
 
 def _move_aside(folder: Path) -> None:
-    """Gives a folder that is no checkpoint a name that is none."""
+    """Renames a folder that is not a checkpoint."""
     n, aside = 1, folder.with_name(f"{folder.name}.broken")
     while os.path.lexists(aside):
         n += 1
         aside = folder.with_name(f"{folder.name}-{n}.broken")
     folder.rename(aside)
-    log.warning("%s is no checkpoint, since files of it have gone; it is kept as %s", folder, aside.name)
+    log.warning("%s is not a checkpoint, since files of it are missing; it is kept as %s", folder, aside.name)
 
 
 def find_checkpoint(resume: str, root: Path | None) -> Path | None:
@@ -326,13 +326,13 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
 
     Args: resume: "latest", or a folder. root: the run's checkpoints.
     Returns: the folder; None where "latest" finds none: the run then starts from the beginning.
-    Raises: CheckpointError: a folder that is no checkpoint; the newest one lacks its run.pt, and is not passed over.
+    Raises: CheckpointError: a folder that is not a checkpoint; the newest one lacks its run.pt, and is not skipped.
     """
     if resume != "latest":
         path = Path(resume)
         if not (path / "run.pt").is_file():
             missing = path / "run.pt"
-            raise CheckpointError(f"resume={resume!r} is no checkpoint: {missing} is missing; give a step-* folder")
+            raise CheckpointError(f"resume={resume!r} is not a checkpoint: {missing} is missing; give a step-* folder")
         return path
     if root is None:
         raise CheckpointError("resume='latest' needs a run_dir or a checkpoint_root_directory to look in")

@@ -28,7 +28,7 @@ MOST = 2**63 - 1
 def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
     """The run's own state.
 
-    Args: path: run.pt in the folder of a checkpoint. needs: entries that the reader can't do without, beside those
+    Args: path: run.pt in the folder of a checkpoint. needs: entries that the reader needs, besides those
         that every run writes.
     Raises: CheckpointError: it can't be read, is of a format that this release does not know, or has a field that no
         run writes.
@@ -119,7 +119,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cluster": ("a mapping", _mapping),
-    "health": ("since when warnings go on", _health),
+    "health": ("since when warnings last", _health),
     "learner": ("a mapping by name", _mapping),
     "moved": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),
 }

@@ -79,7 +79,7 @@ class Rewarded:
 class RewardManager:
     """One number per trajectory: totalⱼ = Σ_f w_f r_fj over the functions f that apply to j.
 
-    Rewards that a group brings (an environment's) count with weight 1, beside the functions.
+    Rewards that a group brings (an environment's) count with weight 1, besides the functions.
 
     >>> from whet.types import Completion, Prompt
     >>> p = Prompt(tokens=np.array([50, 43, 50, 61]), source="2+2=", columns={"answer": "4"}, row=7)

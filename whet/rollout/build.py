@@ -115,7 +115,7 @@ def make_engine(
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
             f"the engine {type(engine).__name__} has no {', '.join(missing)}; whet.rollout.simple.QueueEngine is a "
-            "base that leaves poll to write"
+            "base class where you only write poll"
         )
     return engine
 

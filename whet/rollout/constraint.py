@@ -46,7 +46,7 @@ class Matcher:
         self.allowed = rules.all
         """uint8 [W]: the tokens that may come now, once `Grammars.refresh` has looked."""
         self.ended: FinishReason | None = None
-        """Set where no token may come: "stop" = the language ends here; "error" = no token goes on."""
+        """Set where no token may come: "stop" = the language ends here; "error" = every continuation is forbidden."""
 
     def copy(self) -> Matcher:
         """Another one at the same place."""
@@ -140,7 +140,7 @@ class Grammars:
         return matcher
 
     def start(self, request: Request) -> Matcher | None:
-        """The matcher of a request, behind the tokens that it goes on from; None where nothing constrains it.
+        """The matcher of a request, after the tokens that it continues; None where nothing constrains it.
 
         Raises: EngineError: these tokens leave the language, or nothing may follow them.
         """
@@ -222,7 +222,7 @@ class Grammars:
         special = [i for i in (t.eos_token_id, t.pad_token_id, *t.all_special_ids) if i is not None]
         if not special:
             raise ConfigError(
-                f"{type(t).__name__} has no special token, and llguidance needs one that is no text; give it an end "
+                f"{type(t).__name__} has no special token, and llguidance needs one that is not text; give it an end "
                 "token: tokenizer.add_special_tokens({'eos_token': '<eos>'})"
             )
         try:
@@ -269,7 +269,7 @@ class Grammars:
     def _outside(self, sampling: Sampling, place: int, token: int) -> DataError:
         return DataError(
             f"completion token {place} is {token} ({self._tokenizer.decode([token])!r}), which {sampling.constraint} "
-            "does not allow there; only what was drawn under a constraint can be scored or gone on with under it: use "
+            "does not allow there; only what was drawn under a constraint can be scored or continued under it: use "
             "logprob_support='full', or leave the constraint out"
         )
 

@@ -1,7 +1,7 @@
 """Rollouts: episodes in, groups of completions out, each group as soon as its last completion has ended.
 
 `Rollouts` is the only caller of an engine's submit and poll (`stream`, for a person who watches, apart). An episode is
-a generator: it yields requests and is given what came of them, as often as it likes, and returns its completions. So
+a generator: it yields requests and is given their outputs, as often as it likes, and returns its completions. So
 many episodes interleave in one engine, deterministically, without threads; a completion to a prompt (`single_turn`) is
 the shortest of them, and an environment with ten turns is one of ten yields.
 
@@ -30,7 +30,7 @@ from whet.types import Completion, Group, Prompt
 __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]
 
 GroupKey = tuple[int, int, int]
-"""(seed, step, prompt): the address of a group's draws, by which it is known while it is under way."""
+"""(seed, step, prompt): the address of a group's draws, by which it is known while it is running."""
 Turns = Generator[Any, Any, Completion | Sequence[Completion]]
 """Yields a Request and is given its Output, or yields several and is given a list; returns one Completion, or the forks
 of one episode."""
@@ -168,16 +168,16 @@ def single_turns(
 
 @dataclass(eq=False)
 class _Play:
-    """An episode under way."""
+    """A running episode."""
 
     episode: Episode
     turns: Turns
     single: bool = True
     """It yielded one request, not a list of them."""
     outputs: list[Output | None] = field(default_factory=list)
-    """What has come of the requests that it waits for, None = not yet."""
+    """The outputs of the requests that it waits for, None = not yet."""
     made: tuple[Completion, ...] | None = None
-    """None = it goes on."""
+    """None = it is still running."""
 
 
 @dataclass(eq=False)
@@ -197,9 +197,9 @@ class _GroupInFlight:
 
 
 class Rollouts:
-    """Episodes under way in an engine. Whatever goes wrong, nothing of theirs stays in it.
+    """Episodes running in an engine. Whatever goes wrong, none of their requests stays in it.
 
-    Args: engine: nobody else submits or polls. next_id: number of the first request; `next_id` goes on from it.
+    Args: engine: no other code submits or polls. next_id: number of the first request; `next_id` counts on from it.
     """
 
     def __init__(self, engine: RolloutEngine, *, next_id: int = 0) -> None:
@@ -208,7 +208,7 @@ class Rollouts:
         self._finished: dict[GroupKey, Group] = {}
         self._waiting: dict[int, tuple[_Play, int]] = {}
         self._cancelled: set[int] = set()
-        self._asked = 0  # since the engine was last at rest
+        self._asked = 0  # since the engine was last idle
 
     @property
     def in_flight(self) -> tuple[GroupKey, ...]:
@@ -216,11 +216,11 @@ class Rollouts:
         return tuple(self._groups)
 
     def start(self, episodes: Iterable[Episode]) -> list[GroupKey]:
-        """Begins episodes; all of a group begin together. Others may be under way.
+        """Starts episodes; all of a group start together. Others may be running.
 
         Returns: their groups, in order.
-        Raises: EngineError: the engine refuses a request; a group of that address is under way already. What an episode
-            raises. None of these episodes is under way then; earlier ones go on.
+        Raises: EngineError: the engine refuses a request; a group of that address is already running. What an episode
+            raises. None of these episodes is running then; earlier ones continue.
         """
         if not self._groups:
             self._asked = 0
@@ -250,16 +250,16 @@ class Rollouts:
         """Computes until a group has ended, and gives all that have.
 
         Args: timeout_s: of waiting; None = no limit.
-        Returns: groups in the order in which they ended; [] = nothing is under way, or the time is up.
+        Returns: groups in the order in which they ended; [] = nothing is running, or the time is up.
         Raises: EngineError: the engine lost a request, failed, or drew from logits that are not finite. What an episode
-            raises. Nothing is under way then; groups that had ended are still given.
+            raises. Nothing is running then; groups that had ended are still given.
         """
         self._compute(lambda: bool(self._finished), timeout_s)
         done, self._finished = self._finished, {}
         return list(done.values())
 
     def run(self, episodes: Iterable[Episode]) -> list[Group]:
-        """Plays episodes to their end, whatever else is under way. Returns: a group for each prompt, in order."""
+        """Plays episodes to their end, whatever else is running. Returns: a group for each prompt, in order."""
         keys = self.start(episodes)
         try:
             self._compute(lambda: not any(k in self._groups for k in keys), None)
@@ -269,7 +269,7 @@ class Rollouts:
         return [self._finished.pop(k) for k in keys]
 
     def cancel(self, groups: Iterable[GroupKey] | None = None) -> None:
-        """Ends groups now; nothing comes of them. Args: groups: as `start` gave them; None = all that go on."""
+        """Ends groups now, without a result. Args: groups: as `start` gave them; None = all that are running."""
         keys = set(self._groups if groups is None else groups)
         for key in keys:
             self._finished.pop(key, None)
@@ -287,7 +287,7 @@ class Rollouts:
                 p.turns.close()
 
     def _compute(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Polls until done, or nothing is under way, or the time is up."""
+        """Polls until done, or nothing is running, or the time is up."""
         began = time.monotonic()
         try:
             while self._groups and not done():
@@ -377,8 +377,8 @@ def _checked(episode: Episode, made: Any) -> tuple[Completion, ...]:
 def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[PartialOutput]:
     """Runs requests and gives their tokens as they are made; an engine without caps.peek gives them at their end.
 
-    Leaving the loop early aborts what is under way.
-    Args: engine: at rest. requests: to submit.
+    Leaving the loop early aborts what is running.
+    Args: engine: idle. requests: to submit.
     Returns: pieces with the new tokens of a request; its last one has the finish_reason, and may be empty.
     Raises: EngineError: the engine has other requests in flight, whose outputs would be lost; it can't do what a
         Sampling asks for; the model's logits are not finite.

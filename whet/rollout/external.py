@@ -3,7 +3,7 @@
 Such an engine holds its own copy of the weights and draws with its own generator. So a request gets a seed derived
 from its address, what comes back is stamped with the policy version here, and when the engine is built its
 log-probabilities of one prompt are compared with those of the trainer's module: a head that stayed behind or a name
-that was passed over shows at once.
+that was skipped shows at once.
 Left out on purpose: servers in other processes, and several devices.
 Dim legend: T tokens, V vocabulary.
 """
@@ -61,7 +61,7 @@ TOLERANCE = {"wide": 1e-3, "half": 0.25}
 
 @dataclass(kw_only=True, eq=False)
 class InFlightRequest:
-    """A request under way, and what it has made so far.
+    """A request in flight, and what it has made so far.
 
     >>> flight = InFlightRequest(request=Request(id=1, tokens=np.array([5]), sampling=Sampling(stop_ids=(2,)), group=0,
     ...     address=(0, 0, 0, 0)))
@@ -87,7 +87,7 @@ class InFlightRequest:
         """Books new tokens, and cuts them where the completion ends.
 
         Args: tokens, logprobs: as they came. version: of the policy that made them. decode: for stop strings.
-        Returns: why it ends here: a stop id, a stop string, its length; None = it goes on.
+        Returns: why it ends here: a stop id, a stop string, its length; None = it continues.
         Raises: EngineError: another number of logprobs than of tokens.
         """
         if len(tokens) != len(logprobs):
@@ -116,11 +116,11 @@ class InFlightRequest:
         del self.tokens[length:], self.logprobs[length:], self.versions[length:]
 
     def rest(self) -> Request:
-        """The request that goes on from what has been made."""
+        """The request that resumes after what has been made."""
         return self.request.after(np.array(self.tokens, np.int32)) if self.tokens else self.request
 
     def output(self, reason: FinishReason) -> Output:
-        """What came of it."""
+        """Its result."""
         tokens, logprobs, versions = self._columns()
         return Output(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
 
@@ -135,10 +135,10 @@ class InFlightRequest:
 
 
 def seed_of(request: Request, bits: int = 63) -> int:
-    """The seed of a request's draws, from its address and where it goes on.
+    """The seed of a request's draws, from its address and where it resumes.
 
     Args: request: its address, draw and offset. bits: the seed is below 2**bits.
-    Returns: equal for equal addresses. A later turn has another seed, and so has a request that goes on: neither must
+    Returns: equal for equal addresses. A later turn has another seed, and so has a resumed request: neither must
         repeat the first draws.
 
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))

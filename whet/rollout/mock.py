@@ -74,7 +74,7 @@ class MockEngine(QueueEngine):
             raise EngineError(f"request {request.id}: all {self._vocabulary} tokens are stop or forbidden ids")
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:
-        """The next few completions; [] = nothing in flight. Raises EngineError: the engine sleeps."""
+        """The next few completions; [] = nothing in flight. Raises EngineError: the engine is asleep."""
         self._awake()
         taken = [self._queue.popleft() for _ in range(min(self._per_poll, len(self._queue)))]
         return self._count(taken, [self._output(r) for r in taken])

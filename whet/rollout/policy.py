@@ -51,7 +51,7 @@ class PolicyRollouts:
         self._lengths = LengthHistory()
         self._next_id = 0
         self.engine_released = False
-        """The engine sleeps and has to be woken before it samples."""
+        """The engine is asleep and has to be woken before it samples."""
 
     @property
     def driver(self) -> Rollouts:

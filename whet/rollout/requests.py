@@ -2,8 +2,8 @@
 
 Prompts that could never fit the model are found before the first rollout: a run would end at the step that meets one.
 
-Left out on purpose: draws (whet.rollout.engine.sampler), what one engine alone refuses, and prompts of a stream, which
-nobody has seen yet: the engine refuses those one by one.
+Left out on purpose: draws (whet.rollout.engine.sampler), what one engine alone refuses, and prompts of a stream,
+which are not known before: the engine refuses those one by one.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def check_request(
     """
     s, name = request.sampling, f"request {request.id}"
     if closed:
-        raise EngineError(f"{name} came to an engine that is closed; make another")
+        raise EngineError(f"{name} was sent to a closed engine; make another")
     _check_arrays(request)
     length = len(request.tokens)
     if length == 0:

@@ -1,4 +1,4 @@
-"""Sampler: text in, text out, from a model that nobody trains.
+"""Sampler: text in, text out, from a model that is not being trained.
 
 The direct interface to the engines: a model and its tokenizer, called with texts or chats. It encodes, draws and
 decodes by the code that RLCluster.generate runs. The embedded engine runs it; the hf engine where the model can't take
@@ -42,7 +42,7 @@ __all__ = ["CacheConfig", "Sampler", "SamplerOutput"]
 log = logging.getLogger("whet")
 
 MAX_NEW_TOKENS = 256
-"""Tokens of a completion where nobody says how many, and the model has room."""
+"""Tokens of a completion where no length is given, and the model has room."""
 OPTIONS = (
     "constraint",
     "generation_kwargs",
@@ -206,13 +206,21 @@ class Sampler:
     ) -> SamplerOutput:
         """Completes texts or chats, or a single one of either.
 
-        Args: input_strings: texts, or lists of messages, which take the chat template. max_generation_steps: tokens;
-            None = 256, or what the model leaves. max_prompt_length: tokens; None = what the model takes. echo: text
-            and tokens begin with the prompt's. temperature, top_p, top_k, forbidden_tokens, eos_tokens (None = the
-            model's): as in RolloutConfig. beam_size: beams to search with; num_generations gives the best of them.
-            seed: None = another for each call. apply_chat_template: for texts too. on_long_prompt: "error" or
-            "truncate_left". options: min_p, repetition_penalty, min_tokens, stop, constraint, logprob_support,
-            generation_kwargs.
+        Args:
+            input_strings: texts, or lists of messages, which take the chat template.
+            max_generation_steps: tokens; None = 256, or the rest of the context length.
+            max_prompt_length: tokens; None = what the model takes.
+            echo: text and tokens begin with the prompt's.
+            return_logits: fill SamplerOutput.logits.
+            temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.
+            beam_size: beams to search with; num_generations gives the best of them.
+            seed: of the draws; None = another for each call.
+            pad_output: arrays padded to the longest completion.
+            return_logprobs: fill SamplerOutput.logprobs.
+            num_generations: completions of each prompt.
+            apply_chat_template: for texts too.
+            on_long_prompt: "error" or "truncate_left".
+            options: min_p, repetition_penalty, min_tokens, stop, constraint, logprob_support, generation_kwargs.
         Raises: ConfigError: options that are unknown or contradict each other. DataError: a prompt that is too long.
         """
         sampling = self.sampling(

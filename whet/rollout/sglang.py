@@ -1,10 +1,10 @@
 """SGLang as an engine: its offline `Engine`, which decodes in processes of its own, with its own copy of the weights.
 
-Each request is a coroutine of the engine, so finished ones return as they finish. New weights and sleep end what is
-under way, keep what it has made, and submit the rest again: its KV is made anew under the new weights. Stop strings are
-looked for when a completion has come, and cut there.
+Each request is a coroutine of the engine, so finished ones return as they finish. New weights and sleep end
+requests in flight, keep the tokens made so far, and submit the rest again: its KV is recomputed under the new weights.
+Stop strings are looked for when a completion has finished, and it is cut there.
 Written from the source of SGLang 0.5.23, which needs a GPU; it has not been run, its logic is tested against a
-stand-in. Left out on purpose: servers, several devices, LoRA, the tokens of a request under way.
+stand-in. Left out on purpose: servers, several devices, LoRA, the tokens of a request in flight.
 """
 
 from __future__ import annotations
@@ -167,12 +167,12 @@ class SGLangEngine:
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """Waits until something finishes, or the time is up, and returns what has finished.
 
-        Args: timeout_s: None = no limit. SGLang's processes go on between polls.
+        Args: timeout_s: None = no limit. SGLang's processes continue between polls.
         Returns: finished requests; [] = nothing in flight (or the time is up).
-        Raises: EngineError: the engine sleeps, or SGLang failed.
+        Raises: EngineError: the engine is asleep, or SGLang failed.
         """
         if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+            raise EngineError("the engine is asleep; call wake() first")
         if self._tasks and not self._done:
             limit = None if timeout_s is None else max(timeout_s, WAIT)
             self._collect(self._wait(asyncio.FIRST_COMPLETED, limit), halted=False)
@@ -185,7 +185,7 @@ class SGLangEngine:
         return self._engine.loop.run_until_complete(waiting)[0]
 
     def _collect(self, tasks: Iterable[asyncio.Task[Any]], *, halted: bool) -> None:
-        """Books what came of tasks; `halted`: those that were ended on purpose stay in flight."""
+        """Records the results of tasks; `halted`: those that were ended on purpose stay in flight."""
         for task in sorted(tasks, key=lambda t: self._tasks[t]):
             flight = self._flights[self._tasks.pop(task)]
             del self._rids[flight.request.id]
@@ -222,9 +222,9 @@ class SGLangEngine:
         self._collect(mine, halted=True)
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Ends requests now; ids that are not in flight, or have just finished, are passed over.
+        """Ends requests now; ids that are not in flight, or have just finished, are ignored.
 
-        Returns: what they had made, finish_reason "abort"; submit again with an offset to go on.
+        Returns: what they had made, finish_reason "abort"; submit again with an offset to resume.
         """
         wanted = [i for i in dict.fromkeys(ids) if i in self._flights]
         self._halt(wanted)
@@ -241,7 +241,7 @@ class SGLangEngine:
     # ---- weights and memory --------------------------------------------------------------------------------------
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version. Requests under way go on under it, with their KV made anew.
+        """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
         Raises: EngineError: no weights, some left out, or SGLang refused them; it holds a mixture then.
@@ -277,7 +277,7 @@ class SGLangEngine:
             raise EngineError(f"SGLang refused the weights {bucket[0][0]} .. {bucket[-1][0]}: {message}")
 
     def sleep(self) -> None:
-        """Frees the KV; requests under way are kept as tokens and go on after wake. The weights stay."""
+        """Frees the KV; requests in flight are kept as tokens and continue after wake. The weights stay."""
         if not self._asleep:
             self._halt(self._flights)
             self._engine.release_memory_occupation(tags=KV)
@@ -317,7 +317,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 
     Args: request: its Sampling, address and offset.
     Returns: as Engine.generate takes them. A forbidden id gets a bias of -inf. SGLang draws by seed and place in the
-        sequence, so the seed is that of the address also where a request goes on; it looks at seeds only where the
+        sequence, so the seed is that of the address also where a request is resumed; it looks at seeds only where the
         engine was built for deterministic sampling.
 
     >>> import numpy as np

@@ -1,6 +1,6 @@
 """What engines share that have a queue and no batch of their own: all of the protocol but poll.
 
-Left out on purpose: anything under way between two polls; an engine with that has books of its own.
+Left out on purpose: requests in flight between two polls; an engine with those has bookkeeping of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class QueueEngine:
         self._asleep = self._closed = False
         self._prefilled = self._generated = 0
         self.backends: Mapping[str, str] = {}
-        """What runs, in words, for a run's notes."""
+        """Which implementation runs each part, for environment.json."""
         self.version = 0
         """The policy version stamped on what is drawn now."""
 
@@ -50,9 +50,9 @@ class QueueEngine:
         """Raises EngineError for a request that could never be served."""
 
     def _awake(self) -> None:
-        """Raises EngineError while the engine sleeps."""
+        """Raises EngineError while the engine is asleep."""
         if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+            raise EngineError("the engine is asleep; call wake() first")
 
     def _count(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
         """Books what was done; the outputs."""
@@ -90,7 +90,7 @@ class QueueEngine:
         """Takes new weights."""
         raise EngineError(
             f"the {self._kind} engine reads the trainer's own parameters; call update(version) without weights (a "
-            "class of your own says so by caps = EngineCaps(shared_weights=True), or takes weights in _take)"
+            "class of your own sets caps = EngineCaps(shared_weights=True), or takes weights in _take)"
         )
 
     def sleep(self) -> None:

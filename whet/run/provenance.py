@@ -1,7 +1,7 @@
-"""What a run reads besides its checkpoint: models that nobody trains, configurations, tokenizer, evaluation data, code.
+"""What a run reads besides its checkpoint: read-only models, configurations, tokenizer, evaluation data, code.
 
-A checkpoint notes it (run.pt, "reads"), and a resumed run compares: weights, configurations, tokenizer and evaluation
-data that are others are refused, code that is other is said aloud. Weights count as they lie in memory, so a folder, a
+A checkpoint records it (run.pt, "reads"), and a resumed run compares: different weights, configurations, tokenizer or
+evaluation data are refused, different code is logged. Weights count as they lie in memory, so a folder, a
 hub name and a module are alike. Training data have their own place: data/order.py. Of models that are trained the
 configuration alone counts: their weights are the checkpoint's.
 Left out on purpose: what the user's code imports in its turn, and packages, whose versions environment.json has.
@@ -106,7 +106,7 @@ def check_reads(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
 
 
 def _changed(old: Any, new: Mapping[str, Any]) -> list[str]:
-    """The differences, but for code. A model that one side lacks is not compared: whether it is read is a setting."""
+    """The differences, except in code. A model that one side lacks is not compared: whether it is read is a setting."""
     models, found = _part(old, "models", Mapping), []
     for role, now in new["models"].items():
         if role in models:

@@ -216,7 +216,7 @@ class Run:
         """Saves what is done; raises what an observer has raised, or that a signal has asked for the end."""
         self.save()
         where = f"checkpoint: {self.checkpoints.root}/step-{self.step:06d}" if self.checkpoints.root else "no run_dir"
-        stopped = f"stopped after step {self.step} ({where}); go on with trainer.resume=latest"
+        stopped = f"stopped after step {self.step} ({where}); resume with trainer.resume=latest"
         self.observers.check(stopped)
         raise KeyboardInterrupt(stopped)
 
@@ -333,7 +333,7 @@ class Run:
             self._tell("on_save", self, folder)
 
     def _compared(self) -> dict[str, Any]:
-        """What a resume compares: the settings, and what from Python stands beside them and has no key there."""
+        """What a resume compares: the settings, and what was given from Python and has no key there."""
         return plain({**self.settings, **self.task.compared()})
 
     def _refuse_old_checkpoints(self) -> None:
@@ -342,7 +342,7 @@ class Run:
         self.checkpoints.open()
         if self.checkpoints.exist():
             raise ConfigError(
-                f"{root} holds the checkpoints of a run; set trainer.resume=latest to go on with it, or another folder"
+                f"{root} holds the checkpoints of a run; set trainer.resume=latest to resume it, or another folder"
             )
 
     def _resume(self) -> int:
@@ -357,7 +357,7 @@ class Run:
         if own is not None and root is not None and checkpoint.resolve().parent != root.resolve() and holds_steps(own):
             raise CheckpointError(
                 f"{checkpoint} is another run's, and {own} holds steps of its own; give another trainer.run_dir, or "
-                "trainer.resume=latest to go on with what lies there"
+                "trainer.resume=latest to resume from what lies there"
             )
         self._restore(checkpoint)
         return self.step
@@ -386,7 +386,7 @@ class Run:
             raise CheckpointError(
                 "the configuration differs from the checkpoint's:\n  "
                 + "\n  ".join(changed)
-                + "\nresume with the same one, or set trainer.allow_config_change=true to go on with these changes"
+                + "\nresume with the same one, or set trainer.allow_config_change=true to continue with these changes"
             )
         log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))
 

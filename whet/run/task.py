@@ -65,7 +65,7 @@ class Task(Observer):
     """Whether `evaluate` has data."""
 
     needs: tuple[str, ...] = ()
-    """Entries of run.pt, of those that `state` gives, without which there is no going on."""
+    """Entries of run.pt, of those that `state` gives, without which the run can't be resumed."""
 
     def settings(self) -> dict[str, Any]:
         """The whole configuration as plain containers: written to the run folder, compared on a resume."""

@@ -81,13 +81,13 @@ class Checkpoints:
         return self.root is not None and bool(saved(self.root))
 
     def _is_own(self, folder: Path) -> bool:
-        """Whether a checkpoint lies among those that this run goes on with, under a step's name."""
+        """Whether a checkpoint lies among those of this run, under a step's name."""
         if self.root is None or step_of(folder) is None:
             return False
         return folder.absolute().parent.resolve() == self.root.resolve()
 
     def discard(self, *, after: int) -> None:
-        """Removes the checkpoints of steps that a run resumed before them will take anew.
+        """Removes the checkpoints of steps that a run resumed before them will run again.
 
         Raises: CheckpointError: one of them is another run's, and none is removed; or one can't be removed.
         """
@@ -109,8 +109,8 @@ class Checkpoints:
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
         """Writes the checkpoint of a step.
 
-        Args: state: the run's own, plain containers and tensors. tokenizer: beside the weights, so that transformers
-            loads them. keep: folders to keep; None = all.
+        Args: state: the run's own, plain containers and tensors. tokenizer: saved with the weights, so that
+            transformers loads them. keep: folders to keep; None = all.
         Returns: the folder; None where there is no root.
         Raises: CheckpointError: it could not be written, or the folder of that step is another run's.
         """
@@ -149,7 +149,7 @@ class Checkpoints:
     def load(self, folder: Path) -> None:
         """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit.
 
-        Where the checkpoint lies among this run's own, the run goes on as the one that has written it.
+        Where the checkpoint lies among this run's own, the run continues as the one that has written it.
         """
         state = self.state(folder)
         updates = state["updates"]
@@ -188,14 +188,14 @@ class Checkpoints:
             log.warning("%s holds the weights of the %s, but this run has no %s", folder, role, role)
 
     def verify(self, folder: Path) -> None:
-        """Checks a checkpoint before it is taken up.
+        """Checks a checkpoint before it is resumed.
 
         Raises: CheckpointError: a file is missing or has changed, or it lies elsewhere and other checkpoints here.
         """
         if self.exist() and not self._is_own(folder):
             raise CheckpointError(
-                f"{folder} is not among the checkpoints in {self.root}, which are another run's; give another "
-                "trainer.checkpoint_root_directory or trainer.run_dir, or trainer.resume=latest to go on with those"
+                f"{folder} is not among the checkpoints in {self.root}, which belong to another run; give another "
+                "trainer.checkpoint_root_directory or trainer.run_dir, or trainer.resume=latest to resume those"
             )
         files = ("model.safetensors", "config.json", "optimizer.safetensors", "state.pt")
         verify(folder, ["run.pt", *(f"{role.value}/{name}" for role in self.trainers for name in files)])

@@ -148,7 +148,7 @@ class OffloadPlacement(Placement):
         return list(self.module.parameters()) if self._trained is None else []
 
     def _masters(self) -> list[Tensor]:
-        """The masters beside the model; where it computes in fp32 its own weights are, and stay."""
+        """The master weights, apart from the model's own; where it computes in fp32 they are its own, and stay."""
         if self._trained is None:
             return []
         return [m for name, m in self._trained.masters.items() if m is not self._trained.params[name]]

@@ -148,7 +148,7 @@ class RoleTrainer:
         return self
 
     def with_rl_metrics_to_log(self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]]) -> RoleTrainer:
-        """Sets what becomes of the loss's metrics; one that isn't named is logged as its mean.
+        """Sets how the loss's metrics are named and reduced; one that isn't named is logged as its mean.
 
         Args: metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
             "sequence_mean", ...); several of them, logged as name/how; or {label: how}.
@@ -298,7 +298,7 @@ class RoleTrainer:
 
 
 def lower_rate(role: Role = Role.ACTOR) -> str:
-    """How a run that went wrong is taken up again with a lower learning rate, for messages.
+    """How to resume a run that went wrong with a lower learning rate, for messages.
 
     >>> lower_rate(Role.CRITIC)[:70]
     'resume from an earlier checkpoint (trainer.resume=<its step-* folder>)'

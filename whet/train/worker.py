@@ -267,7 +267,7 @@ class ModelWorker:
             loss: per token, [s], where the batch has `weights`; per unit, [u], where it has `unit_weights`.
             entropy: give the loss the entropy.
             scores: give the loss the scores, of a model with a value head.
-            reductions: what becomes of a loss's metric: name -> {label: how}, how one of REDUCTIONS; its mean under its
+            reductions: how a loss's metric is reduced: name -> {label: how}, how one of REDUCTIONS; its mean under its
                 own name if not named.
         Returns: "loss" (the sum) and the loss's metrics, over the tokens of the mask, or over the units with a trained
             token.
@@ -376,7 +376,7 @@ class ModelWorker:
     def save(self, folder: Path) -> None:
         """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
 
-        The weights lie under the module's own names beside its config.json, so transformers loads the folder too.
+        The weights lie under the module's own names next to its config.json, so transformers loads the folder too.
         """
         with self.placement.during("save"):
             masters = None if self.optim is None else self.optim.masters_by_name()

@@ -1,4 +1,4 @@
-"""Tunix's configuration, field by field, and what becomes of each here: the source of docs/from-tunix.md.
+"""Tunix's configuration, field by field, and what each is here: the source of docs/from-tunix.md.
 
     python -m whet.tunix.fields > docs/from-tunix.md
 
@@ -195,9 +195,9 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "actor_optimizer": Field(REQUIRED, "other", "an OptimConfig, a torch optimizer factory or its reference"),
         "critic_optimizer": Field(None, "other", "the same; None = as the actor's"),
         "mini_batch_size": Field(None),
-        "train_micro_batch_size": Field(None, "other", "an upper bound beside the token budget"),
+        "train_micro_batch_size": Field(None, "other", "an upper bound, besides the token budget"),
         "rollout_micro_batch_size": Field(None),
-        "compute_logps_micro_batch_size": Field(None, "other", "an upper bound beside the token budget"),
+        "compute_logps_micro_batch_size": Field(None, "other", "an upper bound, besides the token budget"),
         "compute_logps_chunk_size": Field(0, "no effect", "logits are always made a chunk at a time"),
     },
     ClusterConfig: {
@@ -247,7 +247,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "trace_dir": Field(None, "other", "None = the run folder; trace.json opens in Perfetto"),
     },
 }
-"""Configuration class -> Tunix's field -> what became of it."""
+"""Configuration class -> Tunix's field -> what it is here."""
 
 _INTRO = """# From Tunix
 

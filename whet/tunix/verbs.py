@@ -237,7 +237,7 @@ class TunixVerbs:
     # ---- metrics -------------------------------------------------------------------------------------------------
 
     def buffer_metrics(self, metrics: Mapping[str, tuple[Any, Any]], mode: Mode = Mode.TRAIN) -> None:
-        """Adds metrics, name -> (value, aggregation), to the step that is under way."""
+        """Adds metrics, name -> (value, aggregation), to the current step."""
         self._metrics.add(metrics, mode, self.global_steps)
 
     def buffer_metrics_async(self, metrics: Mapping[str, tuple[Any, Any]], mode: Mode, step: int) -> None:

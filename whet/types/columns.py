@@ -109,7 +109,7 @@ class Columns:
         """
         if name not in (known := self._names()):
             raise DataError(
-                f"the loss needs {name}, which is no column of this batch{nearest(name, known) or '.'} Set it with "
+                f"the loss needs {name}, which is not a column of this batch{nearest(name, known) or '.'} Set it with "
                 "batch.with_token_columns or with_sequence_columns"
             )
         column = self.column(name)

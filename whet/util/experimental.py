@@ -1,7 +1,7 @@
 """What is written and tested with stand-ins, but has never run on the hardware it is for: a warning when it is chosen.
 
-A piece of code leaves this list when it has run there; until then nobody should believe its figures, or its results,
-without looking at them. Left out on purpose: a switch that silences it.
+A piece of code leaves this list when it has run there; until then check its figures and its results
+before you rely on them. Left out on purpose: a switch that silences it.
 """
 
 from __future__ import annotations

@@ -160,7 +160,7 @@ def test_functions_are_taken_where_names_are():
         ),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps should be None"),
         ({"profiler_options": {"profile_steps": 3}}, "profiler_options.profile_steps; did you mean profiler_steps"),
-        ({"resume": "latest"}, "set run_dir"),
+        ({"resume": "latest"}, "resume='latest' needs run_dir"),
         ({"max_seq_token_per_tpu": 0}, "must be a positive integer. Got: 0"),
         ({"max_seq_token_per_tpu": 5, "max_tokens_per_microbatch": 5}, "give it once"),
         ({"checkpointing_options": {"max_keep": 3}}, "did you mean max_to_keep"),

@@ -29,7 +29,7 @@ LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] *
         ("a: !!float 1:30", r"'1:30' is no float"),
         ("a: 1\n---\nb: 2", r"run.yaml: not YAML: .*another document"),
         ("a:\n\t- b", r"run.yaml: not YAML: .*'\\t'"),
-        ("a: \0", r"run.yaml looks like UTF-16, or is no text; save it as UTF-8"),
+        ("a: \0", r"run.yaml looks like UTF-16, or is not text; save it as UTF-8"),
         ("a: \x01", r"run.yaml: not YAML: .*special characters"),
         ("a: [", r"run.yaml: not YAML"),
         ("*a", r"run.yaml: not YAML: .*undefined alias"),

@@ -159,7 +159,7 @@ def test_a_relative_cache_folder_is_none(given, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     assert build.cache_folder() == tmp_path / "home" / ".cache" / "whet"
     monkeypatch.setenv("HOME", "home")
-    with pytest.raises(OSError, match="HOME=home is no absolute path"):
+    with pytest.raises(OSError, match="HOME=home is not an absolute path"):
         build.cache_folder()
 
 

@@ -187,7 +187,7 @@ def test_a_newest_checkpoint_without_its_state_is_not_passed_over(tmp_path, poin
 def test_a_path_is_taken_as_it_is_and_must_be_a_checkpoint(tmp_path):
     folder = publish(tmp_path, 1, write())
     assert find_checkpoint(str(folder), None) == folder
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: .*run\.pt is missing; give a step-\* folder"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: .*run\.pt is missing; give a step-\* folder"):
         find_checkpoint(str(tmp_path), None)
     with pytest.raises(CheckpointError, match="needs a run_dir"):
         find_checkpoint("latest", None)
@@ -268,7 +268,8 @@ def test_what_has_the_name_of_a_checkpoint_and_is_none_is_moved_aside(tmp_path, 
         sweep(tmp_path)
         assert find_checkpoint("latest", tmp_path).name == "step-000001"
     assert names(tmp_path) == ["latest", "step-000001", "step-000002-2.broken", "step-000002.broken"]
-    assert "step-000002 is no checkpoint, since files of it have gone; it is kept as step-000002.broken" in caplog.text
+    said = "step-000002 is not a checkpoint, since files of it are missing; it is kept as step-000002.broken"
+    assert said in caplog.text
     (tmp_path / "step-000003").mkdir()  # while a run goes on
     folder = publish(tmp_path, 3, write(), keep=2)
     assert (folder / "run.pt").is_file() and (tmp_path / "step-000003.broken").is_dir()
@@ -371,7 +372,7 @@ def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(t
     with pytest.raises(CheckpointError, match="actor/file is not what was written"):
         verify(folder)
     (folder / "sums.json").write_text(json.dumps({**whole, "format": 3}))
-    with pytest.raises(CheckpointError, match=r"sums\.json has format 3, .*knows formats 1 to 2; go on with"):
+    with pytest.raises(CheckpointError, match=r"sums\.json has format 3, .*reads formats 1 to 2; resume with"):
         verify(folder)
     (folder / "sums.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(no mapping"):
@@ -382,7 +383,7 @@ def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(t
 def test_sums_name_no_file_outside(tmp_path, name):
     folder = publish(tmp_path, 1, write())
     (folder / "sums.json").write_text(f'{{"{name}": "00"}}')
-    with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(.* is no file of the checkpoint\)"):
+    with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(.* is not a file of the checkpoint\)"):
         verify(folder)
     (folder / "sums.json").write_text("[" * 200_000)
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(it is nested too deep\)"):

@@ -302,7 +302,7 @@ def test_what_needs_the_main_thread_is_told_how_to_get_it():
     def alarmed(completions):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
 
-    with pytest.raises(RewardError, match="set the reward timeout to None"):
+    with pytest.raises(RewardError, match=r"set trainer\.reward_timeout_s=null"):
         call(alarmed)
 
 

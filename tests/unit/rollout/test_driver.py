@@ -308,7 +308,7 @@ def test_a_refused_request_begins_nothing_and_others_go_on():
     rollouts.start(single_turns(rows(2), Sampling(max_tokens=3)))
     with pytest.raises(EngineError, match="max_tokens 0 must be at least 1"):
         rollouts.start(single_turns(rows(2), Sampling(max_tokens=0), address=(1, 0, 0)))
-    with pytest.raises(EngineError, match="MockEngine knows no stop strings"):
+    with pytest.raises(EngineError, match="MockEngine does not support stop strings"):
         rollouts.start(single_turns(rows(2), Sampling(stop=("x",)), address=(1, 0, 0)))
     assert rollouts.in_flight == ((0, 0, 0), (0, 0, 1)) and rollouts.engine.stats().in_flight == 2
     assert len(rollouts.run(single_turns(rows(2), Sampling(), address=(1, 0, 0)))) == 2

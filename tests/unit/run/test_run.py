@@ -208,7 +208,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_says_where(make, tmp_pat
     for root, said in ((tmp_path, rf"stopped after step 1 \(checkpoint: {tmp_path}/checkpoints/step-000001\)"),
                        (None, r"stopped after step 1 \(no run_dir\)")):  # fmt: skip
         run = Run(make(run_dir=root and str(root)), rows(8))
-        with pytest.raises(KeyboardInterrupt, match=said + "; go on with trainer.resume=latest"), run:
+        with pytest.raises(KeyboardInterrupt, match=said + "; resume with trainer.resume=latest"), run:
             run._stop.asked = True
             step(run)
     assert saved(tmp_path) == ["step-000001"] and not (tmp_path / "final").exists()

@@ -1,7 +1,7 @@
 """The embedded engine: continuous batching over the trainer's own module, in this process.
 
 engine.py     submit, poll, abort, update: the protocol, and the host's books
-scheduler.py  what waits, and what is let in
+scheduler.py  what waits, and what is admitted
 shelf.py      keys and values of finished sequences, held for the next turn of their conversation
 kv_cache.py   keys and values of prompts (once per group) and of completions
 runner.py     prefill and decode, with the state of the live rows on the device

@@ -32,7 +32,7 @@ class ModuleForward:
         self.loaded = loaded
         self.device = _device(loaded)
         self.backends = {"trunk": f"module ({reason})", "products": "torch", "kernels": "torch"}
-        """What runs, in words."""
+        """Which implementation runs each part, and why."""
         self.bytes = 0
         """Memory of what is derived from the weights."""
         self.epoch = 0
@@ -64,7 +64,7 @@ class ModuleForward:
         """Positions must be below this. Nothing to do here."""
 
     def refresh(self, *, force: bool) -> None:
-        """Takes note of new weights. Nothing to do here."""
+        """Is told of new weights. Nothing to do here."""
 
     def drop(self) -> None:
         """Frees what is derived from the weights. Nothing to do here."""
@@ -81,7 +81,7 @@ class FusedForward:
             "products": "native, packed" if trunk.kernels else "torch",
             "kernels": f"native ({trunk.kernels.compiler})" if trunk.kernels else f"torch ({trunk.refusal})",
         }
-        """What runs, in words."""
+        """Which implementation runs each part, and why."""
         self.kernels = trunk.kernels
         """Those of a decode step; None = torch's."""
         self._trunk = trunk
@@ -139,7 +139,7 @@ class FusedForward:
         return sum(product.bytes for product in (*self._trunk.products(), self._head))
 
     def _state(self) -> tuple[tuple[int, int], ...]:
-        """Where the weights lie and how often they were written: sees most changes that nobody announced."""
+        """Where the weights lie and how often they were written: shows most changes that were not announced."""
         return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights)
 
     def _kind(self) -> list[tuple[object, ...]]:

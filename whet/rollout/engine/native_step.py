@@ -1,7 +1,7 @@
 """A decode step's tables for the native kernels: which row asks which prompt, and where everything lies.
 
 Dim legend: n live rows, H query heads, K KV heads, D head size, d hidden size.
-Left out on purpose: copies. The stores stay as they are; only addresses are written down, anew when one has moved.
+Left out on purpose: copies. The stores stay as they are; only addresses are written down, again when one has changed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NativeLayout(Layout):
         self.step = StepTable()
         """Of the step that `begin` has set."""
         self._kept: dict[str, Any] = {}
-        """Whatever a table points into, but for the stores."""
+        """Whatever a table points into, except the stores."""
         self._layers: ctypes.Array[LayerTable] | None = None
         self._prompts: list[tuple[KVStore, np.ndarray]] = []
         """Stores asked, each with the slots of its groups."""

@@ -97,7 +97,7 @@ class Runner:
         """Makes room for new rows. Args: live: rows there are. count: new ones.
 
         Where attention reads all places of a row (DecodeLayout.attend), the last bits follow their number: so that what
-        was drawn before (an evaluation, which a resumed run does not repeat) changes none, it is begun anew.
+        was drawn before (an evaluation, which a resumed run does not repeat) changes none, it starts again.
         """
         if self.renews and not live:
             self.own.drop()
