@@ -378,7 +378,8 @@ def test_two_runs_never_share_a_folder_of_checkpoints(tmp_path):
     assert tried and steps == ["latest", "step-000001", "step-000002"]
     learner(tmp_path / "d", max_steps=1).train(rows(4))
     other = str(tmp_path / "d" / "checkpoints" / "step-000001")
-    with pytest.raises(CheckpointError, match=rf"{other} is not among the checkpoints in {shared}, which are another"):
+    said = rf"{other} is not among the checkpoints in {shared}, which belong to another"
+    with pytest.raises(CheckpointError, match=said):
         learner(tmp_path / "e", checkpoint_root_directory=shared, resume=other).train(rows(4))
     assert steps == [p.name for p in sorted((tmp_path / "c").iterdir())]
 

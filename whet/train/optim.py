@@ -161,7 +161,7 @@ class Optim:
         except KeyError:
             raise CheckpointError(
                 f"{type(self.optimizer).__name__} holds a parameter that is not one of the model's parameters, so its "
-                "state can't be saved by name; save no checkpoints, or build it from the parameters the factory is given"
+                "state can't be saved by name; save no checkpoints, or build it from the parameters its factory is given"
             ) from None
 
     def save(self, path: Path) -> dict[str, Any]:

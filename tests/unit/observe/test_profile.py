@@ -187,7 +187,7 @@ def test_a_profile_on_a_full_disk_costs_no_step_and_says_what_to_free(tmp_path, 
     assert run.step == 2 and names(tmp_path) == ["profile-step-000002.txt"]
     assert f"the profile of step 2 could not be written to {tmp_path}: " in caplog.text and why in caplog.text
     assert (
-        f"nothing of the step is lost, training goes on. Make room there and in {tempfile.gettempdir()}" in caplog.text
+        f"training continues. Make room there and in {tempfile.gettempdir()}" in caplog.text
     )
 
 

@@ -1,7 +1,7 @@
 """Decode steps of fixed shape, so that a CUDA graph of one can be replayed: launches cost nothing then.
 
-A step is captured per bucket of rows; rows beyond the live ones are padding, whose state is zero and whose draws are not
-read. Whatever a step reads lies at a fixed address; where an address changes (a store has grown), a new graph is
+A step is captured per bucket of rows; rows beyond the live ones are padding: their state is zero and their draws are
+not read. Whatever a step reads lies at a fixed address; where an address changes (a store has grown), a new graph is
 captured and the old ones are forgotten. On a CPU nothing is captured, and the same steps run one by one.
 
 Graphs of one StepGraphs share the memory that they work in, a pool, and the stream that they are captured on; nothing
