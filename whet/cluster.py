@@ -54,9 +54,12 @@ _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 class RLCluster(TunixVerbs):
     """Roles, engine and tokenizer of one run.
 
-    Args: actor, critic, reference: a module, a folder, a hub name, or a RoleConfig. A reference that is the actor's
-        own module is copied, so that it stays what it is. tokenizer: a tokenizer, a folder or a hub name.
-        cluster_config: meshes, engine, training and rollout configuration. perf_config: PerfMetricsOptions.
+    Args:
+        actor, critic, reference: a module, a folder, a hub name, or a RoleConfig. A reference that is the actor's own
+            module is copied, so that it stays what it is.
+        tokenizer: a tokenizer, a folder or a hub name.
+        cluster_config: meshes, engine, training and rollout configuration.
+        perf_config: PerfMetricsOptions.
     Raises: ConfigError: a model that can't be loaded, a mesh or a role that this release does not have.
 
     Example: RLCluster(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B", cluster_config=ClusterConfig(
@@ -299,9 +302,13 @@ class RLCluster(TunixVerbs):
     ) -> list[Group]:
         """Completes prompts.
 
-        Args: prompts: encoded. num_generations: G, completions of each. step: with the seed, the prompt's place and
-            the generation, the address of every draw. mode: whose sampling parameters and draws. sampling, seed:
-            instead of the mode's and the run's. at_once: prompts given to the engine at once; no draw depends on it.
+        Args:
+            prompts: encoded.
+            num_generations: G, completions of each.
+            step: with the seed, the prompt's place and the generation, the address of every draw.
+            mode: whose sampling parameters and draws.
+            sampling, seed: instead of the mode's and the run's.
+            at_once: prompts given to the engine at once; no draw depends on it.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode

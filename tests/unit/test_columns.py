@@ -90,7 +90,7 @@ def test_a_column_that_does_not_fit_is_refused_at_once():
 
 def test_a_name_that_means_something_else_is_refused():
     batch = random_batch((3, [2, 5])).with_token_columns(mine=torch.ones(7))
-    for name in ("logprobs", "entropy", "scores", "lengths", "select", "prefixes", "token", "need", "a b"):
+    for name in ("logprobs", "entropy", "scores", "lengths", "select", "prefixes", "token_columns", "need", "a b"):
         with pytest.raises(DataError, match="can't be named"):
             batch.with_token_columns(**{name: torch.ones(7)})
     for name in ("mine", "advantages", "unit"):

@@ -93,8 +93,13 @@ def explain(
 ) -> ConfigError:
     """The findings of pydantic in whet's words: one line per path, the deepest of a union's complaints.
 
-    Args: cls: what was checked. error: pydantic's. given: what it was made from. root: class name, from Python.
+    Args:
+        cls: what was checked.
+        error: pydantic's.
+        given: what it was made from.
+        root: class name, from Python.
         short: shorthands, named in suggestions.
+
     Returns: the ConfigError, to be raised by the caller.
     """
     found: dict[tuple[str, ...], list[Any]] = {}

@@ -110,8 +110,10 @@ def first_fit(
 ) -> list[list[PackItem]]:
     """First fit decreasing: each item, largest first, into the first bin with room.
 
-    Args: items: each within the limits. max_tokens, max_sequences: of a bin. cap: most cost of a bin; with one the
-        most expensive item comes first, and an item over it has a bin of its own.
+    Args:
+        items: each within the limits.
+        max_tokens, max_sequences: of a bin.
+        cap: most cost of a bin; with one the most expensive item comes first, and an item over it has a bin of its own.
     Returns: the bins in the order in which they were begun.
     """
     size = (lambda u: (-u.tokens, u.sequences)) if cap == NO_CAP else (lambda u: (-u.cost, u.sequences))

@@ -54,10 +54,14 @@ _OLD_NAMES = ("batch", "groups", "mini", "prompts", "rewarded")
 class RLLearner:
     """Trains the actor of a cluster on rewards.
 
-    Args: rl_cluster: models, engine, configuration. algo_config: the algorithm's. reward_fns: functions
-        `fn(prompts, completions, **columns) -> list[float | None]`, names, or "file.py:function". metric_fns: functions
-        `fn(prompts, completions, advantages, rewards, **columns) -> {name: (value, aggregation)}`. data_shuffle_seed:
-        shuffles the mini-batches of each pass over a step's samples; None = in order. data: how rows become batches.
+    Args:
+        rl_cluster: models, engine, configuration.
+        algo_config: the algorithm's.
+        reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, names, or "file.py:function".
+        metric_fns: functions `fn(prompts, completions, advantages, rewards, **columns) -> {name: (value,
+            aggregation)}`.
+        data_shuffle_seed: shuffles the mini-batches of each pass over a step's samples; None = in order.
+        data: how rows become batches.
         settings: the whole configuration as a tree, for the run folder; None = what the learner knows of it.
         observers: told of each event of a run (run.observer.Observer).
     Raises: ConfigError: among others, where a subclass has stages of the form before Step.
@@ -120,8 +124,10 @@ class RLLearner:
     def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
         """Trains until max_steps or the data's end.
 
-        Args: train_ds: rows (a data set, a list of dicts, an iterable of them) or batches (dicts of lists with the key
-            "prompts"). eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
+        Args:
+            train_ds: rows (a data set, a list of dicts, an iterable of them) or batches (dicts of lists with the key
+                "prompts").
+            eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
             skip_jit: nothing is compiled in this release.
         Returns: the finished run: its step, its metrics by step, its folder.
         """

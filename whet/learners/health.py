@@ -75,7 +75,10 @@ class Health:
     def watch(self, step: int, row: Mapping[str, float], rewarded: Rewarded, batch: TokenBatch) -> None:
         """Warns of what has lasted for too long.
 
-        Args: step: the one just finished. row: its metrics. rewarded, batch: what it was trained on.
+        Args:
+            step: the one just finished.
+            row: its metrics.
+            rewarded, batch: what it was trained on.
         """
         seen = Seen(step=step, row=row, rewarded=rewarded, batch=batch)
         signal = seen.signal

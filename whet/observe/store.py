@@ -65,10 +65,12 @@ _COMPLETIONS = re.compile(r"(?:train|eval)-([0-9]+)\.parquet", re.ASCII)
 class RunFolder:
     """One run's folder, locked while it is open. Made on rank 0 alone.
 
-    Args: path: made if absent. resume_step: None = a new run, which the folder must not hold one of; else what was
-        written after this step is removed, and the run continues there; from 0 or less, where no step is kept, what an
-        older run wrote of its steps is moved aside instead. A function that says the step is called once the folder
-        is locked, so that it may read and change what lies there.
+    Args:
+        path: made if absent.
+        resume_step: None = a new run, which the folder must not hold one of; else what was written after this step is
+            removed, and the run continues there; from 0 or less, where no step is kept, what an older run wrote of its
+            steps is moved aside instead. A function that says the step is called once the folder is locked, so that it
+            may read and change what lies there.
     Raises: ConfigError: the path is empty or can't be written, another process has the folder open, or a new run was
         asked for where one lies. CheckpointError: what lies there can't be read or repaired.
 
@@ -158,7 +160,11 @@ class RunFolder:
     def log(self, *, step: int, mode: str, version: int, values: Mapping[str, float]) -> None:
         """Appends one row to metrics.jsonl; it is on the disk when this returns.
 
-        Args: step: the global step. mode: "train" or "eval". version: policy version. values: name -> number.
+        Args:
+            step: the global step.
+            mode: "train" or "eval".
+            version: policy version.
+            values: name -> number.
         """
         row = to_json({"step": step, "mode": mode, "version": version, **values})
         try:
@@ -230,9 +236,13 @@ class RunFolder:
     ) -> Path:
         """Writes completions/<mode>-<step>.parquet, one row per completion, always with the same columns.
 
-        Args: step: the global step. mode: "train" or "eval". columns: a sequence each: row, generation, prompt (text,
-            or messages), completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version; all but
-            `advantage` are required, and NaN or None becomes null. rewards: per function, "exact" -> "reward/exact".
+        Args:
+            step: the global step.
+            mode: "train" or "eval".
+            columns: a sequence each: row, generation, prompt (text, or messages), completion (text), tokens (ids),
+                logprobs, reward, advantage, finish_reason, version; all but `advantage` are required, and NaN or None
+                becomes null.
+            rewards: per function, "exact" -> "reward/exact".
         Returns: the file.
         Raises: DataError: a column is missing, unknown, or of another length.
         """

@@ -80,7 +80,8 @@ class Objective:
 def reference_kl(x: LossInputs, *, kl_loss_mode: str = "kl", kl_clamp_value: float | None = None) -> Tensor:
     """The divergence from the reference at each token, with a gradient to the policy alone.
 
-    Args: x: needs ref_logprobs.
+    Args:
+        x: needs ref_logprobs.
         kl_loss_mode: a name of KL_MODES.
         kl_clamp_value: bound of the estimate, both ways; None = off.
     Returns: [s], 0 where masked out.

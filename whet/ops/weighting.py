@@ -73,9 +73,13 @@ def token_weights(
 
     With M = Σ m, n_i the trained tokens of unit i, U the units that have any: token-mean 1/M; sequence-mean-token-mean
     1/(n_i·U); sequence-mean-token-scale 1/(norm·U); seq-mean-token-sum 1/U; sequence-mean-token-sum-norm 1/norm.
-    Args: mask: Bool [S], True = trained. trajectory: Long [S], 0, 1, ...: the trajectory of each token. mode: a name of
-        LOSS_AGG_MODES or a function like them. norm: a positive constant for the two modes that have one (the others
-        don't depend on it): token-scale needs it, the longest completion in tokens; sum-norm takes U without it.
+
+    Args:
+        mask: Bool [S], True = trained.
+        trajectory: Long [S], 0, 1, ...: the trajectory of each token.
+        mode: a name of LOSS_AGG_MODES or a function like them.
+        norm: a positive constant for the two modes that have one (the others don't depend on it): token-scale needs it,
+            the longest completion in tokens; sum-norm takes U without it.
         num_units: takes U's place, e.g. to count units with nothing to train as well.
     Returns: float64 [S]; 0 where masked out.
     Raises: ConfigError: an unknown mode, a norm or num_units that is not a positive number, token-scale without norm.

@@ -98,8 +98,12 @@ def publish(
 ) -> Path:
     """Writes one checkpoint folder that is either whole or absent, then moves `latest`, then drops the oldest.
 
-    Args: root: the folder of checkpoints. step: its number. write: fills the folder it is given. run: who writes it,
-        for run.json; None = not noted. keep: folders of this run to keep, the new one included; None = all.
+    Args:
+        root: the folder of checkpoints.
+        step: its number.
+        write: fills the folder it is given.
+        run: who writes it, for run.json; None = not noted.
+        keep: folders of this run to keep, the new one included; None = all.
     Returns: root/step-<step>. A whole folder of that step and run is left as it is: a step's state is one.
     Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, nor is anything lost.
         Another run's folder has that step.

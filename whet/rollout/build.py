@@ -75,11 +75,15 @@ def make_engine(
 ) -> RolloutEngine:
     """The engine of a cluster.
 
-    Args: spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
-        called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
-        cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...). loaded: the policy. config: the rollout's.
-        decode: ids to text. generation_kwargs: names of transformers' options that it will be asked for. grammars:
-        those of the tokenizer, where the caller has them already.
+    Args:
+        spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
+            called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
+            cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
+        loaded: the policy.
+        config: the rollout's.
+        decode: ids to text.
+        generation_kwargs: names of transformers' options that it will be asked for.
+        grammars: those of the tokenizer, where the caller has them already.
     Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout or transformers'
         options are asked for, with the reason.
     """

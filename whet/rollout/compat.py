@@ -68,8 +68,9 @@ class BaseRollout(Protocol):
 class BaseRolloutAdapter(QueueEngine):
     """Makes an engine of a BaseRollout.
 
-    Args: rollout: an object, or a class or functools.partial, called without arguments. decode: prompt ids -> text,
-            special tokens kept (`prompt_text`).
+    Args:
+        rollout: an object, or a class or functools.partial, called without arguments.
+        decode: prompt ids -> text, special tokens kept (`prompt_text`).
         rollout_config: given to generate with the Sampling's values set (a dataclass with Tunix's field names); None =
             a plain object with these names. Its return_logprobs says whether logprobs come back: where they do not,
             they are 0 and caps.logprobs is False.

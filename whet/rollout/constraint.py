@@ -172,8 +172,12 @@ class Grammars:
         """The masks that tokens were drawn under.
 
         Each run of sampled tokens of a sequence is a text of its own: the turns of a conversation are.
-        Args: sampling: with a constraint. tokens: int [s], completions laid end to end. sequence: int [s], the
-            completion of each. sampled: Bool [s]; tokens that were not drawn are not constrained.
+
+        Args:
+            sampling: with a constraint.
+            tokens: int [s], completions laid end to end.
+            sequence: int [s], the completion of each.
+            sampled: Bool [s]; tokens that were not drawn are not constrained.
         Returns: uint8 [s, W].
         Raises: DataError: a sampled token that the constraint does not allow.
         """

@@ -39,9 +39,11 @@ of one episode."""
 class Episode:
     """One trajectory to play.
 
-    Args: prompt: of its group. address: (seed, step, prompt, generation): the first three say which group it belongs
-            to, and all four with the number of the draw make every random number. play: the generator function, given
-            the episode.
+    Args:
+        prompt: of its group.
+        address: (seed, step, prompt, generation): the first three say which group it belongs to, and all four with the
+            number of the draw make every random number.
+        play: the generator function, given the episode.
 
     >>> from whet.rollout.mock import MockEngine
     >>> def twice(episode):  # the model speaks, the world answers with two tokens, the model speaks again
@@ -80,8 +82,9 @@ class Episode:
     ) -> Request:
         """A request of its next turn, whose draws no other turn repeats: max_tokens numbers are set aside for each.
 
-        Args: tokens: int32 [P], the prompt and all that has been said since. sampling, conversation, expected: as in
-            Request.
+        Args:
+            tokens: int32 [P], the prompt and all that has been said since.
+            sampling, conversation, expected: as in Request.
         Returns: the request, to be yielded; Rollouts numbers it.
         """
         draw, self._draws = self._draws, self._draws + sampling.max_tokens
@@ -151,7 +154,8 @@ def single_turns(
 ) -> list[Episode]:
     """Single turns of some prompts, a group for each.
 
-    Args: prompts: encoded.
+    Args:
+        prompts: encoded.
         sampling: of all prompts, or of each.
         num_generations: completions of each prompt.
         address: (seed, step, place of the first prompt).

@@ -86,7 +86,10 @@ class InFlightRequest:
     ) -> FinishReason | None:
         """Books new tokens, and cuts them where the completion ends.
 
-        Args: tokens, logprobs: as they came. version: of the policy that made them. decode: for stop strings.
+        Args:
+            tokens, logprobs: as they came.
+            version: of the policy that made them.
+            decode: for stop strings.
         Returns: why it ends here: a stop id, a stop string, its length; None = it continues.
         Raises: EngineError: another number of logprobs than of tokens.
         """
@@ -288,7 +291,10 @@ def write_config(module: nn.Module, folder: Path) -> None:
 def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[float], *, engine: str) -> float:
     """Compares an engine's log-probabilities of a prompt with the module's own.
 
-    Args: module: the policy. tokens: T of the prompt. found: T - 1, of tokens 1..T-1, at temperature 1.
+    Args:
+        module: the policy.
+        tokens: T of the prompt.
+        found: T - 1, of tokens 1..T-1, at temperature 1.
         engine: its name.
     Returns: the mean difference.
     Raises: EngineError: it is too large for rounding.

@@ -31,10 +31,12 @@ LENGTH, SPREAD = -1, -2
 class MockEngine(QueueEngine):
     """Random completions of random lengths, a few finished at each poll.
 
-    Args: model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is looked at. decode: not
-            looked at; other engines take it. vocabulary: V, 256 without a model; tokens are drawn from 0..V-1, stop ids
-            left out until the end. length_distribution: of the completions: "fixed" (max_tokens), "uniform"
-            (1..max_tokens), "normal" (mean half of it, deviation an eighth), "skewed" (log-normal, a few very long).
+    Args:
+        model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is looked at.
+        decode: not looked at; other engines take it.
+        vocabulary: V, 256 without a model; tokens are drawn from 0..V-1, stop ids left out until the end.
+        length_distribution: of the completions: "fixed" (max_tokens), "uniform" (1..max_tokens), "normal" (mean half of
+            it, deviation an eighth), "skewed" (log-normal, a few very long).
         per_poll: most outputs of one poll.
     Raises: ConfigError: an unknown distribution, or a size below 1.
 

@@ -79,7 +79,8 @@ class PolicyRollouts:
     ) -> list[Group]:
         """Completes prompts.
 
-        Args: kind: of rollout, under which lengths are remembered.
+        Args:
+            kind: of rollout, under which lengths are remembered.
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.

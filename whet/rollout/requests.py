@@ -64,8 +64,12 @@ def completed_string(
     Only a tail is decoded, so that a look costs the same at any length. It begins at a character's first byte, and far
     enough back that the text in which a new string can lie is that of the whole. (A tokenizer that spells unknown
     characters in bytes may show none of a long row of them because one is broken; a tail may begin behind that one.)
-    Args: decode: ids -> text. tokens: the completion so far. stop: the strings. fresh: tokens that have come since the
-            last look; those before hold no stop string.
+
+    Args:
+        decode: ids -> text.
+        tokens: the completion so far.
+        stop: the strings.
+        fresh: tokens that have come since the last look; those before hold no stop string.
     Returns: the tokens to keep, the last of which completes a string; None = none is complete.
 
     >>> completed_string(lambda ids: "".join(map(chr, ids)), [97, 98, 99, 100], ["bc", "d"], fresh=3)
@@ -117,9 +121,13 @@ def check_request(
 ) -> None:
     """Refuses a request that could never be served.
 
-    Args: request: to check. vocabulary: ids the model knows. positions: tokens its positions reach, None = no limit.
-        decodes: whether the engine can turn tokens into text. constrains: whether it knows the tokens' bytes. closed:
-        whether the engine was closed.
+    Args:
+        request: to check.
+        vocabulary: ids the model knows.
+        positions: tokens its positions reach, None = no limit.
+        decodes: whether the engine can turn tokens into text.
+        constrains: whether it knows the tokens' bytes.
+        closed: whether the engine was closed.
     Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function, a constraint without
         grammars.
     """

@@ -339,9 +339,11 @@ class Sampler:
     ) -> list[Group]:
         """Completes prompts, ids in and ids out.
 
-        Args: prompts: encoded. sampling: of all prompts, or of each, as `fitted` gives them: they may differ in
-            max_tokens. seed: with a prompt's place and the generation, the address of its draws. first: place
-            of the first prompt, so that a list that is done in parts draws as it does at once.
+        Args:
+            prompts: encoded.
+            sampling: of all prompts, or of each, as `fitted` gives them: they may differ in max_tokens.
+            seed: with a prompt's place and the generation, the address of its draws.
+            first: place of the first prompt, so that a list that is done in parts draws as it does at once.
         Returns: a group for each prompt.
         """
         any_of = sampling if isinstance(sampling, Sampling) else sampling[0]
@@ -359,8 +361,11 @@ class Sampler:
     ) -> Iterator[PartialOutput]:
         """The tokens of one completion, as they are made; leaving early ends it.
 
-        Args: prompt: encoded. seed, place: the address of its draws, as in `sample`. conversation: calls of one number
-            follow on one another, so that an engine need not encode again what it holds.
+        Args:
+            prompt: encoded.
+            seed, place: the address of its draws, as in `sample`.
+            conversation: calls of one number follow on one another, so that an engine need not encode again what it
+                holds.
         Returns: pieces; the last has the finish_reason.
         """
         self._next_id += 1

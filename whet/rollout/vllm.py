@@ -346,8 +346,11 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_bytes: int) -> dict[str, Any]:
     """The arguments of LLM for a rollout configuration.
 
-    Args: config: the rollout's. device: "cpu" or "cuda". dtype: what the policy computes in. kv_bytes: keys and
-        values of one token.
+    Args:
+        config: the rollout's.
+        device: "cpu" or "cuda".
+        dtype: what the policy computes in.
+        kv_bytes: keys and values of one token.
     Returns: keyword arguments, without the model; vllm.kwargs go over them. On a CPU the KV takes what a full
         batch of the longest needs, and no more than the share: vLLM touches all of it at once.
 

@@ -40,10 +40,12 @@ _TRIAL_UPDATES = 1_000_000
 class Optim:
     """Masters, optimizer, schedule and clipping of one module.
 
-    Args: module: whose parameters with requires_grad are trained. config: an OptimConfig, or a factory
-        `f(parameters) -> torch.optim.Optimizer`, which then has a constant rate of its own and no clipping.
-        dtype: what the module is to compute in; None = as it does. norm: of all gradients together, as a placement
-        knows them.
+    Args:
+        module: whose parameters with requires_grad are trained.
+        config: an OptimConfig, or a factory `f(parameters) -> torch.optim.Optimizer`, which then has a constant rate of
+            its own and no clipping.
+        dtype: what the module is to compute in; None = as it does.
+        norm: of all gradients together, as a placement knows them.
     """
 
     def __init__(
@@ -161,7 +163,7 @@ class Optim:
         except KeyError:
             raise CheckpointError(
                 f"{type(self.optimizer).__name__} holds a parameter that is not one of the model's parameters, so its "
-                "state can't be saved by name; save no checkpoints, or build it from the parameters its factory is given"
+                "state can't be saved by name; save no checkpoints, or build it from the parameters its factory gets"
             ) from None
 
     def save(self, path: Path) -> dict[str, Any]:

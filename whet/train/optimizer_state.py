@@ -77,7 +77,9 @@ def whole_state(
 ) -> dict[str, dict[str, Any]]:
     """What `flat_state` took apart.
 
-    Args: tensors, plain, wrapped: what it returned. parameters: the names that there may be.
+    Args:
+        tensors, plain, wrapped: what it returned.
+        parameters: the names that there may be.
     Returns: by parameter, its entries.
     Raises: CheckpointError: a class that is not in WRAPPED, one whose package is not installed, another name.
 

@@ -68,9 +68,13 @@ class DataHooks:
 class RoleTrainer:
     """Updates one model: loss, token weights, hooks, metrics.
 
-    Args: worker: the model. loss: per token. loss_agg_mode, loss_agg_norm: how token losses become one number where a
-        batch comes without weights. accumulate: batches of `update_all` that make one optimizer step. role: whose
-        model it is. The actor's metrics have their plain names, those of another role begin with its own: critic/loss.
+    Args:
+        worker: the model.
+        loss: per token.
+        loss_agg_mode, loss_agg_norm: how token losses become one number where a batch comes without weights.
+        accumulate: batches of `update_all` that make one optimizer step.
+        role: whose model it is. The actor's metrics have their plain names, those of another role begin with its own:
+            critic/loss.
     """
 
     def __init__(

@@ -154,8 +154,11 @@ class ModelWorker:
     ) -> TokenStats:
         """Log-probability (and entropy) of every completion token.
 
-        Args: batch: N sequences. entropy: also the entropy of the distribution before each token, in nats.
-            support: instead of the worker's own. max_sequences: sequences of one forward pass at most.
+        Args:
+            batch: N sequences.
+            entropy: also the entropy of the distribution before each token, in nats.
+            support: instead of the worker's own.
+            max_sequences: sequences of one forward pass at most.
         Returns: TokenStats of [S], detached, on the CPU.
         """
         names = ("logprobs", "entropy") if entropy else ("logprobs",)

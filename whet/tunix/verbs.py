@@ -157,9 +157,11 @@ class TunixVerbs:
     ) -> Tensor:
         """Log-probabilities under a role's model.
 
-        Args: prompt_tokens: [B, P], left-padded with pad_id. completion_tokens: [B, C]; what follows the first eos_id
-            is padding. micro_batch_size: rows of one forward pass; None = by token budget. temperature: of the whole
-            distribution, without top-p and the like; None = the rollout's own support.
+        Args:
+            prompt_tokens: [B, P], left-padded with pad_id.
+            completion_tokens: [B, C]; what follows the first eos_id is padding.
+            micro_batch_size: rows of one forward pass; None = by token budget.
+            temperature: of the whole distribution, without top-p and the like; None = the rollout's own support.
         Returns: [B, C], float32, 0 at padding.
         """
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)

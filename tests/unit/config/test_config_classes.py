@@ -228,7 +228,7 @@ def test_a_token_budget_below_the_longest_sequence_is_refused_with_both_numbers(
     rollout = RolloutConfig(max_prompt_length=30, max_tokens_to_generate=20)
     made = ClusterConfig(rollout_config=rollout, training_config=RLTrainingConfig(max_tokens_per_microbatch=50))
     assert made.token_budget("cpu") == made.token_budget("cuda") == 50
-    with pytest.raises(ConfigError, match=r"max_tokens_per_microbatch 49 .* of 50 tokens.* set it to 50 or more"):
+    with pytest.raises(ConfigError, match=r"max_tokens_per_microbatch=49 .* 50 tokens.* set it to 50 or more"):
         ClusterConfig(rollout_config=rollout, training_config=RLTrainingConfig(max_tokens_per_microbatch=49))
 
 

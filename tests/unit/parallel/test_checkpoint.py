@@ -163,7 +163,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said(tmp_path, caplog):
         publish(tmp_path, step, write())
     discard(tmp_path / "step-000002")
     assert find_checkpoint("latest", tmp_path).name == "step-000001"
-    assert f"{tmp_path}/latest names 'step-000002', which is gone; using {tmp_path}/step-000001" in caplog.text
+    assert f"{tmp_path}/latest points to 'step-000002', which is gone; using {tmp_path}/step-000001" in caplog.text
 
 
 @pytest.mark.parametrize("pointer", [True, False])
@@ -174,8 +174,8 @@ def test_a_newest_checkpoint_without_its_state_is_not_passed_over(tmp_path, poin
     (folders[1] / "run.pt").unlink()
     with pytest.raises(CheckpointError) as error:
         find_checkpoint("latest", tmp_path)
-    said = f"{folders[1]}/run.pt is missing from the newest checkpoint; put it back, or trainer.resume={folders[0]}"
-    assert str(error.value).startswith(said)
+    said = f"{folders[1]}/run.pt is missing from the newest checkpoint; put it back, or resume with "
+    assert str(error.value).startswith(f"{said}trainer.resume={folders[0]}")
     (tmp_path / "step-000007").mkdir()  # nobody's
     with pytest.raises(CheckpointError, match=r"step-000002/run\.pt is missing from the newest checkpoint"):
         find_checkpoint("latest", tmp_path)

@@ -186,7 +186,7 @@ def test_equal_rewards_have_a_standard_deviation_of_exactly_zero():
         (["exact_match"], {"weights": [1, 2]}, r"2 reward weights for 1 reward functions \(exact_match\)"),
         (["exact_match"], {"weights": [NAN]}, "reward weight nan"),
         (["exact_match"], {"on_error": "skip"}, "unknown on_error"),
-        (["exact_match"], {"timeout_s": 0}, "timeout_s 0"),
+        (["exact_match"], {"timeout_s": 0}, "timeout_s must be above 0, got 0"),
         (["exact_mach"], {}, "did you mean exact_match"),
         ([3], {}, "got int 3"),
     ],

@@ -80,7 +80,9 @@ class NativeLayout(Layout):
     ) -> None:
         """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
 
-        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
+        Args:
+            stores: by bucket.
+            buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
             rows: None: steps have no padding.
         """
         assert rows is None, f"a native step has no padding, {rows} rows were asked for"
@@ -99,7 +101,9 @@ class NativeLayout(Layout):
     def begin(self, position: Tensor, made: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
         """Sets one step.
 
-        Args: position: Long [n], of the new tokens. made: Long [n], own tokens before them.
+        Args:
+            position: Long [n], of the new tokens.
+            made: Long [n], own tokens before them.
             longest, furthest, equal: what DecodeLayout asks about all rows; the kernels look at each row's own.
         """
         del longest, furthest, equal
