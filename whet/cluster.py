@@ -149,10 +149,12 @@ class RLCluster(TunixVerbs):
     ) -> None:
         """Gives a role its worker. A module keeps its dtype."""
         given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
+        placement = self._placement(loaded.module.device)
         if isinstance(given, RoleConfig):
             noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
             dtype = compute_dtype(noted or given.dtype, loaded)
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
+            dtype = placement.ranks.agree(dtype)  # "auto" goes by a timing
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
         if optimizer is not None and own != OptimConfig():
             raise ConfigError(
@@ -178,7 +180,7 @@ class RLCluster(TunixVerbs):
             saturating_tokens=self.training_config.saturating_tokens(loaded.module.device.type),
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
-            placement=self._placement(loaded.module.device),
+            placement=placement,
         )
         empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
 

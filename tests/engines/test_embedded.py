@@ -176,22 +176,6 @@ def test_sizes_change_no_token(model, options, form):
         np.testing.assert_allclose(got[i].logprobs, want[i].logprobs, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", [FORMS["torch"], FORMS["module"]], ids=["torch", "module"])  # native has no copies
-@pytest.mark.parametrize("family", ["qwen3", "mistral_window", "gpt_oss", "gemma2"])
-def test_prompts_copied_into_their_rows_change_no_token(family, form, monkeypatch):
-    model, stops = build(family, gain=3.0), tuple(range(0, VOCABULARY, 6))
-    work = requests(prompts((3, 70, 40, 9, 64, 65)), Sampling(max_tokens=30, stop_ids=stops), group=4)
-    done = []
-    for longest in (0, 9, 64, 200):  # none, some, some, all
-        monkeypatch.setattr(runner, "MAX_JOINED_PROMPT", longest)
-        engine = EmbeddedEngine(model, max_batch=11, **form)  # rows leave, others move and come in
-        done.append(run(engine, work))
-    for other in done[1:]:
-        for i, o in done[0].items():
-            assert other[i].tokens.tolist() == o.tokens.tolist()
-            np.testing.assert_allclose(other[i].logprobs, o.logprobs, atol=2e-5)
-
-
 def test_a_bounded_cache_holds_no_more_than_its_bound(model):
     engine = EmbeddedEngine(model, kv_cache_tokens=400)
     long = requests(prompts((3, 70, 40, 9)), Sampling(max_tokens=30), group=4)

@@ -7,7 +7,7 @@ import torch
 from whet.rollout.base import Request, Sampling
 from whet.rollout.engine import layouts
 from whet.rollout.engine.kv_cache import KVStore, padded_length
-from whet.rollout.engine.layouts import JOINED, DecodeLayout
+from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 from whet.rollout.engine.scheduler import Scheduler, Task
 
@@ -37,11 +37,9 @@ def oracle(q, k, v, *, scale, window=None, softcap=None, sinks=None):
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("joined", [(), (5, 12), (5, 12, 40)], ids=["none", "short", "all"])
 @pytest.mark.parametrize("value_size", [8, 6])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_decode_equals_attention_written_out(case, value_size, joined):
-    """Prompts of the lengths in `joined` are copied to the beginning of their rows."""
+def test_decode_equals_attention_written_out(case, value_size):
     torch.manual_seed(0)
     options = {"window": None, "softcap": None, "sinks": None, **case}
     plens, own, which = [5, 40, 12, 12], [0, 4, 2, 7, 7, 1], [2, 0, 1, 2, 0, 3]  # prompts of two buckets, out of order
@@ -58,18 +56,15 @@ def test_decode_equals_attention_written_out(case, value_size, joined):
         keys, values = store.layer(3, k[0][None], v[0][None])
         row = which.index(w)
         keys[slots[w], :, :p], values[slots[w], :, :p] = k[row][:, :p], v[row][:, :p]
-    first = [plens[w] if plens[w] in joined else 0 for w in which]
     mine = KVStore(rows=len(own), length=50)
     keys, values = mine.layer(3, k[0][None], v[0][None])
     for row, (w, n) in enumerate(zip(which, own)):
-        begin, end = plens[w] - first[row], first[row] + n
-        keys[row, :, :end], values[row, :, :end] = k[row][:, begin:-1], v[row][:, begin:-1]
-        keys[row, :, end:], values[row, :, end:] = 1e3, 1e3  # what a finished row left there
+        keys[row, :, :n], values[row, :, :n] = k[row][:, plens[w] : -1], v[row][:, plens[w] : -1]
+        keys[row, :, n:], values[row, :, n:] = 1e3, 1e3  # what a finished row left there
     layout = DecodeLayout(mine, torch.device("cpu"))
     of = lambda f: np.array([f(w) for w in which])
-    buckets = of(lambda w: JOINED if plens[w] in joined else padded_length(plens[w]))
-    layout.regroup(stores, buckets, of(lambda w: slots[w]), of(lambda w: plens[w]))
-    made = torch.tensor(first) + torch.tensor(own)
+    layout.regroup(stores, of(lambda w: padded_length(plens[w])), of(lambda w: slots[w]), of(lambda w: plens[w]))
+    made = torch.tensor(own)
     position = torch.tensor([plens[w] + n for w, n in zip(which, own)])
     layout.begin(position, made, longest=int(made.max()), furthest=int(position.max()), equal=False)
     q = torch.randn(6, 4, 1, 8)
@@ -150,11 +145,12 @@ def test_tasks_that_had_been_let_in_wait_in_front_and_in_their_order():
     assert list(scheduler.queue) == [first, second, third]
 
 
-def test_a_weighted_sum_of_bags_equals_the_product(monkeypatch):
-    """Without bags every row takes the generic path, which is also that of other devices and dtypes."""
+def test_the_operator_for_many_scores_equals_the_plain_product(monkeypatch):
     torch.manual_seed(0)
     layout = DecodeLayout(KVStore(rows=3, length=40), torch.device("cpu"))
-    layout.regroup({}, np.zeros(3, np.int64), np.zeros(3, np.int64), np.ones(3, np.int64))
+    store = KVStore(rows=1, length=32)
+    store.layer(0, torch.ones(1, 2, 1, 8), torch.ones(1, 2, 1, 8))
+    layout.regroup({32: store}, np.full(3, 32), np.zeros(3, np.int64), np.ones(3, np.int64))
     outs = []
     for held in (layouts.MAX_SCORES, 0):
         monkeypatch.setattr(layouts, "MAX_SCORES", held)
@@ -164,14 +160,3 @@ def test_a_weighted_sum_of_bags_equals_the_product(monkeypatch):
         q, k, v = torch.ones(3, 4, 1, 8), torch.ones(3, 2, 1, 8), torch.ones(3, 2, 1, 8)
         outs.append(layout.attend(0, q, k, v, scale=0.3, window=None, softcap=None, sinks=None))
     torch.testing.assert_close(*outs, atol=1e-6, rtol=1e-5)
-
-
-def test_rows_of_another_store_are_copied_to_the_beginning():
-    source, target = KVStore(rows=3, length=32), KVStore(rows=4, length=64)
-    k, v = source.layer(1, torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 6))
-    k += torch.arange(3.0)[:, None, None, None] + 1
-    v += torch.arange(3.0)[:, None, None, None] + 11
-    target.copy_from(source, torch.tensor([2, 0]), torch.tensor([1, 3]), 20)
-    keys, values = target.layer(1, k, v)
-    assert keys[:, 0, 0, 0].tolist() == [0, 3, 0, 1] and values[:, 1, 19, 5].tolist() == [0, 13, 0, 11]
-    assert (keys[:, :, 20:] == 0).all() and (values[:, :, 20:] == 0).all()

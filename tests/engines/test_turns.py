@@ -4,13 +4,18 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
+from helpers import completion, prompt
 from test_constraint import spell, tokenizer
 from tiny import VOCABULARY, build, letters, prompts, requests, run
 
-from whet.rollout.base import Constraint, Request, Sampling
+from whet.models.load import load_model
+from whet.rollout.base import Constraint, Request, Sampling, support_of
 from whet.rollout.constraint import Grammars
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
+from whet.train.worker import ModelWorker
+from whet.types import Group, TokenBatch
 
 FORMS = {"embedded": {}, "module": {"fast": False}, "torch": {"native": False}, "hf": None}
 
@@ -67,6 +72,26 @@ def test_min_tokens_are_those_of_the_turn(make):
     turn = replace(turn, draw=5)
     assert run(engine, [turn])[0].tokens[:4].tolist() == [0, 0, 0, 0]
     assert run(engine, [replace(turn, offset=4)])[0].tokens[0] != 0
+
+
+def test_the_trainer_counts_min_tokens_as_the_sampler_does(make, model):
+    engine = make()
+    sampling = Sampling(max_tokens=6, min_tokens=4, stop_ids=tuple(range(0, VOCABULARY, 3)))
+    groups = []
+    for first in requests(prompts((9, 5, 7)), sampling):
+        said = run(engine, [first])[first.id]
+        answer = np.array([7, 8, 3], np.int32)
+        second = replace(context(first, said.tokens, answer), draw=len(said.tokens))
+        again = run(engine, [second])[second.id]
+        tokens = np.concatenate([said.tokens, answer, again.tokens])
+        logprobs = np.concatenate([said.logprobs, np.zeros(3, np.float32), again.logprobs])
+        versions = np.array([0] * len(said.tokens) + [-1] * 3 + [0] * len(again.tokens), np.int32)
+        made = replace(completion(tokens.tolist()), logprobs=logprobs, versions=versions)
+        groups.append(Group(prompt=prompt(first.tokens.tolist(), first.id), completions=(made,)))
+    batch = TokenBatch.from_groups(groups, [0.0] * len(groups))
+    got = ModelWorker(load_model(model), support=support_of(sampling)).logprobs(batch).logprobs
+    sampled = batch.versions >= 0
+    torch.testing.assert_close(got[sampled], batch.sampler_logprobs[sampled], atol=1e-5, rtol=1e-5)
 
 
 def test_a_stop_string_does_not_begin_in_what_stands_before_the_turn(make):

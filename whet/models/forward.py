@@ -163,6 +163,7 @@ def _supported(
 ) -> TokenStats:
     """Statistics from whole logits, in chunks of rows; more than one chunk is made again in the backward pass."""
     first, before = _first_places(micro, vocab) if support.penalises else (None, None)
+    position = _turn_positions(micro) if support.min_tokens else micro.position
 
     def part(s: slice) -> tuple[Tensor, Tensor | None]:
         seen = None
@@ -170,7 +171,7 @@ def _supported(
             seen = first.index_select(0, micro.sequence[s]) < before[s, None]
         keep = micro.targets[s]
         inside = None if allowed is None else allowed[s].to(keep.device)
-        z = support_logits(logits(s), support, seen=seen, position=micro.position[s], keep=keep, allowed=inside)
+        z = support_logits(logits(s), support, seen=seen, position=position[s], keep=keep, allowed=inside)
         return selective_log_softmax(z, keep), entropy_of(z) if entropy else None
 
     count, size = len(micro.hidden_index), vocab * 4
@@ -180,6 +181,20 @@ def _supported(
         parts = [checkpoint(part, s, use_reentrant=False) for s in chunks(count, max(1, CHUNK_BYTES // size))]
     logprobs, entropies = zip(*parts)
     return TokenStats(logprobs=torch.cat(logprobs), entropy=torch.cat(entropies) if entropy else None)
+
+
+def _turn_positions(micro: MicroBatch) -> Tensor:
+    """Long [s]: tokens of the same turn before each target, which is what the sampler's min_tokens counts.
+
+    A turn is a run of sampled tokens; what stands between two turns is counted on from the first.
+
+    Example: a completion whose third token comes from an environment: positions 0, 1, 2, 0, 1.
+    """
+    sampled = (micro.batch.versions >= 0).to(micro.token_index.device).index_select(0, micro.token_index)
+    place = torch.arange(len(sampled), device=sampled.device)
+    begins = (micro.position == 0) | ~sampled.roll(1)
+    first = torch.where(begins, place, 0).cummax(0).values
+    return torch.where(sampled, place - first, micro.position)
 
 
 def _first_places(micro: MicroBatch, vocab: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,8 @@
 It serves reinforcement learning and supervised training alike: what is trained and how it is measured is the Task's,
 which models is the Roles'. A step is one batch of the stream. Step s is finished when its row of metrics is written; a
 checkpoint of step s holds all that step s + 1 needs, and a resumed run cuts off what was written after it. What depends
-on the clock stands under time/ and perf/ alone.
+on the clock stands under time/ and perf/ alone. Where several processes train, what they could decide differently (a
+signal, an observer's wish, the time of a checkpoint) is decided for all of them: what one asks for, all do.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
-from whet.errors import CheckpointError, ConfigError, DataError
+from whet.errors import CheckpointError, ConfigError, DataError, WhetError
 from whet.observe.environment import environment, noted_environment
 from whet.observe.loggers import Loggers
 from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, changed_settings, holds_steps
 from whet.observe.trace import timeline_folder
+from whet.parallel.ranks import Ranks
 from whet.parallel.run_state import check_storable
 from whet.run.interrupts import Interrupts
 from whet.run.observer import Control, Observer, Observers
@@ -103,6 +105,11 @@ class Run:
         return next(iter(self.roles.trainers.values()))
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that train together."""
+        return self.trainer.worker.placement.ranks
+
+    @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None where the data don't tell."""
         assert self.stream is not None
@@ -125,6 +132,11 @@ class Run:
     def _open(self) -> None:
         c = self.config
         assert self.stream is not None
+        if self.ranks.size > 1 and (c.run_dir or self.checkpoints.root or c.resume):
+            raise ConfigError(
+                f"a run of {self.ranks.size} processes writes no files in this release, and run_dir={c.run_dir!r}, "
+                f"checkpoint folder {self.checkpoints.root}, resume={c.resume!r}; leave these out, or use one process"
+            )
         self.settings = self.task.settings()
         self.task.prepare()
         if not self.task.has_evaluation and c.eval_every_n_steps:
@@ -155,16 +167,22 @@ class Run:
             trainer.listeners.append(self._updated)
         options = c.metrics_logging_options
         self.loggers = Loggers(
-            c.loggers, options=options, folder=c.run_dir, config=self.settings, prefix=c.metrics_prefix
+            c.loggers if self.ranks.is_writer else (),
+            options=options,
+            folder=c.run_dir,
+            config=self.settings,
+            prefix=c.metrics_prefix,
         )
         self._begun = True
         self._tell("on_run_begin", self)
-        self.observers.check()
+        self._check_observers()
         self._stop.listen()  # a signal in the first evaluation is answered after the first step, with a checkpoint
         if self.task.has_evaluation and self.step == 0:
             self.evaluate(0)
-            self.observers.check()
-        self.progress = Progress(total, description=c.pbar_description, start=self.step)
+            self._check_observers()
+        self.progress = Progress(
+            total, description=c.pbar_description if self.ranks.is_writer else None, start=self.step
+        )
         self.progress.__enter__()
         self.saved_at = time.monotonic()
 
@@ -204,10 +222,25 @@ class Run:
             self.roles.trace.times()
             with self.profiler.step(index):
                 yield index, items
-            if self.observers.error is not None or self._stop.asked:
+            if self._on_any(self.observers.error is not None or self._stop.asked):
                 self._end_early()
-            if self.control.take("stop") or self._is_done():
+            if self._asked("stop") or self._is_done():
                 return
+
+    def _on_any(self, wish: bool) -> bool:
+        """Whether it is so on one of the processes: then all do the same. Every one of them has to ask."""
+        return any(self.ranks.gather(wish))
+
+    def _asked(self, name: str) -> bool:
+        """Whether an observer on one of the processes has set a flag of `control`; it is cleared."""
+        return self._on_any(self.control.take(name))
+
+    def _check_observers(self, note: str = "") -> None:
+        """Raises what an observer has raised, with a note; on the other processes, that one has."""
+        failed = self._on_any(self.observers.error is not None)
+        self.observers.check(note)
+        if failed:
+            raise WhetError("an observer has failed in another process, where its error is raised")
 
     def _is_done(self) -> bool:
         return self.config.max_steps is not None and self.step >= self.config.max_steps
@@ -252,17 +285,17 @@ class Run:
 
     def _do_what_is_due(self) -> None:
         """Evaluates and saves, by the configuration or because an observer asks for it."""
-        every, asked = self.config.eval_every_n_steps, self.control.take("evaluate")
+        every, asked = self.config.eval_every_n_steps, self._asked("evaluate")
         if self.task.has_evaluation and (asked or (every and self.step % every == 0)):
             self.evaluate(self.step)
         elif asked:
             log.warning("an observer asks for an evaluation, and there is no evaluation data; give train() eval_ds")
-        asked = self.control.take("save")
+        asked = self._asked("save")
         if asked and self.checkpoints.root is None:
             log.warning("an observer asks for a checkpoint, and there is no folder for it; set trainer.run_dir")
         if self._save_due(self.step) or asked:
             self.save()
-        if self.control.take("log") and self.loggers is not None:
+        if self._asked("log") and self.loggers is not None:
             self.loggers.flush()
 
     def _epoch(self) -> float:
@@ -305,7 +338,7 @@ class Run:
         options = self.config.checkpointing_options or CheckpointingOptions()
         if options.save_interval_steps is not None:
             return step % options.save_interval_steps == 0
-        return time.monotonic() - self.saved_at >= options.save_interval_s
+        return self.ranks.agree(time.monotonic() - self.saved_at >= options.save_interval_s)
 
     def save(self) -> None:
         """Writes a checkpoint of the step just finished."""
@@ -402,7 +435,7 @@ class Run:
         finally:
             self._close()
         if error is None:
-            self.observers.check()
+            self._check_observers()
 
     def _close(self) -> None:
         self._stop.release()

@@ -128,7 +128,10 @@ class ModelWorker:
     @property
     def backends(self) -> dict[str, str]:
         """Which implementation runs its attention and its layers, and why; see models.backends."""
-        return training_backends(self.loaded)
+        own = training_backends(self.loaded)
+        if self.fast_layers is None:
+            own["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
+        return own
 
     def plan(self, total_updates: int | None) -> None:
         """Tells the learning-rate schedule how many updates the run will make."""

@@ -85,8 +85,9 @@ class EmbeddedEngine:
         self._model = EngineModel(model, own_weights=own_weights)
         self._decode, self._grammars = decode, grammars
         self._positions = max_positions(self._model.loaded.module)
-        options = {"fast": fast, "native": native, "join": kv_cache_tokens is None}
-        self._runner = Runner(self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, **options)
+        self._runner = Runner(
+            self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast, native=native
+        )
         if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.backends["trunk"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
@@ -230,9 +231,8 @@ class EmbeddedEngine:
         """Decodes a few steps, no more than the row nearest to its limit may make; one, where a row is constrained."""
         runner, book, allowed = self._runner, self._book, self._allowed(self._rows)
         steps = min(STEPS_PER_READ if allowed is None else 1, int((book[MAX_NEW] - book[NUM_GENERATED]).min()))
-        joined = runner.joined[: len(self._rows)]
-        own = book[NUM_GENERATED] + joined
-        runner.own.reserve(len(self._rows), int(own.max()) - 1 + steps, longest=int((book[MAX_NEW] + joined).max()))
+        own = book[NUM_GENERATED].copy()
+        runner.own.reserve(len(self._rows), int(own.max()) - 1 + steps, longest=int(book[MAX_NEW].max()))
         if self._stale:
             runner.regroup(self._rows, self._plans)
             self._stale = False

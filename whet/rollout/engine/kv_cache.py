@@ -116,15 +116,6 @@ class KVStore:
             for buffer, x in zip(self.layer(layer, *(y.unsqueeze(0) for y in pair)), pair, strict=True):
                 buffer[row, :, :length] = x[:, :length]
 
-    def copy_from(self, other: KVStore, source: Tensor, target: Tensor, length: int) -> None:
-        """Copies rows of another store to the beginning of rows of this one.
-
-        Args: source: Long [m], rows of the other. target: Long [m], rows of this. length: places.
-        """
-        for layer, pair in other._layers.items():
-            for mine, x in zip(self.layer(layer, *pair), pair, strict=True):
-                mine[:, :, :length].index_copy_(0, target, x[:, :, :length].index_select(0, source))
-
     def drop(self) -> None:
         """Frees all memory."""
         self._layers.clear()

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from whet.models.attention import Layout
+from whet.ops.masked import to_fp32
 from whet.rollout.engine.cuda_graph import FixedTensors
 from whet.rollout.engine.kv_cache import KVStore
 
@@ -27,9 +27,6 @@ MASK_VALUE = -1e30
 
 MAX_SCORES = 1 << 24
 """Scores held at once; beyond it torch's fused operator works on them piece by piece."""
-
-JOINED = 0
-"""The bucket of a row whose own places begin with a copy of its prompt, so that it has no other part to look at."""
 
 
 def attention_part(
@@ -63,7 +60,7 @@ def attention_part(
 
 def _shares(q: Tensor, k: Tensor, bias: Tensor | None, *, scale: float, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Scores and their softmax [B * K, T, S], in fp32 or wider, of q [B, K, T, D] and k [B, K, S, D]."""
-    s = _scores(q.flatten(0, 1), k.flatten(0, 1)).to(_wide(q.dtype))
+    s = to_fp32(torch.bmm(q.flatten(0, 1), k.flatten(0, 1).mT))
     if scale != 1.0:
         s.mul_(scale)
     if softcap is not None:
@@ -79,18 +76,6 @@ def _lse(s: Tensor, p: Tensor) -> Tensor:
     The largest score and its share give it: two maxima are cheaper than another sum of exponentials.
     """
     return s.amax(-1) - p.amax(-1).log()
-
-
-def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """Products [B T S] of q [B T D] and k [B S D]; few queries of long heads go faster the other way round."""
-    if q.device.type == "cpu" and q.dtype == torch.float32 and q.shape[1] < 8 and q.shape[2] >= 64:
-        return torch.bmm(k, q.mT).mT
-    return torch.bmm(q, k.mT)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """fp32, or the dtype where that is wider."""
-    return torch.promote_types(dtype, torch.float32)
 
 
 def hiding(hidden: Tensor, dtype: torch.dtype) -> Tensor:
@@ -157,8 +142,6 @@ class DecodeLayout(Layout):
         self._place = np.zeros((0, 3), np.int64)
         self._head_tables: dict[tuple[int, int], tuple[list[Tensor], Tensor]] = {}
         self._range = torch.arange(0, device=device)
-        self._alone: Tensor | None = None
-        """Bool [n, 1]: joined rows, where others have prompts to look at."""
         self.fixed: FixedTensors | None = None
         """Set for steps of fixed shape: tables are padded to powers of two and keep their addresses."""
         self.forget()
@@ -168,7 +151,6 @@ class DecodeLayout(Layout):
         self._own_bias: dict[int | None, Tensor | None] = {}
         self._prompt_bias: dict[tuple[int, int | None, int], Tensor] = {}
         self._write_at: dict[int, Tensor] = {}
-        self._bags: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def regroup(
         self,
@@ -180,8 +162,8 @@ class DecodeLayout(Layout):
     ) -> None:
         """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
 
-        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket (or JOINED), its row
-                there, tokens.
+        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there,
+                tokens.
             rows: those of a step, with padding; a padding row looks at the first row's prompt. None = n.
         """
         self.rows = len(buckets) if rows is None else rows
@@ -189,8 +171,7 @@ class DecodeLayout(Layout):
         self._head_tables.clear()
         self._buckets = []
         self._place = np.zeros((self.rows, 3), np.int64)  # bucket number, prompt slot, rank among its rows
-        joined = buckets == JOINED
-        for number, bucket in enumerate(np.unique(buckets[~joined])):
+        for number, bucket in enumerate(np.unique(buckets)):
             mine = np.flatnonzero(buckets == bucket)
             mine = mine[np.argsort(slots[mine], kind="stable")]
             at = slots[mine]
@@ -203,7 +184,6 @@ class DecodeLayout(Layout):
             self._place[mine] = np.stack([np.full(len(mine), number), at, rank], 1)
             self._buckets.append(self._bucket(number, int(bucket), stores[int(bucket)], asking, plens))
         self._place[len(buckets) :] = self._place[0]
-        self._alone = torch.from_numpy(joined).to(self.device)[:, None] if joined.any() and self._buckets else None
         if self.fixed is not None:  # a captured step can't make tables
             for heads, kv in known:
                 self._heads(heads, kv)
@@ -267,57 +247,19 @@ class DecodeLayout(Layout):
         if window is not None and window > self._furthest:
             window = None
         keys, values = self._write(layer, k, v)
-        # oneDNN's half-precision products are slow on rows with gaps between them: read what is not used yet as well
-        s = self.own.length if q.dtype.itemsize == 2 and q.device.type == "cpu" else self._longest
-        q = q.reshape(n * heads, size)
-        bias, merged = self._own_mask(window, q.dtype, s), bool(self._buckets) or sinks is not None
-        own, own_lse = self._own_part(
-            q.view(n, kv, heads // kv, size), keys, values, s, bias, merged, scale=scale, softcap=softcap
-        )
-        if not merged:
-            return own.view(n, heads, 1, -1)
-        out, lse = own.view(n * heads, -1), own_lse.reshape(-1)
-        if self._buckets:
-            prompt, prompt_lse = self._prompt_part(layer, q, k, v, window, scale=scale, softcap=softcap)
-            weight = torch.sigmoid(prompt_lse - lse).unsqueeze(1)
-            out = torch.lerp(out.to(weight.dtype), prompt.to(weight.dtype), weight)
-            lse = torch.logaddexp(prompt_lse, lse) if sinks is not None else lse
+        s = self._longest
+        own, own_lse = attention_part(
+            q.reshape(n, kv, heads // kv, size), keys[:n, :, :s], values[:n, :, :s], self._own_mask(window, q.dtype),
+            scale=scale, softcap=softcap,
+        )  # fmt: skip
+        q, lse = q.reshape(n * heads, size), own_lse.reshape(-1)
+        prompt, prompt_lse = self._prompt_part(layer, q, k, v, window, scale=scale, softcap=softcap)
+        weight = torch.sigmoid(prompt_lse - lse).unsqueeze(1)
+        out = torch.lerp(own.view(n * heads, -1).to(weight.dtype), prompt.to(weight.dtype), weight)
         if sinks is not None:
+            lse = torch.logaddexp(prompt_lse, lse)
             out = out * torch.sigmoid(lse.view(n, heads) - sinks.float()).view(-1, 1)
         return out.to(q.dtype).view(n, heads, 1, -1)
-
-    def _own_part(
-        self,
-        q: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        s: int,
-        bias: Tensor | None,
-        merged: bool,
-        *,
-        scale: float,
-        softcap: float | None,
-    ) -> tuple[Tensor, Tensor]:
-        """The rows' own tokens. Args: q [n, K, g, D]. keys, values: whole buffers. s: places read. merged: with lse."""
-        n, kv, g, _ = q.shape
-        k = keys[:n, :, :s]
-        bags = self.device.type == "cpu" and self.fixed is None and values.dtype in (torch.float32, torch.bfloat16)
-        if not bags or n * kv * g * s > MAX_SCORES:
-            return attention_part(q, k, values[:n, :, :s], bias, scale=scale, softcap=softcap)
-        scores, p = _shares(q, k, bias, scale=scale, softcap=softcap)
-        # A weighted sum of rows is what a bag of embeddings is: 2 to 4 times faster than a product of so few queries.
-        index, offsets = self._bag(kv, g, s)
-        weights = p.to(values.dtype).view(-1)
-        own = F.embedding_bag(index, values.view(-1, values.shape[-1]), offsets, mode="sum", per_sample_weights=weights)
-        return own, _lse(scores, p) if merged else own
-
-    def _bag(self, kv: int, g: int, s: int) -> tuple[Tensor, Tensor]:
-        """Long: for each query head of each row, its first s places in the flat buffer of values; where each begins."""
-        if (kv, g, s) not in self._bags:
-            row = torch.arange(self.rows * kv, device=self.device) * self.own.length
-            index = row.repeat_interleave(g).unsqueeze(1) + self._range[:s]
-            self._bags[kv, g, s] = index.view(-1), torch.arange(0, index.numel(), s, device=self.device)
-        return self._bags[kv, g, s]
 
     def _prompt_part(
         self,
@@ -343,8 +285,6 @@ class DecodeLayout(Layout):
             lses.append(lse.reshape(-1))
         out = (outs[0] if len(outs) == 1 else torch.cat(outs)).index_select(0, back)
         lse = (lses[0] if len(lses) == 1 else torch.cat(lses)).index_select(0, back)
-        if self._alone is not None:
-            lse.view(self.rows, heads).masked_fill_(self._alone, MASK_VALUE)
         return out, lse
 
     def _write(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -363,14 +303,14 @@ class DecodeLayout(Layout):
             flat.index_copy_(0, self._write_at[kv], x.reshape(self.rows * kv, -1))
         return keys, values
 
-    def _own_mask(self, window: int | None, dtype: torch.dtype, places: int) -> Tensor | None:
-        """[n, 1, 1, places] of 0 and MASK_VALUE over own tokens; None = all seen."""
+    def _own_mask(self, window: int | None, dtype: torch.dtype) -> Tensor | None:
+        """[n, 1, 1, s] of 0 and MASK_VALUE over the places read of own tokens; None = all seen."""
         if window is not None and window >= self._longest:
             window = None
-        if window is None and self._equal and places == self._longest:
+        if window is None and self._equal:
             return None
         if window not in self._own_bias:
-            distance = self._made.unsqueeze(1) - self._range[:places]
+            distance = self._made.unsqueeze(1) - self._range[: self._longest]
             hidden = distance < 0 if window is None else (distance < 0) | (distance >= window)
             self._own_bias[window] = hiding(hidden, dtype)[:, None, None]
         return self._own_bias[window]

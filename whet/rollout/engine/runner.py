@@ -22,7 +22,7 @@ from whet.rollout.engine.conversation_cache import CachedSequence
 from whet.rollout.engine.cuda_graph import FixedTensors, StepGraphs, padded_rows
 from whet.rollout.engine.forward import make_forward
 from whet.rollout.engine.kv_cache import KVStore
-from whet.rollout.engine.layouts import JOINED, DecodeLayout
+from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
@@ -31,8 +31,6 @@ from whet.rollout.requests import SamplingPlan
 
 __all__ = ["Runner", "StepOutput"]
 
-MAX_JOINED_PROMPT = 64
-"""Longest prompt that is copied into its rows: beyond it, reading it once for a group is worth more."""
 INITIAL_ROWS = 256
 """Rows that there is room for at first; more come when they are wanted, however many max_batch allows."""
 TOKEN, POSITION, OWN, PLACE, DRAW, KEY = range(6)
@@ -62,7 +60,6 @@ class Runner:
         max_batch: int,
         prefill_tokens: int,
         fast: bool,
-        join: bool,
         native: bool,
     ) -> None:
         module = loaded.module
@@ -75,29 +72,25 @@ class Runner:
         self.stores: dict[int, KVStore] = {}
         kernels = self.forward.kernels
         self.layout = DecodeLayout(self.own, self.device) if kernels is None else NativeLayout(kernels, self.own)
+        half = any(p.dtype.itemsize == 2 for p in module.parameters())
+        self.renews = half and self.device.type == "cpu" and kernels is None
+        """Whether an empty batch begins with an empty store of its own tokens."""
         rows = min(max_batch, INITIAL_ROWS)
         self.state = torch.zeros(6, rows, dtype=torch.long, device=self.device)
         self.seen: Tensor | None = None
         self.groups: list[tuple[SamplingPlan, Tensor | None]] = []
         self.graphs: StepGraphs | None = None
-        self.join = MAX_JOINED_PROMPT if join and self.device.type == "cpu" and kernels is None else 0
-        """Longest prompt that is copied into its rows' own places."""
-        half = any(p.dtype.itemsize == 2 for p in module.parameters())
-        self.renews = half and self.device.type == "cpu" and kernels is None
-        """Whether an empty batch begins with an empty store of its own tokens."""
-        self.joined = np.zeros(rows, np.int64)
-        """Own places of each row that hold its prompt."""
 
     def fix_shapes(self) -> None:
         """From now on plain decode steps have fixed shapes, and are captured where the device can."""
         self.layout = DecodeLayout(self.own, self.device)
-        self.graphs, self.layout.fixed, self.join = StepGraphs(self.device), FixedTensors(), 0
+        self.graphs, self.layout.fixed = StepGraphs(self.device), FixedTensors()
 
     def make_room(self, live: int, count: int) -> None:
         """Makes room for new rows. Args: live: rows there are. count: new ones.
 
-        Where attention reads all places of a row (DecodeLayout.attend), the last bits follow their number: so that what
-        was drawn before (an evaluation, which a resumed run does not repeat) changes none, it starts again.
+        The last bits of oneDNN's half-precision products follow the places that the store has, read or not: so that
+        what was drawn before (an evaluation, which a resumed run does not repeat) changes none, it is made again.
         """
         if self.renews and not live:
             self.own.drop()
@@ -105,7 +98,7 @@ class Runner:
         rows = self.state.shape[1]
         if live + count > rows:
             more = min(1 << (live + count - 1).bit_length(), self.max_batch) - rows
-            self.state, self.joined = F.pad(self.state, (0, more)), np.pad(self.joined, (0, more))
+            self.state = F.pad(self.state, (0, more))
             self.seen = None if self.seen is None else F.pad(self.seen, (0, 0, 0, more))
 
     def prefill(
@@ -184,8 +177,6 @@ class Runner:
 
         Args: row: a live one. prefix: its prompt. own: how many of its own tokens.
         """
-        if joined := int(self.joined[row]):
-            return {i: (k.clone(), v.clone()) for i, (k, v) in self.own.read(row, joined + own).items()}
         prompt = self.stores[prefix.bucket].read(prefix.slot, len(prefix.tokens))
         if not own:
             return {i: (k.clone(), v.clone()) for i, (k, v) in prompt.items()}
@@ -208,7 +199,6 @@ class Runner:
         rows = slice(first, first + len(admitted))
         state = np.zeros((6, len(admitted)), np.int64)
         state[POSITION] = [len(p.tokens) for _, p in admitted]
-        state[OWN] = self._join(first, [p for _, p in admitted])
         state[PLACE] = [t.request.offset + t.made for t, _ in admitted]
         state[DRAW] = [t.request.draw + t.request.offset + t.made for t, _ in admitted]
         state[KEY] = [address_key(*t.request.address) for t, _ in admitted]
@@ -227,27 +217,9 @@ class Runner:
         keep = any(plan.sampling.return_logits for plan, _ in groups)
         return self._read([tokens], [logprobs], [logits] if keep else None)
 
-    def _join(self, first: int, prefixes: Sequence[Prefix]) -> np.ndarray:
-        """Copies short prompts to the beginning of rows first..: for a few tokens one part of attention beats two.
-
-        Returns: int [m], tokens copied; 0 where a prompt is too long.
-        """
-        lengths = np.array([len(p.tokens) for p in prefixes], np.int64)
-        lengths[lengths > self.join] = 0
-        buckets = np.array([p.bucket for p in prefixes])
-        for bucket in np.unique(buckets[lengths > 0]):
-            mine = np.flatnonzero((buckets == bucket) & (lengths > 0))
-            rows = torch.from_numpy(first + mine).to(self.device)
-            slots = torch.tensor([prefixes[i].slot for i in mine.tolist()], device=self.device)
-            self.own.reserve(self.own.rows, int(bucket))
-            self.own.copy_from(self.stores[int(bucket)], slots, rows, int(bucket))
-        self.joined[first : first + len(lengths)] = lengths
-        return lengths
-
     def regroup(self, rows: Sequence[tuple[Task, Prefix]], plans: Sequence[SamplingPlan]) -> None:
         """Takes note of which rows live and where their prompts lie. Args: rows: in order. plans: of the tasks."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
-        buckets[self.joined[: len(rows)] > 0] = JOINED
         slots = np.array([p.slot for _, p in rows], np.int64)
         count = None
         if self.graphs is not None:
@@ -260,8 +232,7 @@ class Runner:
     def run(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> StepOutput:
         """Decodes some steps.
 
-        Args: steps: how many. own: int [n], tokens of each row's own part: its prompt if joined, and those it has made
-                (the last one is not in its KV yet).
+        Args: steps: how many. own: int [n], tokens that each row has made (the last one is not in its KV yet).
             furthest: the largest number of tokens, prompt included, of a row. allowed: uint8 [n, W], what constraints
             allow at this one step, where there are any.
         Returns: what was drawn.
@@ -366,8 +337,7 @@ class Runner:
     def move_rows(self, source: np.ndarray, target: np.ndarray, length: int) -> None:
         """Moves live rows into holes. Args: source, target: int [m]. length: most tokens that one of them has made."""
         src, dst = (torch.from_numpy(x).to(self.device) for x in (source, target))
-        self.own.move(src, dst, length + int(self.joined[source].max()))
-        self.joined[target] = self.joined[source]
+        self.own.move(src, dst, length)
         self.state.index_copy_(1, dst, self.state.index_select(1, src))
         if self.seen is not None:
             self.seen.index_copy_(0, dst, self.seen.index_select(0, src))

@@ -1,0 +1,106 @@
+"""What the processes of a run could decide differently is decided for all: several ranks, each a run in a thread."""
+
+import time
+
+import pytest
+from helpers import cluster, length_reward, rows
+from meeting import together
+
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
+from whet.errors import ConfigError, RewardError, WhetError
+from whet.learners.grpo import GRPOLearner
+from whet.run.observer import Observer
+
+
+def learner(ranks, *observers, **training):
+    """One rank's learner; its placement takes part in the meeting."""
+    c = cluster(engine="mock", max_steps=3, **training)
+    c.actor.placement.ranks = ranks
+    data = DataConfig(batch_size=2, shuffle=False)
+    return GRPOLearner(c, GRPOConfig(num_generations=2, beta=0.0), length_reward, data=data, observers=observers)
+
+
+class After(Observer):
+    """Does something after step 1, on one rank."""
+
+    def __init__(self, ranks, what, rank=1):
+        self.what = what if ranks.rank == rank else lambda run: None
+
+    def on_step_end(self, run, step):
+        if run.step == 1:
+            self.what(run)
+
+
+def test_what_one_rank_is_asked_for_all_do():
+    def evaluated(ranks):
+        wish = After(ranks, lambda run: setattr(run.control, "evaluate", True))
+        run = learner(ranks, wish).train(rows(6), rows(1))
+        return [row["step"] for row in run.rows if row["mode"] == "eval"]
+
+    def stopped(ranks):
+        return learner(ranks, After(ranks, lambda run: setattr(run.control, "stop", True))).train(rows(6)).step
+
+    assert together(2, evaluated) == [[0, 1, 3]] * 2
+    assert together(2, stopped) == [1, 1]
+
+
+def test_a_signal_that_one_rank_has_ends_all_after_the_same_step():
+    def done(ranks):
+        with pytest.raises(KeyboardInterrupt, match="stopped after step 1"):
+            learner(ranks, After(ranks, lambda run: setattr(run._stop, "asked", True))).train(rows(6))
+        return "ended"
+
+    assert together(2, done) == ["ended"] * 2
+
+
+@pytest.mark.parametrize("event", ["on_run_begin", "on_step_end", "on_run_end"])
+def test_an_observer_that_fails_on_one_rank_ends_all(event):
+    class Broken(Observer):
+        pass
+
+    def fail(self, run, *args):
+        raise RewardError("mine")
+
+    setattr(Broken, event, fail)
+
+    def ended(ranks):
+        try:
+            learner(ranks, *([Broken()] if ranks.rank else [])).train(rows(6))
+        except (WhetError, KeyboardInterrupt) as error:
+            return str(error)
+
+    other, own = together(2, ended)
+    assert own == "mine"
+    assert ("stopped after step 1" if event == "on_step_end" else "failed in another process") in other
+
+
+def test_the_clock_of_rank_0_says_when_a_checkpoint_is_due():
+    def due(ranks):
+        made = learner(ranks, checkpointing_options=CheckpointingOptions(save_interval_s=100.0))
+        run = made.new_run(rows(6))
+        run.saved_at = time.monotonic() - (200.0 if ranks.rank == 0 else 0.0)
+        return run._save_due(1)
+
+    assert together(2, due) == [True, True]
+
+
+def test_rank_0_alone_logs_and_shows_how_far_it_is():
+    def seen(ranks):
+        logged = []
+        run = learner(ranks, loggers=[lambda step, row: logged.append(step)], pbar_description="T").train(rows(6))
+        return logged, run.progress.description is not None
+
+    (logged, shown), other = together(2, seen)
+    assert logged == [1, 2, 3] and shown
+    assert other == ([], False)
+
+
+@pytest.mark.parametrize("given", ["run_dir", "checkpoint_root_directory"])
+def test_several_processes_that_would_write_one_folder_are_refused(given, tmp_path):
+    def refused(ranks):
+        with pytest.raises(ConfigError, match=r"a run of 2 processes writes no files in this release.*use one process"):
+            learner(ranks, **{given: str(tmp_path / "out")}).train(rows(6))
+        return "refused"
+
+    assert together(2, refused) == ["refused"] * 2
+    assert not (tmp_path / "out").exists()
