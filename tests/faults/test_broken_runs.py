@@ -218,7 +218,7 @@ def test_a_bit_that_was_lost_in_a_checkpoint_is_seen_before_it_is_taken_up(tmp_p
     data = bytearray(path.read_bytes())
     data[-2] ^= 1  # of the last number: the file can still be read
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
+    with pytest.raises(CheckpointError, match=f"{name} has changed since it was written"):
         learner(tmp_path, max_steps=2, resume="latest").train(rows(8))
 
 
@@ -427,7 +427,7 @@ def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_remo
     folder = _made(root / "step-000001")
     needs = ("cluster", "random", "settings", "stream", "tokens", "updates")
     torch.save({**dict.fromkeys(needs), "step": step}, folder / "run.pt")
-    with pytest.raises(CheckpointError, match=r"says that it is of step .*, its folder is named step-000001"):
+    with pytest.raises(CheckpointError, match=r"is of step .*, but its folder is named step-000001"):
         learner(tmp_path, resume=str(folder)).train(rows(8))
     assert len(checkpoint.checkpoints(root)) == 3
 

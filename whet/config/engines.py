@@ -143,6 +143,6 @@ def nested(words: Mapping[str, Any]) -> dict[str, Any]:
         section, name = FLAT[flat]
         own = out.get(section, {})
         if not isinstance(own, Mapping) or name in own:
-            raise ConfigError(f"{flat} and {section}.{name} are one key; give it once, as {section}.{name}")
+            raise ConfigError(f"{flat} and {section}.{name} are the same key; give it once, as {section}.{name}")
         out[section] = {**own, name: value}
     return out

@@ -105,7 +105,7 @@ def _float(value: Any, *, least: float, most: float, unit: str) -> float:
 def _fp32(value: Any) -> float:
     number = _float(value, least=-LARGEST, most=LARGEST, unit=", what fp32 holds")
     if 0 < abs(number) < SMALLEST:
-        raise ValueError(f"must be 0 or further from it than {SMALLEST}, as fp32 has it, got {shown(value)}")
+        raise ValueError(f"must be 0 or at least {SMALLEST} in magnitude, which fp32 can hold, got {shown(value)}")
     return number
 
 
@@ -147,7 +147,7 @@ def _name(value: str) -> str:
 def _plain(value: Any, depth: int = 0) -> Any:
     """The value. Raises ValueError for what would not come back from a file as it was."""
     if depth > DEEPEST:
-        raise ValueError(f"is nested more than {DEEPEST} deep, or holds itself")
+        raise ValueError(f"is nested more than {DEEPEST} deep, or contains itself")
     if isinstance(value, Mapping):
         for key, inside in value.items():
             _plain(key, depth + 1)
@@ -158,9 +158,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     elif isinstance(value, str):
         _text(value)
     elif isinstance(value, int) and abs(value) >= 10**300:
-        raise ValueError("holds an integer of more than 300 digits")
+        raise ValueError("contains an integer of more than 300 digits")
     elif isinstance(value, float) and math.isnan(value):
-        raise ValueError("holds a nan, which is equal to nothing; leave it out")
+        raise ValueError("contains a NaN, which equals nothing; leave it out")
     return value
 
 

@@ -191,7 +191,7 @@ class TrainingConfig:
         words = dict(words)
         budget = words.pop("max_seq_token_per_tpu")
         if words.get("max_tokens_per_microbatch") is not None:
-            raise ConfigError("max_seq_token_per_tpu and max_tokens_per_microbatch are one key; give it once")
+            raise ConfigError("max_seq_token_per_tpu and max_tokens_per_microbatch are the same key; give it once")
         words["max_tokens_per_microbatch"] = budget
         return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 

@@ -71,7 +71,7 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[list[Any], list[Any
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
         raise DataError(
-            f"holding {count} of {len(rows)} rows out leaves none to train on; bring more, or hold out fewer"
+            f"holding {count} of {len(rows)} rows out leaves none to train on; give more rows, or hold out fewer"
         )
     held = set(epoch_order(len(rows), seed, HOLD_OUT)[:count].tolist())
     parts: tuple[list[Any], list[Any]] = ([], [])
@@ -195,7 +195,7 @@ class PromptStream:
         if rows == 0 or (rows < self.batch_size and self.last_batch == "drop"):
             raise DataError(
                 f"{rows} prompts don't fill one batch of {self.batch_size}; set batch_size to {max(rows, 1)} or less, "
-                "last_batch='keep', or bring more prompts"
+                "last_batch='keep', or give more prompts"
             )
 
     @property
@@ -310,7 +310,7 @@ class PromptStream:
         if expected not in (None, self.read_digest):
             raise CheckpointError(
                 f"the first {used} {what} are not those that the run had read before the checkpoint: one was changed, "
-                "moved, added or left out; resume with the same data, or start a new run in another run_dir"
+                "reordered, added or removed; resume with the same data, or start a new run in another run_dir"
             )
         return items
 
@@ -463,7 +463,7 @@ def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
     try:
         first = next(items)
     except StopIteration:
-        raise DataError("the data have no rows; bring at least one batch of prompts") from None
+        raise DataError("the data have no rows; give at least one batch of prompts") from None
     return first, chain([first], items) if once else source
 
 

@@ -265,7 +265,7 @@ class RLTask(Task):
             self.learner.restore(state["learner"])
         elif self.learner.state():
             log.warning(
-                "the checkpoint is of an earlier version, which saved no state of %s: it begins as in a new run",
+                "the checkpoint is of an earlier version, which saved no state of %s; that starts as in a new run",
                 type(self.learner).__name__,
             )
 

@@ -1,4 +1,4 @@
-"""Whether a model is causal: what it says of a token may not depend on the tokens after it.
+"""Whether a model is causal: its logits at a token may not depend on the tokens after it.
 
 An encoder (BERT and its relatives) runs, samples and trains like any other, on log-probabilities of tokens that it has
 seen; its config does not tell it apart, since causal families say is_decoder: false too.
@@ -56,7 +56,7 @@ def check_causal(module: PreTrainedModel, name: str) -> None:
     if size.isfinite().all() and size[half:].max() > SHARE * size[:half].max():
         hint = " (its config says is_decoder: false)" if sizes.get("is_decoder") is False else ""
         raise ConfigError(
-            f"{name!r} ({module.config.model_type}) is not causal: what it says of a token depends on the tokens after "
+            f"{name!r} ({module.config.model_type}) is not causal: its logits at a token depend on the tokens after "
             f"it{hint}, so it gives no probability of a completion; give a model that was trained as a causal language "
             "model"
         )

@@ -44,7 +44,7 @@ def token_stats(
     allowed: Tensor | None = None,
     want: Collection[str] | None = None,
 ) -> TokenStats:
-    """What a model says of each target of a micro-batch.
+    """What a model computes of each target of a micro-batch.
 
     log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
     before aₜ; of a trunk with both heads, both. Greedy decoding (temperature 0) is scored at temperature 1.
@@ -110,7 +110,7 @@ def model_stats(
         last = micro.last_index
         scores = None if last is None else to_fp32(score_head(states.index_select(0, last)).squeeze(1))
     elif micro.last_index is not None:
-        raise ConfigError("scores are what a score head says of the last state; load the model with role='critic'")
+        raise ConfigError("scores come from a score head; load the model with role='critic'")
     if head.kind == "none":
         return TokenStats(values=values, scores=scores)
     if head.linear and support.plain:

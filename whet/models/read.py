@@ -148,7 +148,7 @@ def _check_files(path: str) -> None:
 def _weights(
     path: str, config: PretrainedConfig, dtype: torch.dtype, kind: Any
 ) -> tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]:
-    """The module with the weights of a folder or hub name, and what transformers says of their names."""
+    """The module with the weights of a folder or hub name, and what transformers reports of their names."""
     try:
         return kind.from_pretrained(
             path,
@@ -163,7 +163,7 @@ def _weights(
         raise ConfigError(
             f"the weights of {path!r} are not plain tensors: a pickle of more than these could run code and is not "
             "opened; where you trust it, convert it: safetensors.torch.save_file(torch.load(file, weights_only=False), "
-            "'model.safetensors', metadata={'format': 'pt'}), with a state_dict of tensors, and take the .bin file away"
+            "'model.safetensors', metadata={'format': 'pt'}), with a state_dict of tensors, and remove the .bin file"
         ) from error
     except Exception as error:  # transformers, safetensors and each family's code raise what they like
         raise ConfigError(
@@ -198,8 +198,8 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
     if dropped:
         raise ConfigError(
             f"{path!r} has weights that its config.json has no place for, and that would be dropped ({len(dropped)}): "
-            f"{_named(dropped)}; copy config.json again from where the weights come from, or take these out of the "
-            "files"
+            f"{_named(dropped)}; copy config.json again from where the weights come from, or remove these "
+            "from the files"
         )
 
 

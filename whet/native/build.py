@@ -178,7 +178,7 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
         room = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:  # no home, or one that can't be written, or that others can write
         path, room = Path(name), tempfile.TemporaryDirectory(prefix="whet-")
-        log.warning("native kernels can't be kept and are built for this process alone: %s", error)
+        log.warning("native kernels can't be cached and are built for this process only: %s", error)
     log.info("building native kernels (%s) with %s: some seconds, once", source, compiler[0])
     with room as folder:
         part, made = Path(folder) / f"{source}.o", Path(folder) / name

@@ -178,7 +178,7 @@ def read_json(source: Path | bytes) -> Any:
 
 
 def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def finite(value: object) -> float | None:

@@ -117,7 +117,7 @@ class StepProfiler:
         head = f"profile of step {number}: {seconds:.2f} s with the profiler's own cost, on {device}"
         log.info("%s\n%s", head, table(found, rows=4))
         if self.folder is None:
-            log.warning("the profile of step %d is not written: there is no run_dir, and no log_dir", number)
+            log.warning("the profile of step %d was not written: neither run_dir nor log_dir is set", number)
             return
         name = f"profile-step-{number:06d}"
         half = temporary(self.folder / f"{name}.json.gz")

@@ -78,7 +78,7 @@ def open_root(root: Path) -> FolderLock:
         tried.rename(renamed)
         remove(renamed, strict=True)
         if (root / "latest").is_dir():
-            raise CheckpointError(f"{root / 'latest'} is a folder, and has to be a file that names one; remove it")
+            raise CheckpointError(f"{root / 'latest'} is a folder, but must be a file that names one; remove it")
         sweep(root)
     except BaseException as error:
         if lock is not None:
@@ -150,7 +150,7 @@ def _is_there(final: Path, run: str | None) -> bool:
         return False
     if run_of(final) != run:
         raise CheckpointError(
-            f"{final} is not this run's: another has written it meanwhile; end that run or move its folders away, "
+            f"{final} belongs to another run, which wrote it meanwhile; end that run or move its folders away, "
             "and give each run a trainer.checkpoint_root_directory of its own"
         )
     if (final / "run.pt").is_file():
@@ -217,7 +217,7 @@ def verify(folder: Path, needs: Iterable[str] = ()) -> None:
     if missing := [name for name in needs if not (folder / name).is_file()]:
         raise CheckpointError(f"{folder / missing[0]} is missing from its checkpoint; {advice}")
     if not path.is_file():
-        log.warning("%s has no %s: whether its files are as they were written can't be told", folder, _SUMS)
+        log.warning("%s has no %s, so its files can't be checked for changes", folder, _SUMS)
         return
     try:
         sums = _sums_in(path)
@@ -232,7 +232,7 @@ def verify(folder: Path, needs: Iterable[str] = ()) -> None:
             raise CheckpointError(f"{folder / name} is missing from its checkpoint; {advice}")
         if (found := _sum(folder / name)) != expected:
             raise CheckpointError(
-                f"{folder / name} is not what was written: its SHA-256 is {found[:12]}..., sums.json has "
+                f"{folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., sums.json has "
                 f"{expected[:12]}...; {advice}, or, if you changed it yourself, delete sums.json"
             )
 

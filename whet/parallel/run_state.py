@@ -46,8 +46,8 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
     step, named = state["step"], step_of(path.parent)
     if named is not None and (type(step) is not int or step != named):
         raise CheckpointError(
-            f"{path} says that it is of step {step!r:.40}, its folder is named {path.parent.name}; give the folder its "
-            "own name back, or resume from another"
+            f"{path} is of step {step!r:.40}, but its folder is named {path.parent.name}; rename the folder back, or "
+            "resume from another step-* folder"
         )
     for name, (what, holds) in _FIELDS.items():
         _check(path, name, state[name], what, holds)
@@ -86,7 +86,7 @@ def _check(path: Path, name: str, value: Any, what: str, holds: Callable[[Any], 
     if not holds(value):
         shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
         raise CheckpointError(
-            f"{path} has {shown:.60} as {name}, which has to be {what}; resume from an earlier step-* folder"
+            f"{path} has {shown:.60} as {name}, which must be {what}; resume from an earlier step-* folder"
         )
 
 

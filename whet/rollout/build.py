@@ -138,7 +138,7 @@ def _warn_unused(spec: Any, config: RolloutConfig) -> None:
         unused |= {n: vars(config)[n] for n in devices if vars(config)[n] not in (-1, 1)}
     if unused:
         said = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
-        log.warning("%s: no effect with rollout_engine %r, they are another engine's; leave them out", said, spec)
+        log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", said, spec)
 
 
 def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:

@@ -245,8 +245,8 @@ class Grammars:
         inner = _library().LLMatcher(words, _source(constraint), log_level=0)
         if inner.is_error():
             raise ConfigError(
-                f"constraint {constraint} is refused: {_reason(inner.get_error())}; correct it, or use what llguidance "
-                "knows: docs/engine.md, Constraints"
+                f"constraint {constraint} is refused: {_reason(inner.get_error())}; fix it, or use what llguidance "
+                "supports: docs/engine.md, Constraints"
             )
         every, stop, forbidden = (
             _packed(ids, words.vocab_size) for ids in (range(self._vocabulary), stop_ids, forbidden_ids)
@@ -372,7 +372,7 @@ def _source(constraint: Constraint) -> str:
         try:
             text = f"start: %json {json.dumps(json.loads(text))}"
         except ValueError as error:
-            raise ConfigError(f"constraint {constraint} is no JSON: {error}; give the schema as JSON text") from error
+            raise ConfigError(f"constraint {constraint} is not JSON: {error}; give the schema as JSON text") from error
     return library.LLMatcher.grammar_from_lark(f"{text}\n{UNFORCED}")
 
 

@@ -267,7 +267,7 @@ class Sampler:
         kwargs = dict(given.pop("generation_kwargs", {}))
         if beam_size is not None:
             if "num_beams" in kwargs:
-                raise ConfigError("beam_size and generation_kwargs' num_beams are one option; keep one")
+                raise ConfigError("beam_size and generation_kwargs' num_beams are the same option; keep one")
             kwargs["num_beams"] = beam_size
         check_names(kwargs)
         for name in ("eos_tokens", "forbidden_tokens"):
@@ -321,8 +321,8 @@ class Sampler:
         wanted = sampling.max_tokens if given else max(1, sampling.min_tokens)
         if length + wanted > self.longest:
             raise DataError(
-                f"prompt {longest.row} has {length} tokens, and {wanted} to come make {length + wanted}, but there is "
-                f"room for {self.longest}; shorten the prompt (max_prompt_length={max(1, self.longest - wanted)} with "
+                f"prompt {longest.row} has {length} tokens; with {wanted} new ones that is {length + wanted}, over the "
+                f"limit of {self.longest}; shorten the prompt (max_prompt_length={max(1, self.longest - wanted)} with "
                 "on_long_prompt='truncate_left'), or ask for fewer new tokens"
             )
         rooms = [self.longest - len(p.tokens) for p in prompts]
@@ -349,7 +349,7 @@ class Sampler:
         any_of = sampling if isinstance(sampling, Sampling) else sampling[0]
         if num_generations > 1 and any_of.temperature == 0 and num_beams(any_of) == 1:
             raise ConfigError(
-                f"temperature=0.0 takes the likeliest token, so {num_generations} generations would be one and the "
+                f"temperature=0.0 takes the likeliest token, so {num_generations} generations would all be the "
                 "same; set a temperature above 0"
             )
         rollouts = Rollouts(self.engine(any_of), next_id=self._next_id)
@@ -418,7 +418,7 @@ class Sampler:
             if (state[n].shape, state[n].dtype) != (own[n].shape, own[n].dtype)
         ]
         if wrong:
-            raise ConfigError(f"transformer_state is another model's: {'; '.join(sorted(wrong)[:4])}")
+            raise ConfigError(f"transformer_state does not fit this model: {'; '.join(sorted(wrong)[:4])}")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])

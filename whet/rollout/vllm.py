@@ -118,7 +118,7 @@ class VLLMEngine:
         parallel = importlib.import_module("vllm.distributed.parallel_state")
         if parallel.model_parallel_is_initialized():
             raise EngineError(
-                "another vLLM engine lives in this process, and vLLM keeps one state for all of them; close() it first"
+                "another vLLM engine is open in this process, and vLLM has one global state; close() it first"
             )
         with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _contained():
             write_config(module, Path(folder))

@@ -389,8 +389,8 @@ class Run:
         own, root = self.config.run_dir, self.checkpoints.root
         if own is not None and root is not None and checkpoint.resolve().parent != root.resolve() and holds_steps(own):
             raise CheckpointError(
-                f"{checkpoint} is another run's, and {own} holds steps of its own; give another trainer.run_dir, or "
-                "trainer.resume=latest to resume from what lies there"
+                f"{checkpoint} belongs to another run, and {own} holds steps of its own; give another trainer.run_dir, "
+                "or trainer.resume=latest to resume from what lies there"
             )
         self._restore(checkpoint)
         return self.step

@@ -164,7 +164,7 @@ class Checkpoints:
             if trainer.train_steps != updates[role.value]:
                 raise CheckpointError(
                     f"{folder / 'run.pt'} says {updates[role.value]} updates of the {role.value}, its optimizer's "
-                    f"state says {trainer.train_steps}; resume from another"
+                    f"state says {trainer.train_steps}; resume from another step-* folder"
                 )
         self._load_replaced(folder, state.get("moved", ()))  # of which earlier versions saved none
         if self._is_own(folder):

@@ -1,4 +1,4 @@
-"""From what a loss says of each token to metrics: summed on the device, read once, merged by kind.
+"""From a loss's values per token to metrics: summed on the device, read once, merged by kind.
 
 Dim letters: s tokens of a micro-batch.
 """

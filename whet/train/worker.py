@@ -174,7 +174,7 @@ class ModelWorker:
         return values
 
     def scores(self, batch: TokenBatch) -> Tensor:
-        """What a value head says of the state at the last token of each sequence: [N], detached, on the CPU.
+        """The value head's score at the last token of each sequence: [N], detached, on the CPU.
 
         Raises: ConfigError: the model has no value head.
         """
@@ -218,7 +218,7 @@ class ModelWorker:
         entropy: bool,
         want: Collection[str] | None = None,
     ) -> TokenStats:
-        """What the model says of the targets of one forward pass."""
+        """The model's statistics of the targets of one forward pass."""
         allowed = self._allowed(batch, micro, support)
         with self._layers():
             return self.placement.forward(
@@ -447,7 +447,7 @@ def loss_inputs(
     micro: MicroBatch,
     stats: TokenStats,
 ) -> LossInputs:
-    """A micro-batch's part of the columns, with what the model says of its tokens.
+    """A micro-batch's part of the columns, with the model's statistics of its tokens.
 
     Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
     through 0 * NaN, its gradient.

@@ -111,7 +111,7 @@ class LossInputs(Columns):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStats:
-    """What a model says of each token: [s] of a micro-batch, or [S] of a whole batch; scores are [n] or [N]."""
+    """What a model computes of each token: [s] of a micro-batch, or [S] of a whole batch; scores are [n] or [N]."""
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None

@@ -142,7 +142,7 @@ def test_without_a_home_they_are_built_for_the_process_and_this_is_said(folder, 
         assert number() == 1
     said = [r.getMessage() for r in caplog.records]
     assert said[0] == (
-        "native kernels can't be kept and are built for this process alone: Could not determine home directory."
+        "native kernels can't be cached and are built for this process only: Could not determine home directory."
     )
     assert said[1].startswith("building native kernels (number) with ")
 

@@ -75,7 +75,7 @@ def test_a_changed_byte_or_a_missing_file_of_a_checkpoint_is_seen(tmp_path):
     verify(folder)
     file = folder / "actor" / "file"
     file.write_text("weight5")  # as long as before
-    with pytest.raises(CheckpointError, match=r"actor/file is not what was written: .*earlier step-\* folder"):
+    with pytest.raises(CheckpointError, match=r"actor/file has changed since it was written: .*earlier step-\* folder"):
         verify(folder)
     file.unlink()
     with pytest.raises(CheckpointError, match="actor/file is missing from its checkpoint"):
@@ -139,7 +139,7 @@ def test_sweeping_takes_half_written_folders_and_nothing_else(tmp_path):
 
 def test_a_latest_that_is_a_folder_is_an_error_when_the_root_is_opened(tmp_path):
     (tmp_path / "latest").mkdir()
-    with pytest.raises(CheckpointError, match=r"latest is a folder, and has to be a file"):
+    with pytest.raises(CheckpointError, match=r"latest is a folder, but must be a file"):
         open_root(tmp_path)
     (tmp_path / "latest").rmdir()
     open_root(tmp_path).release()
@@ -253,7 +253,9 @@ def test_no_run_takes_or_removes_what_another_has_written(tmp_path):
     assert run_of(publish(tmp_path, 2, write("again"), run="a")) == "a"
     assert (tmp_path / "step-000002" / "actor" / "file").read_text() == "a"  # its own: a step's state is one
     for run in ("b", None):
-        with pytest.raises(CheckpointError, match=r"step-000002 is not this run's: .*give each run a .*of its own"):
+        with pytest.raises(
+            CheckpointError, match=r"step-000002 belongs to another run, .*give each run a .*of its own"
+        ):
             publish(tmp_path, 2, write("b"), run=run)
     for step in (3, 4, 5):
         publish(tmp_path, step, write("b"), run="b", keep=1)
@@ -357,7 +359,7 @@ def test_sums_that_are_gone_are_said_and_other_files_that_are_gone_refused(tmp_p
     assert not caplog.text
     (folder / "sums.json").unlink()
     verify(folder, ["actor/file"])
-    assert "step-000001 has no sums.json: whether its files are as they were written can't be told" in caplog.text
+    assert "step-000001 has no sums.json, so its files can't be checked for changes" in caplog.text
     with pytest.raises(CheckpointError, match=r"actor/other is missing from its checkpoint; resume from an earlier"):
         verify(folder, ["actor/file", "actor/other"])
 
@@ -369,7 +371,7 @@ def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(t
     (folder / "sums.json").write_text(json.dumps(whole["sums"]))  # names and checksums alone
     verify(folder)
     (folder / "actor" / "file").write_text("other")
-    with pytest.raises(CheckpointError, match="actor/file is not what was written"):
+    with pytest.raises(CheckpointError, match="actor/file has changed since it was written"):
         verify(folder)
     (folder / "sums.json").write_text(json.dumps({**whole, "format": 3}))
     with pytest.raises(CheckpointError, match=r"sums\.json has format 3, .*reads formats 1 to 2; resume with"):

@@ -370,7 +370,7 @@ def test_a_checkpoint_is_compared_with_its_sums_before_anything_of_it_is_taken(m
     path = tmp_path / "checkpoints" / "step-000001" / "actor" / "config.json"  # which nothing else reads
     path.write_text(path.read_text() + " ")
     again = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
-    with pytest.raises(CheckpointError, match=r"config\.json is not what was written"):
+    with pytest.raises(CheckpointError, match=r"config\.json has changed since it was written"):
         again._open()
     assert again.step == 0
 

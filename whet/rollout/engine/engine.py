@@ -151,7 +151,7 @@ class EmbeddedEngine:
             again with what they have made.
         """
         if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+            raise EngineError("the engine is asleep; call wake() first")
         self._model.check_whole()
         try:
             with self._runner.forward.running():
