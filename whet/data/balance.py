@@ -24,7 +24,7 @@ __all__ = ["NO_CAP", "PackItem", "PassCost", "Split", "first_fit", "level", "mod
 ROUNDS = 12
 """Halvings of the range in which the smallest cap lies."""
 NO_CAP = int(np.iinfo(np.int64).max)
-"""More than any batch has of anything."""
+"""Above every count in a batch."""
 
 T = TypeVar("T")
 

@@ -29,7 +29,7 @@ __all__ = ["PromptStream", "digests", "epoch_order", "hold_out", "is_batch", "un
 log = logging.getLogger("whet")
 
 TELL_S = 10.0
-"""Seconds between two notes of how far the encoding of prompts is."""
+"""Seconds between two log lines on the progress of encoding prompts."""
 HOLD_OUT = 2**32
 """Stands for the epoch in the draw of held-out rows, so that it is not the order of an epoch."""
 
@@ -238,8 +238,8 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on after the last batch of a saved state; call it before iterating. What a stream had used is read once
-        more, and compared.
+        """Continues after the last batch of a saved state; call it before iterating. What a stream had used is read
+        again, and compared.
 
         Raises: CheckpointError: the state is of other data or other settings, with the first difference; or it has a
             place that no such data have.
@@ -398,7 +398,7 @@ class PromptStream:
 
 
 def _encoded(rows: Any, encode: Encode) -> list[Any]:
-    """All rows, encoded, without those that were dropped; says how far it is where that takes long."""
+    """All rows, encoded, without those that were dropped; logs its progress where that takes long."""
     out, told = [], time.monotonic()
     for place, row in enumerate(each(rows, "the data")):
         made = encode(row, place)

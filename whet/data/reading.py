@@ -1,7 +1,7 @@
-"""What others raise while rows are read, as a DataError that says where.
+"""Errors raised while rows are read, as a DataError that names the place.
 
-Rows come from files of any make, from libraries that read them, and from functions of the user's own: each raises what
-it likes. Errors of whet and a lack of memory pass as they are.
+Rows come from files of any make, from libraries that read them, and from functions of the user's own: each raises its
+own errors. Errors of whet and a lack of memory pass as they are.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def each(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -
 
 
 def said(error: Exception) -> str:
-    r"""What an error is and says, in one line.
+    r"""The class and message of an error, in one line.
 
     >>> said(ValueError("a\n  b"))
     'ValueError: a b'

@@ -27,7 +27,7 @@ __all__ = ["load_rows"]
 log = logging.getLogger("whet")
 
 TELL_S = 3.0
-"""Seconds of waiting for the hub after which that is said."""
+"""Seconds of waiting for the hub after which that is logged."""
 SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 """Words in a file's name that say which split it holds."""
 EVAL_SPLITS = tuple(word for word in SPLITS if not word.startswith("train"))
@@ -53,7 +53,7 @@ def load_rows(
             or the only one named test, validation, dev or the like.
         subset: the configuration of a hub data set that has several.
         streaming: read as the rows are asked for; the rows then have no length and can't be shuffled.
-        limit: the first so many rows; None = all.
+        limit: only the first N rows; None = all.
 
     Returns:
         A list of dicts, a datasets.Dataset, a datasets.IterableDataset, or the iterable given.
@@ -152,7 +152,7 @@ def _no_path(name: str) -> str:
 
 @contextmanager
 def _telling(name: str) -> Iterator[None]:
-    """Says that the hub is being waited for, where that takes more than a moment."""
+    """Logs that the hub is being waited for, where that takes more than a moment."""
     timer = threading.Timer(TELL_S, log.warning, ("waiting for the hub, which is asked for the data set %r", name))
     timer.daemon = True
     timer.start()

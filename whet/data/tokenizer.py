@@ -115,7 +115,7 @@ def stop_token_ids(
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()) -> int:
     """The id to fill padding with: the tokenizer's pad token, else its eos, else a stop id, else 0.
 
-    Any id would do: masks come from lengths, never from comparing with this one.
+    Any id works: masks come from lengths, never from comparing with this one.
 
     >>> pad_token_id(byte_tokenizer())
     257

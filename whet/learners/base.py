@@ -162,7 +162,7 @@ class RLLearner:
         return step.replace(groups=groups, versions=tuple(sorted(versions))).log(engine_metrics(done))
 
     def reward(self, step: Step) -> Step:
-        """Calls the reward functions: `rewarded` has the groups with what each said, the weighted sums [J], metrics.
+        """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
 
         They are called once for each completion: where several processes train, each judges a part of the groups.
         """
@@ -209,7 +209,7 @@ class RLLearner:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes `state` back, before the first step of a resumed run."""
+        """Restores `state`, before the first step of a resumed run."""
 
     # ---- shared pieces -------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Health: says when nothing is learned, or when the policy has collapsed, and since which step. It changes nothing.
+"""Health: warns when nothing is learned, or when the policy has collapsed, and since which step. It changes nothing.
 
 It reads what a step has made anyway: its row of metrics, its rewards, its batch. What it remembers from step to step
 is a few numbers, which a checkpoint holds, so that a resumed run warns where the uninterrupted one would. Left out on
@@ -37,14 +37,14 @@ AGAIN = 100
 FIRST = {"signal": 3, "gradient": 10, "certain": 10, "even": 10}
 """Steps in a row, of each thing that is watched, before the first warning."""
 CERTAIN = 1e-4
-"""Mean entropy, in nats, below which all completions of a prompt are all but sure to be the same."""
+"""Mean entropy, in nats, below which all completions of a prompt are almost surely the same."""
 EVEN = 1e-3
-"""How near, as a share of it, the mean entropy comes to the most that there can be where a policy draws evenly."""
+"""A policy samples uniformly where its mean entropy is below the maximum by less than this share of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a step has to show."""
+    """What is watched of a step."""
 
     step: int
     row: Mapping[str, float]
@@ -138,14 +138,14 @@ class Health:
         return {"since": {name: list(found) for name, found in self._since.items()}, "skipped": skipped}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes `state` back; an empty one, of a checkpoint of an earlier version, starts from nothing."""
+        """Restores `state`; an empty one, of a checkpoint of an earlier version, starts from nothing."""
         self._since = {name: (int(first), int(count)) for name, (first, count) in state.get("since", {}).items()}
         for role, trainer in self.cluster.trainers.items():
             trainer.skipped = int(state.get("skipped", {}).get(role.value, 0))
 
 
 def most_choices(support: Support, vocabulary: int) -> int | None:
-    """How many tokens a policy that draws evenly draws from, so that its entropy is the logarithm of it.
+    """How many tokens a uniform policy draws from: its entropy is the logarithm of this number.
 
     Args: support: of the draws. vocabulary: tokens there are.
     Returns: the number; None where it is less than two or differs from token to token (a constraint).

@@ -66,7 +66,7 @@ class Learner(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes it back."""
+        """Restores it."""
         ...
 
 
@@ -258,7 +258,7 @@ class RLTask(Task):
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Takes them back; what an earlier version did not save begins as in a new run."""
+        """Restores them; what an earlier version did not save starts as in a new run."""
         self.cluster.restore(state["cluster"], step)
         self.health.restore(state.get("health", {}))
         if "learner" in state:

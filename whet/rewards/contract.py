@@ -44,7 +44,7 @@ __all__ = [
 LOG = logging.getLogger(__name__)
 RewardFn = Callable[..., Any]
 LOOP_GRACE_S = 0.5
-"""How long after the deadline an event loop may take to say which functions were late."""
+"""How long after the deadline an event loop may take to report which functions were late."""
 GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompts", "rewards", "trajectory_ids")
 """What functions are offered besides the columns of the data."""
 

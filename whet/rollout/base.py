@@ -40,7 +40,7 @@ CONSTRAINTS = ("grammar", "json_schema", "regex")
 class Constraint:
     """The language that a completion's text lies in.
 
-    Raises: ConfigError: an unknown kind. What is wrong inside the text is said by Grammars.check.
+    Raises: ConfigError: an unknown kind. Errors inside the text are found by Grammars.check.
 
     >>> Constraint(kind="regex", text="[0-9]+")
     Constraint(kind='regex', text='[0-9]+')
@@ -96,7 +96,7 @@ class Sampling:
     generation_kwargs: tuple[tuple[str, Any], ...] = ()
     """Options of transformers' generate, (name, value) with tuples for lists: for the hf engine alone."""
     return_logits: bool = False
-    """Keep the raw logits of each drawn token (float32 [C, V]): for a close look, not for training."""
+    """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
 
 def support_of(sampling: Sampling) -> Support:
@@ -136,7 +136,7 @@ class Request:
     """(seed, step, prompt, generation): with the position, the address of every random draw."""
     offset: int = 0
     """Completion tokens already in `tokens`, of a resumed request: min_tokens counts them, a stop string may begin
-    in them, a constraint has taken them in. Earlier turns, and what a tool has answered, are not among them."""
+    in them, a constraint has consumed them. Earlier turns, and what a tool has answered, are not among them."""
     draw: int = 0
     """Number of the completion's first draw under its address: token t of the completion, those of `offset` counted,
     uses u(address, draw + t). A later turn begins after the draws of those before it; a resumed request keeps
@@ -225,13 +225,13 @@ class EngineCaps:
     sleep: bool = False
     logits: bool = False
     generation_kwargs: bool = False
-    """Knows transformers' own options (Sampling.generation_kwargs)."""
+    """Supports transformers' own options (Sampling.generation_kwargs)."""
     peek: bool = False
     """Tokens can be seen as they are made."""
     updates_in_flight: bool = False
     """New weights are taken between two tokens of a completion; without it, between two completions."""
     conversations: bool = False
-    """Holds what a conversation has said, so that its next turn is not encoded again."""
+    """Keeps the KV of a conversation, so that its next turn encodes only what is new."""
     constraints: bool = False
     """Draws under Sampling.constraint."""
     experimental: bool = False
@@ -357,7 +357,7 @@ class RolloutEngine(Protocol):
 
 
 def check_caps(engine: RolloutEngine, sampling: Sampling) -> None:
-    """Refuses a Sampling that asks for what an engine does not know.
+    """Refuses a Sampling that asks for what an engine does not support.
 
     Raises: EngineError: with the field and the engine that does.
     """

@@ -125,7 +125,7 @@ def make_engine(
 
 
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:
-    """Says which fields are set that speak to another engine; a class of the user's own may read them all."""
+    """Warns of fields that are set for another engine; a class of the user's own may read them all."""
     if not isinstance(spec, str) or ":" in spec:
         return
     own = {"vllm": "vllm", "sglang": "sglang", "sglang_jax": "sglang"}.get(spec)

@@ -2,8 +2,8 @@
 
 Such a class takes text and returns text, tokens and perhaps logprobs, for a whole batch at once. So prompt ids are
 decoded here, special tokens and all, and what comes back is cut at the stop token and stamped with the policy version.
-Left out on purpose: addressed draws and aborting, which that interface has no words for; sampling fields it does not
-know are refused, not dropped.
+Left out on purpose: addressed draws and aborting, which that interface has no arguments for; sampling fields
+that it does not have are refused, not dropped.
 """
 
 from __future__ import annotations

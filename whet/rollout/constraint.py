@@ -55,7 +55,7 @@ class Matcher:
         return other
 
     def advance(self, token: int) -> bool:
-        """Takes a token in. Returns: whether the language allows it there; a stop id, which ends the text, is none."""
+        """Consumes a token. Returns: whether the text may continue with it: not with a stop id, which ends it."""
         self._made += 1
         return self.ended is None and token not in self._rules.stops and bool(self._inner.consume_token(token))
 
@@ -290,7 +290,7 @@ class Masks:
         self.drop()
 
     def drop(self) -> None:
-        """Forgets all: the next completions are others."""
+        """Drops all masks: the next completions are different ones."""
         self._rows: list[np.ndarray] = []
         self._places: dict[bytes, int] = {}
         self._known: dict[Hashable, np.ndarray] = {}
@@ -377,5 +377,5 @@ def _source(constraint: Constraint) -> str:
 
 
 def _reason(message: str) -> str:
-    """A complaint of llguidance's in one line, without the picture of the place."""
+    """An error of llguidance in one line, without its drawing of the place."""
     return " ".join(line.strip() for line in message.splitlines() if line.strip(" ^") and "|" not in line)

@@ -1,6 +1,6 @@
 """Rollouts: episodes in, groups of completions out, each group as soon as its last completion has ended.
 
-`Rollouts` is the only caller of an engine's submit and poll (`stream`, for a person who watches, apart). An episode is
+`Rollouts` is the only caller of an engine's submit and poll (except `stream`, for a person who watches). An episode is
 a generator: it yields requests and is given their outputs, as often as it likes, and returns its completions. So
 many episodes interleave in one engine, deterministically, without threads; a completion to a prompt (`single_turn`) is
 the shortest of them, and an environment with ten turns is one of ten yields.
@@ -101,7 +101,7 @@ class Episode:
 
 
 def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, Any] | None = None) -> Completion:
-    """One training sequence from what was drawn and what was said to the model in between.
+    """One training sequence from what was drawn and what the model was given in between.
 
     Args: parts: in order: outputs, whose tokens are trained, and int arrays [C] of tokens that were not drawn, which
             are not (version -1). At least one output. generation: the episode's. info: for the store.
@@ -159,7 +159,7 @@ def single_turns(
         sampling: of all prompts, or of each.
         num_generations: completions of each prompt.
         address: (seed, step, place of the first prompt).
-        expected: tokens that completions of each prompt may come to; None = no guess.
+        expected: expected length of each prompt's completions in tokens; None = no guess.
     """
     each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
     seed, step, first = address
@@ -383,7 +383,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
 
     Leaving the loop early aborts what is running.
     Args: engine: idle. requests: to submit.
-    Returns: pieces with the new tokens of a request; its last one has the finish_reason, and may be empty.
+    Returns: PartialOutputs with the new tokens of a request; its last one has the finish_reason, and may be empty.
     Raises: EngineError: the engine has other requests in flight, whose outputs would be lost; it can't do what a
         Sampling asks for; the model's logits are not finite.
 
@@ -416,7 +416,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
 
 
 def _finite(piece: PartialOutput) -> PartialOutput:
-    """The piece. Raises EngineError where its logprobs are not finite."""
+    """The same. Raises EngineError where its logprobs are not finite."""
     if not np.isfinite(piece.logprobs).all():
         raise EngineError("the model's logits are not finite; its weights are broken, or its dtype is too narrow")
     return piece

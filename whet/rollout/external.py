@@ -1,4 +1,4 @@
-"""What the adapters of other packages' engines (vLLM, SGLang) share: seeds, the books of requests, checks of weights.
+"""What the adapters of other packages' engines (vLLM, SGLang) share: seeds, bookkeeping of requests, checks of weights.
 
 Such an engine holds its own copy of the weights and draws with its own generator. So a request gets a seed derived
 from its address, what comes back is stamped with the policy version here, and when the engine is built its
@@ -54,7 +54,7 @@ KNOWN = (
     "top_k",
     "top_p",
 )
-"""Fields of Sampling that both engines have words for."""
+"""Fields of Sampling that both engines support."""
 TOLERANCE = {"wide": 1e-3, "half": 0.25}
 """Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
 
@@ -84,7 +84,7 @@ class InFlightRequest:
         version: int,
         decode: Callable[[Sequence[int]], str] | None,
     ) -> FinishReason | None:
-        """Books new tokens, and cuts them where the completion ends.
+        """Records new tokens, and cuts them where the completion ends.
 
         Args:
             tokens, logprobs: as they came.

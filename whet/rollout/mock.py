@@ -1,4 +1,4 @@
-"""An engine without a model, for tests and load trials: random tokens, lengths by a chosen distribution.
+"""An engine without a model, for tests and load tests: random tokens, lengths by a chosen distribution.
 
 Tokens and lengths follow the request's address alone. Logprobs are those of the uniform distribution that the tokens
 are drawn from. Left out on purpose: everything that asks for a distribution (top-p, penalties) and stop strings.
@@ -32,8 +32,8 @@ class MockEngine(QueueEngine):
     """Random completions of random lengths, a few finished at each poll.
 
     Args:
-        model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is looked at.
-        decode: not looked at; other engines take it.
+        model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is used.
+        decode: not used; other engines take it.
         vocabulary: V, 256 without a model; tokens are drawn from 0..V-1, stop ids left out until the end.
         length_distribution: of the completions: "fixed" (max_tokens), "uniform" (1..max_tokens), "normal" (mean half of
             it, deviation an eighth), "skewed" (log-normal, a few very long).

@@ -30,7 +30,7 @@ a space that is taken off, a character begun before, an apostrophe that pulls a 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingPlan:
-    """A Sampling, worked out once: what to do with the logits of its rows."""
+    """A Sampling, prepared once: what to do with the logits of its rows."""
 
     sampling: Sampling
     support: Support
@@ -40,7 +40,7 @@ class SamplingPlan:
 
 
 def make_plan(sampling: Sampling) -> SamplingPlan:
-    """Works a Sampling out.
+    """The plan of a Sampling.
 
     Args: sampling: of a request.
     Returns: its plan.
@@ -126,7 +126,7 @@ def check_request(
         vocabulary: ids the model knows.
         positions: tokens its positions reach, None = no limit.
         decodes: whether the engine can turn tokens into text.
-        constrains: whether it knows the tokens' bytes.
+        constrains: whether it has the tokens' bytes, for constraints.
         closed: whether the engine was closed.
     Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function, a constraint without
         grammars.

@@ -366,7 +366,7 @@ class Sampler:
             seed, place: the address of its draws, as in `sample`.
             conversation: calls of one number follow on one another, so that an engine need not encode again what it
                 holds.
-        Returns: pieces; the last has the finish_reason.
+        Returns: PartialOutputs; the last has the finish_reason.
         """
         self._next_id += 1
         request = Request(

@@ -58,7 +58,7 @@ class SGLangEngine:
     """SGLang behind whet's protocol.
 
     Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
-            strings only. config: the rollout's; its section sglang say how the engine is built.
+            strings only. config: the rollout's; its section sglang says how the engine is built.
     Raises: EngineError: SGLang is not installed, or it does not compute this model as transformers does. ConfigError: a
         field that it can't carry out.
 
@@ -211,7 +211,7 @@ class SGLangEngine:
         self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
 
     def _halt(self, ids: Iterable[int]) -> None:
-        """Ends requests in SGLang and books what they had made; they stay in flight here, unless they were finished."""
+        """Ends requests in SGLang and records their tokens; they stay in flight here, unless they were finished."""
         mine = {t: i for t, i in self._tasks.items() if i in set(ids)}
         if not mine:
             return

@@ -17,7 +17,7 @@ __all__ = ["QueueEngine"]
 
 
 class QueueEngine:
-    """A queue of requests, and the duties around it; a subclass writes `poll`, and `_check` and `_take` where it needs.
+    """A queue of requests with its bookkeeping; a subclass writes `poll`, and `_check` and `_take` where it needs them.
 
     Args: kind: the engine's name in messages. max_batch: requests that one poll runs at most; 0 = unknown.
     """
@@ -55,7 +55,7 @@ class QueueEngine:
             raise EngineError("the engine is asleep; call wake() first")
 
     def _count(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
-        """Books what was done; the outputs."""
+        """Records what was done. Returns: the outputs."""
         self._prefilled += sum(len(r.tokens) for r in requests)
         self._generated += sum(len(o.tokens) for o in outputs)
         return outputs

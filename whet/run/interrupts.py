@@ -30,11 +30,11 @@ _USUAL = (
 
 
 class Interrupts:
-    """Turns signals into a wish (`asked`), while it listens.
+    """Turns signals into a request to stop (`asked`), while it listens.
 
     Signals can be taken on the main thread alone, and only where no one else handles or ignores them (nohup ignores
     SIGHUP): elsewhere it does nothing. Processes that a reward function forks are meant to finish their part of the
-    step: Ctrl-C and SIGHUP, which a terminal sends to all, are ignored there, SIGTERM ends them as ever.
+    step: Ctrl-C and SIGHUP, which a terminal sends to all, are ignored there, SIGTERM ends them as usual.
     """
 
     def __init__(self) -> None:

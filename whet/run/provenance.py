@@ -41,11 +41,11 @@ BLOCK = 2**16
 BLOCKS_AT_ONCE = 256
 """Blocks of one operation away from the CPU."""
 TELL_BYTES = 8 * 2**30
-"""Weights on a CPU of so many bytes take seconds to read, which is then said."""
+"""Weights on a CPU of this many bytes take seconds to read, which is then logged."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio as an int64: its multiples are spread over all words."""
 _NO_MATTER = ("_", "attn_implementation", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""What keys of a model's configuration begin with that change nothing of what it computes here."""
+"""Prefixes of keys in a model's configuration that do not change what it computes here."""
 
 
 def note_reads(
@@ -77,9 +77,9 @@ def note_reads(
 
 
 def check_reads(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
-    """Compares what a checkpoint notes with what is read now; other code is a warning.
+    """Compares what a checkpoint records with what is read now; different code is a warning.
 
-    Args: old: of the checkpoint; None = of an earlier version, which noted nothing. new: as `note_reads` gives it.
+    Args: old: of the checkpoint; None = of an earlier version, which recorded nothing. new: as `note_reads` gives it.
         allow: differences are logged, not refused.
     Raises: CheckpointError: they differ, each difference named; or `old` is not what `note_reads` gives.
     """
@@ -137,7 +137,7 @@ def _changed_model(role: str, before: Mapping[str, Any], now: Mapping[str, Any])
 
 
 def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) -> str:
-    """In which way evaluation data differ."""
+    """How evaluation data differ."""
     sizes = ["none" if side is None else f"{side[0]} prompts" if side else "?" for side in (before, now)]
     if sizes[0] != sizes[1] or before is None or now is None:
         return " -> ".join(sizes)
@@ -147,7 +147,7 @@ def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) ->
 
 
 def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be said of functions that are others, and of files that have changed, each once."""
+    """What to log of functions and files that have changed, each once."""
     changed: dict[str, list[str]] = {}
     for what, (file, digest) in new.items():
         if what not in old:
@@ -160,7 +160,7 @@ def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[st
 
 
 def _part(tree: Mapping[str, Any], name: str, kind: Any) -> Any:
-    """An entry of what a checkpoint notes. Raises CheckpointError where it is missing or of another kind."""
+    """An entry of what a checkpoint records. Raises CheckpointError where it is missing or of another kind."""
     if not isinstance(tree, Mapping) or name not in tree or not isinstance(tree[name], kind):
         raise CheckpointError(
             f"the entry {name!r} of the checkpoint's run.pt has an unexpected format; resume from another step-* folder"
@@ -185,7 +185,7 @@ def plain(tree: Any) -> Any:
 
 
 def _model(role: str, module: nn.Module, only_read: bool) -> dict[str, Any]:
-    """What is noted of a model."""
+    """What is recorded of a model."""
     config = plain(module.config.to_dict())  # pyright: ignore
     if only_read:
         size = sum(t.numel() * t.element_size() for t in module.parameters() if t.device.type == "cpu")
@@ -236,7 +236,7 @@ def _sums(tensor: Tensor) -> bytes:
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What is noted of a tokenizer: its tokens, its template, and its rules as the versions that are named spell them.
+    """What is recorded of a tokenizer: its tokens, its template, and its rules as the named versions write them.
 
     What an encoding did to it (truncation, padding) is left out.
     """

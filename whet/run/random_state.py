@@ -28,7 +28,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Takes `random_state` back.
+    """Restores `random_state`.
 
     Raises: CheckpointError: it is not what `random_state` gives.
     """

@@ -187,7 +187,7 @@ class Run:
         self.saved_at = time.monotonic()
 
     def _note_environment(self, resumed: bool) -> None:
-        """Writes environment.json; a resumed run says what is other than it was, since that may move the last bits."""
+        """Writes environment.json; a resumed run logs what changed, since that may change the last bits."""
         assert self.folder is not None
         assert self.stream is not None
         now = {**environment(), **self.roles.describe(), "passes": self.task.planned_passes(self.stream.batch_size)}
@@ -379,7 +379,7 @@ class Run:
             )
 
     def _resume(self) -> int:
-        """Takes up the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
+        """Restores the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
         assert self.config.resume is not None
         self.checkpoints.open()
         checkpoint = self.checkpoints.find(self.config.resume)
@@ -411,7 +411,7 @@ class Run:
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where the configuration is another, listing the differences."""
+        """Raises CheckpointError where the configuration differs, listing the differences."""
         changed = changed_settings(state["settings"], self._compared())
         if not changed:
             return

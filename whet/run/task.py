@@ -49,7 +49,7 @@ class Stream(Protocol):
         ...
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on from a place."""
+        """Continues from a place."""
         ...
 
     def __iter__(self) -> Iterator[list[Any]]: ...
@@ -101,4 +101,4 @@ class Task(Observer):
         return {}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Takes them back, the models being loaded. Args: state: the whole of run.pt. step: that is done."""
+        """Restores them, after the models were loaded. Args: state: the whole of run.pt. step: that is done."""

@@ -59,7 +59,7 @@ class Checkpoints:
         self._lock: FolderLock | None = None
 
     def open(self) -> None:
-        """Makes the folder, tries it, takes it for this process alone, and clears what a kill has left half written.
+        """Creates the folder, checks that it can be written, locks it, and removes what a kill left half written.
 
         Raises: CheckpointError: it can't be written. ConfigError: another process uses it.
         """
@@ -67,7 +67,7 @@ class Checkpoints:
             self._lock = open_root(self.root)
 
     def close(self) -> None:
-        """Lets others write there."""
+        """Releases the lock."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
@@ -204,7 +204,7 @@ class Checkpoints:
     def state(folder: Path, needs: Collection[str] = ()) -> dict[str, Any]:
         """The run's own state in a checkpoint.
 
-        Args: needs: entries that the reader can't do without, besides those that every run writes.
+        Args: needs: entries that the reader requires, besides those that every run writes.
         Raises: CheckpointError: it is not what `save` wrote, or of another step than its folder.
         """
         return read_run_state(folder / "run.pt", needs)

@@ -265,7 +265,7 @@ def total_norm(grads: Sequence[Tensor]) -> float:
 
 
 def _scale(grads: list[Tensor], factor: float) -> None:
-    """Multiplies gradients in place; in two goes where the factor would lose digits, or vanish, as a float32."""
+    """Multiplies gradients in place; in two steps where the factor would lose digits, or vanish, as a float32."""
     tiny = factor < torch.finfo(torch.float32).tiny
     for _ in range(2 if tiny else 1):
         torch._foreach_mul_(grads, math.sqrt(factor) if tiny else factor)

@@ -3,7 +3,7 @@
     optimizer.safetensors   "model.norm.weight.exp_avg": [D] ...     "<parameter>.<key>", any order
     state.pt, "optim"       groups: [{"params": [names], "lr": ...}], what is not a tensor, the place in the schedule
 
-A name says what a number is of whatever the groups of an optimizer are, so that parts of it can be read. Files of
+A name identifies a number whatever the groups of an optimizer are, so that parts of it can be read. Files of
 format 1 name a parameter by its place among the groups; they are read in the order that the optimizer has here.
 """
 

@@ -89,7 +89,7 @@ def _fused(groups: Groups) -> bool:
 
 
 def _made(factory: Any, name: str, tensors: Any, **rate: float) -> torch.optim.Optimizer:
-    """What a factory makes. Raises ConfigError where it is none, fails, or makes something else."""
+    """What a factory makes. Raises ConfigError where it is not callable, fails, or makes something else."""
     call = f"factory({'groups, lr=...' if rate else 'parameters'}) -> torch.optim.Optimizer"
     if not callable(factory):
         raise ConfigError(f"{name} is not a function but {factory!r:.80}; give one that is called as {call}")

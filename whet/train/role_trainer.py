@@ -222,7 +222,7 @@ class RoleTrainer:
             batch: the whole mini-batch, with `weights`, or they are made here.
             keep: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
                 gradient, and have been counted in the weights. None = all.
-            report: (metrics, whole, run) -> metrics, where those of the part that was run are to speak of the whole.
+            report: (metrics, whole, run) -> metrics, where those of the part that was run have to stand for the whole.
 
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
@@ -251,7 +251,7 @@ class RoleTrainer:
         return metrics
 
     def load(self, folder: Path) -> None:
-        """Takes up the model and optimizer that its worker saved. Raises CheckpointError where they don't fit."""
+        """Restores the model and optimizer that its worker saved. Raises CheckpointError where they don't fit."""
         self.worker.load(folder)
         self._updated_version = None  # checkpoints are written between steps
 
@@ -259,7 +259,7 @@ class RoleTrainer:
         return {f"{self.prefix}{name}": metric for name, metric in metrics.items()}
 
     def _note_skipped(self, metrics: Metrics) -> None:
-        """Says that an update was skipped; ends a run in which all are."""
+        """Logs a skipped update; ends the run after MAX_SKIPPED in a row."""
         self.skipped += 1
         which = f"the {self.role.value}'s update {self.train_steps + 1}"
         numbers = f"loss {metrics['loss'].value:.6g}, learning rate {metrics['learning_rate'].value:.6g}"
@@ -272,7 +272,7 @@ class RoleTrainer:
             )
 
     def update_all(self, batches: Iterable[Any]) -> Metrics:
-        """One optimizer step for every `accumulate` batches of a data set; a rest makes a last, smaller one."""
+        """One optimizer step for every `accumulate` batches of a data set; a remainder makes a last, smaller one."""
         metrics: Metrics = {}
         held: list[TokenBatch] = []
         for item in batches:

@@ -1,8 +1,8 @@
-"""ModelWorker: one model with its optimizer, and the verbs that learners are written in.
+"""ModelWorker: one model with its optimizer, and the methods that learners call.
 
 Everything about micro-batches, packing, shared prefixes, mixed precision and (later) FSDP, tensor and context
-parallelism happens behind these verbs; a loss sees whole sequences in fp32 or better. Rule 1 of the design lives here:
-`forward_backward` runs (weights * loss).sum().backward() for each micro-batch and nothing else divides.
+parallelism happens behind these methods; a loss sees whole sequences in fp32 or better. Rule 1 of the design is kept
+here: `forward_backward` runs (weights * loss).sum().backward() for each micro-batch and nothing else divides.
 
 Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 """
@@ -47,7 +47,7 @@ megabytes of it."""
 
 
 class ModelWorker:
-    """One model behind verbs: logprobs, values, forward_backward, optim_step, weights, state.
+    """One model behind a few methods: logprobs, values, forward_backward, optim_step, weights, state.
 
     Args:
         loaded: the model, as models.load_model gives it.
