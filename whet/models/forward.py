@@ -96,7 +96,7 @@ def model_stats(
 ) -> TokenStats:
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
-    Args: module: the root. head: its language head, of kind "none" where no logprobs are wanted. score_head: what makes
+    Args: module: the root. head: its LM head, of kind "none" where no logprobs are wanted. score_head: what makes
         values; None = none are wanted. The others and the result as in token_stats.
 
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.

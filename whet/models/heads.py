@@ -1,4 +1,4 @@
-"""The language head, between the last hidden state and the logits, and the score head of a critic or reward model.
+"""The LM head, between the last hidden state and the logits, and the score head of a critic or reward model.
 
 The log-probabilities of a few rows need a few rows of logits: the head is found out once, so that only these are made.
 Dim legend: V vocabulary. Left out on purpose: heads that slice or mix the vocabulary; those models give full logits.
@@ -105,7 +105,7 @@ def _transform(logits: Tensor, ramp: Tensor) -> Head:
 
 
 def has_score_head(module: nn.Module) -> bool:
-    """Whether a model is a critic or a reward model: it has a score head, and no language head.
+    """Whether a model is a critic or a reward model: it has a score head, and no LM head.
 
     Args: module: a model of transformers.
 
@@ -148,7 +148,7 @@ def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, sh
     Args:
         module: a causal language model; its parameters are shared, not copied.
         weight: [1 D], a score head saved earlier.
-        shared: keep the language head too: the module itself, with one more layer.
+        shared: keep the LM head too: the module itself, with one more layer.
     Returns: the model; for a trunk that is shared, the one given.
 
     Example: `load_model(path, role="critic")` ends with it.

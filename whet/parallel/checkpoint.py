@@ -432,7 +432,7 @@ def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | No
 
 
 def _rename_score_head(found: dict[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Gives a critic's head its name of today: earlier releases kept it in the place of the language head."""
+    """Gives a critic's head its name of today: earlier releases kept it in the place of the LM head."""
     old, new = sorted(found.keys() - targets.keys()), sorted(targets.keys() - found.keys())
     if new == ["score.weight"] and len(old) == 1 and found[old[0]].shape == targets["score.weight"].shape:
         found["score.weight"] = found.pop(old[0])
