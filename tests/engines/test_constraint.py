@@ -439,7 +439,7 @@ def test_kept_masks_refuse_what_was_not_drawn_under_the_constraint_each_time(gra
         ("regex", "[ab", r"constraint regex '\[ab' is refused: .*unclosed character class.*docs/engine.md"),
         ("regex", "(?=a)b", "look-around"),
         ("regex", "z+", "no allowed first token"),
-        ("json_schema", '{"type": ', "is no JSON"),
+        ("json_schema", '{"type": ', "is not JSON"),
         ("json_schema", '{"type": "strin"}', "Invalid type: strin"),
         ("json_schema", '{"enum": []}', "Unsatisfiable schema"),
         ("grammar", "start: foo", 'unknown name: "foo"'),

@@ -1,7 +1,7 @@
 """The command line: `whet <command> key=value ...`. Imports the standard library alone until a command is known.
 
 A ConfigError, DataError or another error of whet is one message and exit status 2; WHET_DEBUG=1 shows where it came
-from. Under torchrun only rank 0 speaks.
+from. Under torchrun only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _dispatch(command: str, words: list[str]) -> None:
 
 
 def _explained(command: str, error: Exception) -> bool:
-    """Says an error of whet in one message; False for any other, which is a bug."""
+    """Prints an error of whet in one message; False for any other, which is a bug."""
     from whet.errors import ConfigError, WhetError
 
     if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
@@ -180,7 +180,7 @@ def _config(command: str, words: list[str]) -> Any:
 
 
 def _check(command: str, config: Any) -> None:
-    """Raises ConfigError for what lacks, before anything heavy is imported."""
+    """Raises ConfigError for what is missing, before anything heavy is imported."""
     if command == "grpo":
         from whet.config import check_complete
 

@@ -88,7 +88,7 @@ def grpo(config: RunConfig) -> dict[str, Any]:
 
 
 def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """`whet demo`: the recipe of the demo, with its story told around it.
+    """`whet demo`: the recipe of the demo, with an explanation printed around it.
 
     Args: argv: overrides, as of `whet grpo`; seed=n is short for trainer.seed=n.
     Returns: the summary.
@@ -205,7 +205,7 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def summarise(run: Run, config: RunConfig, seconds: float) -> dict[str, Any]:
-    """What a run came to, from its rows of metrics."""
+    """The results of a run, from its rows of metrics."""
     evals = [row for row in run.rows if row["mode"] == Mode.EVAL.value]
     train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
     found: dict[str, Any] = {

@@ -16,7 +16,7 @@ class AlgorithmConfig:
     """What every algorithm is made of: functions by name, as objects, or as "package.module:function"."""
 
     algo_variant: Name = "grpo"
-    """Tunix's name of the algorithm. No effect: the parts below say it all."""
+    """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "grpo"
     """Rewards -> advantages: grpo, drgrpo, rloo, a function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"
@@ -74,7 +74,7 @@ class GRPOConfig(AlgorithmConfig):
     """Correction for a sampler that differs from the trainer: "token" weighs each token by trainer / sampler
     probability, truncated; a function or "package.module:function" of LossInputs gives each its weight; None = off."""
     sampler_is_threshold: Float = 2.0
-    """Greatest such weight."""
+    """Upper bound of that weight."""
     loss_masks: tuple[Name | Fn, ...] = ()
     """Multiply the policy loss by 0 or 1: off-policy, functions of LossInputs, "package.module:function"."""
     off_policy_mask_threshold: Float = 0.5
@@ -87,7 +87,7 @@ class GRPOConfig(AlgorithmConfig):
     force_compute_kl: Bool = False
     """Compute the KL to the reference as a metric also when beta is 0.0."""
     mask_truncated_completions: Bool = False
-    """Train nothing of completions that were cut at the length limit."""
+    """Mask out completions that were cut at the length limit."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -114,7 +114,7 @@ class GRPOConfig(AlgorithmConfig):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """(ε, ε_high) with ε_high settled."""
+        """(ε, ε_high), ε_high with its default filled in."""
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 

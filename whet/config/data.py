@@ -23,7 +23,7 @@ class DataConfig:
     split: Name = "train"
     """Split to train on, where there are several."""
     eval_split: Name | None = None
-    """Split to evaluate on; None = of eval_path the only one, or the only one named test, validation, dev or alike."""
+    """Split to evaluate on; None = eval_path's only one, or the only one named test, validation, dev or the like."""
     eval_fraction: Float = 0.0
     """Share of the rows kept for evaluation and not trained on. 0.0 = off."""
     batch_size: Size = 8

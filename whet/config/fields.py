@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 DEEPEST = 64
-"""Levels that lists and mappings may lie in each other; what walks them stays far from Python's own limit."""
+"""Nesting depth of lists and mappings; what walks them stays far from Python's own limit."""
 LARGEST, SMALLEST = 3.4e38, 1.2e-38
 """What fp32 holds, besides 0."""
 

@@ -28,12 +28,12 @@ from whet.errors import ConfigError
 __all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_model", "load_sampled"]
 
 TEXTS = ("prompt", "system_prompt")
-"""Keys whose words are taken as they stand, colons and brackets included, and not as YAML."""
+"""Keys whose values are taken literally, colons and brackets included, and not as YAML."""
 
 
 @config
 class SampledConfig:
-    """A model, and how it is drawn from."""
+    """A model, and how to sample from it."""
 
     model: Name | None = None
     """Folder of a model, of a finished run or of a checkpoint (step-*), or a hub name."""
@@ -60,7 +60,7 @@ class SampledConfig:
     forbidden_tokens: tuple[Int, ...] = ()
     """Ids that are never drawn."""
     seed: Seed | None = None
-    """Draws the same again; None = another each time."""
+    """Seed of the draws: the same seed draws the same; None = another each time."""
     generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
     constraint: ConstraintConfig | None = None
@@ -102,7 +102,7 @@ class GenerateConfig(SampledConfig):
     """
 
     prompt: Strings = ()
-    """A prompt, taken as it stands; may be given several times. "-" = what comes in on standard input."""
+    """A prompt, taken literally; may be given several times. "-" = what comes in on standard input."""
     prompts: Name | None = None
     """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name, "file.py:function"."""
     prompt_column: Name | None = None
@@ -124,9 +124,9 @@ class GenerateConfig(SampledConfig):
     out: Name | None = None
     """A .jsonl file to write instead of printing: prompt, completion, finish_reason, tokens, logprobs."""
     overwrite: Bool = False
-    """Write over that file where it exists."""
+    """Replace that file where it exists."""
     batch_size: Size = 64
-    """Completions made at once. It changes no draw."""
+    """Completions generated at once. It does not change what is drawn."""
 
     def __post_init__(self) -> None:
         """Checks what concerns several keys."""
@@ -157,7 +157,7 @@ T = TypeVar("T", bound=SampledConfig)
 
 
 def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
-    """The configuration of `whet generate` or `whet chat` from its words.
+    """The configuration of `whet generate` or `whet chat` from its arguments.
 
     Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; texts are taken as they stand.
     Raises: ConfigError: every problem at once, a line each.

@@ -37,11 +37,11 @@ class OptimConfig:
     lr: Float = 1e-6
     """Learning rate, at its peak where there is a schedule."""
     betas: tuple[Float, Float] = (0.9, 0.999)
-    """Decay of the first and second moment; Adam's kinds."""
+    """Decay of the first and second moment; for adamw, adam and adamw8bit."""
     eps: Float = 1e-8
-    """ε, added to the root of the second moment; Adam's kinds."""
+    """ε, added to the root of the second moment; for adamw, adam and adamw8bit."""
     momentum: Float = 0.0
-    """Share of the last step that is kept; sgd's alone. 0.0 = off."""
+    """Share of the last step that is kept; for sgd only. 0.0 = off."""
     weight_decay: Float = 0.0
     """Decay of matrices; vectors (norms, biases) never decay. Decoupled, but in adam and sgd part of the gradient.
     0.0 = off."""
@@ -83,7 +83,7 @@ class RoleConfig:
     CPU with instructions for it where a probe finds it 1.3 times faster; else float32. A resumed run keeps what was
     chosen."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer; nothing for a model that is only read."""
+    """The optimizer; no effect on a model that is only read."""
     gradient_checkpointing: Recompute = "none"
     """Recompute activations in the backward pass: "full" = whole layers (least memory, a fifth to a third more time),
     "selective" = all but matrix products and attention, "none". true is "full", false is "none"."""

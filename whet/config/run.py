@@ -32,7 +32,7 @@ class RunConfig:
     critic: RoleConfig | None = None
     """The value model; None = none."""
     reference: RoleConfig | None = None
-    """What the KL is taken to; None = the actor as it was at the start."""
+    """The model that the KL is measured against; None = the actor as it was at the start."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     algo: GRPOConfig = field(default_factory=GRPOConfig)
@@ -78,7 +78,7 @@ class RunConfig:
 
 
 def check_complete(config: RunConfig) -> None:
-    """Raises ConfigError, all at once, where a run lacks what nothing can stand in for.
+    """Raises ConfigError, all at once, where a run lacks what has no default.
 
     >>> check_complete(RunConfig(reward="exact_match"))
     Traceback (most recent call last):
@@ -113,7 +113,7 @@ SHORT: dict[str, str] = {
 def load_run(argv: Sequence[str]) -> RunConfig:
     """A RunConfig from `--config run.yaml key=value ...`.
 
-    Args: argv: words of the command line after the command.
+    Args: argv: arguments of the command line after the command.
     Raises: ConfigError: every problem at once, a line each.
     """
     return load(RunConfig, argv, SHORT)

@@ -163,7 +163,7 @@ class TrainingConfig:
     """Sequences of one micro-batch; None = as many as the tokens allow."""
 
     num_epochs: Count | None = None
-    """Passes over the data; None = one, or as many as max_steps asks for."""
+    """Epochs, passes over the data; None = one, or as many as max_steps needs."""
     seed: Seed = 0
     """Seed of the run: every draw's address begins with it."""
     data_shuffle_seed: Seed | None = None
@@ -254,7 +254,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The sizes of one step, in prompts, each of them settled."""
+    """The sizes of one step, in prompts, each with its default filled in."""
 
     full: int
     """One global step: one rollout."""
@@ -362,7 +362,7 @@ def _divides(small_name: str, small: int, big_name: str, big: int) -> None:
 
 @config
 class ClusterConfig:
-    """Models' places, the engine, and the two sections they share. Holds objects: it can't be written in YAML.
+    """Where models lie, the engine, and the two sections they share. Holds objects: it can't be written in YAML.
 
     >>> ClusterConfig(rollout_config={"eval": RolloutConfig()})
     Traceback (most recent call last):

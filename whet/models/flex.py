@@ -6,7 +6,7 @@ order is a token's place in a depth-first walk over the segments, end the last p
 segment, position counts from the root, and since = position - window + 1 (0 without a window). An ancestor's tokens
 come earlier in the walk and end after it, those of another branch end before it or come later, and within a segment
 the walk is the row, so the first half says "itself or an ancestor, and not later". Four int32 tables of one number per
-token say it all: whatever the tree and the window, the mask is one function, and the kernel is compiled once.
+token are enough: whatever the tree and the window, the mask is one function, and the kernel is compiled once.
 
 The row is padded to blocks of 128 with tokens that see themselves alone. Only blocks with a visible pair are run.
 Dim letters: T tokens, padded: P; H query heads, KV key heads, D head size; N blocks, P / 128.

@@ -233,7 +233,7 @@ def _score_weight(path: str, name: str, width: int) -> Tensor:
 
 
 def _said(error: BaseException) -> str:
-    """An error in a few words: transformers lists every model it knows."""
+    """An error, shortened: transformers lists every model it supports."""
     lines = str(error).strip().splitlines()
     said = " ".join(line.strip() for line in lines[:2])
     return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__

@@ -40,9 +40,9 @@ def environment() -> dict[str, Any]:
 
 
 def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
-    """environment.json of a run folder; {} where there is none, or one that can't be read, which is said.
+    """environment.json of a run folder; {} where there is none, or one that can't be read, which is logged.
 
-    Numbers of threads that are none are left out, with a warning; whatever else it holds is only ever compared.
+    Invalid numbers of threads are left out, with a warning; whatever else it holds is only ever compared.
 
     >>> noted_environment(None)
     {}

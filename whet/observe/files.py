@@ -90,7 +90,7 @@ def create(path: Path) -> BinaryIO:
 
 
 def append_to(path: Path) -> BinaryIO:
-    """Opens a file for appending, made if absent. Raises: OSError: it is a symbolic link, or no plain file."""
+    """Opens a file for appending, made if absent. Raises: OSError: it is a symbolic link, or not a regular file."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -165,7 +165,7 @@ def read_json(source: Path | bytes) -> Any:
     """What a JSON file or line says, whoever has written it.
 
     Args: source: the file, or its bytes.
-    Raises: OSError: it can't be read. ValueError: no JSON in UTF-8: cut short, NaN, nested too deep, a number too long.
+    Raises: OSError: it can't be read. ValueError: not JSON in UTF-8, cut short, NaN, nested too deep, huge numbers.
 
     >>> read_json(b'{"step": 3}')
     {'step': 3}

@@ -29,7 +29,7 @@ class FolderLock:
     file is gone, the file is replaced.
 
     Args: folder: it exists. setting: the key that names the folder, for the messages.
-    Raises: ConfigError: another process holds it; `.lock` is a link or no plain file. OSError: it can't be made.
+    Raises: ConfigError: another process holds it; `.lock` is a link or not a regular file. OSError: it can't be made.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +41,7 @@ class FolderLock:
         self._handle: int | None = self._taken()
 
     def release(self) -> None:
-        """Lets others take it."""
+        """Releases the lock."""
         if self._handle is not None:
             self._let_go(self._handle)
             self._handle = None

@@ -245,7 +245,7 @@ class Loggers:
         self._each(lambda logger: logger.log(step, named))
 
     def flush(self) -> None:
-        """Has those that hold rows back write them; a logger of your own that does has a method `flush`."""
+        """Makes those that hold rows back write them; a logger of your own that does has a method `flush`."""
         self._each(lambda logger: logger.flush() if isinstance(logger, _Flushing) else None)
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ class StepProfiler:
                 half.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Says so where the run was over before the steps that were to be profiled."""
+        """Warns where the run ended before the steps that were to be profiled."""
         if self.options is not None and self._seen and not self._profiled:
             log.warning(
                 "no step was profiled: the run made %d and the first %d are skipped; lower "

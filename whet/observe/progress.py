@@ -52,9 +52,9 @@ def _first_rank() -> bool:
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """Sends log lines to stderr, above the bar where there is one; ranks other than 0 say errors only.
+    """Sends log lines to stderr, above the bar where there is one; ranks other than 0 log errors only.
 
-    Args: level: of whet's own lines on rank 0; other libraries say warnings. For programs, not for libraries: it
+    Args: level: of whet's own lines on rank 0; other libraries log warnings. For programs, not for libraries: it
         replaces the root logger's handlers.
     """
     first = _first_rank()

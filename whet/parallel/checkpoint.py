@@ -102,7 +102,7 @@ def publish(
         root: the folder of checkpoints.
         step: its number.
         write: fills the folder it is given.
-        run: who writes it, for run.json; None = not noted.
+        run: who writes it, for run.json; None = not recorded.
         keep: folders of this run to keep, the new one included; None = all.
     Returns: root/step-<step>. A whole folder of that step and run is left as it is: a step's state is one.
     Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, nor is anything lost.
@@ -142,7 +142,7 @@ def publish(
 
 
 def _is_there(final: Path, run: str | None) -> bool:
-    """Whether a run has this checkpoint already; what is none and has its name is moved aside."""
+    """Whether a run has this checkpoint already; a folder of its name that is not a checkpoint is moved aside."""
     if not os.path.lexists(final):
         return False
     if final not in saved(final.parent):
@@ -209,7 +209,7 @@ def _sum(path: Path) -> str:
 def verify(folder: Path, needs: Iterable[str] = ()) -> None:
     """Reads every file of a checkpoint and compares it with what was written.
 
-    Args: folder: a checkpoint; one without sums.json can't be compared, which is said. needs: files that it must have.
+    Args: folder: a checkpoint; one without sums.json can't be compared: a warning. needs: files that it must have.
     Raises: CheckpointError: a file is missing or has changed.
     """
     path = folder / _SUMS
@@ -284,7 +284,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def run_of(folder: Path) -> str | None:
-    """The run that has written a checkpoint; None where it does not say: earlier versions noted none."""
+    """The run that has written a checkpoint; None where that is not recorded: earlier versions did not."""
     try:
         found = read_json(folder / _RUN)
     except (OSError, ValueError):
@@ -305,7 +305,7 @@ def saved(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes what killed processes left half-written, and moves aside what has a checkpoint's name and is none."""
+    """Removes what killed processes left half-written, and moves aside folders that only have a checkpoint's name."""
     for p in list(root.iterdir()) if root.is_dir() else []:
         if is_temporary(p.name):
             remove(p)
@@ -432,7 +432,7 @@ def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | No
 
 
 def _rename_score_head(found: dict[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Gives a critic's head its name of today: earlier releases kept it in the place of the LM head."""
+    """Gives a critic's head its current name: earlier releases kept it in the place of the LM head."""
     old, new = sorted(found.keys() - targets.keys()), sorted(targets.keys() - found.keys())
     if new == ["score.weight"] and len(old) == 1 and found[old[0]].shape == targets["score.weight"].shape:
         found["score.weight"] = found.pop(old[0])

@@ -1,4 +1,4 @@
-"""FSDPPlacement: a model in parts over several processes, by torch's fully_shard, behind the verbs of one worker.
+"""FSDPPlacement: a model in parts over several processes, by torch's fully_shard, behind the methods of one worker.
 
     parameters, gradients, moments    each rank holds its part of every tensor; a decoder layer is whole while it runs
     forward passes                    every rank makes the same list and runs every size-th of it

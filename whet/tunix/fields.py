@@ -2,8 +2,8 @@
 
     python -m whet.tunix.fields > docs/from-tunix.md
 
-A state is "same" (name, default and meaning), "other" (a different default or a narrower meaning, said in the note),
-"no effect" (accepted, because whet does without) or "refused" (raises ConfigError with the reason).
+A state is "same" (name, default and meaning), "other" (a different default or a narrower meaning, see the note),
+"no effect" (accepted, because whet does not need it) or "refused" (raises ConfigError with the reason).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Tunix's verbs of RLCluster: text or padded arrays in, padded arrays out; each works on its own.
+"""Tunix's methods of RLCluster: text or padded arrays in, padded arrays out; each works on its own.
 
-A mixin below the cluster, so that the cluster itself speaks of prompts, groups and batches alone.
+A mixin below the cluster, so that the cluster itself deals with prompts, groups and batches only.
 
 Dim letters: B rows, P prompt, C completion.
 """

@@ -1,6 +1,6 @@
 """References to the user's own code: "package.module:name" and "folder/file.py:name".
 
-Left out on purpose: entry points and plugins. A reference says where the thing lies.
+Left out on purpose: entry points and plugins. A reference names where the object lies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Output that never fails: no work ends because what is printed about it can't be written.
 
-A reader that has gone, a terminal that was closed, a full disk under a log: what is written then is lost, and that is
-all. Left out on purpose: programs whose output is the result. For them a lost line is an error, or, where the reader of
+A reader that has gone, a terminal that was closed, a full disk under a log: what is written then is lost, nothing else
+is. Left out on purpose: programs whose output is the result. For them a lost line is an error, or, where the reader of
 a pipe has seen enough, the end.
 """
 
@@ -85,7 +85,7 @@ class Stderr:
         return len(text)
 
     def flush(self) -> None:
-        """Hands on what was written."""
+        """Passes on what was written."""
         with suppress(OSError, ValueError):
             self._now().flush()
 

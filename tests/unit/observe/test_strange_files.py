@@ -77,7 +77,7 @@ def test_a_lock_that_is_no_file_of_its_own_is_refused(tmp_path, victim, kind):
     path = folder / ".lock"
     make = {"symlink": path.symlink_to, "hard link": path.hardlink_to, "folder": lambda _: path.mkdir()}
     make.get(kind, lambda _: os.mkfifo(path))(victim)
-    with pytest.raises(ConfigError, match=r"run/\.lock is a link or no plain file.*; remove it, or set another"):
+    with pytest.raises(ConfigError, match=r"run/\.lock is a link or not a regular file.*; remove it, or set another"):
         RunFolder(folder)
 
 
