@@ -210,7 +210,9 @@ class RLCluster(TunixVerbs):
     def device(self, role: Role) -> torch.device:
         """Where a role's model is loaded: its mesh's kind of device, or the GPU if there is one."""
         mesh = (self.cluster_config.role_to_mesh or {}).get(role)
-        return torch.device(mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if mesh is not None:
+            return torch.device(mesh.device_type)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     # ---- roles ---------------------------------------------------------------------------------------------------
 

@@ -90,7 +90,9 @@ class SampledConfig:
         >>> GenerateConfig().settled_temperature, GenerateConfig(beam_size=4).settled_temperature
         (0.7, 0.0)
         """
-        return self.temperature if self.temperature is not None else 0.0 if self.searches else 0.7
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.searches else 0.7
 
 
 @config

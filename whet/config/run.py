@@ -59,11 +59,10 @@ class RunConfig:
                 raise ConfigError(f"trainer.{role}_optimizer is for Python; in a run's configuration set {role}.optim")
         if isinstance(self.reward, dict) and self.algo.reward_weights is not None:
             raise ConfigError("reward gives weights and algo.reward_weights too; keep one of them")
-        count = len(self.reward) if isinstance(self.reward, list) else 1 if isinstance(self.reward, str) else None
-        if count is not None and self.algo.reward_weights is not None and len(self.algo.reward_weights) != count:
+        weights, count = self.algo.reward_weights, len(self.reward_names)
+        if self.reward is not None and weights is not None and len(weights) != count:
             raise ConfigError(
-                f"algo.reward_weights has {len(self.algo.reward_weights)} values for {count} reward functions; "
-                "give one each"
+                f"algo.reward_weights has {len(weights)} values for {count} reward functions; give one each"
             )
 
     @property

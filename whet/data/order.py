@@ -150,9 +150,11 @@ class PromptStream:
         with reading("the data", "fix what makes the rows"):
             self.once = iter(source) is source
         first, source = _peek(source, self.once)
-        self.kind: Literal["rows", "batches", "stream"] = (
-            "batches" if is_batch(first, prompt_column) else "rows" if _has_places(source) else "stream"
-        )
+        self.kind: Literal["rows", "batches", "stream"] = "stream"
+        if is_batch(first, prompt_column):
+            self.kind = "batches"
+        elif _has_places(source):
+            self.kind = "rows"
         self.source: Any = source
         self.batch_size = self._size(first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle

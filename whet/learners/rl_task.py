@@ -95,7 +95,9 @@ class RLTask(Task):
         """
         learner, c = self.learner, self.learner.config
         shuffle = learner.data.shuffle if learner.data.shuffle is False else None
-        epochs = c.num_epochs if c.num_epochs is not None else (None if c.max_steps else 1)
+        epochs = c.num_epochs
+        if epochs is None and not c.max_steps:
+            epochs = 1
         stream = PromptStream(
             load_rows(train_ds, split=learner.data.split),
             batch_size=learner.data.batch_size,

@@ -82,7 +82,11 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
     module, info = _weights(path, config, dtype, AutoModelForSequenceClassification if scores else AutoModelForCausalLM)
     shared = not scores and "whet_shared_score_head" in vars(config)
-    head = _head_name(module) if old else "score.weight" if shared else None
+    head = None
+    if old:
+        head = _head_name(module)
+    elif shared:
+        head = "score.weight"
     _check_weights(module, info, path, head)
     return module, None if head is None else _score_weight(path, head, module.get_input_embeddings().weight.shape[1])
 

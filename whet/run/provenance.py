@@ -136,9 +136,15 @@ def _changed_model(role: str, before: Mapping[str, Any], now: Mapping[str, Any])
         yield f"{role}: config.{change}"
 
 
+def _size(side: Sequence[Any] | None) -> str:
+    if side is None:
+        return "none"
+    return f"{side[0]} prompts" if side else "?"
+
+
 def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) -> str:
     """How evaluation data differ."""
-    sizes = ["none" if side is None else f"{side[0]} prompts" if side else "?" for side in (before, now)]
+    sizes = [_size(before), _size(now)]
     if sizes[0] != sizes[1] or before is None or now is None:
         return " -> ".join(sizes)
     if before[1:2] != now[1:2]:
