@@ -151,15 +151,7 @@ def check_request(
             f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "
             f"has {positions} positions; shorten the prompt or max_tokens"
         )
-    low, high = int(request.tokens.min()), int(request.tokens.max())
-    if low < 0 or high >= vocabulary:
-        raise EngineError(f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
-    if wrong := [i for i in (*s.stop_ids, *s.forbidden_ids) if not 0 <= i < vocabulary]:
-        raise EngineError(f"{name}: stop or forbidden id {wrong[0]} is outside the vocabulary of {vocabulary}")
-    barred = s.forbidden_ids + (s.stop_ids if s.min_tokens > request.offset else ())
-    if len(barred) >= vocabulary and len(set(barred)) == vocabulary:
-        early = f", stop ids until token {s.min_tokens}" if len(set(s.forbidden_ids)) < vocabulary else ""
-        raise EngineError(f"{name}: all {vocabulary} ids are forbidden{early}; leave one to draw")
+    _check_ids(request, vocabulary)
     if "" in s.stop:
         raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
     if s.stop and not decodes:
@@ -171,6 +163,20 @@ def check_request(
             f"{name} has the constraint {s.constraint}, but the engine was built without grammars=, which constraints "
             "need; pass grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('embedded', 'hf')"
         )
+
+
+def _check_ids(request: Request, vocabulary: int) -> None:
+    """Raises EngineError for an id outside the vocabulary, or where every id is forbidden."""
+    s, name = request.sampling, f"request {request.id}"
+    low, high = int(request.tokens.min()), int(request.tokens.max())
+    if low < 0 or high >= vocabulary:
+        raise EngineError(f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
+    if wrong := [i for i in (*s.stop_ids, *s.forbidden_ids) if not 0 <= i < vocabulary]:
+        raise EngineError(f"{name}: stop or forbidden id {wrong[0]} is outside the vocabulary of {vocabulary}")
+    barred = s.forbidden_ids + (s.stop_ids if s.min_tokens > request.offset else ())
+    if len(barred) >= vocabulary and len(set(barred)) == vocabulary:
+        early = f", stop ids until token {s.min_tokens}" if len(set(s.forbidden_ids)) < vocabulary else ""
+        raise EngineError(f"{name}: all {vocabulary} ids are forbidden{early}; leave one to draw")
 
 
 def _check_arrays(request: Request) -> None:

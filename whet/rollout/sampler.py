@@ -211,12 +211,10 @@ class Sampler:
             max_generation_steps: tokens; None = 256, or the rest of the context length.
             max_prompt_length: tokens; None = what the model takes.
             echo: text and tokens begin with the prompt's.
-            return_logits: fill SamplerOutput.logits.
             temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.
             beam_size: beams to search with; num_generations gives the best of them.
-            seed: of the draws; None = another for each call.
-            pad_output: arrays padded to the longest completion.
-            return_logprobs: fill SamplerOutput.logprobs.
+            seed: of the draws; None = another for each call. pad_output: pad arrays to the longest completion.
+            return_logits, return_logprobs: fill these fields of SamplerOutput.
             num_generations: completions of each prompt.
             apply_chat_template: for texts too.
             on_long_prompt: "error" or "truncate_left".

@@ -101,7 +101,7 @@ def test_an_argument_that_nobody_offers_is_named_with_the_nearest():
         match=r"fn needs 'anwser'.*your columns: .*answer, grid; did you mean answer\? .*offered: prompts, comp",
     ):
         call_rewards({"fn": fn}, INPUTS)
-    with pytest.raises(ConfigError, match="by position alone"):
+    with pytest.raises(ConfigError, match="as a positional-only argument"):
         keywords(lambda completions, /: [], {"completions": []}, {}, name="f")
     with pytest.raises(ConfigError, match="no signature"):
         keywords(min, {"completions": []}, {}, name="min")
