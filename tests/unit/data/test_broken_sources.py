@@ -282,7 +282,8 @@ def test_a_hub_that_answers_is_left_to_datasets_whatever_it_raises(online, monke
 
     monkeypatch.setattr(HfApi, "dataset_info", refuses)
     monkeypatch.setattr(datasets, "load_dataset", refuses)
-    with pytest.raises(DataError, match=r"'some/set' is not a file .*split 'train': RuntimeError: gated; check the name"):
+    said = r"'some/set' is not a file .*split 'train': RuntimeError: gated; check the name"
+    with pytest.raises(DataError, match=said):
         load_rows("some/set")
 
 
