@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
         """A null, bool, int or float, as its tag says."""
         text, kind = self.construct_scalar(node), node.tag.removeprefix(_TAG)
         if not _SCALARS[kind][0].match(text):
-            raise self.refuse(node.start_mark, f"{text[:40]!r} is no {kind}; leave the tag out")
+            raise self.refuse(node.start_mark, f"{text[:40]!r} is not a valid {kind}; leave the tag out")
         if kind == "null":
             return None
         if kind == "bool":
