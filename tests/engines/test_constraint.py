@@ -200,7 +200,7 @@ def test_a_completion_that_no_token_can_go_on_from_ends_as_error(engine, caplog)
     fields = {"forbidden_ids": tuple(i for i, w in enumerate(WORDS) if "b" in w)}
     (o,) = run(engine, requests(PROMPT, sampling("a0b", **fields))).values()
     assert (spell(o.tokens), o.finish_reason) == ("a0", "error")
-    assert "ends after 2 tokens" in caplog.text
+    assert "no allowed next token after 2 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
