@@ -2,6 +2,7 @@
 
 engine.py               submit, poll, abort, update: the protocol, and the host's bookkeeping
 scheduler.py            what waits, and what is admitted
+rows.py                 the live rows on the host
 conversation_cache.py   keys and values of finished sequences, held for the next turn of their conversation
 kv_cache.py             keys and values of prompts (once per group) and of completions
 runner.py               prefill and decode, with the state of the live rows on the device
