@@ -184,7 +184,7 @@ def test_each_prompt_of_a_call_has_its_own_room(tokenizer):
 def test_a_cache_size_bounds_prompt_and_completion_together(tokenizer):
     small = Sampler(tiny_model(), tokenizer, CacheConfig(cache_size=12))
     assert len(small("abcdef", eos_tokens=[1]).tokens[0]) == 6
-    with pytest.raises(ValueError, match="there is room for 12"):
+    with pytest.raises(ValueError, match="over the limit of 12;"):
         small("abcdef", 7)
 
 
