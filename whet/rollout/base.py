@@ -7,7 +7,7 @@ not polling it. Left out on purpose: text. An engine decodes only to look for st
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -164,38 +164,35 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Output:
-    """The result of a request: the new tokens only."""
-
-    id: int
-    tokens: np.ndarray
-    """int32 [C]."""
-    logprobs: np.ndarray
-    """float32 [C]."""
-    versions: np.ndarray
-    """int32 [C]: the policy version that made each token."""
-    finish_reason: FinishReason
-    logits: np.ndarray | None = None
-    """float32 [C, V], where the request asked for them."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class PartialOutput:
     """Tokens of a request in flight: all so far (`peek`), or those since the last look (`stream`)."""
 
     id: int
     tokens: np.ndarray
-    """int32 [C]."""
+    """int32 [C]: the new tokens only."""
     logprobs: np.ndarray
     """float32 [C]."""
     versions: np.ndarray
-    """int32 [C]."""
+    """int32 [C]: the policy version that made each token."""
     finish_reason: FinishReason | None = None
     """None = more is to come."""
 
     def after(self, count: int) -> PartialOutput:
         """The same without its first tokens."""
         return replace(self, tokens=self.tokens[count:], logprobs=self.logprobs[count:], versions=self.versions[count:])
+
+    def finished(self, reason: FinishReason, logits: np.ndarray | None = None) -> Output:
+        """The result of the request, if these are all of its tokens."""
+        return Output(**{**vars(self), "finish_reason": reason}, logits=logits)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Output(PartialOutput):
+    """The result of a request."""
+
+    finish_reason: FinishReason = field()  # required
+    logits: np.ndarray | None = None
+    """float32 [C, V], where the request asked for them."""
 
 
 def aborted(request: Request) -> Output:

@@ -400,11 +400,8 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Parti
     shown = {r.id: 0 for r in requests}
     try:
         while shown:
-            for o in engine.poll(timeout_s=0.0):
-                whole = PartialOutput(
-                    id=o.id, tokens=o.tokens, logprobs=o.logprobs, versions=o.versions, finish_reason=o.finish_reason
-                )
-                yield _finite(whole.after(shown.pop(o.id)))
+            for output in engine.poll(timeout_s=0.0):
+                yield _finite(output.after(shown.pop(output.id)))
             for i, piece in engine.peek(shown).items():
                 if len(piece.tokens) > shown[i]:
                     count, shown[i] = shown[i], len(piece.tokens)

@@ -124,17 +124,16 @@ class InFlightRequest:
 
     def output(self, reason: FinishReason) -> Output:
         """Its result."""
-        tokens, logprobs, versions = self._columns()
-        return Output(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
+        return self.piece().finished(reason)
 
     def piece(self) -> PartialOutput:
         """What has been made so far."""
-        tokens, logprobs, versions = self._columns()
-        return PartialOutput(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions)
-
-    def _columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, logprobs, versions: [C] each."""
-        return np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), np.array(self.versions, np.int32)
+        return PartialOutput(
+            id=self.request.id,
+            tokens=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+        )
 
 
 def seed_of(request: Request, bits: int = 63) -> int:

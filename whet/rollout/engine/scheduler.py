@@ -77,15 +77,8 @@ class SequenceState:
 
     def output(self, reason: FinishReason) -> Output:
         """What the protocol returns."""
-        made, logits = self.piece(), [p.logits for p in self.spans if p.logits is not None]
-        return Output(
-            id=made.id,
-            tokens=made.tokens,
-            logprobs=made.logprobs,
-            versions=made.versions,
-            finish_reason=reason,
-            logits=np.concatenate(logits) if logits else None,
-        )
+        logits = [span.logits for span in self.spans if span.logits is not None]
+        return self.piece().finished(reason, np.concatenate(logits) if logits else None)
 
 
 @dataclass(kw_only=True, eq=False)
