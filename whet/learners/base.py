@@ -23,7 +23,7 @@ from torch import Tensor
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode
 from whet.errors import ConfigError
-from whet.learners.report import engine_metrics, rewarded_metrics, trajectory_advantages
+from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics, trajectory_advantages
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.metrics import flat
@@ -190,8 +190,10 @@ class RLLearner:
         """Logs the step, evaluates and saves where they are due."""
         if self.metric_fns:
             self._call_metric_fns(step)
-        row = {**flat(step.metrics), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
-        run.end_step(step, row, num_tokens=step.need_batch().num_tokens)
+        batch = step.need_batch()  # whose rewards are what was trained on, however a `batch` stage has shaped them
+        found = {**step.metrics, **total_metrics(batch)}
+        row = {**flat(found), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
+        run.end_step(step, row, num_tokens=batch.num_tokens)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 

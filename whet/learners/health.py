@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from whet.cluster import RLCluster
 from whet.config import Role
-from whet.ops import Support
+from whet.ops import Support, group_spread
 from whet.train.role_trainer import lower_rate
 from whet.types import TokenBatch
 
@@ -170,18 +169,14 @@ def _no_gradient(row: Mapping[str, float]) -> bool | None:
 
 
 def _differ(batch: TokenBatch) -> bool:
-    """Whether two rewards of a group differ. As ops.group_spread, which refuses infinities; here nothing is refused."""
-    each: dict[int, set[float]] = {}
-    for group, reward in zip(batch.group_of.tolist(), batch.rewards.tolist(), strict=True):
-        if not math.isnan(reward):
-            each.setdefault(group, set()).add(reward)
-    return any(len(rewards) > 1 for rewards in each.values())
+    """Whether two rewards of a group differ."""
+    return bool(group_spread(batch.rewards, batch.group_of).any())
 
 
 def _silence(seen: Seen) -> str:
     """Why no token has an advantage, and what to look at."""
     group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
-    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {seen.rewarded.total[0]}"
+    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {float(seen.batch.rewards[0])}"
     return f"nothing is learned from the rewards: {_cause(seen)}. {said}. completions/ holds them all"
 
 
@@ -192,9 +187,9 @@ def _cause(seen: Seen) -> str:
             "no completion ended by itself, and algo.mask_truncated_completions leaves those out; raise "
             "rollout.max_tokens_to_generate, or switch it off"
         )
-    none = int(np.isnan(rewarded.total).sum())
+    none, number = int(batch.rewards.isnan().sum()), len(batch.rewards)
     functions = ", ".join(rewarded.names) or "the reward functions"
-    if none == len(rewarded.total):
+    if none == number:
         failed = [n for n in rewarded.names if f"rewards/{n}/errors" in seen.row]
         if failed:
             return (
@@ -210,7 +205,7 @@ def _cause(seen: Seen) -> str:
             "the completions of each group are all the same, and so are their rewards: the policy has collapsed or "
             f"rollout.temperature is too low; raise it, or {lower_rate(Role.ACTOR)}"
         )
-    some = f" ({none} of {len(rewarded.total)} are None)" if none else ""
+    some = f" ({none} of {number} are None)" if none else ""
     return (
         f"the rewards within each group are all equal{some}; check {functions} and algo.reward_weights, raise "
         "algo.num_generations or rollout.temperature, or bring prompts that are neither too hard nor too easy"

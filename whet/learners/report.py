@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
-from whet.ops import segment_count, segment_mean
+from whet.ops import group_spread, segment_count, segment_mean
+from whet.rewards.manager import sample_std
 from whet.rollout.base import EngineStats
 from whet.types import Group, TokenBatch
 
@@ -23,11 +24,13 @@ __all__ = [
     "advantage_metrics",
     "completion_columns",
     "engine_metrics",
+    "known_by_group",
     "of_whole_batch",
     "rewarded_metrics",
     "rollout_metrics",
     "skipped_metrics",
     "spread",
+    "total_metrics",
     "trajectory_advantages",
 ]
 
@@ -53,9 +56,37 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
 
 
 def rewarded_metrics(rewarded: Rewarded) -> dict[str, Metric]:
-    """Rewards and completions of a batch: what training and evaluation both log."""
-    applied = rewarded.total[~np.isnan(rewarded.total)]
-    return {**rewarded.metrics, **spread("rewards/score", applied), **rollout_metrics(rewarded.groups)}
+    """What the reward functions said, and the completions: what training and evaluation both log."""
+    return {**rewarded.metrics, **rollout_metrics(rewarded.groups)}
+
+
+def total_metrics(batch: TokenBatch) -> dict[str, Metric]:
+    """The rewards that a batch is trained on; NaN (no function applied) is left out everywhere.
+
+    Tunix's: rewards/score/{mean,max,min}. TRL's: reward, the mean; reward_std, the standard deviation (n - 1) over the
+    whole batch; frac_reward_zero_std, the share of groups whose rewards are all equal. whet's:
+    reward_std_within_groups, the mean over groups of the standard deviation in a group (n - 1; 0 for a group of one).
+    Standard deviations merge across batches as means.
+    """
+    parts = known_by_group(batch)
+    known = np.concatenate([*parts, np.empty(0)])
+    equal = len(parts) - int(group_spread(batch.rewards, batch.group_of).sum())
+    return {
+        **spread("rewards/score", known),
+        "reward": Mean(float(known.sum()), len(known)),
+        "reward_std": Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0),
+        "reward_std_within_groups": Mean(float(sum(sample_std(part) for part in parts)), len(parts)),
+        "frac_reward_zero_std": Mean(float(equal), len(parts)),
+    }
+
+
+def known_by_group(batch: TokenBatch) -> list[np.ndarray]:
+    """The rewards of each group that has any, in order, without those that are NaN: float64."""
+    known = ~batch.rewards.isnan()
+    rewards, group_of = batch.rewards[known].numpy(), batch.group_of[known].numpy()
+    order = np.argsort(group_of, kind="stable")
+    bounds = np.flatnonzero(np.diff(group_of[order])) + 1
+    return [part for part in np.split(rewards[order], bounds) if len(part)]
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
@@ -162,7 +193,7 @@ def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str,
         "completion": [text for texts in rewarded.texts for text in texts],
         "tokens": [c.tokens for _, c in pairs],
         "logprobs": [c.logprobs for _, c in pairs],
-        "reward": rewarded.total[trajectories].tolist(),
+        "reward": batch.rewards.numpy()[trajectories].tolist(),
         "finish_reason": [c.finish_reason for _, c in pairs],
         "version": [int(c.versions.max()) for _, c in pairs],
     }

@@ -16,7 +16,7 @@ from whet.data.order import PromptStream, digests
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.learners.health import Health
-from whet.learners.report import completion_columns, rewarded_metrics, spread
+from whet.learners.report import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
 from whet.learners.step import Step
 from whet.metrics import Mean, Metric, flat, merge
 from whet.rewards.manager import Rewarded, RewardManager
@@ -239,7 +239,7 @@ class RLTask(Task):
         rewarded = found.need_rewarded()
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         row = {
-            **flat(_evaluation_metrics(rewarded, generations)),
+            **flat(_evaluation_metrics(rewarded, batch)),
             **cluster.take_metrics(step, Mode.EVAL),
             "time/eval": time.monotonic() - started,
         }
@@ -270,13 +270,13 @@ class RLTask(Task):
             )
 
 
-def _evaluation_metrics(rewarded: Rewarded, generations: int) -> dict[str, Metric]:
+def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metric]:
     """Rewards and completions; the best of each group; the accuracy where all rewards are 0 or 1."""
-    metrics, total = rewarded_metrics(rewarded), rewarded.total
-    each = np.split(total, range(generations, len(total), generations))
-    known = [g[~np.isnan(g)] for g in each]
-    best = np.array([g.max() for g in known if len(g)])
-    metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best) if generations > 1 else {})
+    metrics, total = {**rewarded_metrics(rewarded), **total_metrics(batch)}, batch.rewards.numpy()
+    generations = int(batch.group_of.bincount().max())  # of the largest group
+    if generations > 1:
+        best = np.array([rewards.max() for rewards in known_by_group(batch)])
+        metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best))
     if np.isin(total, (0.0, 1.0)).all():
         metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
     return metrics

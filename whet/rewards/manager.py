@@ -20,22 +20,32 @@ from whet.rewards.text import REWARDS
 from whet.types import Group
 from whet.util.refs import is_ref, resolve_ref
 
-__all__ = ["REWARD_MANAGERS", "RewardManager", "Rewarded", "resolve_reward", "resolve_reward_manager", "reward_metrics"]
+__all__ = [
+    "REWARD_MANAGERS",
+    "RewardManager",
+    "Rewarded",
+    "resolve_reward",
+    "resolve_reward_manager",
+    "reward_metrics",
+    "sample_std",
+]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rewarded:
     """What a reward manager returns.
 
-    Example: one group of two, exact_match of weight 1: total = [1., 0.], metrics["reward"] = Mean(1.0, 2).
+    Example: one group of two, exact_match of weight 1: total = [1., 0.], metrics["rewards/sum"] = Mean(1.0, 2).
     """
 
     groups: list[Group]
     """The groups, with `rewards` filled."""
     total: np.ndarray
-    """float64 [J]: the weighted sum of what applied; NaN = no function applied."""
+    """float64 [J]: the weighted sum of what applied; NaN = no function applied. A batch is made of it, and from then on
+    TokenBatch.rewards counts, which the batch stage may have shaped.
+    """
     metrics: dict[str, Metric]
-    """By name."""
+    """By name: of each function, not of the total."""
     names: tuple[str, ...] = ()
     """The functions, in order."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -61,7 +71,7 @@ class Rewarded:
         groups = [group for part in parts for group in part.groups]
         names = tuple(dict.fromkeys(name for part in parts for name in part.names))
         total = np.concatenate([part.total for part in parts])
-        of_all = reward_metrics(_table(groups, names), total, _sizes(groups))
+        of_all = reward_metrics(_table(groups, names))
         return cls(
             groups=groups,
             total=total,
@@ -83,8 +93,8 @@ class RewardManager:
     >>> c = [Completion(tokens=np.array([52 + i, 256]), logprobs=np.zeros(2), versions=np.zeros(2, int),
     ...      finish_reason="stop", generation=i) for i in range(2)]
     >>> out = RewardManager("exact_match", weights=[2.0])([Group(prompt=p, completions=tuple(c))], [["4", "5"]])
-    >>> out.total, out.groups[0].rewards, out.metrics["reward"].value
-    (array([2., 0.]), {'exact_match': array([1., 0.])}, 1.0)
+    >>> out.total, out.groups[0].rewards, out.metrics["rewards/exact_match"].value
+    (array([2., 0.]), {'exact_match': array([1., 0.])}, 0.5)
     """
 
     def __init__(
@@ -167,7 +177,7 @@ class RewardManager:
         made = _table(filled, tuple(made))  # with the rewards that groups came with
         weights = {name: self.weights.get(name, 1.0) for name in made}
         total = _weighted(made, weights)
-        metrics = reward_metrics(made, total, sizes)
+        metrics = reward_metrics(made)
         metrics |= {f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count}
         return Rewarded(
             groups=filled,
@@ -180,28 +190,26 @@ class RewardManager:
         )
 
 
-def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: Sequence[int]) -> dict[str, Metric]:
-    """What is logged of a batch's rewards; NaN (not applicable) is left out everywhere.
+def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
+    """What is logged of the functions' rewards; NaN (not applicable) is left out everywhere.
 
     Tunix's: rewards/<f>, the mean of one function; rewards/{sum,mean,min,max}: of a trajectory over its functions,
-    unweighted; then the mean (sum, mean), least and greatest of the batch. TRL's: rewards/<f>/{mean,std}; reward, the
-    mean of the totals; reward_std, their standard deviation (n - 1) over the whole batch; frac_reward_zero_std, the
-    share of groups whose totals are all equal. whet's: reward_std_within_groups, the mean over groups of the standard
-    deviation of the totals in a group (n - 1; 0 for a group of one). Standard deviations merge across batches as means.
+    unweighted; then the mean (sum, mean), least and greatest of the batch. TRL's: rewards/<f>/{mean,std}. Standard
+    deviations merge across batches as means.
 
-    Args: rewards: float64 [J] per function. total: float64 [J]. sizes: trajectories per group, sum J.
+    Args: rewards: float64 [J] per function.
     Returns: name -> metric.
     Source: Tunix rl/reward_manager.py, TRL GRPOTrainer; Tunix logs NaN for min and max where one is NaN, whet doesn't.
 
-    >>> m = reward_metrics({"f": np.array([1.0, 0.0, 1.0, 1.0])}, np.array([1.0, 0.0, 1.0, 1.0]), [2, 2])
-    >>> m["rewards/f"].value, m["reward"].value, m["reward_std"].value, m["frac_reward_zero_std"].value
-    (0.75, 0.75, 0.5, 0.5)
+    >>> m = reward_metrics({"f": np.array([1.0, 0.0, 1.0, 1.0])})
+    >>> m["rewards/f"].value, m["rewards/f/std"].value
+    (0.75, 0.5)
     """
     metrics: dict[str, Metric] = {}
     for name, values in rewards.items():
         known = values[~np.isnan(values)]
         metrics[f"rewards/{name}"] = metrics[f"rewards/{name}/mean"] = Mean(float(known.sum()), len(known))
-        metrics[f"rewards/{name}/std"] = Mean(_std(known), 1) if len(known) else Mean(0.0, 0)
+        metrics[f"rewards/{name}/std"] = Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0)
     table = np.stack(list(rewards.values()), 1)  # [J f]
     table = table[~np.isnan(table).all(1)]
     if len(table):
@@ -210,13 +218,6 @@ def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: 
         metrics["rewards/mean"] = Mean(float(means.sum()), len(means))
         metrics["rewards/min"] = Min(float(np.nanmin(table)))
         metrics["rewards/max"] = Max(float(np.nanmax(table)))
-    parts = [part[~np.isnan(part)] for part in np.split(total, np.cumsum(sizes)[:-1])]
-    parts = [part for part in parts if len(part)]
-    known = total[~np.isnan(total)]
-    metrics["reward"] = Mean(float(known.sum()), len(known))
-    metrics["reward_std"] = Mean(_std(known), 1) if len(known) else Mean(0.0, 0)
-    metrics["reward_std_within_groups"] = Mean(float(sum(_std(part) for part in parts)), len(parts))
-    metrics["frac_reward_zero_std"] = Mean(float(sum(bool((part == part[0]).all()) for part in parts)), len(parts))
     return metrics
 
 
@@ -348,6 +349,10 @@ def _brought(group: Group, name: str, size: int) -> np.ndarray:
     return values
 
 
-def _std(values: np.ndarray) -> float:
-    """The sample standard deviation; 0 for one value, and exactly 0 for equal ones."""
+def sample_std(values: np.ndarray) -> float:
+    """The sample standard deviation (n - 1); 0 for one value, and exactly 0 for equal ones.
+
+    >>> sample_std(np.array([0.0, 1.0, 1.0, 0.0, 0.5])), sample_std(np.full(3, 0.1))
+    (0.5, 0.0)
+    """
     return 0.0 if len(values) < 2 or (values == values[0]).all() else float(values.std(ddof=1))

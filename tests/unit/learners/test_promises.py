@@ -2,6 +2,7 @@
 
 import logging
 
+import pyarrow.parquet
 import pytest
 import torch
 from helpers import cluster, length_reward, random_batch, rows, tiny_model
@@ -130,3 +131,30 @@ def test_a_model_with_broken_weights_is_refused_when_it_loads():
         next(model.parameters()).fill_(torch.nan)
     with pytest.raises(ConfigError, match="not finite"):
         load_model(model)
+
+
+def test_rewards_that_a_batch_stage_shapes_are_those_that_are_logged_stored_and_given(tmp_path, caplog):
+    class Shaped(GRPOLearner):
+        def batch(self, step):
+            step = super().batch(step)
+            return step.replace(batch=step.batch.replace(rewards=torch.full_like(step.batch.rewards, 0.25)))
+
+    def noted(rewards):
+        seen.extend(rewards)
+        return {}
+
+    seen = []
+    made = Shaped(
+        cluster(engine="mock", max_steps=3, run_dir=str(tmp_path)),
+        GRPOConfig(num_generations=2, beta=0.0),
+        length_reward,
+        metric_fns=[noted],
+        data=DataConfig(batch_size=2),
+    )
+    row = made.train(rows(2)).rows[-1]
+    assert seen == [0.25] * 12 and row["reward"] == row["rewards/score/max"] == 0.25
+    assert row["reward_std"] == 0.0 and row["frac_reward_zero_std"] == 1.0
+    assert row["rewards/length_reward"] != 0.25  # the function's own
+    stored = pyarrow.parquet.read_table(tmp_path / "completions" / "train-000003.parquet")
+    assert stored["reward"].to_pylist() == [0.25] * 4
+    assert "reward 0.25" in caplog.text  # the warning that nothing is learned
