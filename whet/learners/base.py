@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -32,9 +33,11 @@ from whet.rewards.metric_fns import call_metric_fns
 from whet.rollout.options import check_trainable
 from whet.run.observer import Observer
 from whet.run.run import Run
-from whet.types import Group, TokenBatch
+from whet.types import Group, Prompt, TokenBatch
 
 __all__ = ["RLLearner"]
+
+log = logging.getLogger("whet")
 
 _STAGES = {
     "sample": ("step",),
@@ -139,6 +142,9 @@ class RLLearner:
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
+        own = type(self)
+        if eval_ds is not None and own.sample is not RLLearner.sample and own.rollout is RLLearner.rollout:
+            log.info("evaluation completes prompts by %s.rollout, not by its `sample`", own.__name__)
         task = RLTask(self, eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         perf = self.cluster.perf_config
@@ -147,13 +153,23 @@ class RLLearner:
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def sample(self, step: Step) -> Step:
-        """Completes the prompts of a step, num_generations times each: `groups`, `versions`."""
+        """Makes the groups of a step, its prompts completed by `rollout`: `groups`, `versions`."""
         before = self.cluster.rollout.stats()
         with self.cluster.trace.span("rollout"):
-            groups = self.cluster.sample(step.prompts, num_generations=self.num_generations, step=step.index)
+            groups = self.rollout(step.prompts, step=step.index, mode=step.mode)
         versions = {int(v) for g in groups for c in g.completions for v in c.versions if v >= 0}
         done = self.cluster.rollout.stats().since(before)
         return step.replace(groups=groups, versions=tuple(sorted(versions))).log(engine_metrics(done))
+
+    def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode) -> Sequence[Group]:
+        """Completes prompts, in training and in evaluation alike: the place for episodes of your own.
+
+        Args: prompts: encoded. step: under which the draws are addressed. mode: whose sampling parameters, and whose
+            number of completions: `num_generations_of(mode)`.
+        Returns: a group for each prompt.
+        """
+        number = self.num_generations_of(mode)
+        return self.cluster.sample(prompts, num_generations=number, step=step, mode=mode)
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has the groups with what each said, the weighted sums [J], metrics.
@@ -213,6 +229,13 @@ class RLLearner:
     def num_generations(self) -> int:
         """G: completions of each prompt in training."""
         return 1
+
+    def num_generations_of(self, mode: Mode) -> int:
+        """Completions of each prompt in a mode: an evaluation's own number, or 1 where it is greedy, or training's."""
+        if mode is Mode.TRAIN:
+            return self.num_generations
+        config = self.cluster.get_rollout_config(mode)
+        return config.num_generations_eval or (1 if config.temperature == 0 else self.num_generations)
 
     def num_updates(self, num_groups: int) -> int:
         """Optimizer steps that a step of so many groups makes: passes times mini-batches."""

@@ -24,7 +24,7 @@ from whet.rollout.requests import check_prompt_lengths
 from whet.run.observer import Observed
 from whet.run.provenance import note_reads
 from whet.run.task import Task
-from whet.types import Prompt, TokenBatch
+from whet.types import Group, Prompt, TokenBatch
 from whet.util.refs import is_ref
 
 __all__ = ["RLTask"]
@@ -44,9 +44,8 @@ class Learner(Protocol):
     metric_fns: list[Callable[..., Any]]
     reward_manager: Any
 
-    @property
-    def num_generations(self) -> int:
-        """G: completions of each prompt in training."""
+    def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode) -> Sequence[Group]:
+        """Completes prompts."""
         ...
 
     def reward(self, step: Step) -> Step:
@@ -223,18 +222,16 @@ class RLTask(Task):
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, run: Observed, step: int) -> dict[str, float]:
-        """Rolls out the whole evaluation set and rewards it.
+        """Rolls out the whole evaluation set as the learner does, and rewards it.
 
         Returns: the row that is logged: rewards/score/{mean,max,min}, each function's, lengths.
         """
         learner, cluster = self.learner, self.cluster
         self.prepare()
         prompts = self._eval_prompts or []
-        config = cluster.get_rollout_config(Mode.EVAL)
-        generations = config.num_generations_eval or (1 if config.temperature == 0 else learner.num_generations)
         started = time.monotonic()
         with cluster.trace.span("eval"):
-            groups = cluster.sample(prompts, num_generations=generations, step=step, mode=Mode.EVAL)
+            groups = learner.rollout(prompts, step=step, mode=Mode.EVAL)
             found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
         rewarded = found.need_rewarded()
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
