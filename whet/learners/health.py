@@ -127,17 +127,12 @@ class Health:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to warn as this one would: since when what goes on, and each role's skipped updates
-        in a row, the tenth of which ends the run.
-        """
-        skipped = {role.value: trainer.skipped for role, trainer in self.cluster.trainers.items()}
-        return {"since": {name: list(found) for name, found in self._since.items()}, "skipped": skipped}
+        """What a resumed run needs to warn as this one would: since when what goes on."""
+        return {"since": {name: list(found) for name, found in self._since.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes `state` back; an empty one, of a checkpoint of an earlier version, starts anew."""
         self._since = {name: (int(first), int(count)) for name, (first, count) in state.get("since", {}).items()}
-        for role, trainer in self.cluster.trainers.items():
-            trainer.skipped = int(state.get("skipped", {}).get(role.value, 0))
 
 
 def most_choices(support: Support, vocabulary: int) -> int | None:

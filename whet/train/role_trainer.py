@@ -246,9 +246,13 @@ class RoleTrainer:
             listener(self, metrics)
         return metrics
 
-    def load(self, folder: Path) -> None:
-        """Takes up the model and optimizer that its worker saved. Raises CheckpointError where they don't fit."""
+    def load(self, folder: Path, *, skipped: int = 0) -> None:
+        """Takes up the model and optimizer that its worker saved. Raises CheckpointError where they don't fit.
+
+        Args: skipped: updates in a row that had been skipped by then.
+        """
         self.worker.load(folder)
+        self.skipped = skipped
         self._moved_version = None  # checkpoints are written between steps
 
     def _prefixed(self, metrics: Metrics) -> Metrics:
