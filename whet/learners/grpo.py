@@ -61,6 +61,8 @@ _METRICS = {
     "sequence_clip_ratio/region": {"clip_ratio/region_mean": "sequence_mean"},
 }
 """What becomes of the loss's metrics: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
+_ON_POLICY = ("sampling/sampling_logp_difference",)
+"""How far trainer and sampler are apart: once the weights have moved, how far those have moved is in it."""
 
 
 class GRPOLearner(RLLearner):
@@ -124,7 +126,7 @@ class GRPOLearner(RLLearner):
         trainer.with_loss_fn(
             self.loss, loss_agg_mode=mode, loss_agg_norm=norm, loss_agg_units=c.loss_agg_units, entropy=True
         )
-        trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions})
+        trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions}, on_policy=_ON_POLICY)
         for worker in rl_cluster.workers.values():
             worker.set_max_sequences(
                 training=self._sequences(self.config.train_micro_batch_size),
@@ -244,7 +246,7 @@ class GRPOLearner(RLLearner):
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective at each token, as the configuration composes it: [s], and its metrics."""
         loss, metrics = self.objective(x)
-        if self.cluster.actor_trainer.on_policy and x.sampler_logprobs is not None:
+        if x.sampler_logprobs is not None:
             metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
         if x.entropy is not None:
             metrics["entropy"] = x.entropy.detach()
