@@ -18,13 +18,14 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode
 from whet.errors import ConfigError
-from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics, trajectory_advantages
+from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.metrics import flat
@@ -157,9 +158,9 @@ class RLLearner:
         before = self.cluster.rollout.stats()
         with self.cluster.trace.span("rollout"):
             groups = self.rollout(step.prompts, step=step.index, mode=step.mode)
-        versions = {int(v) for g in groups for c in g.completions for v in c.versions if v >= 0}
+        versions = np.unique(np.concatenate([np.empty(0, int), *(c.versions for g in groups for c in g.completions)]))
         done = self.cluster.rollout.stats().since(before)
-        return step.replace(groups=groups, versions=tuple(sorted(versions))).log(engine_metrics(done))
+        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log(engine_metrics(done))
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode) -> Sequence[Group]:
         """Completes prompts, in training and in evaluation alike: the place for episodes of your own.
@@ -276,7 +277,7 @@ class RLLearner:
             self.metric_fns,
             inputs.prompts,
             inputs.completions,
-            advantages=trajectory_advantages(batch).tolist(),
+            advantages=batch.trajectory_advantages.tolist(),
             rewards=batch.rewards.tolist(),
             completion_ids=inputs.completion_ids,
             trajectory_ids=inputs.trajectory_ids,

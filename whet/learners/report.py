@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
-from whet.ops import group_spread, segment_count, segment_mean
+from whet.ops import group_spread
 from whet.rewards.manager import sample_std
 from whet.rollout.base import EngineStats
 from whet.types import Group, TokenBatch
@@ -31,7 +30,6 @@ __all__ = [
     "skipped_metrics",
     "spread",
     "total_metrics",
-    "trajectory_advantages",
 ]
 
 
@@ -122,7 +120,7 @@ def engine_metrics(done: EngineStats) -> dict[str, Metric]:
 def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
     """Advantages of trajectories, rewards/advantage/*, and of trained tokens, advantage/*, both as in Tunix."""
     assert batch.advantages is not None
-    each = trajectory_advantages(batch)
+    each = batch.trajectory_advantages.numpy()
     each = each[~np.isnan(each)]
     tokens = batch.advantages[batch.mask].double().numpy()
     found = {
@@ -174,14 +172,6 @@ def of_whole_batch(found: Mapping[str, Metric], whole: TokenBatch, run: TokenBat
     return metrics
 
 
-def trajectory_advantages(batch: TokenBatch) -> np.ndarray:
-    """The advantage of each trajectory: float64 [J], the mean over its trained tokens; NaN where it has none."""
-    assert batch.advantages is not None
-    trajectory, number = batch.trajectory, len(batch.group_of)
-    means = segment_mean(batch.advantages.double(), batch.mask, trajectory, number)
-    return means.masked_fill(segment_count(batch.mask, trajectory, number) == 0, torch.nan).numpy()
-
-
 def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
     """What the store keeps of a step: the columns of its completions, and what each reward function gave them."""
     pairs = [(g.prompt, c) for g in rewarded.groups for c in g.completions]
@@ -198,5 +188,5 @@ def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str,
         "version": [int(c.versions.max()) for _, c in pairs],
     }
     if batch.advantages is not None:
-        columns["advantage"] = trajectory_advantages(batch)[trajectories].tolist()
+        columns["advantage"] = batch.trajectory_advantages.numpy()[trajectories].tolist()
     return columns, {name: values[trajectories] for name, values in sorted(rewarded.table.items())}

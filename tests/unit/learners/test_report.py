@@ -5,7 +5,7 @@ import torch
 from helpers import completion, prompt
 
 from whet.learners.objective import advantage_inputs
-from whet.learners.report import completion_columns, rollout_metrics, trajectory_advantages
+from whet.learners.report import completion_columns, rollout_metrics
 from whet.rewards.manager import RewardManager
 from whet.types import Group, TokenBatch
 
@@ -40,7 +40,8 @@ def test_the_advantage_of_a_trajectory_is_the_mean_over_its_trained_tokens():
     group = Group(prompt=prompt("a"), completions=(*forks, last))
     batch = TokenBatch.from_groups([group], [1.0, 0.0, 0.5])
     batch = batch.replace(advantages=torch.tensor([9.0, 1.0, 2.0, 3.0, 6.0, 0.1, 0.1, 7.0, 7.0]))
-    assert np.array_equal(trajectory_advantages(batch), [3.0, np.float32(0.1), np.nan], equal_nan=True)
+    assert np.array_equal(batch.trajectory_advantages, [3.0, np.float32(0.1), np.nan], equal_nan=True)
+    assert batch.trajectory_advantages is batch.trajectory_advantages  # made once
     rewarded = RewardManager(lambda completions: [1.0, 0.0, 0.5])([group], [["w", "x", "y", "z"]])
     columns, _ = completion_columns(rewarded, batch)
     assert np.array_equal(columns["advantage"], [3.0, 3.0, np.float32(0.1), np.nan], equal_nan=True)
