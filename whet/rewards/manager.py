@@ -55,10 +55,13 @@ class Rewarded:
     inputs: RewardInputs
     """What the functions saw: prompts, completions and columns, J of each."""
 
-    @property
-    def table(self) -> dict[str, np.ndarray]:
-        """Float64 [J] by function, before its weight; NaN where it had no say or a group came without it."""
-        return _table(self.groups, self.names)
+    table: Mapping[str, np.ndarray] = None  # pyright: ignore[reportAssignmentType]
+    """Float64 [J] by function, before its weight; NaN where it had no say or a group came without it. By default the
+    rewards of the groups end to end."""
+
+    def __post_init__(self) -> None:
+        if self.table is None:
+            object.__setattr__(self, "table", _table(self.groups, self.names))
 
     @classmethod
     def cat(cls, parts: Sequence[Rewarded]) -> Rewarded:
@@ -70,12 +73,12 @@ class Rewarded:
             return parts[0]
         groups = [group for part in parts for group in part.groups]
         names = tuple(dict.fromkeys(name for part in parts for name in part.names))
-        total = np.concatenate([part.total for part in parts])
-        of_all = reward_metrics(_table(groups, names))
+        table = _table(groups, names)
         return cls(
             groups=groups,
-            total=total,
-            metrics={**merge(*(part.metrics for part in parts)), **of_all},
+            total=np.concatenate([part.total for part in parts]),
+            metrics={**merge(*(part.metrics for part in parts)), **reward_metrics(table)},
+            table=table,
             names=names,
             weights={name: weight for part in parts for name, weight in part.weights.items()},
             texts=[texts for part in parts for texts in part.texts],
@@ -167,23 +170,23 @@ class RewardManager:
         Raises:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
         """
-        inputs, sizes = _inputs(groups, texts, mode, self.algo_fields, extras or {})
+        inputs = _inputs(groups, texts, mode, self.algo_fields, extras or {})
         made, errors = call_rewards(self.fns, inputs, timeout_s=self.timeout_s, on_error=self.on_error)
-        ends = np.cumsum(sizes)
-        filled = []
-        for group, end, size in zip(groups, ends, sizes, strict=True):
-            own = {name: values[end - size : end] for name, values in made.items()}
-            filled.append(dataclasses.replace(group, rewards={**group.rewards, **own}))
-        made = _table(filled, tuple(made))  # with the rewards that groups came with
-        weights = {name: self.weights.get(name, 1.0) for name in made}
-        total = _weighted(made, weights)
-        metrics = reward_metrics(made)
+        table = {**made, **{name: r for name, r in _table(groups).items() if name not in made}}  # what groups came with
+        cut = {name: np.split(values, np.cumsum(_sizes(groups))[:-1]) for name, values in made.items()}
+        filled = [
+            dataclasses.replace(group, rewards={**group.rewards, **{name: parts[i] for name, parts in cut.items()}})
+            for i, group in enumerate(groups)
+        ]
+        weights = {name: self.weights.get(name, 1.0) for name in table}
+        metrics = reward_metrics(table)
         metrics |= {f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count}
         return Rewarded(
             groups=filled,
-            total=total,
+            total=_weighted(table, weights),
             metrics=metrics,
-            names=tuple(made),
+            table=table,
+            names=tuple(table),
             weights=weights,
             texts=texts,
             inputs=inputs,
@@ -296,15 +299,13 @@ def _inputs(
     mode: Any,
     algo_fields: Mapping[str, Any],
     extras: Mapping[str, Any],
-) -> tuple[RewardInputs, list[int]]:
-    """What the functions are offered, and the trajectories of each group."""
+) -> RewardInputs:
+    """What the functions are offered."""
     if len(texts) != len(groups) or any(len(t) != len(g.completions) for t, g in zip(texts, groups, strict=True)):
         raise DataError("texts don't match the groups; give one text for every completion of every group")
     prompts, completions, ids, names, sources = [], [], [], [], []
-    sizes: list[int] = []
     for group, of_group in zip(groups, texts, strict=True):
         last = {c.generation: place for place, c in enumerate(group.completions)}  # first seen first, last fork wins
-        sizes.append(len(last))
         for generation, place in last.items():
             text = of_group[place]
             chat = not isinstance(group.prompt.source, str)
@@ -316,7 +317,7 @@ def _inputs(
     if not prompts:
         raise DataError("no completions to reward; sample at least one per prompt")
     known = dict.fromkeys(name for columns in sources for name in columns)
-    inputs = RewardInputs(
+    return RewardInputs(
         prompts=prompts,
         completions=completions,
         completion_ids=ids,
@@ -326,7 +327,6 @@ def _inputs(
         algo_fields=algo_fields,
         extras=extras,
     )
-    return inputs, sizes
 
 
 def _sizes(groups: Sequence[Group]) -> list[int]:
@@ -334,7 +334,7 @@ def _sizes(groups: Sequence[Group]) -> list[int]:
     return [len({c.generation for c in group.completions}) for group in groups]
 
 
-def _table(groups: Sequence[Group], names: Sequence[str]) -> dict[str, np.ndarray]:
+def _table(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """Float64 [J] by name: those of `names`, then whatever else a group has."""
     every = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
     pairs = list(zip(groups, _sizes(groups), strict=True))

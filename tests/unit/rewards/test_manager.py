@@ -248,3 +248,14 @@ def test_parts_judged_apart_are_the_batch_judged_together():
         for name in set(a.rewards) & set(b.rewards):
             np.testing.assert_array_equal(a.rewards[name], b.rewards[name])
     assert Rewarded.cat([whole]) is whole
+
+
+def test_the_table_is_made_once_of_functions_and_of_what_groups_came_with():
+    groups = [group(0, rewards={"env": np.array([0.5, NAN])}), group(1)]
+    out = RewardManager(fixed([1, None, 3, 4]))(groups, [["", ""], ["", ""]])
+    assert out.table is out.table and list(out.table) == ["f", "env"]
+    np.testing.assert_array_equal(out.table["f"], [1, NAN, 3, 4])
+    np.testing.assert_array_equal(out.table["env"], [0.5, NAN, NAN, NAN])
+    by_hand = Rewarded(groups=out.groups, total=out.total, metrics={}, texts=[], inputs=out.inputs)
+    assert set(by_hand.table) == {"f", "env"}
+    np.testing.assert_array_equal(by_hand.table["env"], out.table["env"])
