@@ -26,16 +26,22 @@ from whet.learners.objective import (
     advantage_inputs,
     make_estimator,
     make_objective,
-    ratio_level,
+    policy_loss,
     resolve_name,
-    surrogate_name,
 )
 from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
 from whet.learners.step import Step
 from whet.metrics import Max, Mean
-from whet.ops import LOSS_AGG_MODES, POLICY_LOSSES, estimate, masked_column, mismatch_metrics, segment_sum
+from whet.ops import (
+    LOSS_AGG_MODES,
+    estimate,
+    masked_column,
+    metrics_without_advantage,
+    mismatch_metrics,
+    segment_sum,
+)
 from whet.run.observer import Observer
-from whet.train.worker import Metrics
+from whet.train.reductions import Metrics, labels_of
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["GRPOLearner", "GrpoLearner"]
@@ -117,7 +123,8 @@ class GRPOLearner(RLLearner):
                 c.kl_loss_mode,
                 c.beta,
             )
-        self.skips = surrogate_name(c) in POLICY_LOSSES and not self.needs_reference and c.entropy_coef == 0
+        self.zero_metrics = metrics_without_advantage(policy_loss(c))
+        self.skips = self.zero_metrics is not None and not self.needs_reference and c.entropy_coef == 0
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
@@ -240,8 +247,9 @@ class GRPOLearner(RLLearner):
             return step.log(self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole))
 
     def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
-        level = ratio_level(self.objective)
-        return {**skipped_metrics(whole, run), **of_whole_batch(found, whole, run, level=level)}
+        reductions = self.cluster.actor_trainer.reductions
+        zero = {k: how for name in self.zero_metrics or () for k, how in labels_of(name, reductions).items()}
+        return {**skipped_metrics(whole, run), **of_whole_batch(found, whole, run, zero=zero)}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective at each token, as the configuration composes it: [s], and its metrics."""

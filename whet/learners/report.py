@@ -142,17 +142,19 @@ def skipped_metrics(whole: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
     }
 
 
-def of_whole_batch(found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, level: str) -> dict[str, Metric]:
+def of_whole_batch(
+    found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, zero: Mapping[str, str]
+) -> dict[str, Metric]:
     """An update's metrics as those of the whole mini-batch, where sequences without signal were not run.
 
-    A clip takes nothing from an advantage of 0, so such tokens count as unclipped; entropy is that of the tokens run,
-    under the weights of all; other means are over the tokens run.
+    What is 0 without an advantage (a clip takes nothing from it) counts the tokens that were not run as 0; entropy is
+    that of the tokens run, under the weights of all; other means are over the tokens run.
 
     Args:
         found: of the update.
         whole: the mini-batch, with its weights.
         run: the part of it that was run.
-        level: of the importance ratio, "token" or "sequence": what the clip ratios count.
+        zero: the metrics that are 0 without an advantage, and how each was reduced (one of worker.REDUCTIONS).
     """
     assert whole.weights is not None
     assert run.weights is not None
@@ -161,12 +163,12 @@ def of_whole_batch(found: Mapping[str, Metric], whole: TokenBatch, run: TokenBat
         return dict(found)
     sequences = len(whole.sequence[whole.mask].unique()) - len(run.sequence[run.mask].unique())
     metrics = dict(found)
-    for name in ("clip_ratio/high_mean", "clip_ratio/low_mean", "clip_ratio/region_mean", "pg_clipfrac"):
-        if isinstance(mean := metrics.get(name), Mean):
-            unclipped = sequences if level == "sequence" and name != "pg_clipfrac" else tokens
-            metrics[name] = Mean(mean.sum, mean.count + unclipped)
-    if "clip_ratio/low_min" in metrics:
-        metrics["clip_ratio/low_min"] = Min(0.0)
+    for name, how in zero.items():
+        metric = metrics.get(name)
+        if isinstance(metric, Mean) and how in ("mean", "sequence_mean"):
+            metrics[name] = Mean(metric.sum, metric.count + (tokens if how == "mean" else sequences))
+        elif isinstance(metric, Min | Max):
+            metrics[name] = metric.merge(type(metric)(0.0))
     if isinstance(mean := metrics.get("entropy"), Mean) and run.weights.sum() > 0:
         metrics["entropy"] = Mean(mean.sum * float(whole.weights.sum() / run.weights.sum()), mean.count)
     return metrics

@@ -256,7 +256,7 @@ def test_groups_without_signal_are_run_where_another_term_needs_them(monkeypatch
     calls = watch(monkeypatch, made.cluster.actor, "forward_backward")
     made.train(rows(4))
     assert calls[0][0][0].num_sequences == 16
-    mine = learner(policy_loss_fn=clipped_surrogate)  # who knows what a user's own loss does with them
+    mine = learner(policy_loss_fn=lambda x: clipped_surrogate(x))  # who knows what a user's own loss does with them
     assert not mine.skips
 
 
