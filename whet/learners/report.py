@@ -188,6 +188,7 @@ def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str,
         "reward": batch.rewards.numpy()[trajectories].tolist(),
         "finish_reason": [c.finish_reason for _, c in pairs],
         "version": [int(c.versions.max()) for _, c in pairs],
+        "info": [c.info for _, c in pairs],
     }
     if batch.advantages is not None:
         columns["advantage"] = batch.trajectory_advantages.numpy()[trajectories].tolist()

@@ -231,8 +231,9 @@ class RunFolder:
         """Writes completions/<mode>-<step>.parquet, one row per completion, always with the same columns.
 
         Args: step: the global step. mode: "train" or "eval". columns: a sequence each: row, generation, prompt (text,
-            or messages), completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version; all but
-            `advantage` are required, and NaN or None becomes null. rewards: per function, "exact" -> "reward/exact".
+            or messages), completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version, info (a
+            mapping, written as JSON; empty ones become null); all but `advantage` and `info` are required, and NaN or
+            None becomes null. rewards: per function, "exact" -> "reward/exact".
         Returns: the file.
         Raises: DataError: a column is missing, unknown, or of another length.
         """
@@ -355,8 +356,9 @@ def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) ->
         "advantage": pa.float64(),
         "finish_reason": pa.string(),
         "version": pa.int32(),
+        "info": pa.string(),
     }
-    if missing := [n for n in types if n not in columns and n != "advantage"]:
+    if missing := [n for n in types if n not in columns and n not in ("advantage", "info")]:
         raise DataError(f"completions lack the columns {', '.join(missing)}")
     if unknown := [n for n in columns if n not in types]:
         raise DataError(f"completions have unknown columns {', '.join(unknown)}; known: {', '.join(types)}")
@@ -370,6 +372,8 @@ def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) ->
         if name == "reward":
             for fn, values in rewards.items():
                 arrays[f"reward/{fn}"] = pa.array(_numbers(values), pa.float64())
+        if name == "info":
+            given[name] = [to_json(info) if info else None for info in given[name]]
         values = _numbers(given[name]) if kind == pa.float64() else [_text(v) for v in given[name]]
         arrays[name] = pa.array(values, kind)
     return pa.table(arrays)

@@ -1,5 +1,7 @@
 """What is stored of a step: one row for each completion, forks of an episode included."""
 
+import dataclasses
+
 import numpy as np
 import torch
 from helpers import completion, prompt
@@ -15,11 +17,13 @@ def test_forks_carry_the_rewards_of_their_trajectory_and_the_newest_version():
         return [1.0, 0.0]
 
     forks = (completion([7, 8], version=[3, 4]), completion([9], prefix=[97, 5]), completion([7], 1, version=-1))
+    forks = (dataclasses.replace(forks[0], info={"status": "won"}), *forks[1:])
     rewarded = RewardManager(exact)([Group(prompt=prompt("a"), completions=forks)], [["x", "y", "z"]])
     batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
     columns, rewards = completion_columns(rewarded, batch)
     assert columns["reward"] == [1.0, 1.0, 0.0] and np.array_equal(rewards["exact"], [1.0, 1.0, 0.0])
     assert columns["version"] == [4, 0, -1] and columns["generation"] == [0, 0, 1]
+    assert columns["info"] == [{"status": "won"}, {}, {}]
 
 
 def test_a_reward_that_only_some_groups_came_with_is_nan_for_the_others():
