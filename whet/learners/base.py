@@ -272,17 +272,12 @@ class RLLearner:
         return 1
 
     def _call_metric_fns(self, step: Step) -> None:
-        inputs, batch = step.need_rewarded().inputs, step.need_batch()
+        batch = step.need_batch()
         found = call_metric_fns(
             self.metric_fns,
-            inputs.prompts,
-            inputs.completions,
+            step.need_rewarded().inputs,
             advantages=batch.trajectory_advantages.tolist(),
             rewards=batch.rewards.tolist(),
-            completion_ids=inputs.completion_ids,
-            trajectory_ids=inputs.trajectory_ids,
-            mode=inputs.mode,
-            **inputs.columns,
         )
         self.cluster.buffer_metrics(found, Mode.TRAIN)
 
