@@ -185,7 +185,7 @@ class RLCluster(TunixVerbs):
                 tokenizer=self.tokenizer,
                 grammars=self._grammars,
                 mesh=(config.role_to_mesh or {}).get(Role.ROLLOUT),
-                generation_kwargs={name for mode in Mode for name in self.get_rollout_config(mode).generation_kwargs},
+                samplings=[self.sampling(mode) for mode in Mode],
             )
 
     def _placement(self, device: torch.device) -> Placement:
