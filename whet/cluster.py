@@ -180,7 +180,7 @@ class RLCluster(TunixVerbs):
             return make_engine(
                 config.rollout_engine,
                 self.actor.loaded,
-                config=self.get_rollout_config(Mode.TRAIN),
+                config=self.rollout_for(Mode.TRAIN),
                 decode=self.decode,
                 tokenizer=self.tokenizer,
                 grammars=self._grammars,
@@ -230,13 +230,13 @@ class RLCluster(TunixVerbs):
         self.worker(Role.CRITIC)
         return self._trainers[Role.CRITIC]
 
-    def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
+    def rollout_for(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
         """The rollout configuration of a mode; evaluation takes training's where none was given."""
         return self.cluster_config.rollout_for(mode)
 
     def sampling(self, mode: Mode = Mode.TRAIN) -> Sampling:
         """The engine's sampling parameters of a mode."""
-        return sampling_of(self.get_rollout_config(mode), self.eos_ids, self.tokenizer)
+        return sampling_of(self.rollout_for(mode), self.eos_ids, self.tokenizer)
 
     @property
     def pad_id(self) -> int:
@@ -249,7 +249,7 @@ class RLCluster(TunixVerbs):
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
         """What turns data rows into Prompts under a mode's limits; `options` are PromptEncoder's."""
-        config = self.get_rollout_config(mode)
+        config = self.rollout_for(mode)
         return PromptEncoder(
             self.tokenizer,
             chat_template_kwargs=config.chat_template_kwargs,
@@ -300,7 +300,7 @@ class RLCluster(TunixVerbs):
         """
         domain = mode.value if isinstance(mode, Mode) else mode
         own = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
-        config = self.get_rollout_config(own)
+        config = self.rollout_for(own)
         base = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
         self._masks.drop()
         with self.actor.rollout_weights():

@@ -235,7 +235,7 @@ class RLLearner:
         """Completions of each prompt in a mode: an evaluation's own number, or 1 where it is greedy, or training's."""
         if mode is Mode.TRAIN:
             return self.num_generations
-        config = self.cluster.get_rollout_config(mode)
+        config = self.cluster.rollout_for(mode)
         return config.num_generations_eval or (1 if config.temperature == 0 else self.num_generations)
 
     def num_updates(self, num_groups: int) -> int:

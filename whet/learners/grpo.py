@@ -104,7 +104,7 @@ class GRPOLearner(RLLearner):
             observers=observers,
         )
         c = algo_config
-        if rl_cluster.get_rollout_config().temperature == 0:
+        if rl_cluster.rollout_for().temperature == 0:
             raise ConfigError(
                 "rollout.temperature=0 draws the same completion num_generations times: all completions of a group are "
                 "equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
@@ -128,7 +128,7 @@ class GRPOLearner(RLLearner):
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
-            norm = float(rl_cluster.get_rollout_config().max_tokens_to_generate)
+            norm = float(rl_cluster.rollout_for().max_tokens_to_generate)
         trainer = rl_cluster.actor_trainer
         trainer.with_loss_fn(
             self.loss, loss_agg_mode=mode, loss_agg_norm=norm, loss_agg_units=c.loss_agg_units, entropy=True

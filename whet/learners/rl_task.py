@@ -128,7 +128,7 @@ class RLTask(Task):
         return prompts
 
     def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
-        config = self.cluster.get_rollout_config(mode)
+        config = self.cluster.rollout_for(mode)
         check_prompt_lengths(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
 
     def _encoder(self, mode: Mode) -> PromptEncoder:
@@ -152,7 +152,7 @@ class RLTask(Task):
             **{name: dump_tree(given) for name, given in roles.items() if given is not None},
             "algo": dump_tree(learner.algo_config),
             "data": dump_tree(learner.data),
-            "rollout": dump_tree(cluster.get_rollout_config(Mode.TRAIN)),
+            "rollout": dump_tree(cluster.rollout_for(Mode.TRAIN)),
             "rollout_engine": dump_tree(cluster.cluster_config.rollout_engine),
             "trainer": dump_tree(learner.config),
         }
@@ -161,7 +161,7 @@ class RLTask(Task):
         """What from Python stands beside the settings and has no key there."""
         rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
         if isinstance(rollout, dict):  # else the section's own `eval` says how evaluation differs
-            usual, own = (dump_tree(self.cluster.get_rollout_config(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
+            usual, own = (dump_tree(self.cluster.rollout_for(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
             evaluation = {name: value for name, value in own.items() if value != usual[name]}
         beside = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
         return {"from Python": beside}

@@ -19,7 +19,7 @@ from whet.config import RunConfig, read_yaml
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.observe import RunFolder
 from whet.observe.files import to_json, write_atomic
-from whet.observe.store import changed_settings
+from whet.run.provenance import changed_settings
 
 
 def columns(n=2, **other):
