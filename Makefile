@@ -25,11 +25,11 @@ $(VENV)/.installed-%: pyproject.toml
 demo: $(DEMO)  ## train a small model by GRPO, about 4 minutes (SEED=n)
 	@$(BIN)/python -m whet.cli demo seed=$(SEED)
 
-test: $(STAMP)  ## the test suite, on the CPU
-	$(BIN)/python -m pytest
+test: $(STAMP)  ## the test suite, on all processors
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check-full: $(STAMP)  ## the longer checks too, then types and style
-	$(BIN)/python -m pytest -m 'not gpu' --timeout 1800
+	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not gpu' --timeout 1800
 	$(MAKE) lint
 
 lint: $(STAMP)  ## ruff and pyright

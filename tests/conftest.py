@@ -1,6 +1,7 @@
 """Fixtures and settings of the whole suite: one thread, no network, fixed seeds."""
 
 import os
+import sys
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -14,6 +15,24 @@ import torch
 
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown as in a test
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config):
+    """Workers of `-n auto`: one a processor, as every test has one thread; each takes about 1 GB."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@pytest.fixture(autouse=True)
+def imports(tmp_path_factory):
+    """What a test has imported from its own folder is no longer there for the next."""
+    path, known = [*sys.path], {*sys.modules}
+    yield
+    sys.path[:] = path
+    own = str(tmp_path_factory.getbasetemp())
+    for name in sys.modules.keys() - known:
+        if str(vars(sys.modules[name]).get("__file__")).startswith(own):
+            del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from whet.learners.base import RLLearner
     from whet.learners.grpo import GRPOLearner, GrpoLearner
     from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
+    from whet.run.observer import Control, Observer
     from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.types import Completion, Group, LossInputs, Prompt, RolloutOutput, TokenBatch, TrainExample
 
@@ -51,6 +52,7 @@ __all__ = [
     "ClusterConfig",
     "Completion",
     "ConfigError",
+    "Control",
     "DataConfig",
     "DataError",
     "EngineError",
@@ -63,6 +65,7 @@ __all__ = [
     "MetricsBuffer",
     "MetricsLoggerOptions",
     "Mode",
+    "Observer",
     "OptimConfig",
     "PerfMetricsOptions",
     "ProfilerOptions",
@@ -120,6 +123,7 @@ _MODULES = {
     "whet.learners.grpo": ("GRPOLearner", "GrpoLearner"),
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
     "whet.rollout.sampler": ("CacheConfig", "Sampler", "SamplerOutput"),
+    "whet.run.observer": ("Control", "Observer"),
     "whet.types": ("Completion", "Group", "LossInputs", "Prompt", "RolloutOutput", "TokenBatch", "TrainExample"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

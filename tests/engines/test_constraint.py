@@ -317,8 +317,8 @@ def test_all_constrained_rows_of_a_step_are_looked_up_at_once(engine, grammars, 
 
 def test_unconstrained_batches_still_take_several_steps_at_once(model, grammars, monkeypatch):
     engine = EmbeddedEngine(model, grammars=grammars)
-    steps, plain = [], engine._runner.run
-    monkeypatch.setattr(engine._runner, "run", lambda n, *rest: steps.append(n) or plain(n, *rest))
+    steps, plain = [], engine._runner.decode
+    monkeypatch.setattr(engine._runner, "decode", lambda n, *rest: steps.append(n) or plain(n, *rest))
     run(engine, requests(PROMPT, Sampling(max_tokens=9)))
     assert max(steps) == 4
     steps.clear()

@@ -37,7 +37,7 @@ def test_a_call_after_ctrl_c_is_as_if_nothing_had_happened(bound, at):
     forward.features = features
     assert engine.stats().in_flight == 0
     assert call() == want and call() == want
-    assert not engine._prefixes and not engine._ids
+    assert not engine._prefixes and not engine._in_flight
     assert bound is None or engine.stats().kv_tokens <= bound
 
 

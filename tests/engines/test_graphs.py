@@ -256,3 +256,11 @@ def test_work_is_done_with_the_models_device_as_the_current_one(machine):
         forward.features = lambda *a: (seen.append(machine.device), features(*a))[1]
         run(engine, requests(prompts((3,)), Sampling(max_tokens=2)))
         assert set(seen) == {3} and machine.device == 0
+
+
+def test_work_after_penalised_work_is_captured_as_if_it_came_first(machine):
+    engine, work = on_gpu(small()), requests(prompts((3, 9)), WORK, group=4)
+    run(engine, requests(prompts((3, 9)), Sampling(max_tokens=20, repetition_penalty=1.2), group=4))
+    assert machine.captured == 0
+    run(engine, work)
+    assert machine.captured > 0

@@ -9,7 +9,7 @@ from whet.rollout.engine import layouts
 from whet.rollout.engine.kv_cache import KVStore, padded_length
 from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
-from whet.rollout.engine.scheduler import Scheduler, Task
+from whet.rollout.engine.scheduler import Scheduler, SequenceState
 
 CASES = {
     "plain": {},
@@ -134,9 +134,11 @@ def test_a_store_that_makes_room_never_loses_places():
     assert store.layer(0, keys, keys)[0][0, :, 60].eq(1).all()
 
 
-def test_tasks_that_had_been_let_in_wait_in_front_and_in_their_order():
+def test_sequences_that_had_been_admitted_wait_in_front_and_in_their_order():
     first, second, third = (
-        Task(request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, address=(0, 0, i, 0)), plan=0)
+        SequenceState(
+            request=Request(id=i, tokens=np.ones(1), sampling=Sampling(), group=i, address=(0, 0, i, 0)), plan=0
+        )
         for i in range(3)
     )
     scheduler = Scheduler(max_batch=2, kv_cache_tokens=None)

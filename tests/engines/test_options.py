@@ -11,13 +11,12 @@ from transformers import GenerationConfig
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.load import load_model
-from whet.rollout.base import Request, Sampling, support_of
-from whet.rollout.beams import _StopStrings
+from whet.rollout.base import Request, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
-from whet.rollout.options import Place, Processors, check_names, check_trainable, frozen_options
+from whet.rollout.options import _stop_strings, check_trainable, checked_options, frozen_options, processors
 from whet.types import Prompt
 
 STOPS = (4, 8, 12)
@@ -74,17 +73,13 @@ def test_greedy_completions_are_those_of_transformers(model, options):
 @pytest.mark.parametrize("options", CHANGING, ids=str)
 @pytest.mark.parametrize("own", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
 def test_the_distribution_drawn_from_is_that_of_transformers(model, options, own):
-    if "top_h" in options and own:
-        options, own = options, {"temperature": 0.7}  # transformers takes it before top-k, whet after
     (p,) = prompts((9,))
     out = theirs(model, p, options, **{"do_sample": True, **own})
-    mine = sampling(options, **own)
-    place = Place(prompt=len(p), whole=len(p) + 10, stop_ids=STOPS, device=torch.device("cpu"))
-    made = Processors(mine, place)
+    made = processors(model, out.sequences[:, : len(p)], request(p, sampling(options, **own)))
     for step, expected in enumerate(out.scores):
         ids = out.sequences[:, : len(p) + step]
         logits = model(input_ids=ids).logits[:, -1]
-        scores = made.scores(ids, logits, support_of(mine), seen=None, position=torch.tensor([step]))
+        scores = made(ids, logits)
         assert torch.equal(scores == -torch.inf, expected == -torch.inf)
         assert (scores.softmax(-1) - expected.softmax(-1)).abs().max() < 1e-5
 
@@ -95,7 +90,6 @@ def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, o
     mine = sampling(options, temperature=0.8)
     done = run(HFEngine(model), requests([p], mine, group=6))
     full = run(HFEngine(model), requests([p], sampling(options, temperature=0.8, logprob_support="full"), group=6))
-    place = Place(prompt=len(p), whole=len(p) + 10, stop_ids=STOPS, device=torch.device("cpu"))
     for i, o in done.items():
         assert o.tokens.tolist() == full[i].tokens.tolist()
         whole = torch.tensor([*p.tolist(), *o.tokens.tolist()])[None]
@@ -104,9 +98,55 @@ def test_logprobs_are_of_the_distribution_drawn_from_or_of_the_full_one(model, o
         assert np.abs(full[i].logprobs - plain.detach().numpy()).max() < 1e-4
         for t, token in enumerate(o.tokens):
             ids = whole[:, : len(p) + t]
-            made = Processors(mine, place)
-            scores = made.scores(ids, logits[t : t + 1], support_of(mine), seen=None, position=torch.tensor([t]))
+            scores = processors(model, ids[:, : len(p)], request(p, mine))(ids, logits[t : t + 1])
             assert abs(scores.log_softmax(-1)[0, token].item() - o.logprobs[t]) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"temperature": 0.7, "top_k": 5},
+        {"temperature": 0.7, "top_p": 0.6, "logprob_support": "full"},
+        {"min_p": 0.2},
+        {"repetition_penalty": 3.0},
+        {"repetition_penalty": 3.0, "temperature": 0.0},
+        {"forbidden_ids": tuple(range(1, 40))},
+        {"stop_ids": tuple(range(32)), "min_tokens": 6},
+    ],
+    ids=str,
+)
+def test_fields_of_whets_own_mean_the_same_where_transformers_carries_them_out(model, own):
+    nothing = {"no_repeat_ngram_size": 99}
+    for offset in (0, 3):
+        work = [
+            [
+                request(p, sampling(options, **own), generation=i, offset=offset)
+                for i, p in enumerate(prompts((5, 9, 9)))
+            ]
+            for options in (nothing, {})
+        ]
+        theirs, ours = (run(HFEngine(model), requests) for requests in work)
+        alone = [run(HFEngine(model), [r])[r.id].tokens.tolist() for r in work[0]]
+        assert [o.tokens.tolist() for _, o in sorted(theirs.items())] == alone
+        for i, o in ours.items():
+            assert theirs[i].tokens.tolist() == o.tokens.tolist()
+            assert np.abs(theirs[i].logprobs - o.logprobs).max() < 1e-4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_h": 1, "typical_p": 0.999, "epsilon_cutoff": 0.999, "eta_cutoff": 1e-9},
+        {"no_repeat_ngram_size": 1, "exponential_decay_length_penalty": [-1, 2], "forced_eos_token_id": [4, 63]},
+        {"sequence_bias": {(0,): float("-inf"), (1, 2, 3): 1.0}, "bad_words_ids": [[0, 63]], "typical_p": None},
+        {"num_beams": 2, "length_penalty": -3, "early_stopping": "never"},
+    ],
+    ids=str,
+)
+def test_values_at_the_ends_of_their_ranges_are_carried_out(model, options):
+    cool = {"temperature": 0.0} if "num_beams" in options else {}
+    (o,) = run(HFEngine(model), [request(prompts()[1], sampling(options, **cool))]).values()
+    assert len(o.tokens) and np.isfinite(o.logprobs).all()
 
 
 def test_going_on_with_an_offset_equals_going_through_also_where_options_count_tokens(model):
@@ -220,7 +260,7 @@ def test_looking_for_a_stop_string_decodes_the_last_tokens_of_a_beam_alone(model
 
 
 def test_a_beam_that_ended_stays_ended_where_nothing_else_is_left_to_go_on_with():
-    look = _StopStrings(letters, ("51",), prompt=1)
+    look = _stop_strings(letters, ("51",), prompt=1)
     ended = [look(torch.tensor(rows), None).tolist() for rows in ([[9, 5], [9, 1]], [[9, 5, 1], [9, 1, 1]])]
     ended += [look(torch.tensor([[9, 5, 1, 7], [9, 1, 1, 5]]), None).tolist()]
     assert ended == [[False, False], [True, False], [True, False]]
@@ -241,18 +281,20 @@ def test_logits_of_a_beam_are_those_of_the_model(model):
 @pytest.mark.parametrize(
     ("options", "fields", "words"),
     [
-        ({"num_beans": 2}, {}, "unknown generation option 'num_beans'; did you mean num_beams"),
-        ({"xyzzy": 2}, {}, "unknown generation option 'xyzzy'. Known: bad_words_ids, .*typical_p"),
-        ({"top_k": 2}, {}, "top_k has a field of its own: set top_k"),
+        ({"num_beans": 2}, {}, "unknown key num_beans; did you mean num_beams"),
+        ({"temperatur": 2}, {}, "unknown key temperatur; did you mean temperature"),
+        ({"xyzzy": 2}, {}, "generation_kwargs: unknown key xyzzy"),
+        ({"top_k": 2}, {}, "top_k: has a field of its own: set top_k"),
         ({"max_new_tokens": 2}, {}, "set max_tokens_to_generate"),
-        ({"use_cache": False}, {}, "'use_cache' belongs to the inside"),
-        ({"num_beams": 0}, {"temperature": 0.0}, "num_beams must be a positive integer, got 0"),
-        ({"num_beams": True}, {"temperature": 0.0}, "num_beams must be a positive integer, got True"),
+        ({"use_cache": False}, {}, "use_cache: belongs to the inside"),
+        ({"num_beams": 0}, {"temperature": 0.0}, "num_beams must be a positive integer. Got: 0"),
+        ({"num_beams": True}, {"temperature": 0.0}, "num_beams must be a positive integer. Got: True"),
         ({"num_beams": 2}, {}, "num_beams=2 searches, it does not draw: set temperature=0.0"),
-        ({"length_penalty": 2.0}, {}, "length_penalty says how beams are ranked; give num_beams"),
-        ({"typical_p": 3.0}, {}, "typical_p=3.0: "),
-        ({"no_repeat_ngram_size": "a"}, {}, "no_repeat_ngram_size='a': "),
-        ({"bad_words_ids": [5]}, {}, "bad_words_ids="),
+        ({"num_beams": 2, "typical_p": 0.5}, {"temperature": 0.0}, "typical_p=0.5 truncates draws, not beams"),
+        ({"length_penalty": 2.0}, {}, "length_penalty=2.0 says how beams are ranked; give num_beams"),
+        ({"typical_p": 3.0}, {}, "typical_p: .* less than 1, got 3.0"),
+        ({"no_repeat_ngram_size": "a"}, {}, "no_repeat_ngram_size must be a positive integer. Got: 'a'"),
+        ({"bad_words_ids": [5]}, {}, "bad_words_ids.0: .* a valid list, got 5"),
         ({"exponential_decay_length_penalty": [1, 1.1]}, {"stop_ids": ()}, "needs a stop token"),
     ],
 )
@@ -267,7 +309,7 @@ def test_beams_answer_no_more_generations_than_there_are_and_no_offset(model):
     s = sampling({"num_beams": 2}, temperature=0.0)
     with pytest.raises(EngineError, match="generation 2, but num_beams=2"):
         HFEngine(model).submit([request(prompts()[1], s, generation=2)])
-    with pytest.raises(EngineError, match="can't go on from 1"):
+    with pytest.raises(EngineError, match=r"after 1 tokens, .*of a bare prompt"):
         HFEngine(model).submit([request(prompts()[1], s, offset=1)])
 
 
@@ -304,7 +346,7 @@ def test_options_make_vanilla_hf_and_say_why(model, caplog):
 def test_the_configuration_names_the_field_that_stands_for_an_option():
     with pytest.raises(ConfigError, match="generation_kwargs: do_sample has a field of its own: set temperature"):
         RolloutConfig(generation_kwargs={"do_sample": True})
-    check_names(["num_beams", "sequence_bias"])
+    checked_options(dict.fromkeys(["num_beams", "sequence_bias"]))
 
 
 def test_training_takes_options_under_full_support_alone_and_never_beams():

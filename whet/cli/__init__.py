@@ -33,7 +33,7 @@ _EXAMPLES = {
         "  whet generate model=runs/a/final prompts=test.jsonl num_generations=4 out=completions.jsonl"
     ),
     "chat": (
-        "\n\nIn the chat: /reset, /system TEXT, /set temperature=0.7, /help, /quit; Ctrl-C stops an answer.\n\n"
+        "\n\nIn the chat: /reset, /set temperature=0.7, /quit; Ctrl-C stops an answer.\n\n"
         "Example:\n  whet chat model=Qwen/Qwen3-0.6B max_tokens=1000"
     ),
 }

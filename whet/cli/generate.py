@@ -23,7 +23,7 @@ from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
 from whet.types import Group, Prompt
 
-__all__ = ["generate", "open_sampler", "sampling_keys", "visible"]
+__all__ = ["generate", "open_sampler", "sampling_keys", "show", "visible"]
 
 log = logging.getLogger("whet")
 
@@ -110,6 +110,12 @@ def visible(text: str) -> str:
     """
     shown = lambda c: chr(0x2400 + ord(c)) if ord(c) < 32 else "\N{REPLACEMENT CHARACTER}"
     return "".join(c if c in "\n\t" or (c.isprintable() or ord(c) > 159) else shown(c) for c in text)
+
+
+def show(text: str) -> None:
+    """Writes text that appears at once, `visible` in a terminal."""
+    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 def _inputs(config: GenerateConfig) -> list[Any]:
@@ -247,9 +253,8 @@ def _show_live(sampler: Sampler, prompt: Prompt, sampling: Sampling, seed: int) 
     count, text = 0, TextStream(sampler.decode)
     for piece in sampler.stream(prompt, sampling, seed=seed):
         count += len(piece.tokens)
-        sys.stdout.write(visible(text.push(piece.tokens, last=piece.finish_reason is not None)))
-        sys.stdout.flush()
-    sys.stdout.write("\n")
+        show(text.push(piece.tokens, last=piece.finish_reason is not None))
+    show("\n")
     return count
 
 

@@ -93,9 +93,35 @@ def explain(
 ) -> ConfigError:
     """The findings of pydantic in whet's words: one line per path, the deepest of a union's complaints.
 
-    Args: cls: what was checked. error: pydantic's. given: what it was made from. root: class name, from Python.
+    Args:
+        cls: what was checked.
+        error: pydantic's.
+        given: what it was made from.
+        root: class name, from Python.
         short: shorthands, named in suggestions.
+
     Returns: the ConfigError, to be raised by the caller.
+
+    An example: actor_optimizer is a section, a name or a function, so a misspelt key of the section is found three
+    times, and pydantic's places name the members of the union, which no user has written:
+
+    >>> from whet.config import RLTrainingConfig
+    >>> given = {"actor_optimizer": {"lrr": 1.0}}
+    >>> try:
+    ...     adapter(RLTrainingConfig).validate_python(given)
+    ... except ValidationError as error:
+    ...     found = error
+    >>> for item in found.errors():
+    ...     print(item["type"], item["loc"])
+    unexpected_keyword_argument ('actor_optimizer', 'OptimConfig', 'lrr')
+    string_type ('actor_optimizer', 'function-after[_name(), str]')
+    callable_type ('actor_optimizer', 'callable')
+
+    `_path` leaves what was given, ("actor_optimizer", "lrr") and twice ("actor_optimizer",). The first lies below the
+    others and is the one that is told, by `_line`:
+
+    >>> print(explain(RLTrainingConfig, found, given))
+    unknown key actor_optimizer.lrr; did you mean lr?
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):

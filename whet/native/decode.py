@@ -166,11 +166,11 @@ def load_kernels() -> Kernels | Unavailable:
     return self_check(load_made("decode", Kernels), _comparisons)
 
 
-def unfit_sizes(kernels: Kernels, head: int, widths: set[int]) -> str | None:
+def unfit_sizes(kernels: Kernels, head: int, widths: set[int]) -> Unavailable | None:
     """Why sizes don't fit the kernels. Args: head: D. widths: of rows. Returns: the reason; None = they fit."""
     wrong = [f"head size {head}"] if head % kernels.lanes or head > MAX_HEAD_SIZE else []
     wrong += [f"width {x}" for x in sorted(widths) if x % kernels.lanes]
-    return f"{', '.join(wrong)} is not a multiple of {kernels.lanes}, or too large" if wrong else None
+    return Unavailable(f"{', '.join(wrong)} is not a multiple of {kernels.lanes}, or too large") if wrong else None
 
 
 def _comparisons(kernels: Kernels) -> Iterator[Comparison]:

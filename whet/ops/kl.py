@@ -55,7 +55,8 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, *, mode: str, clamp: f
     Returns: [...], fp32 or wider.
     Raises: ConfigError: an unknown mode, or a clamp that is not positive.
     Source: Schulman, "Approximating KL divergence" (2020); Tunix's compute_kl_divergence, from which k3 differs where
-        |d| > 20: the exponent is held there, so that it can't overflow; its gradient is that at the bound.
+        |d| > 20: the exponent is held there, so that it can't overflow (below d = −4·10⁸ it is
+        negative then); its gradient is that at the bound.
 
     >>> kl_divergence(torch.tensor([-1.]), torch.tensor([-2.]), mode="low_var_kl")  # d = 1: exp(-1) + 1 - 1
     tensor([0.3679])

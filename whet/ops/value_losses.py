@@ -36,7 +36,7 @@ def clipped_value(x: LossInputs, *, clip_range: float = 0.2) -> tuple[Tensor, di
         for c in (x.need("new_values"), x.need("values").detach(), x.need("returns").detach())
     )
     free = (v - target).square()
-    clipped = (torch.maximum(torch.minimum(v, old + clip_range), old - clip_range) - target).square()
+    clipped = (v.clamp(old - clip_range, old + clip_range) - target).square()
     loss = 0.5 * torch.maximum(free, clipped)
     metrics = {"return": target, "vf_clipfrac": clipped > free, "vf_loss": loss, "vpred": v}
     return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}

@@ -13,7 +13,7 @@ from whet.errors import ConfigError
 from whet.models.types import LoadedModel
 from whet.rollout.base import Constraint, RolloutEngine, Sampling
 from whet.rollout.constraint import Grammars
-from whet.rollout.options import check_names, frozen_options
+from whet.rollout.options import checked_options, frozen_options
 
 __all__ = ["describe_engine", "grammars_of", "make_engine", "sampling_of"]
 
@@ -93,7 +93,7 @@ def make_engine(
         log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
     if asked := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
-        check_names(asked)
+        checked_options(dict.fromkeys(asked))
         if spec == "embedded":
             log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
             spec = "hf"

@@ -18,15 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.errors import ConfigError
+from whet.errors import ConfigError, EngineError
 from whet.models.modes import evaluating, max_positions, native_attention
 from whet.models.types import LoadedModel
 from whet.ops.uniform import address_key, uniform
 from whet.rollout.base import EngineCaps, Output, Request
-from whet.rollout.beams import beam_search
 from whet.rollout.constraint import Grammars, Matcher
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
-from whet.rollout.options import Processors, check_options, num_beams, place_of
+from whet.rollout.options import beam_search, check_options, num_beams, processors
 from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.rollout.simple import QueueEngine
 
@@ -113,7 +112,7 @@ class HFEngine(QueueEngine):
         place = torch.tensor([r.offset for r in batch], device=device)
         draws = torch.tensor([r.draw + r.offset for r in batch], device=device)
         seen = seen_tokens(list(ids), self._vocabulary) if plan.support.penalises else None
-        options = Processors(plan.sampling, place_of(batch[0], device)) if plan.sampling.generation_kwargs else None
+        process = processors(self._module, ids, batch[0]) if plan.sampling.generation_kwargs else None
         matchers = [self._grammars.start(r) if self._grammars else None for r in batch]
         tokens, logprobs = np.zeros((0, len(batch)), np.int64), np.zeros((0, len(batch)), np.float32)
         raw: list[np.ndarray] = []
@@ -121,12 +120,12 @@ class HFEngine(QueueEngine):
         cache, fresh = None, ids
         for step in range(plan.sampling.max_tokens):
             logits, cache = self._forward(ids, fresh, cache)
+            scores = None if process is None else process(ids, logits.float())
+            if scores is not None and not bool((scores > -torch.inf).any(1).all()):
+                raise EngineError("generation_kwargs leave no token to draw; loosen bad_words_ids and the like")
             where: dict[str, Any] = {"u": uniform(keys, draws + step), "position": place + step, "seen": seen}
-            if options is None:
-                allowed = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
-                token, logprob = sample_rows(logits, plan, **where, allowed=allowed)
-            else:
-                token, logprob = options.draw(ids, logits, plan.support, plan.reported, **where)
+            allowed = self._grammars.rows(matchers).to(device) if self._grammars and any(matchers) else None
+            token, logprob = sample_rows(logits, plan, **where, allowed=allowed, scores=scores)
             if seen is not None:
                 seen.scatter_(1, token.unsqueeze(1), True)
             fresh = token.unsqueeze(1)

@@ -1,340 +1,236 @@
-"""Options of transformers' generate that whet has no field for: which there are, and what they do to a draw.
+"""What transformers' generate does for the hf engine: options that whet has no field for, and beam search.
 
-Options that change the distribution are transformers' own logits processors, so that draws and logprobs are of the
-distribution that they make. Their order: those in BEFORE, then whet's own fields (penalty, forbidden ids, temperature,
-truncation), then those in AFTER. It is transformers' but for two that meet whet's fields there in another order: the
-repetition penalty stands second, and top_h before top-k.
-Beam search is whet.rollout.beams.
-Left out on purpose: what belongs to generate's inside (caches, assistants, watermarks), which is refused by name.
-Dim legend: n rows, V vocabulary, T tokens so far.
+transformers prepares its own logits processors, from the options and whet's fields together and in its own order: draws
+and logprobs are of the distribution that they make. A beam is found, not drawn: what is reported is the log-probability
+of each of its tokens under the model itself, at temperature 1, without processors.
+Left out on purpose: what belongs to generate's inside (caches, watermarks), and beams that are sampled or diverse.
+Dim legend: n rows or prompts, k completions of each, T tokens so far, V vocabulary.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
 
+import numpy as np
 import torch
-from torch import Tensor
+from pydantic import Field, InstanceOf
+from torch import Tensor, nn
+from transformers import GenerationConfig, StoppingCriteriaList
 
+from whet.config.base import check, config
+from whet.config.fields import Bool, Count, Float, Int, Number
 from whet.config.rollout import OWN_FIELDS
-from whet.errors import ConfigError, EngineError, nearest
-from whet.ops.logprobs import selective_log_softmax
-from whet.ops.support import Support, draw, greedy, support_logits
-from whet.rollout.base import Request, Sampling
+from whet.errors import ConfigError, EngineError
+from whet.rollout.base import Output, Request, Sampling
+from whet.rollout.requests import completed_string
 
 __all__ = [
-    "BEAMS",
-    "Place",
-    "Processors",
-    "check_names",
+    "beam_search",
     "check_options",
     "check_trainable",
+    "checked_options",
     "frozen_options",
     "num_beams",
-    "place_of",
-    "thawed_options",
+    "processors",
 ]
 
-Processor = Callable[[Any, Any], Tensor]
+Decode = Callable[[Sequence[int]], str]
+TokenIds = Annotated[list[Number], Field(min_length=1)]
+Share = Annotated[Float, Field(gt=0, lt=1)]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Place:
-    """Where a batch of equal lengths stands: what some processors are made with."""
+@config
+class _Options:
+    """What each option may be; None = off."""
 
-    prompt: int
-    """Tokens before the completion."""
-    whole: int
-    """Tokens when the completion has its longest."""
-    stop_ids: tuple[int, ...]
-    device: torch.device
+    bad_words_ids: Annotated[list[TokenIds], Field(min_length=1)] | None = None
+    begin_suppress_tokens: TokenIds | None = None
+    early_stopping: Bool | Literal["never"] | None = None
+    epsilon_cutoff: Share | None = None
+    eta_cutoff: Share | None = None
+    exponential_decay_length_penalty: tuple[Int, Float] | None = None
+    forced_eos_token_id: Number | TokenIds | None = None
+    length_penalty: Float | None = None
+    no_repeat_ngram_size: Count | None = None
+    num_beams: Count | None = None
+    sequence_bias: Annotated[list[tuple[TokenIds, InstanceOf[float]]], Field(min_length=1)] | None = None
+    top_h: Annotated[Float, Field(gt=0, le=1)] | None = None
+    typical_p: Share | None = None
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        **dict.fromkeys(vars(GenerationConfig()), "belongs to the inside of transformers' generate; leave it out"),
+        **{name: f"has a field of its own: set {field}" for name, field in OWN_FIELDS.items()},
+    }
 
 
-def _processor(name: str) -> Callable[..., Processor]:
-    """A class of transformers' logits processors."""
-    from transformers.generation import logits_process
+def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as transformers takes them. Raises ConfigError: one that is unknown or whet's own, a value out of range.
 
-    return getattr(logits_process, name)
-
-
-def _stops(place: Place, name: str) -> list[int]:
-    if not place.stop_ids:
-        raise ConfigError(f"generation_kwargs: {name} needs a stop token; give eos_tokens")
-    return list(place.stop_ids)
-
-
-BEFORE: dict[str, Callable[[Any, Place], Processor]] = {
-    "sequence_bias": lambda v, p: _processor("SequenceBiasLogitsProcessor")(v),
-    "no_repeat_ngram_size": lambda v, p: _processor("NoRepeatNGramLogitsProcessor")(v),
-    "bad_words_ids": lambda v, p: _processor("NoBadWordsLogitsProcessor")(v, list(p.stop_ids) or None),
-    "forced_eos_token_id": lambda v, p: _processor("ForcedEOSTokenLogitsProcessor")(p.whole, v, device=p.device),
-    "exponential_decay_length_penalty": lambda v, p: _processor("ExponentialDecayLengthPenalty")(
-        tuple(v), _stops(p, "exponential_decay_length_penalty"), p.prompt
-    ),
-    "begin_suppress_tokens": lambda v, p: _processor("SuppressTokensAtBeginLogitsProcessor")(
-        v, p.prompt, device=p.device
-    ),
-}
-"""Options at work on the model's logits, in their order."""
-AFTER: dict[str, Callable[[Any, Place], Processor]] = {
-    "top_h": lambda v, p: _processor("TopHLogitsWarper")(v),
-    "typical_p": lambda v, p: _processor("TypicalLogitsWarper")(v),
-    "epsilon_cutoff": lambda v, p: _processor("EpsilonLogitsWarper")(v),
-    "eta_cutoff": lambda v, p: _processor("EtaLogitsWarper")(v, device=p.device),
-}
-"""Options at work on scores that are divided by the temperature and truncated, in their order."""
-BEAMS = ("num_beams", "early_stopping", "length_penalty")
-"""Options of beam search."""
-RULES = {
-    "bad_words_ids": "lists of token ids, e.g. [[5, 6]]",
-    "begin_suppress_tokens": "token ids, e.g. [5, 6]",
-    "early_stopping": 'true, false or "never"',
-    "epsilon_cutoff": "a number above 0 and below 1",
-    "eta_cutoff": "a number above 0 and below 1",
-    "exponential_decay_length_penalty": "a place and a factor, e.g. [20, 1.05]",
-    "forced_eos_token_id": "a token id, or a list of them",
-    "length_penalty": "a number",
-    "no_repeat_ngram_size": "a positive integer",
-    "sequence_bias": "token ids and a float each, e.g. [[[5, 6], -2.0]]",
-    "top_h": "a number above 0, at most 1",
-    "typical_p": "a number above 0 and below 1",
-}
-"""What the value of an option is."""
+    >>> checked_options({"num_beans": 2})
+    Traceback (most recent call last):
+    whet.errors.ConfigError: generation_kwargs: unknown key num_beans; did you mean num_beams?
+    """
+    try:
+        return vars(check(_Options, options, short=OWN_FIELDS))
+    except ConfigError as error:
+        raise ConfigError(f"generation_kwargs: {error}") from None
 
 
 def frozen_options(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Options in a form that can be compared and hashed: sorted, lists as tuples, a mapping as pairs.
+    """Options in a form that can be compared and hashed: sorted, lists as tuples, a mapping as pairs, None left out.
 
     >>> frozen_options({"sequence_bias": {(5, 6): 2.0}, "no_repeat_ngram_size": 3})
     (('no_repeat_ngram_size', 3), ('sequence_bias', (((5, 6), 2.0),)))
     """
-    return tuple((name, _frozen(options[name])) for name in sorted(options))
+    return tuple((name, _frozen(value)) for name, value in sorted(options.items()) if value is not None)
 
 
 def _frozen(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return tuple((_frozen(k), _frozen(v)) for k, v in value.items())
-    return tuple(_frozen(v) for v in value) if isinstance(value, list | tuple) else value
+    pairs = tuple(value.items()) if isinstance(value, Mapping) else value
+    return tuple(map(_frozen, pairs)) if isinstance(pairs, list | tuple) else pairs
 
 
-def thawed_options(sampling: Sampling) -> dict[str, Any]:
-    """The options of a Sampling as transformers takes them, with lists.
-
-    >>> thawed_options(Sampling(generation_kwargs=(("bad_words_ids", ((5, 6),)),)))
-    {'bad_words_ids': [[5, 6]]}
-    """
-    return {name: _thawed(value) for name, value in sampling.generation_kwargs}
-
-
-def _thawed(value: Any) -> Any:
-    return [_thawed(v) for v in value] if isinstance(value, tuple) else value
-
-
-def check_names(names: Iterable[str]) -> None:
-    """Refuses options that are unknown, that whet has a field for, or that have no place here.
-
-    Raises: ConfigError: with the nearest match, the field to set, or the list of what there is.
-
-    >>> check_names(["num_beans"])
-    Traceback (most recent call last):
-    whet.errors.ConfigError: unknown generation option 'num_beans'; did you mean num_beams or num_beam_groups?
-    """
-    from transformers import GenerationConfig
-
-    taken = (*BEAMS, *BEFORE, *AFTER)
-    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")} | OWN_FIELDS.keys()
-    for name in names:
-        if name in OWN_FIELDS:
-            raise ConfigError(f"generation_kwargs: {name} has a field of its own: set {OWN_FIELDS[name]}")
-        if name not in known:
-            raise ConfigError(
-                f"unknown generation option {name!r}{nearest(name, known) or '. Known: ' + ', '.join(sorted(taken))}"
-            )
-        if name not in taken:
-            raise ConfigError(
-                f"generation option {name!r} belongs to the inside of transformers' generate, which whet does not run; "
-                f"leave it out. There are {', '.join(sorted(taken))}"
-            )
+def num_beams(sampling: Sampling) -> int:
+    """Beams of a Sampling; 1 = no beam search."""
+    return dict(sampling.generation_kwargs).get("num_beams", 1)
 
 
 def check_options(request: Request, *, vocabulary: int) -> None:
     """Refuses a request whose options can't be carried out; one without options passes.
 
     Args: request: to check. vocabulary: ids that the model knows.
-    Raises: ConfigError: a name as in `check_names`, a value that transformers refuses, a constraint, a beam search that
-        is asked to draw; EngineError: a request that no beam answers.
+    Raises: ConfigError: a name or a value that can't be, an id the model does not know, options that do not go together
+        with each other or with the rest; EngineError: a request that no beam answers.
     """
-    sampling, options = request.sampling, thawed_options(request.sampling)
-    if not options:
-        return
-    check_names(options)
-    beams = num_beams(sampling)
-    for name, value in options.items():
-        if value is not None and name != "num_beams":
-            _check_value(name, value, vocabulary)
-    if sampling.constraint is not None:
-        raise ConfigError(
-            f"generation_kwargs ({', '.join(sorted(options))}) do not go together with a constraint "
-            f"({sampling.constraint}): they know nothing of what it allows; keep one"
-        )
-    if beams == 1 and (lone := sorted(options.keys() & set(BEAMS) - {"num_beams"})):
-        raise ConfigError(f"generation_kwargs: {lone[0]} says how beams are ranked; give num_beams above 1 too")
-    Processors(sampling, place_of(request, torch.device("cpu")))
-    if beams == 1:
-        return
-    if sampling.temperature:
-        raise ConfigError(
-            f"num_beams={options['num_beams']} searches, it does not draw: set temperature=0.0 (got "
-            f"{sampling.temperature:g})"
-        )
-    if request.offset:
-        raise EngineError(f"request {request.id}: a beam search can't go on from {request.offset} tokens; start anew")
-    if request.address[3] >= beams:
-        raise EngineError(
-            f"request {request.id} is generation {request.address[3]}, but num_beams={options['num_beams']} gives so "
-            "many completions of a prompt at most; raise num_beams"
-        )
+    sampling, options = request.sampling, dict(request.sampling.generation_kwargs)
+    checked_options(options)
+    for name in options.keys() & {"bad_words_ids", "begin_suppress_tokens", "forced_eos_token_id", "sequence_bias"}:
+        if (i := max(_ids(options[name]))) >= vocabulary:
+            raise ConfigError(f"generation_kwargs: {name}: token {i} is outside the vocabulary of {vocabulary}")
+    beams, drawn = num_beams(sampling), sampling.temperature > 0
+    faults: tuple[tuple[Sequence[str], bool, str], ...] = (
+        (list(options), sampling.constraint is not None, ": they do not go together with a constraint; keep one"),
+        (["exponential_decay_length_penalty"], not sampling.stop_ids, " needs a stop token; give eos_tokens"),
+        (["early_stopping", "length_penalty"], beams == 1, " says how beams are ranked; give num_beams above 1 too"),
+        (["epsilon_cutoff", "eta_cutoff", "top_h", "typical_p"], beams > 1, " truncates draws, not beams: drop it"),
+        (["num_beams"], beams > 1 and drawn, " searches, it does not draw: set temperature=0.0"),
+    )
+    for names, wrong, why in faults:
+        if wrong and (found := [f"{name}={options[name]!r}" for name in names if name in options]):
+            raise ConfigError(f"generation_kwargs: {', '.join(found)}{why}")
+    if beams > 1 and (request.offset or request.address[3] >= beams):
+        asked = f"after {request.offset} tokens, generation {request.address[3]}"
+        raise EngineError(f"request {request.id}: {asked}, but num_beams={beams} gives {beams} beams of a bare prompt")
 
 
-def _check_value(name: str, value: Any, vocabulary: int) -> None:
-    """Raises ConfigError for a value of another form than the rule's, and for ids outside the vocabulary.
-
-    What is left, the range of a number above all, transformers' processors check when they are made.
-    """
-    number = lambda x: isinstance(x, int | float) and not isinstance(x, bool)
-    ids: list[Any] = []
-    fits = True
-    try:
-        if name == "bad_words_ids":
-            ids = [i for word in value for i in word]
-        elif name == "begin_suppress_tokens":
-            ids = list(value)
-        elif name == "sequence_bias":
-            ids = [i for word, _ in value for i in word]
-            fits = all(isinstance(bias, float) for _, bias in value)
-        elif name == "forced_eos_token_id":
-            ids = value if isinstance(value, list) else [value]
-        elif name == "exponential_decay_length_penalty":
-            start, factor = value
-            fits = isinstance(start, int) and number(factor)
-        elif name == "early_stopping":
-            fits = isinstance(value, bool) or value == "never"
-        elif name == "no_repeat_ngram_size":
-            fits = isinstance(value, int) and not isinstance(value, bool)
-        else:
-            fits = number(value)
-    except (TypeError, ValueError):
-        fits = False
-    if not fits or not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-        raise ConfigError(f"generation_kwargs: {name}={value!r}: must be {RULES[name]}")
-    if outside := [i for i in ids if not 0 <= i < vocabulary]:
-        raise ConfigError(
-            f"generation_kwargs: {name}={value!r}: token {outside[0]} is outside the vocabulary of {vocabulary}; give "
-            f"ids from 0 to {vocabulary - 1}"
-        )
-
-
-def num_beams(sampling: Sampling) -> int:
-    """Beams of a Sampling; 1 = no beam search. Raises ConfigError where it is no positive integer."""
-    count = dict(sampling.generation_kwargs).get("num_beams", 1)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-        raise ConfigError(f"num_beams must be a positive integer, got {count!r}")
-    return count
-
-
-def place_of(request: Request, device: torch.device) -> Place:
-    """Where a request's completion begins and ends."""
-    prompt = len(request.tokens) - request.offset
-    whole = len(request.tokens) + request.sampling.max_tokens
-    return Place(prompt=prompt, whole=whole, stop_ids=request.sampling.stop_ids, device=device)
+def _ids(value: Any) -> list[int]:
+    """The integers in nested tuples."""
+    if isinstance(value, tuple):
+        return [i for part in value for i in _ids(part)]
+    return [value] if isinstance(value, int) else []
 
 
 def check_trainable(sampling: Sampling) -> None:
-    """Refuses to train on a distribution that the trainer can't compute.
-
-    Raises: ConfigError: beam search; options under logprob_support "sampling".
-
-    >>> check_trainable(Sampling(generation_kwargs=(("num_beams", 4),)))  # doctest: +ELLIPSIS
-    Traceback (most recent call last):
-    whet.errors.ConfigError: rollout.generation_kwargs: num_beams=4 searches: its completions are no draws ...
-    """
-    if not sampling.generation_kwargs:
-        return
-    if (beams := num_beams(sampling)) > 1:
+    """Raises ConfigError for what the trainer can't compute: beams, and options under logprob_support "sampling"."""
+    names, beams = [name for name, _ in sampling.generation_kwargs], num_beams(sampling)
+    if beams != 1:
         raise ConfigError(
             f"rollout.generation_kwargs: num_beams={beams} searches: its completions are no draws of the policy, so "
             "there is no gradient to take from them; leave it to eval: {generation_kwargs: {...}, temperature: 0.0}"
         )
-    if sampling.logprob_support == "sampling":
-        names = ", ".join(name for name, _ in sampling.generation_kwargs)
+    if names and sampling.logprob_support == "sampling":
         raise ConfigError(
-            f"rollout.generation_kwargs: {names}: the trainer does not know the distribution that this makes; set "
-            'logprob_support="full" (logprobs of the whole distribution on both sides), or leave it to eval: {...}'
+            f"rollout.generation_kwargs: {', '.join(names)}: the trainer does not know the distribution that this "
+            'makes; set logprob_support="full" (of the whole distribution on both sides), or leave it to eval: {...}'
         )
 
 
-class Processors:
-    """Draws under a Sampling with options, for rows of equal lengths.
+def _generate(module: Any, ids: Tensor, request: Request, *, each: int = 1, **arguments: Any) -> Any:
+    """What transformers' generate returns under a Sampling; the model's own generation config stays out of it.
 
-    Args: sampling: with options other than beams. place: of the rows.
-    Raises: ConfigError: a value that transformers refuses.
+    Args: ids: Long [n, T], prompts and the completions so far. request: one of them, which are alike in Sampling and
+        offset. each: completions of a prompt. arguments: of generate.
     """
-
-    def __init__(self, sampling: Sampling, place: Place) -> None:
-        options = {n: v for n, v in thawed_options(sampling).items() if v is not None}
-        self._before = [_made(make, name, options, place) for name, make in BEFORE.items() if name in options]
-        self._after = [_made(make, name, options, place) for name, make in AFTER.items() if name in options]
-        self._greedy = sampling.temperature == 0
-        self._full = sampling.logprob_support == "full"
-
-    def scores(self, ids: Tensor, logits: Tensor, support: Support, *, seen: Tensor | None, position: Tensor) -> Tensor:
-        """Scores of the distribution drawn from.
-
-        Args: ids: Long [n, T], prompt and completion so far. logits [n, V]. support: whet's own fields. seen,
-            position: as in support_logits.
-        Returns: fp32 [n, V].
-        Raises: EngineError: the options leave a row no token.
-        """
-        scores = logits.float()
-        for process in self._before:
-            scores = process(ids, scores)
-        scores = support_logits(scores, support, seen=seen, position=position)
-        for process in () if self._greedy else self._after:
-            scores = process(ids, scores)
-        if not bool((scores > -torch.inf).any(1).all()):
-            raise EngineError("generation_kwargs leave no token to draw; loosen bad_words_ids or no_repeat_ngram_size")
-        return scores
-
-    def draw(
-        self,
-        ids: Tensor,
-        logits: Tensor,
-        support: Support,
-        reported: Support,
-        *,
-        u: Tensor,
-        position: Tensor,
-        seen: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """One token for each row, and its logprob under the distribution drawn from, or under `reported`.
-
-        Args: as `scores`. reported: whose logprobs logprob_support "full" means. u: float64 [n], the numbers of the
-            draws.
-        Returns: (Long [n], fp32 [n]).
-        """
-        scores = self.scores(ids, logits, support, seen=seen, position=position)
-        tokens = greedy(scores) if self._greedy else draw(scores, u)
-        if self._full:
-            scores = support_logits(logits.float(), reported, position=position)
-        return tokens, selective_log_softmax(scores, tokens)
-
-
-def _made(make: Callable[[Any, Place], Processor], name: str, options: Mapping[str, Any], place: Place) -> Processor:
+    sampling, prompts = request.sampling, ids[:, : ids.shape[1] - request.offset]  # lengths count from the prompt's end
+    fields: dict[str, Any] = {
+        "do_sample": sampling.temperature > 0,
+        "eos_token_id": list(sampling.stop_ids) or None,
+        "max_new_tokens": request.offset + sampling.max_tokens,
+        "min_new_tokens": sampling.min_tokens or None,
+        "num_return_sequences": each,
+        "pad_token_id": sampling.stop_ids[0] if sampling.stop_ids else 0,
+        "repetition_penalty": float(sampling.repetition_penalty),
+        "suppress_tokens": list(sampling.forbidden_ids) or None,
+    }
+    if sampling.temperature > 0:
+        fields |= {"temperature": float(sampling.temperature), "top_k": sampling.top_k, "top_p": sampling.top_p}
+        fields["min_p"] = sampling.min_p or None
+    asked = GenerationConfig(**fields, **checked_options(dict(sampling.generation_kwargs)))
+    own, module.generation_config = module.generation_config, GenerationConfig()
     try:
-        return make(options[name], place)
-    except ConfigError:
-        raise
-    except (ValueError, TypeError, IndexError) as error:
-        raise ConfigError(f"generation_kwargs: {name}={options[name]!r}: must be {RULES[name]}: {error}") from error
+        return module.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=asked, **arguments)
+    finally:
+        module.generation_config = own
+
+
+def processors(module: Any, ids: Tensor, request: Request) -> Callable[[Tensor, Tensor], Tensor]:
+    """The logits processors of transformers for a batch, given as to `_generate`.
+
+    Returns: from ids as they grow, and fp32 logits [n, V], to the scores [n, V] drawn from.
+    """
+    take: Any = lambda *_, logits_processor, **__: logits_processor
+    return _generate(module, ids, request, custom_generate=take)
+
+
+def beam_search(module: nn.Module, batch: Sequence[Request], *, decode: Decode | None, version: int) -> list[Output]:
+    """The best completions of prompts of equal lengths.
+
+    Args: module: a model of transformers, in eval mode, under its own attention. batch: requests of equal lengths and
+        one Sampling; generation g of a prompt is its g-th best beam. decode: ids to text, for stop strings. version:
+        stamped on the tokens.
+    Returns: an output for each request, in order.
+    """
+    sampling, device = batch[0].sampling, next(module.parameters()).device
+    prompts, place = np.unique(np.stack([r.tokens for r in batch]), axis=0, return_inverse=True)
+    ids = torch.from_numpy(prompts.astype(np.int64)).to(device)
+    each = max(r.address[3] for r in batch) + 1
+    looks = [_stop_strings(decode, sampling.stop, ids.shape[1])] if sampling.stop and decode else []
+    stops: Any = StoppingCriteriaList(looks)
+    found = _generate(module, ids, batch[0], each=each, stopping_criteria=stops)
+    rows = [found[i * each + r.address[3]] for i, r in zip(place.ravel().tolist(), batch, strict=True)]
+    return [_output(module, r, row, decode, version) for r, row in zip(batch, rows, strict=True)]
+
+
+def _output(module: nn.Module, request: Request, row: Tensor, decode: Decode | None, version: int) -> Output:
+    """What a request is given: its beam, cut where it ended, under the model's own logprobs."""
+    sampling, prompt = request.sampling, len(request.tokens)
+    made = row[prompt:].tolist()
+    end = next((i + 1 for i, t in enumerate(made) if t in sampling.stop_ids), None)
+    if sampling.stop and decode is not None:
+        length = end or len(made)
+        end = completed_string(decode, made[:length], sampling.stop, fresh=length) or end
+    tokens = made[:end]
+    ids = row[None, : prompt + len(tokens)]
+    logits = module(input_ids=ids, use_cache=False).logits[0, prompt - 1 : -1].float()
+    logprobs = logits.log_softmax(-1).gather(1, ids[0, prompt:, None]).squeeze(1)
+    return Output(
+        id=request.id,
+        tokens=np.array(tokens, np.int32),
+        logprobs=logprobs.cpu().numpy(),
+        versions=np.full(len(tokens), version, np.int32),
+        finish_reason="length" if end is None else "stop",
+        logits=logits.cpu().numpy() if sampling.return_logits else None,
+    )
+
+
+def _stop_strings(decode: Decode, stop: Sequence[str], prompt: int) -> Any:
+    """Which beams end because a stop string is complete; asked after each token, it decodes the last few."""
+    ended: set[tuple[int, ...]] = set()
+
+    def look(ids: Tensor, scores: Any, **_: Any) -> Tensor:
+        rows = [tuple(row) for row in ids[:, prompt:].tolist()]
+        ended.update(row for row in rows if row[:-1] in ended or completed_string(decode, row, stop, fresh=1))
+        return torch.tensor([row in ended for row in rows], device=ids.device)
+
+    return look

@@ -52,7 +52,7 @@ def make_plan(sampling: Sampling) -> SamplingPlan:
     if sampling.logprob_support not in ("sampling", "full"):
         raise lookup_error("logprob_support", sampling.logprob_support, ["sampling", "full"])
     support = replace(support_of(sampling), full=False)
-    full = sampling.logprob_support == "full" and not support.plain
+    full = sampling.logprob_support == "full" and bool(sampling.generation_kwargs or not support.plain)
     return SamplingPlan(sampling=sampling, support=support, reported=replace(support, full=True) if full else support)
 
 

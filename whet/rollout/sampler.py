@@ -33,7 +33,7 @@ from whet.rollout import engine_name
 from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
-from whet.rollout.options import check_names, num_beams
+from whet.rollout.options import checked_options, num_beams
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt
 
@@ -261,7 +261,7 @@ class Sampler:
             if "num_beams" in kwargs:
                 raise ConfigError("beam_size and generation_kwargs' num_beams are one option; keep one")
             kwargs["num_beams"] = beam_size
-        check_names(kwargs)
+        checked_options(dict.fromkeys(kwargs))
         for name in ("eos_tokens", "forbidden_tokens"):
             given[name] = None if given[name] is None else tuple(given[name])
         given["forbidden_tokens"] = given["forbidden_tokens"] or ()
@@ -347,12 +347,13 @@ class Sampler:
         return rollouts.run(single_turns(prompts, sampling, num_generations=num_generations, address=(seed, 0, first)))
 
     def stream(
-        self, prompt: Prompt, sampling: Sampling, *, seed: int, place: int = 0, conversation: int | None = None
+        self, prompt: Prompt, sampling: Sampling, *, seed: int | None, place: int = 0, conversation: int | None = None
     ) -> Iterator[Piece]:
         """The tokens of one completion, as they are made; leaving early ends it.
 
-        Args: prompt: encoded. seed, place: the address of its draws, as in `sample`. conversation: calls of one number
-            follow on one another, so that an engine need not encode again what it holds.
+        Args: prompt: encoded. seed, place: the address of its draws, as in `sample`; seed None = another each time.
+            conversation: calls of one number follow on one another, so that an engine need not encode again what it
+            holds.
         Returns: pieces; the last has the finish_reason.
         """
         self._next_id += 1
@@ -361,7 +362,7 @@ class Sampler:
             tokens=prompt.tokens,
             sampling=sampling,
             group=self._next_id - 1,
-            address=(seed, 0, place, 0),
+            address=(secrets.randbits(31) if seed is None else seed, 0, place, 0),
             conversation=conversation,
         )
         return stream(self.engine(sampling), [request])

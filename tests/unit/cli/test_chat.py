@@ -114,8 +114,8 @@ def test_without_a_template_the_text_goes_on(sampler, asked):
     held = c._held.tolist()
     say(c, ", so")
     assert asked[0][0] == list(b"2+2=") and asked[1][0] == [*held, *b", so"]
-    with pytest.raises(ConfigError, match="plain text has no system prompt"):
-        c.command("/system be kind")
+    with pytest.raises(ConfigError, match="system_prompt needs the chat template"):
+        talk(Sampler(sampler.loaded, own), system_prompt="be kind")
 
 
 def test_the_same_seed_tells_the_same_conversation(sampler):
@@ -151,16 +151,15 @@ def test_a_conversation_that_outgrows_the_model_is_an_error_that_names_the_way_o
 
 
 def test_commands(sampler):
-    c = talk(sampler)
+    c = talk(sampler, system_prompt="be kind")
     say(c, "hi")
-    assert c.command("/reset") == "the conversation starts again" and c.messages == []
-    assert "starts again" in c.command("/system be kind")
-    assert c.messages == [{"role": "system", "content": "be kind"}] and c.command("/system") == "be kind"
+    assert c.command("/reset") == "the conversation starts again"
+    assert c.messages == [{"role": "system", "content": "be kind"}]
     assert "temperature=0.1, " in c.command("/set temperature=0.1 max_tokens=3") and c.config.max_tokens == 3
     c.command("/set temperature 0.2")
     c.command("/set stop='a b'")
     assert (c.config.temperature, c.config.stop) == (0.2, ("a b",))
-    assert "/quit" in c.command("/help") and c.command("/quit") is c.command("/exit") is None
+    assert c.command("/set") == c.command("/set seed=1") and c.command("/quit") is None
     assert len(c.messages) == 1
 
 
@@ -168,6 +167,7 @@ def test_commands(sampler):
     ("line", "words"),
     [
         ("/rest", "unknown command '/rest'; did you mean /reset"),
+        ("/help", "unknown command '/help'.* Known: /quit, /reset, /set"),
         ("/set temprature=1", "unknown setting 'temprature'; did you mean temperature"),
         ("/set model=x", "unknown setting 'model'"),
         ("/set temperature=hot", "temperature: expected a number"),

@@ -29,6 +29,12 @@ def test_the_larger_of_the_plain_and_the_clipped_error_by_hand():
     assert metrics["vf_loss"].tolist() == loss.tolist()
 
 
+def test_the_gradient_at_the_bound_itself_is_that_of_the_error():
+    v = torch.tensor([0.5], requires_grad=True)
+    clipped_value(inputs(v, [0.0], [2.0]), clip_range=0.5)[0].sum().backward()
+    assert v.grad is not None and v.grad.tolist() == [-1.5]
+
+
 def test_gradient_is_the_error_where_the_plain_term_wins_and_zero_where_the_clip_does():
     v = tensor([1.0, 1.0], requires_grad=True)
     clipped_value(inputs(v, [0.0, 0.0], [2.0, 0.0]))[0].sum().backward()

@@ -1,15 +1,16 @@
-"""The embedded engine: the protocol, and the host's books.
+"""The embedded engine: the protocol, and the order of its work.
 
 It runs the module it is given with the parameters of the moment: after an optimizer step nothing is sent (with
-own_weights, a copy is run). All work happens inside `poll`: let in what fits, decode a few steps, read what was drawn,
-let out what is finished. A sequence that ends leaves at once, and the last row moves into its place.
-Left out on purpose: threads, and preemption by memory (memory is reserved when a request is let in).
+own_weights, a copy is run). All work happens inside `poll`: admit what fits, decode a few steps, read what was drawn,
+retire what is finished. A sequence that ends leaves at once, and the last row moves into its place.
+Left out on purpose: threads, and preemption by memory (memory is reserved when a request is admitted).
 Dim legend: n live rows.
 """
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -22,16 +23,15 @@ from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
 from whet.rollout.constraint import Grammars
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
+from whet.rollout.engine.rows import LiveRows
 from whet.rollout.engine.runner import Runner, StepOutput
-from whet.rollout.engine.scheduler import Part, Prefix, Scheduler, Task
+from whet.rollout.engine.scheduler import Prefix, Scheduler, SequenceState
 from whet.rollout.engine.weights import EngineModel
 from whet.rollout.requests import SamplingPlan, check_request, completed_string, make_plan
 from whet.types import FinishReason
 
 __all__ = ["EmbeddedEngine"]
 
-NUM_GENERATED, MAX_NEW, PROMPT, PLAN = range(4)
-"""Rows of the book: tokens made in this stay, tokens it may make, prompt tokens, index of the plan."""
 STEPS_PER_READ = 4
 """Decode steps between two looks at what was drawn."""
 
@@ -93,18 +93,15 @@ class EmbeddedEngine:
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
         self._plans: list[SamplingPlan] = []
         self._plan_of: dict[Sampling, int] = {}
-        self._ids: set[int] = set()
-        self._rows: list[tuple[Task, Prefix]] = []
-        self._entering: list[tuple[Task, Prefix]] = []  # let in by the scheduler, and not yet rows
-        self._book = np.zeros((4, 0), np.int64)
-        """[4, n], a column for each live row."""
-        self._tokens, self._logprobs = np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32)
+        self._in_flight: set[int] = set()
+        self._rows = LiveRows()
+        self._admitted: list[tuple[SequenceState, Prefix]] = []  # by the scheduler; not rows yet
         self._prefixes: dict[bytes, Prefix] = {}
-        self._shelf = ConversationCache(max_batch if kv_cache_tokens is None else None)
-        self._done: list[Output] = []
-        self._stale = True
-        self._renew = self._asleep = self._closed = False
-        self._work_done = EngineStats()
+        self._conversations = ConversationCache(max_batch if kv_cache_tokens is None else None)
+        self._finished: list[Output] = []
+        self._rows_changed = True
+        self._weights_changed = self._asleep = self._closed = False
+        self._totals = EngineStats()
         self.version = 0
         """The policy version stamped on what is drawn now."""
 
@@ -115,7 +112,7 @@ class EmbeddedEngine:
         """
         ids: set[int] = set()
         for r in requests:
-            if r.id in self._ids or r.id in ids:
+            if r.id in self._in_flight or r.id in ids:
                 raise EngineError(f"request id {r.id} is in flight already; ids are unique until their output has come")
             ids.add(r.id)
             check_request(
@@ -129,9 +126,9 @@ class EmbeddedEngine:
             self._scheduler.check(r)
         matchers = [self._grammars.start(r) if self._grammars else None for r in requests]
         plans = [self._plan(r.sampling) for r in requests]
-        self._ids |= ids
+        self._in_flight |= ids
         self._scheduler.add(
-            [Task(request=r, plan=p, matcher=m) for r, p, m in zip(requests, plans, matchers, strict=True)]
+            [SequenceState(request=r, plan=p, matcher=m) for r, p, m in zip(requests, plans, matchers, strict=True)]
         )
 
     def _plan(self, sampling: Sampling) -> int:
@@ -155,146 +152,134 @@ class EmbeddedEngine:
         self._model.check_whole()
         try:
             with self._runner.forward.running():
-                self._runner.forward.refresh(force=self._renew)
-                self._renew = False
-                self._work(timeout_s)
+                self._runner.forward.refresh(force=self._weights_changed)
+                self._weights_changed = False
+                self._run_until_finished(timeout_s)
         except BaseException:
             self._requeue()
-            self._renew = True
+            self._weights_changed = True
             raise
-        done, self._done = self._done, []
+        done, self._finished = self._finished, []
         return done
 
-    def _work(self, timeout_s: float | None) -> None:
-        """Lets in and decodes until something is finished."""
+    def _run_until_finished(self, timeout_s: float | None) -> None:
+        """Admits and decodes until something is finished."""
         start = time.monotonic()
-        while not self._done and (self._rows or self._scheduler.queue):
+        while not self._finished and (self._rows or self._scheduler.queue):
             self._admit()
-            if self._rows and not self._done:
+            if self._rows and not self._finished:
                 self._advance()
             if timeout_s is not None and time.monotonic() - start >= timeout_s:
                 break
 
     def _admit(self) -> None:
-        """Lets in what fits, prefills new prompts, draws first tokens."""
+        """Admits what fits, prefills new prompts, draws first tokens."""
         live, scheduler, runner = len(self._rows), self._scheduler, self._runner
         if not scheduler.queue:
             return
-        longest = int(self._book[MAX_NEW].max(initial=0))
-        idle = max(1, scheduler.max_batch // 8)
-        admitted = scheduler.admit(live=live, longest=longest, prefixes=self._prefixes, shelf=self._shelf, idle=idle)
+        longest = self._rows.max_new
+        admitted = scheduler.admit(
+            live=live,
+            longest=longest,
+            prefixes=self._prefixes,
+            conversations=self._conversations,
+            idle=max(1, scheduler.max_batch // 8),
+        )
         if not admitted:
             return
-        self._entering = admitted
+        self._admitted = admitted
         if scheduler.kv_cache_tokens is not None:
-            runner.shrink(live, max(longest, *(t.left for t, _ in admitted)), self._taken())
+            runner.shrink(live, max(longest, *(seq.left for seq, _ in admitted)), self._slots_in_use())
         for _, p in admitted:
             p.live += 1
         self._prefill(admitted)
         live = len(self._rows)
-        runner.make_room(live, len(admitted))
-        self._room(live + len(admitted), 0)
-        block = runner.enter(live, admitted, self._plans, self._allowed(admitted))
-        columns = [(0, t.left, len(p.tokens), t.plan) for t, p in admitted]
-        self._book = np.concatenate([self._book, np.array(columns, np.int64).T], 1)
-        self._rows, self._entering = self._rows + admitted, []
-        self._stale = True
+        runner.reserve_rows(live, len(admitted))
+        block = runner.add_rows(live, admitted, self._plans, self._allowed(admitted))
+        self._rows.add(admitted)
+        self._admitted = []
+        self._rows_changed = True
         self._collect(block, live)
 
-    def _taken(self) -> dict[int, int]:
+    def _slots_in_use(self) -> dict[int, int]:
         """Rows in use of the prompts' stores, by bucket."""
-        taken: dict[int, int] = {}
-        for p in self._prefixes.values():
-            taken[p.bucket] = taken.get(p.bucket, 0) + 1
-        return taken
+        return Counter(p.bucket for p in self._prefixes.values())
 
-    def _prefill(self, admitted: Sequence[tuple[Task, Prefix]]) -> None:
+    def _prefill(self, admitted: Sequence[tuple[SequenceState, Prefix]]) -> None:
         """Runs the new prompts, each once, from the first token that an earlier turn does not hold."""
         new = {p.key: p for _, p in admitted if p.hidden is None}
         fresh = sum(len(p.tokens) - p.filled for p in new.values())
-        self._book_work(prefilled=fresh, reused=sum(len(p.tokens) for _, p in admitted) - fresh)
+        self._add_stats(prefilled=fresh, reused=sum(len(p.tokens) for _, p in admitted) - fresh)
         if new:
-            taken = self._taken()
+            slots_in_use = self._slots_in_use()
             self._prefixes |= new  # now, since rows that leave between two chunks move prompts
-            self._runner.prefill(list(new.values()), taken, self._meanwhile)
-        for task, prefix in admitted:
-            held = self._shelf.get(task.request.conversation)
+            self._runner.prefill(list(new.values()), slots_in_use, self._decode_between_chunks)
+        for seq, prefix in admitted:
+            held = self._conversations.get(seq.request.conversation)
             if held is not None and common_length(held.tokens, prefix.tokens) == len(held.tokens):
-                self._shelf.drop(task.request.conversation)  # the prompt's own row has all of it
+                self._conversations.drop(seq.request.conversation)  # the prompt's own row has all of it
 
-    def _meanwhile(self) -> None:
+    def _decode_between_chunks(self) -> None:
         """Live rows decode between two chunks of new prompts; with a bound on the cache, all memory is spoken for."""
         if self._rows and self._scheduler.kv_cache_tokens is None:
             self._advance()
 
     def _advance(self) -> None:
         """Decodes a few steps, no more than the row nearest to its limit may make; one, where a row is constrained."""
-        runner, book, allowed = self._runner, self._book, self._allowed(self._rows)
-        steps = min(STEPS_PER_READ if allowed is None else 1, int((book[MAX_NEW] - book[NUM_GENERATED]).min()))
-        own = book[NUM_GENERATED].copy()
-        runner.own.reserve(len(self._rows), int(own.max()) - 1 + steps, longest=int(book[MAX_NEW].max()))
-        if self._stale:
-            runner.regroup(self._rows, self._plans)
-            self._stale = False
-        self._book_work(steps=steps, row_steps=steps * len(self._rows))
-        self._collect(runner.run(steps, own, int((book[PROMPT] + book[NUM_GENERATED]).max()), allowed), 0)
+        runner, rows, allowed = self._runner, self._rows, self._allowed(self._rows.all)
+        steps = min(STEPS_PER_READ if allowed is None else 1, int(rows.left.min()))
+        runner.own.reserve(len(rows), int(rows.made.max()) - 1 + steps, longest=rows.max_new)
+        if self._rows_changed:
+            runner.regroup(rows.all, self._plans)
+            self._rows_changed = False
+        self._add_stats(steps=steps, row_steps=steps * len(rows))
+        self._collect(runner.decode(steps, rows.made.copy(), int(rows.lengths.max()), allowed), 0)
 
-    def _allowed(self, rows: Sequence[tuple[Task, Prefix]]) -> Tensor | None:
+    def _allowed(self, rows: Sequence[tuple[SequenceState, Prefix]]) -> Tensor | None:
         """What constraints allow next, uint8 [n, W]; None where no row has one."""
-        matchers = [t.matcher for t, _ in rows] if self._grammars else []
+        matchers = [seq.matcher for seq, _ in rows] if self._grammars else []
         return self._grammars.rows(matchers) if self._grammars and any(matchers) else None
 
-    def _book_work(self, **counts: int) -> None:
+    def _add_stats(self, **counts: int) -> None:
         """Adds to what was done since construction."""
-        done = self._work_done
-        self._work_done = replace(done, **{name: vars(done)[name] + n for name, n in counts.items()})
+        done = self._totals
+        self._totals = replace(done, **{name: vars(done)[name] + n for name, n in counts.items()})
 
     def _collect(self, block: StepOutput, first: int) -> None:
-        """Books what rows first.. drew, and lets out those that are finished."""
-        steps, count = block.tokens.shape
-        rows = np.arange(first, first + count)
-        made = self._book[NUM_GENERATED, first : first + count]
-        self._room(first + count, int(made.max()) + steps)
-        columns = made[:, None] + np.arange(steps)
-        self._tokens[rows[:, None], columns] = block.tokens.T
-        self._logprobs[rows[:, None], columns] = block.logprobs.T
-        made += steps  # a view of the book
-        for row in range(first, first + count) if block.logits is not None else ():
-            if self._rows[row][0].request.sampling.return_logits:
-                self._rows[row][0].logits.append(block.logits[:, row - first])  # pyright: ignore[reportOptionalSubscript]
+        """Records what rows first.. to the last have drawn, and retires those that are finished."""
+        self._rows.append(first, block.tokens, block.logprobs)
+        if block.logits is not None:
+            for row in range(first, len(self._rows)):
+                seq, _ = self._rows[row]
+                if seq.request.sampling.return_logits:
+                    seq.logits.append(block.logits[:, row - first])
         ended = self._ended(block, first)
         if ended:
-            self._leave(ended)
-
-    def _room(self, rows: int, columns: int) -> None:
-        """Makes the host's buffers large enough."""
-        if rows > (have := self._tokens.shape)[0] or columns > have[1]:
-            pad = [(0, max(n - h, h, 64) if n > h else 0) for n, h in zip((rows, columns), have, strict=True)]
-            self._tokens, self._logprobs = np.pad(self._tokens, pad), np.pad(self._logprobs, pad)
+            self._finish(ended)
 
     def _ended(self, block: StepOutput, first: int) -> dict[int, FinishReason]:
         """Rows that are finished, and why; what a row that stopped has made is cut to its stop token."""
-        steps, count = block.tokens.shape
-        book, ended = self._book[:, first : first + count], {}
-        for row in np.flatnonzero(book[NUM_GENERATED] >= book[MAX_NEW]):
-            ended[first + int(row)] = "length"
-        for plan in np.unique(book[PLAN]):
+        steps, rows = len(block.tokens), self._rows
+        ended: dict[int, FinishReason] = {first + int(i): "length" for i in np.flatnonzero(rows.left[first:] <= 0)}
+        plans = rows.plans[first:]
+        for plan in np.unique(plans):
             sampling = self._plans[plan].sampling
-            mine = np.flatnonzero(book[PLAN] == plan)
+            mine = np.flatnonzero(plans == plan)
             stops = np.isin(block.tokens[:, mine], sampling.stop_ids)
             for i in np.flatnonzero(stops.any(0)):
-                book[NUM_GENERATED, mine[i]] += int(stops[:, i].argmax()) + 1 - steps
-                ended[first + int(mine[i])] = "stop"
+                row = first + int(mine[i])
+                rows.made[row] += int(stops[:, i].argmax()) + 1 - steps
+                ended[row] = "stop"
             for row in mine + first if sampling.stop else ():
                 if self._cut(int(row), steps):
                     ended[int(row)] = "stop"
-        self._follow(block.tokens[-1], first, ended)
+        self._advance_grammars(block.tokens[-1], first, ended)
         return ended
 
-    def _follow(self, drawn: np.ndarray, first: int, ended: dict[int, FinishReason]) -> None:
-        """Takes constrained rows one token on in their languages, and ends those where no token may come."""
-        rows = enumerate(self._rows[first : first + len(drawn)], first)
-        matchers = {row: t.matcher for row, (t, _) in rows if t.matcher and ended.get(row) != "stop"}
+    def _advance_grammars(self, drawn: np.ndarray, first: int, ended: dict[int, FinishReason]) -> None:
+        """Tells the grammars of constrained rows what was drawn, and ends rows where no token may come."""
+        rows = enumerate(self._rows.all[first:], first)
+        matchers = {row: seq.matcher for row, (seq, _) in rows if seq.matcher and ended.get(row) != "stop"}
         for row, matcher in matchers.items():
             matcher.advance(int(drawn[row - first]))
         if self._grammars and matchers:
@@ -303,84 +288,67 @@ class EmbeddedEngine:
 
     def _cut(self, row: int, steps: int) -> bool:
         """Cuts a row at the token that completes a stop string, if one of its last `steps` does."""
-        task, made = self._rows[row][0], int(self._book[NUM_GENERATED, row])
-        r = task.request
-        before = [r.tokens[len(r.tokens) - r.offset :], *(p.tokens for p in task.parts)]
-        whole = np.concatenate([*before, self._tokens[row, :made]])
+        seq, _ = self._rows[row]
+        r, made = seq.request, self._rows.tokens(row)
+        whole = np.concatenate([r.tokens[len(r.tokens) - r.offset :], *(s.tokens for s in seq.spans), made])
         assert self._decode is not None
-        place = completed_string(self._decode, whole, r.sampling.stop, fresh=min(steps, made))
+        place = completed_string(self._decode, whole, r.sampling.stop, fresh=min(steps, len(made)))
         if place is None:
             return False
-        self._book[NUM_GENERATED, row] = place - (len(whole) - made)
+        self._rows.made[row] = place - (len(whole) - len(made))
         return True
 
-    def _leave(self, ended: dict[int, FinishReason]) -> None:
-        """Lets rows out and closes the ranks."""
+    def _finish(self, ended: dict[int, FinishReason]) -> None:
+        """Retires finished rows."""
         for row in sorted(ended):
-            task = self._rows[row][0]
-            self._close_stay(row)
-            self._ids.discard(task.request.id)
-            self._done.append(task.output(ended[row]))
-        self._depart(set(ended))
+            seq, _ = self._rows[row]
+            self._save_span(row)
+            self._in_flight.discard(seq.request.id)
+            self._finished.append(seq.output(ended[row]))
+        self._remove_rows(set(ended))
 
-    def _depart(self, gone: set[int]) -> None:
+    def _remove_rows(self, gone: set[int]) -> None:
         """Takes rows out; what they held stays for the next turn of their conversation, if it has one and fits."""
         turns: list[tuple[int, CachedSequence]] = []
         for row in sorted(gone):
-            task, prefix = self._rows[row]
-            if task.request.conversation is not None:
-                own = int(self._book[NUM_GENERATED, row]) - 1  # the last token has no KV yet
-                tokens = np.concatenate([prefix.tokens, self._tokens[row, :own]]).astype(np.int32)
-                held = CachedSequence(tokens=tokens, layers=self._runner.take(row, prefix, own))
-                turns.append((task.request.conversation, held))
+            seq, prefix = self._rows[row]
+            if seq.request.conversation is not None:
+                own = self._rows.tokens(row)[:-1]  # the last token has no KV yet
+                tokens = np.concatenate([prefix.tokens, own]).astype(np.int32)
+                held = CachedSequence(tokens=tokens, layers=self._runner.copy_kv(row, prefix, len(own)))
+                turns.append((seq.request.conversation, held))
         self._compact(gone)
-        room = self._room_for(sum(len(h.tokens) for _, h in turns)) if turns else None
+        room = self._conversation_budget(sum(len(h.tokens) for _, h in turns)) if turns else None
         for conversation, held in turns:
-            self._shelf.put(conversation, held, room)
+            self._conversations.put(conversation, held, room)
 
-    def _room_for(self, tokens: int) -> int | None:
+    def _conversation_budget(self, tokens: int) -> int | None:
         """Tokens that may be held of earlier turns, new ones included; None = no bound. Frees what is not in use."""
-        bound, longest = self._scheduler.kv_cache_tokens, int(self._book[MAX_NEW].max(initial=0))
+        bound, longest = self._scheduler.kv_cache_tokens, self._rows.max_new
         if bound is None:
             return None
         own = self._runner.own  # the rows that have left would take places too when the others grow
         unused = own.rows * max(0, longest - own.length)
-        if self._runner.kv_tokens + unused + self._shelf.tokens + tokens > bound:
-            self._runner.shrink(len(self._rows), longest, self._taken())
+        if self._runner.kv_tokens + unused + self._conversations.tokens + tokens > bound:
+            self._runner.shrink(len(self._rows), longest, self._slots_in_use())
         return bound - sum(p.bucket for p in self._prefixes.values()) - len(self._rows) * longest
 
-    def _close_stay(self, row: int) -> None:
-        """Puts what a row made in this stay into its task."""
-        task, part = self._rows[row][0], self._stay(row)
-        logits = np.concatenate(task.logits)[: len(part.tokens)] if task.logits else None
-        task.logits = []
-        task.parts.append(replace(part, logits=logits))
-        self._book_work(generated=len(part.tokens))
-
-    def _stay(self, row: int) -> Part:
-        """What a row has made in this stay."""
-        made = slice(int(self._book[NUM_GENERATED, row]))
-        tokens, logprobs = self._tokens[row, made].copy(), self._logprobs[row, made].copy()
-        return Part(tokens=tokens, logprobs=logprobs, version=self.version)
+    def _save_span(self, row: int) -> None:
+        """Adds what a row has drawn since it was admitted to its sequence."""
+        seq, span = self._rows[row][0], self._rows.span(row, self.version)
+        logits = np.concatenate(seq.logits)[: len(span.tokens)] if seq.logits else None
+        seq.logits = []
+        seq.spans.append(replace(span, logits=logits))
+        self._add_stats(generated=len(span.tokens))
 
     def _compact(self, gone: set[int]) -> None:
-        """Moves the last rows into the holes; drops prompts that nobody reads."""
-        n = len(self._rows) - len(gone)
+        """Moves the last rows into the freed slots; drops prompts that no row reads."""
         for row in gone:
             self._rows[row][1].live -= 1
-        holes = [r for r in sorted(gone) if r < n]
-        last = [r for r in range(n, len(self._rows)) if r not in gone]
-        if holes:
-            source, target = np.array(last), np.array(holes)
-            self._runner.move_rows(source, target, int(self._book[NUM_GENERATED, source].max()))
-            self._book[:, target] = self._book[:, source]
-            for x in (self._tokens, self._logprobs):
-                x[target] = x[source]
-            for s, t in zip(last, holes, strict=True):
-                self._rows[t] = self._rows[s]
-        del self._rows[n:]
-        self._book = self._book[:, :n].copy()
-        self._stale = True
+        source, target = self._rows.compact(gone)
+        if len(target):
+            self._runner.move_rows(source, target, int(self._rows.made[target].max()))
+        self._rows_changed = True
         queue = self._scheduler.queue
         waiting = queue[0].context.tobytes() if queue else None
         for p in [p for p in self._prefixes.values() if not p.live and p.key != waiting]:
@@ -402,17 +370,17 @@ class EmbeddedEngine:
         Returns: what they had made, finish_reason "abort"; submit again with an offset to go on.
         """
         gone = set(ids)
-        out = [t.output("abort") for t in self._scheduler.remove(gone)]
-        rows = {i for i, (t, _) in enumerate(self._rows) if t.request.id in gone}
+        out = [seq.output("abort") for seq in self._scheduler.remove(gone)]
+        rows = {i for i, (seq, _) in enumerate(self._rows) if seq.request.id in gone}
         for row in sorted(rows):
-            self._close_stay(row)
+            self._save_span(row)
             out.append(self._rows[row][0].output("abort"))
         if rows:
             with self._runner.forward.running():
-                self._depart(rows)
-        out += [o for o in self._done if o.id in gone]  # finished in a poll that was cut short
-        self._done = [o for o in self._done if o.id not in gone]
-        self._ids -= {o.id for o in out}
+                self._remove_rows(rows)
+        out += [o for o in self._finished if o.id in gone]  # finished in a poll that was cut short
+        self._finished = [o for o in self._finished if o.id not in gone]
+        self._in_flight -= {o.id for o in out}
         return out
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
@@ -424,17 +392,19 @@ class EmbeddedEngine:
         """
         self._model.check_given(weights)
         self._requeue()
-        self._renew, self.version = True, version
+        self._weights_changed, self.version = True, version
         self._model.take(weights)
 
     def _requeue(self) -> None:
         """Takes all rows out, keeping what they made, and drops all KV."""
         for row in range(len(self._rows)):
-            self._close_stay(row)
-        self._scheduler.resume([t for t, _ in (*self._rows, *self._entering)])
-        self._rows, self._entering, self._book = [], [], np.zeros((4, 0), np.int64)
+            self._save_span(row)
+        seqs = [seq for seq, _ in self._rows]
+        self._scheduler.resume([*seqs, *(seq for seq, _ in self._admitted if seq not in seqs)])
+        self._rows.clear()
+        self._admitted = []
         self._prefixes.clear()
-        self._shelf.clear()
+        self._conversations.clear()
         self._runner.drop()
 
     def sleep(self) -> None:
@@ -449,11 +419,11 @@ class EmbeddedEngine:
 
     def close(self) -> None:
         """Frees everything; what was in flight is lost. The engine can't be used again."""
-        self.abort(set(self._ids))
-        self._shelf.clear()
+        self.abort(set(self._in_flight))
+        self._conversations.clear()
         self._runner.drop()
         self._runner.forward.drop()
-        self._done, self._closed = [], True
+        self._finished, self._closed = [], True
 
     def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
         """All tokens made so far, without computing.
@@ -462,31 +432,31 @@ class EmbeddedEngine:
         Returns: by id, what each has made; `poll(timeout_s=0.0)` makes a few tokens more.
         """
         asked = set(ids)
-        found = {t.request.id: t.piece() for t in self._scheduler.queue if t.request.id in asked}
-        for row, (task, _) in enumerate(self._rows):
-            if task.request.id in asked:
-                found[task.request.id] = task.piece(self._stay(row))
+        found = {seq.request.id: seq.piece() for seq in self._scheduler.queue if seq.request.id in asked}
+        for row, (seq, _) in enumerate(self._rows):
+            if seq.request.id in asked:
+                found[seq.request.id] = seq.piece(self._rows.span(row, self.version))
         return found
 
     def stats(self) -> EngineStats:
         """Where it stands, and what it has done since it was built."""
         scheduler = self._scheduler
         return replace(
-            self._work_done,
+            self._totals,
             live=len(self._rows),
             waiting=len(scheduler.queue),
-            held=len(self._shelf),
+            held=len(self._conversations),
             max_batch=scheduler.max_batch,
-            kv_tokens=self._runner.kv_tokens + self._shelf.tokens,
+            kv_tokens=self._runner.kv_tokens + self._conversations.tokens,
             kv_tokens_bound=scheduler.kv_cache_tokens,
             kv_bytes=self.kv_bytes,
-            generated=self._work_done.generated + int(self._book[NUM_GENERATED].sum()),
+            generated=self._totals.generated + int(self._rows.made.sum()),
         )
 
     @property
     def kv_bytes(self) -> int:
         """KV memory held now."""
-        return self._runner.kv_bytes + self._shelf.bytes
+        return self._runner.kv_bytes + self._conversations.bytes
 
     @property
     def weight_bytes(self) -> int:

@@ -17,6 +17,7 @@ from whet.errors import EngineError
 from whet.models.attention import Layout
 from whet.models.modes import evaluating
 from whet.models.types import LoadedModel
+from whet.native.build import Unavailable
 from whet.native.decode import Kernels
 from whet.rollout.engine.fused import FusedTrunk
 from whet.rollout.engine.packed import Product
@@ -76,16 +77,17 @@ class FusedForward:
     def __init__(self, loaded: LoadedModel, trunk: FusedTrunk) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
+        found = trunk.kernels
+        self.kernels = None if isinstance(found, Unavailable) else found
+        """Those of a decode step; None = torch's."""
         self.paths = {
             "trunk": "fused",
-            "products": "native, packed" if trunk.kernels else "torch",
-            "kernels": f"native ({trunk.kernels.compiler})" if trunk.kernels else f"torch ({trunk.refusal})",
+            "products": "native, packed" if self.kernels else "torch",
+            "kernels": f"native ({self.kernels.compiler})" if self.kernels else f"torch ({found})",
         }
         """What runs, in words."""
-        self.kernels = trunk.kernels
-        """Those of a decode step; None = torch's."""
         self._trunk = trunk
-        self._head = Product([loaded.module.get_output_embeddings()], kernels=trunk.kernels)  # pyright: ignore
+        self._head = Product([loaded.module.get_output_embeddings()], kernels=self.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
         self._seen, self._kinds = self._state(), self._kind()
         self._moved = 0
@@ -161,4 +163,4 @@ def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForw
     if not fast:
         return ModuleForward(loaded, "fast=False")
     trunk = FusedTrunk.of(loaded, native=native)
-    return ModuleForward(loaded, trunk) if isinstance(trunk, str) else FusedForward(loaded, trunk)
+    return ModuleForward(loaded, str(trunk)) if isinstance(trunk, Unavailable) else FusedForward(loaded, trunk)

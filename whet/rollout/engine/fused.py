@@ -137,7 +137,9 @@ class _Norm:
 class FusedTrunk:
     """The decoder of a model, from token ids to the hidden states after the last norm."""
 
-    def __init__(self, module: nn.Module, options: list[dict[str, Any]], *, native: bool | str) -> None:
+    def __init__(
+        self, module: nn.Module, options: list[dict[str, Any]], *, without_kernels: Unavailable | None = None
+    ) -> None:
         trunk: Any = module.get_decoder()  # pyright: ignore
         wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
         if wrong or type(trunk.embed_tokens) is not nn.Embedding:
@@ -152,27 +154,25 @@ class FusedTrunk:
         layers = list(zip(trunk.layers, options, strict=True))
         make = lambda kernels: [_block(i, y, o, size=size, kernels=kernels) for i, (y, o) in enumerate(layers)]
         self._blocks = make(None)
-        kernels = self._fitting_kernels() if native is True else str(native)
-        self.kernels: Kernels | None = None if isinstance(kernels, str) else kernels
-        """Those of a decode step, where they fit."""
-        self.refusal = kernels if isinstance(kernels, str) else None
-        """Why they don't."""
-        self._blocks = make(self.kernels)
+        self.kernels: Kernels | Unavailable = without_kernels or self._fitting_kernels()
+        """Those of a decode step, or why torch's serve."""
+        if not isinstance(self.kernels, Unavailable):
+            self._blocks = make(self.kernels)
         self._renewed = 0
         self._fill_norms()
 
     @classmethod
-    def of(cls, loaded: LoadedModel, *, native: bool) -> FusedTrunk | str:
+    def of(cls, loaded: LoadedModel, *, native: bool) -> FusedTrunk | Unavailable:
         """The fused trunk of a model, compared with it; or the reason why the model itself has to run.
 
         Args: loaded: a packable model. native: whether to decode with kernels of our own, and packed weights.
         Returns: the trunk, or the reason.
         """
         if not loaded.lm_head.linear:
-            return "only the module itself can make its logits"
+            return Unavailable("only the module itself can make its logits")
         module = loaded.module
         if module.get_output_embeddings().weight.dtype != module.get_input_embeddings().weight.dtype:  # pyright: ignore
-            return "its head has another dtype than its embedding"
+            return Unavailable("its head has another dtype than its embedding")
         device = next(module.parameters()).device
         ids = torch.tensor([probe_tokens(module.config.vocab_size)], device=device)
         layout = _probe_layout(_Recorder, device)
@@ -182,19 +182,22 @@ class FusedTrunk:
             want = module.get_decoder()(input_ids=ids, **call).last_hidden_state[0]
         calls = [o.pop("layer") for o in layout.options]
         if calls != list(range(len(calls))):
-            return f"its attention is called for layers {calls}"
+            return Unavailable(f"its attention is called for layers {calls}")
         limit = limit_for(want.dtype, TOLERANCE) * want.abs().max().double()
         try:
-            fused = cls(module, layout.options, native=native or "switched off")
+            fused = cls(module, layout.options, without_kernels=None if native else Unavailable("switched off"))
             with torch.no_grad():
-                if fused.kernels is not None and (off := _apart(fused._stepped(ids, fused.kernels), want[-2:])) > limit:
-                    fused = cls(module, layout.options, native=f"a decode step differs by {off:.1e}")
+                if not isinstance(fused.kernels, Unavailable):
+                    off = _apart(fused._stepped(ids, fused.kernels), want[-2:])
+                    if off > limit:
+                        differs = Unavailable(f"a decode step differs by {off:.1e}")
+                        fused = cls(module, layout.options, without_kernels=differs)
                 off = _apart(fused(ids, _probe_layout(PrefillLayout, device)), want)
         except _UnfitError as error:
-            return str(error)
+            return Unavailable(str(error))
         except (RuntimeError, TypeError, ValueError) as error:
-            return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-        return fused if off <= limit else f"its hidden states differ by {off:.1e}"
+            return Unavailable(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+        return fused if off <= limit else Unavailable(f"its hidden states differ by {off:.1e}")
 
     def __call__(self, ids: Tensor, layout: Layout) -> Tensor:
         """Hidden states [N, d] of ids [B, T] after the last norm."""
@@ -231,26 +234,27 @@ class FusedTrunk:
             steps.append(self(ids[:, count + made :][:, :1], layout))
         return torch.cat(steps)
 
-    def _fitting_kernels(self) -> Kernels | str:
+    def _fitting_kernels(self) -> Kernels | Unavailable:
         """The native kernels, or why they don't fit."""
         weight, first = self._trunk.embed_tokens.weight, self._blocks[0]
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
-            return f"none for {weight.dtype} on {weight.device.type}"
+            return Unavailable(f"none for {weight.dtype} on {weight.device.type}")
         adapter = Adapter.of(self._module)
         merged = set() if adapter is None else {id(p) for p in adapter.parameters()}  # into copies of their layers
         read = [(n, p) for n, p in self._module.named_parameters() if id(p) not in merged]
         if wrong := sorted(n for n, p in read if p.dtype != weight.dtype or not p.is_contiguous()):
-            return f"{', '.join(wrong[:3])}: of another dtype than the embedding, or not contiguous"
+            return Unavailable(f"{', '.join(wrong[:3])}: of another dtype than the embedding, or not contiguous")
         if any(b.options["softcap"] is not None or b.options["sinks"] is not None for b in self._blocks):
-            return "soft-capped scores or sinks"
+            return Unavailable("soft-capped scores or sinks")
         if any(type(b.act).__name__ not in SILU for b in self._blocks):
-            return f"its activations are {', '.join(sorted({type(b.act).__name__ for b in self._blocks}))}"
+            found = sorted({type(b.act).__name__ for b in self._blocks})
+            return Unavailable(f"its activations are {', '.join(found)}")
         if any((b.kv, b.qkv.width) != (first.kv, first.qkv.width) for b in self._blocks):
-            return "heads differ from layer to layer"
+            return Unavailable("heads differ from layer to layer")
         widths = {weight.shape[1], *(b.gate_up.width // 2 for b in self._blocks)}
         kernels = load_kernels()
         if isinstance(kernels, Unavailable):
-            return kernels.reason
+            return kernels
         return unfit_sizes(kernels, self._cos.shape[1], widths) or kernels
 
     def reach(self, positions: int) -> None:

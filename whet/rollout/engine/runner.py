@@ -26,7 +26,7 @@ from whet.rollout.engine.layouts import DecodeLayout
 from whet.rollout.engine.native_step import NativeLayout
 from whet.rollout.engine.prefill import PrefillLayout, PrefillSpan
 from whet.rollout.engine.sampler import sample_rows, seen_tokens
-from whet.rollout.engine.scheduler import Prefix, Task
+from whet.rollout.engine.scheduler import Prefix, SequenceState
 from whet.rollout.requests import SamplingPlan
 
 __all__ = ["Runner", "StepOutput"]
@@ -86,14 +86,16 @@ class Runner:
         self.layout = DecodeLayout(self.own, self.device)
         self.graphs, self.layout.fixed = StepGraphs(self.device), FixedTensors()
 
-    def make_room(self, live: int, count: int) -> None:
+    def reserve_rows(self, live: int, count: int) -> None:
         """Makes room for new rows. Args: live: rows there are. count: new ones.
 
         The last bits of oneDNN's half-precision products follow the places that the store has, read or not: so that
         what was drawn before (an evaluation, which a resumed run does not repeat) changes none, it is made again.
         """
-        if self.renews and not live:
-            self.own.drop()
+        if not live:
+            self.seen = None  # fixed steps are captured only where it is not needed
+            if self.renews:
+                self.own.drop()
         self.own.reserve(live + count, self.own.length)
         rows = self.state.shape[1]
         if live + count > rows:
@@ -102,20 +104,22 @@ class Runner:
             self.seen = None if self.seen is None else F.pad(self.seen, (0, 0, 0, more))
 
     def prefill(
-        self, prefixes: Sequence[Prefix], taken: dict[int, int], between: Callable[[], None] = lambda: None
+        self, prefixes: Sequence[Prefix], slots_in_use: dict[int, int], between: Callable[[], None] = lambda: None
     ) -> None:
         """Runs new prompts, packed, each once; their KV goes to the stores, their last hidden state to the prefix.
 
-        Args: prefixes: new ones. taken: by bucket, the rows in use; the new prompts take the next ones. between: called
-            between two chunks; it may move prompts within their stores, if it tells the prefixes.
+        Args:
+            prefixes: new ones.
+            slots_in_use: by bucket, the rows in use; the new prompts take the next ones.
+            between: called between two chunks; it may move prompts within their stores, if it tells the prefixes.
         """
         order = sorted(prefixes, key=lambda p: len(p.tokens))
         behind = [p for p in order if isinstance(p.source, Prefix) and p.source.hidden is None]
         ahead = [p for p in order if p not in behind]
         for p in (*ahead, *behind):  # neighbours of one length lie side by side
-            p.slot = taken.get(p.bucket, 0)
-            taken[p.bucket] = p.slot + 1
-        for bucket, rows in taken.items():
+            p.slot = slots_in_use.get(p.bucket, 0)
+            slots_in_use[p.bucket] = p.slot + 1
+        for bucket, rows in slots_in_use.items():
             self.stores.setdefault(bucket, KVStore()).reserve(rows, bucket, longest=bucket)
         begun = False
         for wave in (ahead, behind):
@@ -172,7 +176,7 @@ class Runner:
         for (p, _, end), h in zip(chunk, last_hidden, strict=True):
             p.hidden, p.filled = h, end
 
-    def take(self, row: int, prefix: Prefix, own: int) -> dict[int, tuple[Tensor, Tensor]]:
+    def copy_kv(self, row: int, prefix: Prefix, own: int) -> dict[int, tuple[Tensor, Tensor]]:
         """A copy of what a row has held: by layer, keys and values [K T D] of its prompt, then of its own tokens.
 
         Args: row: a live one. prefix: its prompt. own: how many of its own tokens.
@@ -183,42 +187,46 @@ class Runner:
         mine = self.own.read(row, own)
         return {i: (torch.cat([k, mine[i][0]], 1), torch.cat([v, mine[i][1]], 1)) for i, (k, v) in prompt.items()}
 
-    def enter(
+    def add_rows(
         self,
         first: int,
-        admitted: Sequence[tuple[Task, Prefix]],
+        admitted: Sequence[tuple[SequenceState, Prefix]],
         plans: Sequence[SamplingPlan],
         allowed: Tensor | None = None,
     ) -> StepOutput:
-        """Takes sequences in as rows first.., and draws their first tokens.
+        """Adds sequences as rows first.., and draws their first tokens.
 
-        Args: first: live rows before. admitted: tasks with prefilled prefixes. plans: of the tasks' indices.
+        Args:
+            first: live rows before.
+            admitted: sequences with prefilled prefixes.
+            plans: all sampling plans, which the sequences name by index.
             allowed: uint8 [new rows, W], what constraints allow, where there are any.
-        Returns: a block of one step over the new rows.
+
+        Returns: one step over the new rows.
         """
         rows = slice(first, first + len(admitted))
         state = np.zeros((6, len(admitted)), np.int64)
         state[POSITION] = [len(p.tokens) for _, p in admitted]
-        state[PLACE] = [t.request.offset + t.made for t, _ in admitted]
-        state[DRAW] = [t.request.draw + t.request.offset + t.made for t, _ in admitted]
-        state[KEY] = [address_key(*t.request.address) for t, _ in admitted]
+        state[PLACE] = [seq.request.offset + seq.made for seq, _ in admitted]
+        state[DRAW] = [seq.request.draw + seq.request.offset + seq.made for seq, _ in admitted]
+        state[KEY] = [address_key(*seq.request.address) for seq, _ in admitted]
         self.state[:, rows] = torch.from_numpy(state).to(self.device)
-        if any(plans[t.plan].support.penalises for t, _ in admitted):
+        if any(plans[seq.plan].support.penalises for seq, _ in admitted):
             if self.seen is None:
                 shape = (self.state.shape[1], self.vocabulary)
                 self.seen = torch.zeros(shape, dtype=torch.bool, device=self.device)
             contexts = [torch.from_numpy(p.tokens.astype(np.int64)).to(self.device) for _, p in admitted]
             self.seen[rows] = seen_tokens(contexts, self.vocabulary)
         logits = self.forward.logits(torch.stack([p.hidden for _, p in admitted if p.hidden is not None]))
-        groups = self._grouped([t.plan for t, _ in admitted], plans)
+        groups = self._grouped([seq.plan for seq, _ in admitted], plans)
         numbers = uniform(self.state[KEY, rows], self.state[DRAW, rows])
         tokens, logprobs = self._sample(logits, groups, rows, numbers, allowed)
         self.state[TOKEN, rows] = tokens
         keep = any(plan.sampling.return_logits for plan, _ in groups)
         return self._read([tokens], [logprobs], [logits] if keep else None)
 
-    def regroup(self, rows: Sequence[tuple[Task, Prefix]], plans: Sequence[SamplingPlan]) -> None:
-        """Takes note of which rows live and where their prompts lie. Args: rows: in order. plans: of the tasks."""
+    def regroup(self, rows: Sequence[tuple[SequenceState, Prefix]], plans: Sequence[SamplingPlan]) -> None:
+        """Records which rows live and where their prompts lie. Args: rows: in order. plans: all sampling plans."""
         buckets = np.array([p.bucket for _, p in rows], np.int64)
         slots = np.array([p.slot for _, p in rows], np.int64)
         count = None
@@ -227,9 +235,9 @@ class Runner:
             self.own.reserve(count, self.own.length)
         lengths = np.array([len(p.tokens) for _, p in rows], np.int64)
         self.layout.regroup(self.stores, buckets, slots, lengths, count)
-        self.groups = self._grouped([t.plan for t, _ in rows], plans)
+        self.groups = self._grouped([seq.plan for seq, _ in rows], plans)
 
-    def run(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> StepOutput:
+    def decode(self, steps: int, own: np.ndarray, furthest: int, allowed: Tensor | None = None) -> StepOutput:
         """Decodes some steps.
 
         Args: steps: how many. own: int [n], tokens that each row has made (the last one is not in its KV yet).
@@ -347,14 +355,17 @@ class Runner:
         src, dst = (torch.tensor([x], device=self.device) for x in (source, target))
         self.stores[bucket].move(src, dst, bucket)
 
-    def shrink(self, rows: int, length: int, taken: dict[int, int]) -> None:
-        """Gives memory back that is not in use. Args: rows, length: of completions. taken: prompts in use by bucket."""
+    def shrink(self, rows: int, length: int, slots_in_use: dict[int, int]) -> None:
+        """Gives memory back that is not in use.
+
+        Args: rows, length: of completions. slots_in_use: of prompts, by bucket.
+        """
         self.own.shrink(rows, length)
-        if self.graphs is not None and len(taken) < len(self.stores):
+        if self.graphs is not None and len(slots_in_use) < len(self.stores):
             self.graphs.clear()  # they may read a store that goes
         for bucket in sorted(self.stores):
-            if bucket in taken:
-                self.stores[bucket].shrink(taken[bucket], bucket)
+            if bucket in slots_in_use:
+                self.stores[bucket].shrink(slots_in_use[bucket], bucket)
             else:  # a layout may still name it: its memory goes now
                 self.stores.pop(bucket).drop()
 

@@ -1,9 +1,9 @@
-"""What waits, and what is let in.
+"""What waits, and what is admitted.
 
 Requests wait in the order of their submission; inside one submission whole groups are sorted so that the longest come
 first: they would otherwise run on alone at the end. Nothing here depends on the clock, and the order changes no token,
 since every draw has an address (but for what "alone and in a crowd" changes: docs/exactness.md).
-Memory is reserved for the longest a completion may become, so what was let in never has to leave. Earlier turns of a
+Memory is reserved for the longest a completion may become, so what was admitted never has to leave. Earlier turns of a
 conversation are held in what is left over, and leave first.
 """
 
@@ -23,12 +23,12 @@ from whet.rollout.engine.conversation_cache import CachedSequence, ConversationC
 from whet.rollout.engine.kv_cache import padded_length
 from whet.types import FinishReason
 
-__all__ = ["Part", "Prefix", "Scheduler", "Task"]
+__all__ = ["Prefix", "Scheduler", "SequenceState", "VersionSpan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Part:
-    """Tokens that one stay in the batch made, under one policy version."""
+class VersionSpan:
+    """Tokens that a sequence drew between its admission and its leaving the batch, under one policy version."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
@@ -37,36 +37,36 @@ class Part:
 
 
 @dataclass(kw_only=True, eq=False)
-class Task:
-    """A request under way, and what it has made so far."""
+class SequenceState:
+    """A request that waits or is decoded, and what it has drawn so far."""
 
     request: Request
     plan: int
     """Index of its Sampling among the engine's plans."""
     matcher: Matcher | None = None
     """Its place in the language that constrains it."""
-    parts: list[Part] = field(default_factory=list)
+    spans: list[VersionSpan] = field(default_factory=list)
     logits: list[np.ndarray] = field(default_factory=list)
-    """float32 [steps, V] blocks of this stay, where the request asked for them."""
+    """float32 [steps, V] blocks since its admission, where the request asked for them."""
 
     @property
     def made(self) -> int:
-        """Tokens made in earlier stays."""
-        return sum(len(p.tokens) for p in self.parts)
+        """Tokens of its spans: drawn before it was last admitted."""
+        return sum(len(p.tokens) for p in self.spans)
 
     @property
     def left(self) -> int:
-        """Tokens it may still make."""
+        """Tokens that it may still draw when it is admitted."""
         return self.request.sampling.max_tokens - self.made
 
     @property
     def context(self) -> np.ndarray:
-        """int32: all tokens to prefill: the request's, then those made in earlier stays."""
-        return np.concatenate([self.request.tokens, *(p.tokens for p in self.parts)]).astype(np.int32)
+        """int32: all tokens to prefill: the request's, then those of its spans."""
+        return np.concatenate([self.request.tokens, *(p.tokens for p in self.spans)]).astype(np.int32)
 
-    def piece(self, *stay: Part) -> Piece:
-        """What it has made: in earlier stays, and in the one that is given."""
-        parts = [*self.parts, *stay]
+    def piece(self, *current: VersionSpan) -> Piece:
+        """What it has drawn so far. Args: current: the span that is not yet one of its own."""
+        parts = [*self.spans, *current]
         versions = (np.full(len(p.tokens), p.version, np.int32) for p in parts)
         return Piece(
             id=self.request.id,
@@ -77,7 +77,7 @@ class Task:
 
     def output(self, reason: FinishReason) -> Output:
         """What the protocol returns."""
-        made, logits = self.piece(), [p.logits for p in self.parts if p.logits is not None]
+        made, logits = self.piece(), [p.logits for p in self.spans if p.logits is not None]
         return Output(
             id=made.id,
             tokens=made.tokens,
@@ -95,7 +95,7 @@ class Prefix:
     tokens: np.ndarray
     bucket: int
     """Places of a row of its store."""
-    stem: int
+    group_prompt_length: int
     """Tokens of it that are the prompt of a group; the others were made by one of its sequences."""
     source: CachedSequence | Prefix | None = None
     """Where its first `filled` tokens are copied from, until they are."""
@@ -121,20 +121,20 @@ class Scheduler:
     row of 32) and may make 10 tokens each; a third, of another group, may make 40:
 
     >>> from whet.rollout.base import Sampling
-    >>> def task(i, prompt, group, new):
+    >>> def seq(i, prompt, group, new):
     ...     what = {"tokens": np.array(prompt, np.int32), "sampling": Sampling(max_tokens=new)}
-    ...     return Task(request=Request(id=i, group=group, address=(0, 0, group, i), **what), plan=0)
+    ...     return SequenceState(request=Request(id=i, group=group, address=(0, 0, group, i), **what), plan=0)
     >>> scheduler = Scheduler(max_batch=4, kv_cache_tokens=96)
-    >>> scheduler.add([task(0, [5, 6, 7], 0, 10), task(1, [5, 6, 7], 0, 10), task(2, [8, 9], 1, 40)])
-    >>> [t.request.id for t in scheduler.queue]  # the longest completion first, groups together
+    >>> scheduler.add([seq(0, [5, 6, 7], 0, 10), seq(1, [5, 6, 7], 0, 10), seq(2, [8, 9], 1, 40)])
+    >>> [seq.request.id for seq in scheduler.queue]  # the longest completion first, groups together
     [2, 0, 1]
 
     Each live row is given the places of the longest, since the rows are one rectangle. The third alone takes 32 + 40;
     with the first that would be 32 + 32 for two prompts and 2 x 40 for two rows, which is over 96:
 
-    >>> free = {"shelf": ConversationCache(None), "idle": 1}
+    >>> free = {"conversations": ConversationCache(None), "idle": 1}
     >>> first = scheduler.admit(live=0, longest=0, prefixes={}, **free)
-    >>> [(t.request.id, p.bucket) for t, p in first]
+    >>> [(seq.request.id, p.bucket) for seq, p in first]
     [(2, 32)]
 
     When it has ended the two others go in, over one prompt: 32 + 2 x 10:
@@ -147,7 +147,7 @@ class Scheduler:
     def __init__(self, *, max_batch: int, kv_cache_tokens: int | None) -> None:
         self.max_batch = max_batch
         self.kv_cache_tokens = kv_cache_tokens
-        self.queue: deque[Task] = deque()
+        self.queue: deque[SequenceState] = deque()
 
     def check(self, request: Request) -> None:
         """Raises EngineError for a request that would not fit in an empty cache; one that fitted may go on."""
@@ -161,80 +161,93 @@ class Scheduler:
                 "prompt or max_tokens"
             )
 
-    def add(self, tasks: Sequence[Task]) -> None:
-        """Queues tasks behind those that wait; groups stay together, those expected to grow longest first."""
+    def add(self, seqs: Sequence[SequenceState]) -> None:
+        """Queues sequences behind those that wait; groups stay together, those expected to grow longest first."""
         longest: dict[int, tuple[int, int]] = {}
-        for t in tasks:
-            guess = t.request.expected
-            size = (t.left if guess is None else min(t.left, guess), len(t.request.tokens))
-            longest[t.request.group] = max(longest.get(t.request.group, (0, 0)), size)
+        for seq in seqs:
+            guess = seq.request.expected
+            size = (seq.left if guess is None else min(seq.left, guess), len(seq.request.tokens))
+            longest[seq.request.group] = max(longest.get(seq.request.group, (0, 0)), size)
         first = {g: i for i, g in enumerate(longest)}
         self.queue.extend(
-            sorted(tasks, key=lambda t: (*(-x for x in longest[t.request.group]), first[t.request.group]))
+            sorted(seqs, key=lambda seq: (*(-x for x in longest[seq.request.group]), first[seq.request.group]))
         )
 
-    def resume(self, tasks: Sequence[Task]) -> None:
-        """Puts tasks that had been let in back to the front."""
-        self.queue.extendleft(reversed(tasks))
+    def resume(self, seqs: Sequence[SequenceState]) -> None:
+        """Puts sequences that had been admitted back to the front."""
+        self.queue.extendleft(reversed(seqs))
 
-    def remove(self, ids: set[int]) -> list[Task]:
-        """Takes tasks out of the queue, by request id."""
-        out = [t for t in self.queue if t.request.id in ids]
-        self.queue = deque(t for t in self.queue if t.request.id not in ids)
+    def remove(self, ids: set[int]) -> list[SequenceState]:
+        """Takes sequences out of the queue, by request id."""
+        out = [seq for seq in self.queue if seq.request.id in ids]
+        self.queue = deque(seq for seq in self.queue if seq.request.id not in ids)
         return out
 
     def admit(
-        self, *, live: int, longest: int, prefixes: dict[bytes, Prefix], shelf: ConversationCache, idle: int
-    ) -> list[tuple[Task, Prefix]]:
-        """Lets tasks in, first come first served, while slots and memory last.
+        self, *, live: int, longest: int, prefixes: dict[bytes, Prefix], conversations: ConversationCache, idle: int
+    ) -> list[tuple[SequenceState, Prefix]]:
+        """Admits sequences, first come first served, while slots and memory last.
 
         Waits until `idle` slots are free at once, so that prompts are prefilled together.
-        Args: live: sequences in the batch. longest: most tokens that one of them may make. prefixes: those whose KV is
-            held. shelf: earlier turns; they leave where memory is wanted. idle: free slots below which nobody is let
-            in, unless nothing else waits or runs.
-        Returns: tasks with their prefixes; new prefixes are not in `prefixes` yet.
+
+        Args:
+            live: sequences in the batch.
+            longest: the most tokens that one of them may draw.
+            prefixes: those whose KV is held.
+            conversations: earlier turns; they leave where memory is wanted.
+            idle: free slots below which none is admitted, unless nothing else waits or runs.
+
+        Returns: sequences with their prefixes; new prefixes are not in `prefixes` yet.
         """
         free = self.max_batch - live
         if not self.queue or free < min(idle, len(self.queue)):
             return []
         places = sum(p.bucket for p in prefixes.values())
         known, out = dict(prefixes), []
-        stems: dict[bytes, Prefix] = {}
+        group_prompts: dict[bytes, Prefix] = {}
         for p in known.values():
-            stems.setdefault(p.tokens[: p.stem].tobytes(), p)
+            group_prompts.setdefault(p.tokens[: p.group_prompt_length].tobytes(), p)
         while self.queue and len(out) < free:
-            task = self.queue[0]
-            context = task.context
-            stem = len(task.request.tokens) - task.request.offset
-            prefix = known.get(context.tobytes()) or Prefix(tokens=context, bucket=self._row(task), stem=stem)
-            needed = max(longest, task.left)
+            seq = self.queue[0]
+            context = seq.context
+            group_prompt_length = len(seq.request.tokens) - seq.request.offset
+            prefix = known.get(context.tobytes()) or Prefix(
+                tokens=context, bucket=self._row(seq), group_prompt_length=group_prompt_length
+            )
+            needed = max(longest, seq.left)
             asked = places + (0 if prefix.key in known else prefix.bucket)
-            if not self._fits(asked + (live + len(out) + 1) * needed, task, out, shelf) and (live or out):
+            if not self._fits(asked + (live + len(out) + 1) * needed, seq, out, conversations) and (live or out):
                 break  # a lone sequence always goes on: it was checked when it came
             if prefix.key not in known:
                 known[prefix.key] = prefix
-                first = stems.setdefault(context[:stem].tobytes(), prefix)
-                prefix.source = shelf.get(task.request.conversation) or (None if first is prefix else first)
+                first = group_prompts.setdefault(context[:group_prompt_length].tobytes(), prefix)
+                prefix.source = conversations.get(seq.request.conversation) or (None if first is prefix else first)
                 if prefix.source is not None:  # the last token is run in any case: its hidden state is wanted
                     prefix.filled = min(common_length(prefix.source.tokens, context), len(context) - 1)
             places, longest = asked, needed
             out.append((self.queue.popleft(), prefix))
         return out
 
-    def _row(self, task: Task) -> int:
-        """Places of the row of a task's context; what a sequence has made must not lift it over the bound."""
-        length = len(task.request.tokens) + task.made
+    def _row(self, seq: SequenceState) -> int:
+        """Places of the row of a sequence's context; what a sequence has made must not lift it over the bound."""
+        length = len(seq.request.tokens) + seq.made
         if self.kv_cache_tokens is None:
             return padded_length(length)
-        return min(padded_length(length), self.kv_cache_tokens - task.left)
+        return min(padded_length(length), self.kv_cache_tokens - seq.left)
 
-    def _fits(self, places: int, task: Task, out: Sequence[tuple[Task, Prefix]], shelf: ConversationCache) -> bool:
-        """Whether a task fits beside the others with so many places in use, once earlier turns have left for it."""
+    def _fits(
+        self,
+        places: int,
+        seq: SequenceState,
+        admitted: Sequence[tuple[SequenceState, Prefix]],
+        conversations: ConversationCache,
+    ) -> bool:
+        """Whether a sequence fits with so many places in use, once earlier turns have left for it."""
         if self.kv_cache_tokens is None:
             return True
-        used = {t.request.conversation for t, p in out if isinstance(p.source, CachedSequence)}  # about to be copied
+        used = {s.request.conversation for s, p in admitted if isinstance(p.source, CachedSequence)}  # to be copied
         room = self.kv_cache_tokens - places
-        if room < sum(len(h.tokens) for h in map(shelf.get, used) if h is not None):
+        if room < sum(len(h.tokens) for h in map(conversations.get, used) if h is not None):
             return False
-        shelf.shrink(room, [task.request.conversation, *used])
+        conversations.shrink(room, [seq.request.conversation, *used])
         return True
