@@ -176,7 +176,7 @@ def tokens(device: Any) -> dict[str, Any]:
             assert engine._runner.graphs is not None
             engine._runner.graphs._captures &= not eagerly
             drawn.append(_drawn(engine))
-            need(engine._runner.graphs.refusal is None, engine.paths["steps"])
+            need(engine._runner.graphs.refusal is None, engine.backends["steps"])
         equal = sum(a == b for a, b in zip(*drawn))
         found[family] = f"{equal} of {len(drawn[0])} completions are equal"
         need(equal == len(drawn[0]), f"{family}: {found[family]}")

@@ -1,4 +1,6 @@
-"""whet sharpens language models by reinforcement learning, on a laptop's CPU as on a cluster.
+"""whet: reinforcement-learning post-training of language models.
+
+This release trains in one process and runs on a CPU; its code for a GPU has not yet run on one.
 
 The names here are imported when they are first used, so that `import whet` and the command line start at once.
 """

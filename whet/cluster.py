@@ -54,9 +54,12 @@ _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 class RLCluster(TunixVerbs):
     """Roles, engine and tokenizer of one run.
 
-    Args: actor, critic, reference: a module, a folder, a hub name, or a RoleConfig. A reference that is the actor's
-        own module is copied, so that it stays what it is. tokenizer: a tokenizer, a folder or a hub name.
-        cluster_config: meshes, engine, training and rollout configuration. perf_config: PerfMetricsOptions.
+    Args:
+        actor, critic, reference: a module, a folder, a hub name, or a RoleConfig. A reference that is the actor's own
+            module is copied, so that it stays what it is.
+        tokenizer: a tokenizer, a folder or a hub name.
+        cluster_config: meshes, engine, training and rollout configuration.
+        perf_config: PerfMetricsOptions.
     Raises: ConfigError: a model that can't be loaded, a mesh or a role that this release does not have.
 
     Example: RLCluster(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B", cluster_config=ClusterConfig(
@@ -154,11 +157,19 @@ class RLCluster(TunixVerbs):
             dtype = placement.ranks.agree(dtype)  # "auto" goes by a timing
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
         if optimizer is not None and own != OptimConfig():
-            raise ConfigError(f"{role.value}.optim and training_config.{role.value}_optimizer both give one; keep one")
+            raise ConfigError(
+                f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer; keep one"
+            )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
-        usual, budget = (c.token_budget(loaded.module.device.type) for c in (self.training_config, self.cluster_config))
+        usual = self.training_config.token_budget(loaded.module.device.type)
+        budget = self.cluster_config.token_budget(loaded.module.device.type)
         if budget > usual and not self._workers:
-            log.info("max_tokens_per_microbatch is %d instead of %d: the rollout's longest sequence", budget, usual)
+            log.info(
+                "max_tokens_per_microbatch raised from the default %d to %d to fit max_prompt_length + "
+                "max_tokens_to_generate",
+                usual,
+                budget,
+            )
         self._workers[role] = ModelWorker(
             loaded,
             optim=None if role is Role.REFERENCE else optimizer,
@@ -199,7 +210,9 @@ class RLCluster(TunixVerbs):
     def device(self, role: Role) -> torch.device:
         """Where a role's model is loaded: its mesh's kind of device, or the GPU if there is one."""
         mesh = (self.cluster_config.role_to_mesh or {}).get(role)
-        return torch.device(mesh.device_type if mesh is not None else "cuda" if torch.cuda.is_available() else "cpu")
+        if mesh is not None:
+            return torch.device(mesh.device_type)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     # ---- roles ---------------------------------------------------------------------------------------------------
 
@@ -293,9 +306,13 @@ class RLCluster(TunixVerbs):
     ) -> list[Group]:
         """Completes prompts.
 
-        Args: prompts: encoded. num_generations: G, completions of each. step: with the seed, the prompt's place and
-            the generation, the address of every draw. mode: whose sampling parameters and draws. sampling, seed:
-            instead of the mode's and the run's. at_once: prompts given to the engine at once; no draw depends on it.
+        Args:
+            prompts: encoded.
+            num_generations: G, completions of each.
+            step: with the seed, the prompt's place and the generation, the address of every draw.
+            mode: whose sampling parameters and draws.
+            sampling, seed: instead of the mode's and the run's.
+            at_once: prompts given to the engine at once; no draw depends on it.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode
@@ -342,7 +359,7 @@ class RLCluster(TunixVerbs):
 
     def describe(self) -> dict[str, Any]:
         """What was chosen for this machine: compute dtypes, what training runs on, and what the engine does, if any."""
-        training = {role.value: w.paths for role, w in self._workers.items()}
+        training = {role.value: w.backends for role, w in self._workers.items()}
         engine = self._rollouts.describe()
         return {
             "compute_dtype": self.dtypes,

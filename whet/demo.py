@@ -174,8 +174,11 @@ def small_model(seed: int) -> Any:
 def warm_start(folder: str, seed: int, *, steps: int = 1100, demonstrations: int = 20_000, batch_size: int = 64) -> str:
     """Builds the tokenizer and the model, and teaches it the pupil's ways by imitation.
 
-    Args: folder: where the model is written. seed: of the model, the demonstrations and their order. steps: at most;
-        it stops sooner once 98.5 % of the validation prompts get valid steps. demonstrations, batch_size: as named.
+    Args:
+        folder: where the model is written.
+        seed: of the model, the demonstrations and their order.
+        steps: at most; it stops sooner once 98.5 % of the validation prompts get valid steps.
+        demonstrations, batch_size: as named.
     Returns: the folder, which loads as any Hugging Face model does. One that is already there is taken as it is.
     """
     from whet.config import OptimConfig

@@ -16,7 +16,7 @@ from tiny import build, drain, letters, prompts, requests, run
 
 from whet.errors import EngineError, WhetError
 from whet.rollout import resolve_engine
-from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
+from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.driver import stream
 
 ENGINES = {
@@ -318,13 +318,13 @@ def test_a_stream_gives_every_token_once_and_ends_each_request_once(engine, roun
     want = run(engine, work)
     pieces = {r.id: [] for r in work}
     for piece in stream(engine, work):
-        assert isinstance(piece, Piece)
+        assert isinstance(piece, PartialOutput)
         assert all(p.finish_reason is None for p in pieces[piece.id])  # nothing follows the end
         pieces[piece.id].append(piece)
     streamed = {}
     for i, parts in pieces.items():
         whole = {n: np.concatenate([vars(p)[n] for p in parts]) for n in ("tokens", "logprobs", "versions")}
-        streamed[i] = Piece(id=i, finish_reason=parts[-1].finish_reason, **whole)
+        streamed[i] = PartialOutput(id=i, finish_reason=parts[-1].finish_reason, **whole)
         assert len(whole["tokens"]) == len(whole["logprobs"]) == len(whole["versions"])
         assert len(parts) > 1 or not engine.caps.peek
     if engine.caps.addressed:

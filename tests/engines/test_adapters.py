@@ -45,9 +45,9 @@ def merged(model):
 def test_an_adapted_model_keeps_the_fast_paths_and_samples_what_the_module_samples(targets, native):
     model = adapted(targets)
     engine = EmbeddedEngine(model, native=native)
-    assert engine.paths["trunk"] == "fused"
+    assert engine.backends["trunk"] == "fused"
     if native and not isinstance(load_kernels(), Unavailable):
-        assert engine.paths["products"] == "native, packed" and engine.paths["kernels"].startswith("native")
+        assert engine.backends["products"] == "native, packed" and engine.backends["kernels"].startswith("native")
     for sampling in (GREEDY, PLAIN):
         work = requests(prompts(), sampling, group=2)
         got = tokens(run(engine, work))
@@ -88,10 +88,10 @@ def test_an_adapter_that_is_more_than_a_product_of_two_runs_as_a_module(options)
     model = adapted(**options)
     if "lora_dropout" in options:  # loading takes the noise out
         assert plain_linear(model.model.layers[0].mlp.up_proj) is None
-        assert EmbeddedEngine(load_model(model)).paths["trunk"] == "fused"
+        assert EmbeddedEngine(load_model(model)).backends["trunk"] == "fused"
         return
     engine = EmbeddedEngine(model)
-    assert engine.paths["trunk"] == "module (its q_proj is a Linear)"
+    assert engine.backends["trunk"] == "module (its q_proj is a Linear)"
     work = requests(prompts(), PLAIN)
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
@@ -101,8 +101,8 @@ def test_a_base_layer_in_bf16_with_an_adapter_in_fp32_keeps_the_fast_paths():
     for p in Adapter.of(model).parameters():
         p.data = p.data.float()
     engine = EmbeddedEngine(model)
-    assert engine.paths["trunk"] == "fused"
+    assert engine.backends["trunk"] == "fused"
     if not isinstance(load_kernels(), Unavailable):
-        assert engine.paths["products"] == "native, packed"
+        assert engine.backends["products"] == "native, packed"
     weight = effective_weight(model.model.layers[0].mlp.up_proj)
     assert weight.dtype == torch.bfloat16

@@ -200,7 +200,7 @@ def test_a_completion_that_no_token_can_go_on_from_ends_as_error(engine, caplog)
     fields = {"forbidden_ids": tuple(i for i, w in enumerate(WORDS) if "b" in w)}
     (o,) = run(engine, requests(PROMPT, sampling("a0b", **fields))).values()
     assert (spell(o.tokens), o.finish_reason) == ("a0", "error")
-    assert "ends after 2 tokens" in caplog.text
+    assert "no allowed next token after 2 tokens" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -438,8 +438,8 @@ def test_kept_masks_refuse_what_was_not_drawn_under_the_constraint_each_time(gra
     [
         ("regex", "[ab", r"constraint regex '\[ab' is refused: .*unclosed character class.*docs/engine.md"),
         ("regex", "(?=a)b", "look-around"),
-        ("regex", "z+", "no token can begin it"),
-        ("json_schema", '{"type": ', "is no JSON"),
+        ("regex", "z+", "no allowed first token"),
+        ("json_schema", '{"type": ', "is not JSON"),
         ("json_schema", '{"type": "strin"}', "Invalid type: strin"),
         ("json_schema", '{"enum": []}', "Unsatisfiable schema"),
         ("grammar", "start: foo", 'unknown name: "foo"'),

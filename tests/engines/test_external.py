@@ -212,7 +212,7 @@ def test_logprobs_of_another_distribution_than_the_trainers_are_refused(reports)
 
 def test_what_an_external_engine_has_no_word_for_is_refused():
     check_known(EVERYTHING, engine="x")
-    with pytest.raises(ConfigError, match="return_logits True is not something x knows"):
+    with pytest.raises(ConfigError, match="return_logits=True is not supported by x"):
         check_known(Sampling(return_logits=True), engine="x")
 
 

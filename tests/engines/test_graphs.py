@@ -85,7 +85,7 @@ def test_padding_rows_and_replayed_steps_change_no_token(family, sampling, graph
     engine = EmbeddedEngine(model, max_batch=11)
     made = captured(engine)
     engine._runner.graphs._captures = graphs
-    assert "fixed shapes" in engine.paths["steps"]
+    assert "fixed shapes" in engine.backends["steps"]
     same(run(engine, work), want)
     assert (sum(g.count for g in made) > 10) == graphs
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_a_capture_that_fails_leaves_eager_steps_and_says_so_once(machine, caplo
     assert machine.pools == 0
     assert caplog.text.count("are no longer captured") == 1
     assert "RuntimeError: operation not permitted when stream is capturing (runner.py:" in caplog.text
-    assert engine.paths["steps"].startswith("eager (") and "not permitted" in engine.paths["steps"]
+    assert engine.backends["steps"].startswith("eager (") and "not permitted" in engine.backends["steps"]
 
 
 def test_the_error_of_a_capture_is_its_own_and_not_one_that_was_being_handled(machine):
@@ -230,7 +230,7 @@ def test_an_interrupt_in_a_capture_is_no_failure_of_it(machine):
     while found := engine.poll():
         out |= {o.id: o for o in found}
     same(out, plainly(model, work))
-    assert machine.captured > 0 and "graphs on cuda, experimental" in engine.paths["steps"]
+    assert machine.captured > 0 and "graphs on cuda, experimental" in engine.backends["steps"]
 
 
 def test_captures_stand_memory_that_other_threads_ask_for(machine):

@@ -210,7 +210,7 @@ def test_a_model_that_changed_its_kind_behind_the_engine_is_refused(what):
 def test_weights_that_the_kernels_would_misread_are_not_theirs():
     model = build(gain=1.0)
     model.model.norm.weight = torch.nn.Parameter(torch.ones(1).expand(32))
-    assert "of another dtype than the embedding, or not contiguous" in EmbeddedEngine(model).paths["kernels"]
+    assert "of another dtype than the embedding, or not contiguous" in EmbeddedEngine(model).backends["kernels"]
 
 
 def test_a_head_in_another_dtype_runs_as_the_module_does():
@@ -218,7 +218,7 @@ def test_a_head_in_another_dtype_runs_as_the_module_does():
     want = run(EmbeddedEngine(model), requests(prompts(), Sampling(max_tokens=5)))
     model.lm_head.double().register_forward_pre_hook(lambda _, x: (x[0].double(),))
     engine = EmbeddedEngine(model)
-    assert "its head has another dtype" in engine.paths["trunk"]
+    assert "its head has another dtype" in engine.backends["trunk"]
     got = run(engine, requests(prompts(), Sampling(max_tokens=5)))
     assert {i: o.tokens.tolist() for i, o in got.items()} == {i: o.tokens.tolist() for i, o in want.items()}
 
@@ -321,7 +321,7 @@ def test_no_keys_are_held_by_the_tables_of_an_engine_that_sleeps():
     engine = EmbeddedEngine(build(gain=3.0))
     engine.submit(requests(prompts(), Sampling(max_tokens=40), group=2))
     engine.poll(timeout_s=0.0)
-    assert engine.paths["kernels"].startswith("native")
+    assert engine.backends["kernels"].startswith("native")
     keys = weakref.ref(engine._runner.own._layers[0][0])
     engine.sleep()
     assert keys() is None
@@ -342,7 +342,7 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
     monkeypatch.setattr(fused, "load_kernels", load)
     model, work = build(gain=3.0), requests(prompts(), Sampling(max_tokens=8), group=2)
     engine = EmbeddedEngine(model)
-    assert engine.paths["kernels"].startswith("torch (building them failed: ")
+    assert engine.backends["kernels"].startswith("torch (building them failed: ")
     want = run(EmbeddedEngine(model, native=False), work)
     assert {i: o.tokens.tolist() for i, o in run(engine, work).items()} == {
         i: o.tokens.tolist() for i, o in want.items()
@@ -378,8 +378,8 @@ def test_a_step_that_differs_from_the_module_is_not_used(cache, rewrite, monkeyp
     rewrite(old, new)
     monkeypatch.setattr(fused, "load_kernels", load)
     engine = EmbeddedEngine(build(gain=1.0))
-    assert reason in engine.paths["kernels"] and engine.paths["trunk"] == "fused"
-    assert "native" not in engine.paths["products"]
+    assert reason in engine.backends["kernels"] and engine.backends["trunk"] == "fused"
+    assert "native" not in engine.backends["products"]
 
 
 @needs_kernels
@@ -397,6 +397,6 @@ def test_a_model_that_does_not_fit_them_decodes_through_torch(family, fields, re
     if "multiple of" in reason and KERNELS.lanes == 8:
         pytest.skip("fits registers of 8")
     engine = EmbeddedEngine(build(family, gain=3.0, **fields))
-    assert engine.paths["trunk"] == "fused" and reason in engine.paths["kernels"]
-    assert EmbeddedEngine(build(), native=False).paths["kernels"] == "torch (switched off)"
-    assert "float64" in EmbeddedEngine(build().double()).paths["kernels"]
+    assert engine.backends["trunk"] == "fused" and reason in engine.backends["kernels"]
+    assert EmbeddedEngine(build(), native=False).backends["kernels"] == "torch (switched off)"
+    assert "float64" in EmbeddedEngine(build().double()).backends["kernels"]

@@ -320,7 +320,7 @@ def test_options_that_leave_no_token_say_so(model):
 
 
 def test_another_engine_refuses_options(model):
-    with pytest.raises(EngineError, match="EmbeddedEngine knows no num_beams; use rollout_engine 'hf'"):
+    with pytest.raises(EngineError, match="EmbeddedEngine does not support num_beams; use rollout_engine 'hf'"):
         asked = sampling({"num_beams": 2}, temperature=0.0)
         Rollouts(EmbeddedEngine(model)).run(single_turns([Prompt(tokens=prompts()[0], source="")], asked))
 

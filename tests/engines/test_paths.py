@@ -77,8 +77,8 @@ def test_a_packed_product_takes_the_norm_before_it_in_where_it_rounds_no_worse(d
 def test_the_fused_trunk_without_packing_makes_the_same_tokens(family):
     model = build(family, gain=3.0)
     engine = EmbeddedEngine(model, native=False)
-    assert engine.paths["trunk"] == "fused"
-    assert engine.paths["products"] == "torch" and engine.weight_bytes == 0
+    assert engine.backends["trunk"] == "fused"
+    assert engine.backends["products"] == "torch" and engine.weight_bytes == 0
     work = requests(prompts(), PLAIN, group=3)
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
@@ -86,7 +86,7 @@ def test_the_fused_trunk_without_packing_makes_the_same_tokens(family):
 def test_the_trunk_norms_with_the_models_own_epsilon():
     model = build("qwen3", gain=3.0, rms_norm_eps=0.3)
     engine, work = EmbeddedEngine(model), requests(prompts(), PLAIN)
-    assert engine.paths["trunk"] == "fused"
+    assert engine.backends["trunk"] == "fused"
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
 
@@ -117,7 +117,7 @@ def spoiled(model, what):
 def test_a_model_that_does_something_else_runs_as_the_module(what, reason):
     model = spoiled(build(gain=3.0), what)
     engine = EmbeddedEngine(model)
-    assert reason in engine.paths["trunk"] and engine.weight_bytes == 0
+    assert reason in engine.backends["trunk"] and engine.weight_bytes == 0
     work = requests(prompts(), PLAIN)
     assert tokens(run(engine, work)) == tokens(run(HFEngine(model), work))
 
@@ -125,16 +125,16 @@ def test_a_model_that_does_something_else_runs_as_the_module(what, reason):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_path_is_named_and_the_module_runs_where_the_trunk_does_not_fit(family):
     made = make_forward(load_model(build(family)), fast=True, native=True)
-    assert isinstance(made, FusedForward) == (made.paths["trunk"] == "fused")
-    assert isinstance(made, ModuleForward) == made.paths["trunk"].startswith("module (")
-    assert make_forward(made.loaded, fast=False, native=True).paths["trunk"] == "module (fast=False)"
+    assert isinstance(made, FusedForward) == (made.backends["trunk"] == "fused")
+    assert isinstance(made, ModuleForward) == made.backends["trunk"].startswith("module (")
+    assert make_forward(made.loaded, fast=False, native=True).backends["trunk"] == "module (fast=False)"
 
 
 def test_bf16_logprobs_of_both_paths_agree_to_its_rounding():
     model = build(gain=1.0).bfloat16()
     work = requests(prompts(), Sampling(max_tokens=1, return_logits=True))
     fast, slow = EmbeddedEngine(model), EmbeddedEngine(model, fast=False)
-    assert fast.paths["trunk"] == "fused"
+    assert fast.backends["trunk"] == "fused"
     a, b = run(fast, work), run(slow, work)
     for i in a:
         got, want = (torch.from_numpy(x[i].logits).log_softmax(-1) for x in (a, b))
@@ -182,7 +182,7 @@ def test_in_bf16_a_request_gives_the_same_tokens_alone_and_in_a_crowd(form):
     work = requests(prompts(), Sampling(max_tokens=24), group=6)
     crowd = tokens(run(engine, work))
     other = [i for i in range(0, 30, 3) if tokens(run(engine, [work[i]]))[i] != crowd[i]]
-    assert len(other) <= engine.paths["kernels"].startswith("torch")  # a draw within rounding of a boundary aside
+    assert len(other) <= engine.backends["kernels"].startswith("torch")  # a draw within rounding of a boundary aside
 
 
 @EACH

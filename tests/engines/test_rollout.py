@@ -126,7 +126,7 @@ def test_a_base_rollout_that_breaks_its_word_is_an_error():
 def test_a_run_notes_what_an_engine_of_the_users_own_says_of_itself():
     engine = MockEngine()
     assert describe_engine(engine) == {"engine": "MockEngine"}
-    engine.paths = {"server": "2.1"}
+    engine.backends = {"server": "2.1"}
     assert describe_engine(engine) == {"engine": "MockEngine", "server": "2.1"}
 
 

@@ -149,7 +149,7 @@ def test_it_starts_without_weights_and_takes_the_actors(policy):
     made = make(policy)
     assert made._engine.arguments["load_format"] == "dummy" and made._engine.calls[0][0] == "update"
     assert "lm_head.weight" in made._engine.calls[0][1] and made._engine.calls[0][2:] == (None, True)
-    assert made.paths["sglang"] == "0.5.23" and float(made.paths["logprobs apart"]) < 1e-6
+    assert made.backends["sglang"] == "0.5.23" and float(made.backends["logprobs apart"]) < 1e-6
     made.close()
 
 

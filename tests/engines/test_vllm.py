@@ -265,7 +265,7 @@ def test_building_vllm_leaves_the_process_as_it_was(make, policy):
 
 
 def test_a_second_vllm_in_the_process_is_refused(engine, policy):
-    with pytest.raises(EngineError, match=r"another vLLM engine lives in this process.*close\(\) it first"):
+    with pytest.raises(EngineError, match=r"another vLLM engine is open in this process.*close\(\) it first"):
         build_engine(policy)
     agree(engine, policy, requests(prompts(), GREEDY))
 

@@ -149,7 +149,8 @@ def test_a_sampler_takes_a_constraint_for_a_call():
 def test_an_engine_without_constraints_is_refused_with_the_way_out(monkeypatch):
     c = cluster(engine="hf", rollout={"constraint": REGEX})
     monkeypatch.setattr(HFEngine, "caps", EngineCaps())
-    with pytest.raises(EngineError, match="HFEngine knows no constraints; use rollout_engine 'embedded' or 'hf'"):
+    said = "HFEngine does not support constraints; use rollout_engine 'embedded' or 'hf'"
+    with pytest.raises(EngineError, match=said):
         c.generate(["x"])
 
 

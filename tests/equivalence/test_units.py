@@ -162,7 +162,7 @@ def test_the_weights_say_which_form_a_loss_has_and_another_shape_is_refused():
         DataError, match=r"the loss has shape \[2\], and the batch has weights.*per token, \[s\] = \[14\]"
     ):
         worker.forward_backward(tokens, preference)
-    with pytest.raises(DataError, match="the batch has weights and unit_weights"):
+    with pytest.raises(DataError, match="the batch has both weights and unit_weights"):
         worker.forward_backward(batch.replace(weights=batch.mask.double()), preference)
     odd = lambda x: (preference(x)[0], {"logps": x.logprobs.detach()})
     with pytest.raises(DataError, match=r"its metric 'logps' has shape \[14\]"):

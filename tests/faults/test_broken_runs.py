@@ -218,7 +218,7 @@ def test_a_bit_that_was_lost_in_a_checkpoint_is_seen_before_it_is_taken_up(tmp_p
     data = bytearray(path.read_bytes())
     data[-2] ^= 1  # of the last number: the file can still be read
     path.write_bytes(data)
-    with pytest.raises(CheckpointError, match=f"{name} is not what was written"):
+    with pytest.raises(CheckpointError, match=f"{name} has changed since it was written"):
         learner(tmp_path, max_steps=2, resume="latest").train(rows(8))
 
 
@@ -290,7 +290,7 @@ def test_state_files_of_another_program_are_named(tmp_path):
     (folder / "sums.json").unlink()
     for name in ("actor/state.pt", "run.pt"):
         torch.save({"something": "else"}, folder / name)
-        with pytest.raises(CheckpointError, match=f"{name}.* is not what this version saves"):
+        with pytest.raises(CheckpointError, match=f"{name}.* has an unexpected format"):
             learner(tmp_path, resume="latest").train(rows(8))
 
 
@@ -330,7 +330,7 @@ def test_what_is_broken_beside_the_checkpoints_does_not_stop_a_resume(tmp_path, 
     run = learner(tmp_path, max_steps=3, resume="latest").train(rows(8))
     assert run.step == 3 and [row["step"] for row in run.rows] == [1, 2, 3]
     assert "environment.json" in caplog.text
-    assert "step-000009 is passed over" in caplog.text and "step-000002" in caplog.text
+    assert "step-000009 is ignored" in caplog.text and "step-000002" in caplog.text
 
 
 # ---- a folder in use -----------------------------------------------------------------------------------------------
@@ -378,7 +378,8 @@ def test_two_runs_never_share_a_folder_of_checkpoints(tmp_path):
     assert tried and steps == ["latest", "step-000001", "step-000002"]
     learner(tmp_path / "d", max_steps=1).train(rows(4))
     other = str(tmp_path / "d" / "checkpoints" / "step-000001")
-    with pytest.raises(CheckpointError, match=rf"{other} is not among the checkpoints in {shared}, which are another"):
+    said = rf"{other} is not among the checkpoints in {shared}, which belong to another"
+    with pytest.raises(CheckpointError, match=said):
         learner(tmp_path / "e", checkpoint_root_directory=shared, resume=other).train(rows(4))
     assert steps == [p.name for p in sorted((tmp_path / "c").iterdir())]
 
@@ -389,7 +390,7 @@ def test_a_run_goes_on_under_its_own_name_and_leaves_later_steps_of_others(tmp_p
     ours, theirs = (tmp_path / name / "checkpoints" for name in "ab")
     shutil.copytree(theirs / "step-000002", ours / "step-000002")
     one = str(ours / "step-000001")
-    with pytest.raises(CheckpointError, match=r"step-000002 is of a later step, and of another run than"):
+    with pytest.raises(CheckpointError, match=r"step-000002 is from a later step and belongs to a different run than"):
         learner(tmp_path / "a", max_steps=2, resume=one).train(rows(8))
     assert (ours / "step-000002" / "run.pt").is_file()
     shutil.rmtree(ours / "step-000002")
@@ -426,7 +427,7 @@ def test_a_state_of_another_step_than_its_folders_is_refused_and_nothing_is_remo
     folder = _made(root / "step-000001")
     needs = ("cluster", "random", "settings", "stream", "tokens", "updates")
     torch.save({**dict.fromkeys(needs), "step": step}, folder / "run.pt")
-    with pytest.raises(CheckpointError, match=r"says that it is of step .*, its folder is named step-000001"):
+    with pytest.raises(CheckpointError, match=r"is of step .*, but its folder is named step-000001"):
         learner(tmp_path, resume=str(folder)).train(rows(8))
     assert len(checkpoint.checkpoints(root)) == 3
 
@@ -443,7 +444,7 @@ def test_updates_that_are_none_are_refused(tmp_path):
     state = torch.load(path, weights_only=True)
     for updates in (None, {}, {"actor": "1"}, {"actor": -1}, [1]):
         torch.save({**state, "updates": updates}, path)
-        with pytest.raises(CheckpointError, match=r"run\.pt (is not what this version saves: its|has .* as) updates"):
+        with pytest.raises(CheckpointError, match=r"run\.pt (has an unexpected format: its|has .* as) updates"):
             made.cluster.checkpoints.load(path.parent)
 
 

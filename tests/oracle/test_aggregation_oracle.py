@@ -33,9 +33,9 @@ def test_weights_equal_the_loop(mode, seed):
     masks[3] = [False] * lengths[3]
     flat = torch.tensor([v for row in losses for v in row], dtype=torch.float64)
     mask = torch.tensor([m for row in masks for m in row])
-    unit_of = torch.repeat_interleave(torch.arange(8), torch.tensor(lengths))
+    trajectory = torch.repeat_interleave(torch.arange(8), torch.tensor(lengths))
     for norm in (12.0, None):
         if norm is None and mode == "sequence-mean-token-scale":
             continue
-        got = aggregate(flat, token_weights(mask, unit_of, mode, norm=norm)).item()
+        got = aggregate(flat, token_weights(mask, trajectory, mode, norm=norm)).item()
         assert got == pytest.approx(naive(mode, losses, masks, norm), rel=1e-12, abs=1e-12)

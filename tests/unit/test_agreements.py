@@ -71,7 +71,7 @@ def test_what_an_engine_can_t_do_is_refused_also_token_by_token(fields):
     engine = Plain()
     engine.caps = type(engine.caps)(stop_strings=False)
     r = Request(id=0, tokens=np.array([5]), sampling=Sampling(**fields), group=0, address=(0, 0, 0, 0))
-    with pytest.raises(EngineError, match="knows no"):
+    with pytest.raises(EngineError, match=r"does not (support|return) "):
         list(stream(engine, [r]))
 
 

@@ -90,7 +90,7 @@ def test_a_column_that_does_not_fit_is_refused_at_once():
 
 def test_a_name_that_means_something_else_is_refused():
     batch = random_batch((3, [2, 5])).with_token_columns(mine=torch.ones(7))
-    for name in ("logprobs", "entropy", "scores", "lengths", "select", "prefixes", "token", "need", "a b"):
+    for name in ("logprobs", "entropy", "scores", "lengths", "select", "prefixes", "token_columns", "need", "a b"):
         with pytest.raises(DataError, match="can't be named"):
             batch.with_token_columns(**{name: torch.ones(7)})
     for name in ("mine", "advantages", "unit"):
@@ -110,8 +110,8 @@ def test_an_unknown_name_is_an_error_with_the_nearest_one():
     given = {"sequence": torch.tensor([0]), "mask": torch.tensor([True]), "logprobs": torch.zeros(1)}
     with pytest.raises(DataError, match="unknown column 'advantage'; did you mean advantages"):
         LossInputs(**given, advantage=torch.ones(1))
-    x = LossInputs(**given, token={"teacher_logprobs": torch.ones(1)})
-    with pytest.raises(DataError, match="teacher, which is no column of this batch"):
+    x = LossInputs(**given, token_columns={"teacher_logprobs": torch.ones(1)})
+    with pytest.raises(DataError, match="teacher, which is not a column of this batch"):
         x.need("teacher")
     with pytest.raises(DataError, match="needs scores, which this batch does not have"):
         x.need("scores")
@@ -123,7 +123,8 @@ def test_batches_with_columns_are_copied_and_pickled():
     for again in (copy.deepcopy(batch), pickle.loads(pickle.dumps(batch))):
         assert torch.equal(again.place, batch.place) and torch.equal(again.which, batch.which)
     assert not hasattr(batch, "nothing")
-    x = LossInputs(sequence=batch.sequence, mask=batch.mask, logprobs=torch.zeros(7), token={"place": batch.place})
+    own = {"place": batch.place}
+    x = LossInputs(sequence=batch.sequence, mask=batch.mask, logprobs=torch.zeros(7), token_columns=own)
     other = dataclasses.replace(x, logprobs=torch.ones(7), advantages=torch.ones(7))
     assert torch.equal(other.place, batch.place) and other.advantages.sum() == other.logprobs.sum() == 7
     assert (x.num_sequences, x.num_units, x.unit_of.tolist()) == (2, 2, [0, 1])

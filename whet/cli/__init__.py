@@ -1,7 +1,7 @@
-"""The command line: `whet <verb> key=value ...`. Imports the standard library alone until a verb is known.
+"""The command line: `whet <command> key=value ...`. Imports the standard library alone until a command is known.
 
 A ConfigError, DataError or another error of whet is one message and exit status 2; WHET_DEBUG=1 shows where it came
-from. Under torchrun only rank 0 speaks.
+from. Under torchrun only rank 0 prints.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from whet.util.streams import bury, open_descriptors, unfailing, unread
 
 __all__ = ["main"]
 
-VERBS = {
+COMMANDS = {
     "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a few minutes",
     "grpo": "train a policy by GRPO: --config run.yaml, key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
@@ -25,7 +25,7 @@ VERBS = {
 }
 
 _FLAGS = {"print_config": ("chat", "generate", "grpo"), "profile": ("demo", "grpo")}
-"""Words without a value, besides --help, and the verbs that know them."""
+"""Flags (words without a value), besides --help, and the commands that take them."""
 _PROFILE = " --profile (trainer.profile=true) profiles the second step."
 _EXAMPLES = {
     "generate": (
@@ -40,7 +40,7 @@ _EXAMPLES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one verb.
+    """Runs one command.
 
     Args: argv: the words after the program's name; None = the process's own.
     Returns: the exit status: 0, 2 for an error that whet explains, 130 for Ctrl-C and a run
@@ -48,17 +48,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     open_descriptors()
-    verb = words.pop(0) if words else "--help"
+    command = words.pop(0) if words else "--help"
     with unfailing("stderr"):
         try:
-            _dispatch(verb, words)
+            _dispatch(command, words)
         except KeyboardInterrupt as stop:
             _say(f"\n{stop}" if str(stop) else "\nstopped")
             return 130
         except Exception as error:
             if isinstance(error, BrokenPipeError) and unread(sys.stdout):
                 return 0  # the reader of a pipe has seen enough
-            if not _explained(verb, error):
+            if not _explained(command, error):
                 raise
             return 2
         finally:
@@ -66,75 +66,75 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _dispatch(verb: str, words: list[str]) -> None:
-    if verb in ("-h", "--help", "help"):
+def _dispatch(command: str, words: list[str]) -> None:
+    if command in ("-h", "--help", "help"):
         _print(_help())
-    elif verb in ("version", "--version", "-V"):
+    elif command in ("version", "--version", "-V"):
         from whet._version import __version__
 
         _print(f"whet {__version__}")
-    elif verb not in VERBS:
+    elif command not in COMMANDS:
         from whet.errors import lookup_error
 
-        raise lookup_error("verb", verb, VERBS)
+        raise lookup_error("command", command, COMMANDS)
     elif any(w in ("-h", "--help") for w in words):
-        _print(_verb_help(verb))
+        _print(_command_help(command))
     else:
-        _run(verb, words)
+        _run(command, words)
 
 
-def _explained(verb: str, error: Exception) -> bool:
-    """Says an error of whet in one message; False for any other, which is a bug."""
+def _explained(command: str, error: Exception) -> bool:
+    """Prints an error of whet in one message; False for any other, which is a bug."""
     from whet.errors import ConfigError, WhetError
 
     if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
         return False
     text = str(error).replace("\n", "\n  ")
-    who = f"whet {verb}" if verb in VERBS else "whet"
+    who = f"whet {command}" if command in COMMANDS else "whet"
     _say(f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}", every_rank=not isinstance(error, ConfigError))
     return True
 
 
-def _run(verb: str, words: list[str]) -> None:
-    _check_flags(verb, words)
-    if verb in ("demo", "grpo"):
+def _run(command: str, words: list[str]) -> None:
+    _check_flags(command, words)
+    if command in ("demo", "grpo"):
         words = ["trainer.profile=true" if w == "--profile" else w for w in words]
     printing = [w for w in words if w in ("--print_config", "--print-config")]
-    config = _config(verb, [w for w in words if w not in printing])
-    if printing and verb != "demo":
+    config = _config(command, [w for w in words if w not in printing])
+    if printing and command != "demo":
         from whet.config import dump
 
         _print(dump(config), end="")
         return
-    _check(verb, config)
+    _check(command, config)
     from whet.observe.progress import setup_logging
 
-    trains = verb in ("demo", "grpo")
-    with unfailing("stdout") if trains else nullcontext():  # a run goes on, whoever reads what it says
+    trains = command in ("demo", "grpo")
+    with unfailing("stdout") if trains else nullcontext():  # a run continues, whether or not its output can be written
         setup_logging()
-        _work(verb, words, config)
+        _work(command, words, config)
 
 
-def _work(verb: str, words: list[str], config: Any) -> None:
-    if verb == "generate":
+def _work(command: str, words: list[str], config: Any) -> None:
+    if command == "generate":
         from whet.cli.generate import generate
 
         generate(config)
-    elif verb == "chat":
+    elif command == "chat":
         from whet.cli.chat import chat
 
         chat(config)
     else:
         from whet.cli import commands
 
-        if verb == "grpo":
+        if command == "grpo":
             commands.grpo(config)
         else:
             commands.demo(words)
 
 
-def _check_flags(verb: str, words: list[str]) -> None:
-    """Raises ConfigError for a flag that is misspelt, or another verb's: it would take the next word for its value."""
+def _check_flags(command: str, words: list[str]) -> None:
+    """Raises ConfigError for a flag misspelt, or another command's: it would take the next word as its value."""
     import difflib
 
     from whet.errors import ConfigError
@@ -144,80 +144,82 @@ def _check_flags(verb: str, words: list[str]) -> None:
         if not word.startswith("--") or "=" in word or "." in word or name == "config":
             continue
         if name in _FLAGS:
-            if verb not in _FLAGS[name]:
-                raise ConfigError(f"no {word} here; it is for whet {' and whet '.join(_FLAGS[name])}")
+            if command not in _FLAGS[name]:
+                theirs = " and whet ".join(_FLAGS[name])
+                raise ConfigError(f"{word} is not an option of whet {command}; only of whet {theirs}")
             continue
-        flags, keys = ["config", *(flag for flag, verbs in _FLAGS.items() if verb in verbs)], _keys(verb)
+        flags, keys = ["config", *(flag for flag, commands in _FLAGS.items() if command in commands)], _keys(command)
         near = difflib.get_close_matches(name, [*flags, *keys], 1)
         if name not in keys and near and near[0] in flags:
             raise ConfigError(f"unknown flag {word}; did you mean --{near[0]}?")
 
 
-def _keys(verb: str) -> list[str]:
-    """The keys of a verb that have no dot."""
+def _keys(command: str) -> list[str]:
+    """The keys of a command that have no dot."""
     import dataclasses
 
     from whet.config import SHORT, RunConfig
     from whet.config.generate import ChatConfig, GenerateConfig
 
-    if verb in ("demo", "grpo"):
+    if command in ("demo", "grpo"):
         return [*(f.name for f in dataclasses.fields(RunConfig)), *SHORT, "seed"]
-    return [f.name for f in dataclasses.fields(GenerateConfig if verb == "generate" else ChatConfig)]
+    return [f.name for f in dataclasses.fields(GenerateConfig if command == "generate" else ChatConfig)]
 
 
-def _config(verb: str, words: list[str]) -> Any:
-    """The configuration of a verb; None where it takes words."""
-    if verb == "demo":
+def _config(command: str, words: list[str]) -> Any:
+    """The configuration of a command; None where it takes words."""
+    if command == "demo":
         return None
-    if verb == "grpo":
+    if command == "grpo":
         from whet.config import load_run
 
         return load_run(words)
     from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
 
-    return load_sampled(GenerateConfig if verb == "generate" else ChatConfig, words)
+    return load_sampled(GenerateConfig if command == "generate" else ChatConfig, words)
 
 
-def _check(verb: str, config: Any) -> None:
-    """Raises ConfigError for what lacks, before anything heavy is imported."""
-    if verb == "grpo":
+def _check(command: str, config: Any) -> None:
+    """Raises ConfigError for what is missing, before anything heavy is imported."""
+    if command == "grpo":
         from whet.config import check_complete
 
         check_complete(config)
-    elif verb != "demo":
+    elif command != "demo":
         from whet.config.generate import check_model
 
         check_model(config)
 
 
 def _help() -> str:
-    verbs = "\n".join(f"  {verb:9}{text}" for verb, text in VERBS.items())
-    return f"usage: whet VERB [--config FILE] [key=value ...]\n\n{verbs}\n\n`whet grpo --help` lists every key."
+    commands = "\n".join(f"  {command:9}{text}" for command, text in COMMANDS.items())
+    return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n`whet grpo --help` lists every key."
 
 
-def _verb_help(verb: str) -> str:
-    if verb == "version":
-        return f"usage: whet version\n\n{VERBS[verb]}"
-    if verb == "demo":
+def _command_help(command: str) -> str:
+    if command == "version":
+        return f"usage: whet version\n\n{COMMANDS[command]}"
+    if command == "demo":
         return (
-            f"usage: whet demo [key=value ...]\n\n{VERBS['demo']}\n\n"
+            f"usage: whet demo [key=value ...]\n\n{COMMANDS['demo']}\n\n"
             "Takes the keys of `whet grpo` and --profile; seed=n is short for trainer.seed=n."
         )
     from whet.config import SHORT, RunConfig, show
 
-    if verb == "grpo":
+    if command == "grpo":
         keys = show(RunConfig, SHORT, hidden=("rollout.vllm.", "rollout.sglang."))
         end = "\n\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
     else:
         from whet.config.generate import ChatConfig, GenerateConfig
 
-        keys = show(GenerateConfig if verb == "generate" else ChatConfig)
-        end = _EXAMPLES[verb]
-    profile, note = (" [--profile]", _PROFILE) if verb == "grpo" else ("", "")
+        keys = show(GenerateConfig if command == "generate" else ChatConfig)
+        end = _EXAMPLES[command]
+    profile, note = (" [--profile]", _PROFILE) if command == "grpo" else ("", "")
     return (
-        f"usage: whet {verb} [--config FILE ...] [--print_config]{profile} [key=value ...]\n\n{VERBS[verb]}\n\n"
+        f"usage: whet {command} [--config FILE ...] [--print_config]{profile} [key=value ...]\n\n"
+        f"{COMMANDS[command]}\n\n"
         "Files are read first, in order; then key=value, with or without leading dashes. --print_config prints the\n"
-        f"settled configuration as YAML and ends.{note}\n\nKeys:\n{keys}{end}"
+        f"resolved configuration as YAML and exits.{note}\n\nKeys:\n{keys}{end}"
     )
 
 

@@ -1,4 +1,4 @@
-"""What the verbs of the command line do: from a RunConfig to a cluster, a learner and a run."""
+"""What the commands of `whet` do: from a RunConfig to a cluster, a learner and a run."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def grpo(config: RunConfig) -> dict[str, Any]:
 
 
 def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
-    """`whet demo`: the recipe of the demo, with its story told around it.
+    """`whet demo`: the recipe of the demo, with an explanation printed around it.
 
     Args: argv: overrides, as of `whet grpo`; seed=n is short for trainer.seed=n.
     Returns: the summary.
@@ -98,7 +98,8 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     config = load_run(["--config", str(recipe), *words])
     say = _Say()
     say("whet demo: GRPO teaches a small model the order of operations (about 4 minutes on 2 cores)")
-    say("  task: 2*2+4*3= -> 4+4*3=4+12=16. The warm start imitates right steps in any order; the reward sees the end.")
+    say("  task: 2*2+4*3= -> 4+4*3=4+12=16")
+    say("  Supervised warm start: correct steps in random order. The reward checks only the final number.")
     summary = grpo(config)
     folder = Path(summary["run_dir"])
     say("")
@@ -154,7 +155,9 @@ def data(config: RunConfig) -> tuple[Any, Any]:
     """Training and evaluation rows of a configuration; the latter None where none are asked for."""
     c = config.data
     if c.streaming and c.shuffle:
-        log.warning("data.shuffle has no effect on a stream, which keeps its own order; data.shuffle=false says so")
+        log.warning(
+            "data.shuffle has no effect on a stream, which keeps its own order; set data.shuffle=false to silence this"
+        )
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
     if c.eval_path is not None:
         return rows, load_rows(c.eval_path, split=c.eval_split, subset=c.subset)
@@ -170,7 +173,7 @@ def _settle_threads(config: RunConfig) -> None:
     noted = noted_environment(config.trainer.run_dir).get("threads") if config.trainer.resume is not None else None
     threads = min(noted or probe_threads(), torch.get_num_threads())
     if threads < torch.get_num_threads():
-        log.info("using %d thread: the other cores are busy, or the model is too small for them", threads)
+        log.info("using %d thread(s): a probe found more threads no faster", threads)
         torch.set_num_threads(threads)
 
 
@@ -202,7 +205,7 @@ def _with_model(config: RunConfig, folder: Path) -> RunConfig:
 
 
 def summarise(run: Run, config: RunConfig, seconds: float) -> dict[str, Any]:
-    """What a run came to, from its rows of metrics."""
+    """The results of a run, from its rows of metrics."""
     evals = [row for row in run.rows if row["mode"] == Mode.EVAL.value]
     train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
     found: dict[str, Any] = {
@@ -243,7 +246,7 @@ def stories(folder: Path, last: int, count: int = 4) -> list[str]:
 
 
 def recipe_path(name: str) -> Path:
-    """A recipe of whet: beside the package in a checkout, inside it in a wheel."""
+    """A recipe of whet: next to the package in a checkout, inside it in a wheel."""
     here = Path(__file__).parent
     found = [p for p in (here.parent / "recipes" / name, here / "recipes" / name) if p.is_file()]
     if not found:

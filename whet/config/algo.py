@@ -16,11 +16,12 @@ class AlgorithmConfig:
     """What every algorithm is made of: functions by name, as objects, or as "package.module:function"."""
 
     algo_variant: Name = "grpo"
-    """Tunix's name of the algorithm. No effect: the parts below say it all."""
+    """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "grpo"
     """Rewards -> advantages: grpo, drgrpo, rloo, a function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"
-    """Logprobs and advantages -> a loss per token: grpo, gspo-token, ppo, a function or "package.module:function"."""
+    """Logprobs and advantages -> a loss per token: grpo (the clipped surrogate; "ppo" is another name of it),
+    gspo-token, a function or "package.module:function"."""
     reward_manager: Name | Fn = "sequence-level"
     """How the rewards of several functions become one."""
     reward_weights: tuple[Float, ...] | None = None
@@ -50,9 +51,10 @@ class GRPOConfig(AlgorithmConfig):
     num_generations: Size = 2
     """G: completions of each prompt."""
     beta: Float = 0.04
-    """Weight of the KL to the reference, which pulls towards it under low_var_kl and mse_kl. 0.0 = off, none loaded."""
+    """Weight of the KL to the reference, which pulls towards it under low_var_kl and mse_kl. 0.0 = off; no reference is
+    loaded then unless force_compute_kl is set."""
     kl_loss_mode: Name = "kl"
-    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1). The gradient of k1 does not know the reference."""
+    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1). The gradient of k1 does not depend on the reference."""
     epsilon: Float = 0.2
     """The ratio is clipped below 1 - ε."""
     epsilon_high: Float | None = None
@@ -72,11 +74,12 @@ class GRPOConfig(AlgorithmConfig):
     """Correction for a sampler that differs from the trainer: "token" weighs each token by trainer / sampler
     probability, truncated; a function or "package.module:function" of LossInputs gives each its weight; None = off."""
     sampler_is_threshold: Float = 2.0
-    """Greatest such weight."""
+    """Upper bound of that weight."""
     loss_masks: tuple[Name | Fn, ...] = ()
     """Multiply the policy loss by 0 or 1: off-policy, functions of LossInputs, "package.module:function"."""
     off_policy_mask_threshold: Float = 0.5
-    """Of loss_masks=[off-policy]: bad completions whose mean log(sampler / policy) is above it are not learned from."""
+    """Threshold of loss_masks=[off-policy]: completions with a negative advantage whose mean log(sampler / policy) is
+    above it are masked out."""
     entropy_coef: Float = 0.0
     """c: weight of the entropy bonus at each token; 0.0 = none."""
     loss_agg_units: Literal["trained", "all"] = "trained"
@@ -84,7 +87,7 @@ class GRPOConfig(AlgorithmConfig):
     force_compute_kl: Bool = False
     """Compute the KL to the reference as a metric also when beta is 0.0."""
     mask_truncated_completions: Bool = False
-    """Train nothing of completions that were cut at the length limit."""
+    """Mask out completions that were cut at the length limit."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""
@@ -111,7 +114,7 @@ class GRPOConfig(AlgorithmConfig):
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """(ε, ε_high) with ε_high settled."""
+        """(ε, ε_high), ε_high with its default filled in."""
         return self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
 
 

@@ -173,7 +173,7 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
 
 
 def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
-    """A section's own message under its key; one that begins with a field's name goes on from the path to it."""
+    """A section's own message under its key; one that begins with a field's name continues the path to it."""
     section = section_at(cls, path)
     names = [f.name for f in dataclasses.fields(section)] if section else []
     if (word := re.match(r"(\w+)(?=[ .:=])", message)) and word[0] in names:

@@ -14,7 +14,8 @@ class DataConfig:
     """Where prompts come from."""
 
     path: Name | None = None
-    """Hub name, folder, or a json, jsonl, csv, parquet or arrow file; None = given from Python."""
+    """Hub name, folder, a json, jsonl, csv, parquet or arrow file, "file.py:function" or "package.module:function" that
+    returns the rows; None = given from Python."""
     subset: Name | None = None
     """Configuration of a hub data set, e.g. main, of eval_path too; None = its only one."""
     eval_path: Name | None = None
@@ -22,7 +23,7 @@ class DataConfig:
     split: Name = "train"
     """Split to train on, where there are several."""
     eval_split: Name | None = None
-    """Split to evaluate on; None = of eval_path the only one, or the only one named test, validation, dev or alike."""
+    """Split to evaluate on; None = eval_path's only one, or the only one named test, validation, dev or the like."""
     eval_fraction: Float = 0.0
     """Share of the rows kept for evaluation and not trained on. 0.0 = off."""
     batch_size: Size = 8
@@ -32,13 +33,13 @@ class DataConfig:
     shuffle: Bool = True
     """A new order in each epoch, from the run's seed. No effect on a stream, which keeps its own order."""
     streaming: Bool = False
-    """Read the data set as the run goes on, without downloading it first."""
+    """Read the data set during the run, without downloading it first."""
     apply_chat_template: Bool = False
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     system_prompt: Text = ""
     """Put before every conversation. "" = off."""
     limit: Count | None = None
-    """Use so many rows; None = all."""
+    """Use only the first N rows; None = all."""
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

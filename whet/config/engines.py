@@ -1,4 +1,4 @@
-"""What vLLM and SGLang are told beyond the rollout's own fields: rollout.vllm and rollout.sglang.
+"""Options of vLLM and SGLang beyond the rollout's own fields: rollout.vllm and rollout.sglang.
 
 The names are Tunix's without their prefix; `nested` reads Tunix's own, rollout_vllm_... and rollout_sglang_jax_....
 """
@@ -60,7 +60,7 @@ class VLLMOptions:
     reshard_chunk_size: Count | None = None
     """No effect: parameters are handed over one at a time, by reference."""
     kwargs: Tree = field(default_factory=dict)
-    """Further arguments of its LLM, over those that whet gives."""
+    """Further arguments of its LLM; they override those that whet gives."""
     sampling_kwargs: Tree = field(default_factory=dict)
     """Further SamplingParams; those that change the distribution are refused."""
 
@@ -117,7 +117,7 @@ class SGLangOptions:
     log_level: Name | None = "info"
     """Level of its log."""
     kwargs: Tree = field(default_factory=dict)
-    """Further arguments of its Engine, over those that whet gives."""
+    """Further arguments of its Engine; they override those that whet gives."""
 
 
 FLAT = {
@@ -143,6 +143,6 @@ def nested(words: Mapping[str, Any]) -> dict[str, Any]:
         section, name = FLAT[flat]
         own = out.get(section, {})
         if not isinstance(own, Mapping) or name in own:
-            raise ConfigError(f"{flat} and {section}.{name} are one key; give it once, as {section}.{name}")
+            raise ConfigError(f"{flat} and {section}.{name} are the same key; give it once, as {section}.{name}")
         out[section] = {**own, name: value}
     return out

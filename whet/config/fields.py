@@ -1,8 +1,8 @@
 """The types of fields: what each takes, and between which limits.
 
-They cast nothing that a reader would not: True is no integer, 2.0 is none either, numpy's numbers are. Every number has
-limits, so that one that was mistyped is refused here, with its key, and not by the library or the allocator that first
-meets it: a field that needs narrower ones checks them itself.
+They cast nothing that a reader would not: True is not an integer, nor is 2.0; numpy's numbers are accepted. Every
+number has limits, so that one that was mistyped is refused here, with its key, and not by the library or the allocator
+that first meets it: a field that needs narrower ones checks them itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 DEEPEST = 64
-"""Levels that lists and mappings may lie in each other; what walks them stays far from Python's own limit."""
+"""Nesting depth of lists and mappings; what walks them stays far from Python's own limit."""
 LARGEST, SMALLEST = 3.4e38, 1.2e-38
 """What fp32 holds, besides 0."""
 
@@ -105,7 +105,7 @@ def _float(value: Any, *, least: float, most: float, unit: str) -> float:
 def _fp32(value: Any) -> float:
     number = _float(value, least=-LARGEST, most=LARGEST, unit=", what fp32 holds")
     if 0 < abs(number) < SMALLEST:
-        raise ValueError(f"must be 0 or further from it than {SMALLEST}, as fp32 has it, got {shown(value)}")
+        raise ValueError(f"must be 0 or at least {SMALLEST} in magnitude, which fp32 can hold, got {shown(value)}")
     return number
 
 
@@ -132,7 +132,7 @@ def _text(value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{shown(value)} is no valid text: {error.reason}") from None
+        raise ValueError(f"{shown(value)} is not valid text: {error.reason}") from None
     return value
 
 
@@ -147,7 +147,7 @@ def _name(value: str) -> str:
 def _plain(value: Any, depth: int = 0) -> Any:
     """The value. Raises ValueError for what would not come back from a file as it was."""
     if depth > DEEPEST:
-        raise ValueError(f"is nested more than {DEEPEST} deep, or holds itself")
+        raise ValueError(f"is nested more than {DEEPEST} deep, or contains itself")
     if isinstance(value, Mapping):
         for key, inside in value.items():
             _plain(key, depth + 1)
@@ -158,9 +158,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     elif isinstance(value, str):
         _text(value)
     elif isinstance(value, int) and abs(value) >= 10**300:
-        raise ValueError("holds an integer of more than 300 digits")
+        raise ValueError("contains an integer of more than 300 digits")
     elif isinstance(value, float) and math.isnan(value):
-        raise ValueError("holds a nan, which is equal to nothing; leave it out")
+        raise ValueError("contains a NaN, which equals nothing; leave it out")
     return value
 
 

@@ -28,25 +28,25 @@ from whet.errors import ConfigError
 __all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_model", "load_sampled"]
 
 TEXTS = ("prompt", "system_prompt")
-"""Keys whose words are taken as they stand, colons and brackets included, and not as YAML."""
+"""Keys whose values are taken literally, colons and brackets included, and not as YAML."""
 
 
 @config
 class SampledConfig:
-    """A model, and how it is drawn from."""
+    """A model, and how to sample from it."""
 
     model: Name | None = None
-    """Folder of a model, of a finished run, or a hub name."""
+    """Folder of a model, of a finished run or of a checkpoint (step-*), or a hub name."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     max_tokens: Count | None = None
-    """Longest completion in tokens, stop token included; None = 256, or what the model leaves."""
+    """Longest completion in tokens, stop token included; None = 256, or the rest of the context length."""
     temperature: Temperature | None = None
     """Divides the logits; 0 = greedy. None = 0.7, or 0 for a beam search, which draws nothing."""
     top_p: Float | None = None
-    """Smallest set of tokens with this probability; None = off."""
+    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this; None = off."""
     top_k: Int | None = None
-    """So many most likely tokens; None = off."""
+    """Keep only the k most likely tokens; None = off."""
     min_p: Float = 0.0
     """Drop tokens less likely than this share of the likeliest. 0.0 = off."""
     repetition_penalty: Float = 1.0
@@ -60,17 +60,19 @@ class SampledConfig:
     forbidden_tokens: tuple[Int, ...] = ()
     """Ids that are never drawn."""
     seed: Seed | None = None
-    """Draws the same again; None = another each time."""
+    """Seed of the draws: the same seed draws the same; None = another each time."""
     generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
     constraint: ConstraintConfig | None = None
-    """The language that completions lie in, e.g. constraint.regex='[0-9]+'; None = any text."""
+    """Constrained (structured) decoding: regex, json_schema or grammar, e.g. constraint.regex='[0-9]+'; None = any
+    text. Needs whet[grammar]."""
     system_prompt: Text = ""
     """Put before every conversation. "" = none."""
     chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: true}."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' own decoding, or "package.module:Class"."""
+    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
     device: Name | None = None
@@ -88,7 +90,9 @@ class SampledConfig:
         >>> GenerateConfig().settled_temperature, GenerateConfig(beam_size=4).settled_temperature
         (0.7, 0.0)
         """
-        return self.temperature if self.temperature is not None else 0.0 if self.searches else 0.7
+        if self.temperature is not None:
+            return self.temperature
+        return 0.0 if self.searches else 0.7
 
 
 @config
@@ -100,15 +104,15 @@ class GenerateConfig(SampledConfig):
     """
 
     prompt: Strings = ()
-    """A prompt, taken as it stands; may be given several times. "-" = what comes in on standard input."""
+    """A prompt, taken literally; may be given several times. "-" = what comes in on standard input."""
     prompts: Name | None = None
-    """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name."""
+    """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name, "file.py:function"."""
     prompt_column: Name | None = None
     """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
     split: Name = "train"
     """Split of the data set."""
     limit: Count | None = None
-    """Use so many prompts; None = all."""
+    """Use only the first N prompts; None = all."""
     apply_chat_template: Bool = False
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     max_prompt_length: Count | None = None
@@ -122,9 +126,9 @@ class GenerateConfig(SampledConfig):
     out: Name | None = None
     """A .jsonl file to write instead of printing: prompt, completion, finish_reason, tokens, logprobs."""
     overwrite: Bool = False
-    """Write over that file where it exists."""
+    """Replace that file where it exists."""
     batch_size: Size = 64
-    """Completions made at once. It changes no draw."""
+    """Completions generated at once. It does not change what is drawn."""
 
     def __post_init__(self) -> None:
         """Checks what concerns several keys."""
@@ -148,14 +152,14 @@ class ChatConfig(SampledConfig):
     temperature: Temperature = 0.7
     """Divides the logits; 0 = greedy."""
     apply_chat_template: Bool | None = None
-    """Whether turns go through the chat template; None = where there is one. false = plain text goes on."""
+    """Whether turns go through the chat template; None = where there is one. false = plain text is continued."""
 
 
 T = TypeVar("T", bound=SampledConfig)
 
 
 def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
-    """The configuration of `whet generate` or `whet chat` from its words.
+    """The configuration of `whet generate` or `whet chat` from its arguments.
 
     Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; texts are taken as they stand.
     Raises: ConfigError: every problem at once, a line each.

@@ -110,7 +110,7 @@ def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any
         *parents, name = target.split(".")
         there = _at(full, parents)
         if there is not None and name in there:
-            raise ConfigError(f"{key} and {target} are one key; give it once")
+            raise ConfigError(f"{key} and {target} are the same key; give it once")
         for part in reversed([*parents, name]):
             value = {part: value}
         full = _merge(full, value)

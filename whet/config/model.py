@@ -37,11 +37,11 @@ class OptimConfig:
     lr: Float = 1e-6
     """Learning rate, at its peak where there is a schedule."""
     betas: tuple[Float, Float] = (0.9, 0.999)
-    """Decay of the first and second moment; Adam's kinds."""
+    """Decay of the first and second moment; for adamw, adam and adamw8bit."""
     eps: Float = 1e-8
-    """ε, added to the root of the second moment; Adam's kinds."""
+    """ε, added to the root of the second moment; for adamw, adam and adamw8bit."""
     momentum: Float = 0.0
-    """Share of the last step that is kept; sgd's alone. 0.0 = off."""
+    """Share of the last step that is kept; for sgd only. 0.0 = off."""
     weight_decay: Float = 0.0
     """Decay of matrices; vectors (norms, biases) never decay. Decoupled, but in adam and sgd part of the gradient.
     0.0 = off."""
@@ -76,19 +76,21 @@ class RoleConfig:
     """One model: what to load, how to compute it, and how to train it."""
 
     model: Name | None = None
-    """Hub name or folder of a Hugging Face model; None = given from Python, or (critic, reference) the actor's."""
+    """Hub name or folder of a Hugging Face model; the actor's may be "file.py:function" or "package.module:function",
+    which makes the model in a folder. None = given from Python, or (critic, reference) the actor's."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Compute dtype; masters are always float32. "auto" = bfloat16 on a GPU that has it in hardware, and on a CPU with
-    instructions for it where a probe finds it 1.3 times faster; else float32. A resumed run keeps what was chosen."""
+    """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that has it in hardware, and on a
+    CPU with instructions for it where a probe finds it 1.3 times faster; else float32. A resumed run keeps what was
+    chosen."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """The optimizer; nothing for a model that is only read."""
+    """The optimizer; no effect on a model that is only read."""
     gradient_checkpointing: Recompute = "none"
     """Recompute activations in the backward pass: "full" = whole layers (least memory, a fifth to a third more time),
     "selective" = all but matrix products and attention, "none". true is "full", false is "none"."""
     attention: Literal["auto", "flex", "plain"] = "auto"
-    """What computes attention over packed rows: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto" =
-    whet's own kernels on a CPU, and flex on a GPU for rows with shared prefixes, windows, caps or sinks, each after a
-    trial; else plain."""
+    """What computes attention over packed sequences: "flex" = FlexAttention (CUDA), "plain" = torch's operator, "auto"
+    = whet's own kernels on a CPU, and flex on a GPU for shared prefixes, sliding windows, logit soft-capping or
+    attention sinks, each checked first; else plain."""
     dropout: Bool = False
     """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
 

@@ -1,7 +1,7 @@
 """Sampling: the section rollout.
 
-The names and defaults are Tunix's where Tunix has the field. The sections vllm and sglang (config/engines.py) speak to
-the rollout_engine of that name and have no effect on another, which warns; what the engine can't carry out it refuses.
+The names and defaults are Tunix's where Tunix has the field. The sections vllm and sglang (config/engines.py) are for
+the rollout_engine of that name and have no effect on another, which warns; an engine refuses what it can't do.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class ConstraintConfig:
     """Lark grammar that the completion follows; its first rule is `start`."""
 
     def __post_init__(self) -> None:
-        """Asks for exactly one field."""
+        """Checks that exactly one field is given."""
         given = [f.name for f in dataclasses.fields(self) if vars(self)[f.name] is not None]
         if len(given) != 1:
             names = ", ".join(f.name for f in dataclasses.fields(self))
@@ -104,9 +104,9 @@ class ConstraintConfig:
 
 
 def _check_schema(schema: Any) -> None:
-    """Raises ConfigError for a keyword that is misspelt: JSON schema has a keyword that it doesn't know mean nothing.
+    """Raises ConfigError for a misspelt keyword: JSON schema ignores keywords that it doesn't define.
 
-    Text that is no JSON is left to whoever compiles it.
+    Text that is not JSON is left to the compiler of the schema.
     """
     if isinstance(schema, str):
         try:
@@ -118,7 +118,7 @@ def _check_schema(schema: Any) -> None:
     for key, value in schema.items():
         near = difflib.get_close_matches(str(key), SCHEMA_WORDS, 1, 0.75)
         if key not in SCHEMA_WORDS and near:
-            raise ConfigError(f"json_schema: unknown keyword {key!r}; did you mean {near[0]}? It would mean nothing")
+            raise ConfigError(f"json_schema: unknown keyword {key!r}; did you mean {near[0]}? It would be ignored")
         if key in ("$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties", "properties"):
             inside = list(value.values()) if isinstance(value, dict) else []
         elif key in ("const", "default", "discriminator", "enum", "example", "examples", "externalDocs", "xml"):
@@ -146,13 +146,13 @@ class RolloutConfig:
     temperature: Temperature = 0.9
     """Divides the logits; 0.0 = greedy."""
     top_p: Float | None = 1.0
-    """Smallest set of tokens with this probability; 1.0 or None = off."""
+    """Nucleus sampling: keep the smallest set of tokens whose total probability reaches this; 1.0 or None = off."""
     top_k: Int | None = None
-    """So many most likely tokens; None or -1 = off."""
+    """Keep only the k most likely tokens; None or -1 = off."""
     seed: Seed | None = None
     """Seed of the draws; None = the run's (trainer.seed)."""
     max_prompt_length: Count = 64
-    """Longest prompt in tokens; on_long_prompt says what becomes of a longer one."""
+    """Longest prompt in tokens; on_long_prompt decides about a longer one."""
     kv_cache_size: Count = 1024
     """Tunix's cache length of a row. No effect: a row takes the cache it needs, kv_cache_tokens bounds them all."""
     data_type: Name | None = None
@@ -181,7 +181,8 @@ class RolloutConfig:
     forbidden_tokens: tuple[Int, ...] = ()
     """Ids that are never drawn."""
     constraint: ConstraintConfig | None = None
-    """Language that completions lie in, e.g. {regex: "[0-9]+"}; None = any text. Needs whet[grammar]."""
+    """Constrained (structured) decoding: regex, json_schema or grammar, e.g. {regex: "[0-9]+"}; None = any text. Needs
+    whet[grammar]."""
     logprob_support: Literal["sampling", "full"] = "sampling"
     """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"
@@ -192,13 +193,13 @@ class RolloutConfig:
     """Tokens that the KV cache holds over all completions; None = what max_batch_size of the longest need."""
     native_kernels: Bool = True
     """On a CPU, the embedded engine runs on kernels that this machine's C++ compiler builds once; false = on torch's.
-    Those of training are another matter: WHET_NATIVE=0 in the environment does without any."""
+    It does not affect the kernels of training: WHET_NATIVE=0 in the environment turns all off."""
     num_generations_eval: Size | None = None
     """Completions of each evaluation prompt; None = algo.num_generations, or 1 where evaluation is greedy."""
     generation_kwargs: Tree = field(default_factory=dict)
     """Options of transformers' generate that whet has no field for, e.g. {no_repeat_ngram_size: 3} or {num_beams: 4}.
-    With any of them the "hf" engine runs the rollout; training takes them under logprob_support "full" alone, and beams
-    never."""
+    With any of them the "hf" engine runs the rollout; training supports them under logprob_support "full" only, and
+    never beams."""
     chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: false}."""
     eval: Tree = field(default_factory=dict)

@@ -32,7 +32,7 @@ class RunConfig:
     critic: RoleConfig | None = None
     """The value model; None = none."""
     reference: RoleConfig | None = None
-    """What the KL is taken to; None = the actor as it was at the start."""
+    """The model that the KL is measured against; None = the actor as it was at the start."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     algo: GRPOConfig = field(default_factory=GRPOConfig)
@@ -44,7 +44,8 @@ class RunConfig:
     reward: Name | list[Name] | dict[Name, Float] | None = None
     """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight."""
     rollout_engine: Name = "embedded"
-    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' own decoding, or "package.module:Class"."""
+    """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
+    or "package.module:Class"."""
     offload_to_cpu: Bool = False
     """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
     in pinned host memory otherwise. Nothing to do on a CPU."""
@@ -58,11 +59,10 @@ class RunConfig:
                 raise ConfigError(f"trainer.{role}_optimizer is for Python; in a run's configuration set {role}.optim")
         if isinstance(self.reward, dict) and self.algo.reward_weights is not None:
             raise ConfigError("reward gives weights and algo.reward_weights too; keep one of them")
-        count = len(self.reward) if isinstance(self.reward, list) else 1 if isinstance(self.reward, str) else None
-        if count is not None and self.algo.reward_weights is not None and len(self.algo.reward_weights) != count:
+        weights, count = self.algo.reward_weights, len(self.reward_names)
+        if self.reward is not None and weights is not None and len(weights) != count:
             raise ConfigError(
-                f"algo.reward_weights has {len(self.algo.reward_weights)} values for {count} reward functions; "
-                "give one each"
+                f"algo.reward_weights has {len(weights)} values for {count} reward functions; give one each"
             )
 
     @property
@@ -77,7 +77,7 @@ class RunConfig:
 
 
 def check_complete(config: RunConfig) -> None:
-    """Raises ConfigError, all at once, where a run lacks what nothing can stand in for.
+    """Raises ConfigError, all at once, where a run lacks what has no default.
 
     >>> check_complete(RunConfig(reward="exact_match"))
     Traceback (most recent call last):
@@ -112,7 +112,7 @@ SHORT: dict[str, str] = {
 def load_run(argv: Sequence[str]) -> RunConfig:
     """A RunConfig from `--config run.yaml key=value ...`.
 
-    Args: argv: words of the command line after the verb.
+    Args: argv: arguments of the command line after the command.
     Raises: ConfigError: every problem at once, a line each.
     """
     return load(RunConfig, argv, SHORT)

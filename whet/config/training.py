@@ -163,7 +163,7 @@ class TrainingConfig:
     """Sequences of one micro-batch; None = as many as the tokens allow."""
 
     num_epochs: Count | None = None
-    """Passes over the data; None = one, or as many as max_steps asks for."""
+    """Epochs, passes over the data; None = one, or as many as max_steps needs."""
     seed: Seed = 0
     """Seed of the run: every draw's address begins with it."""
     data_shuffle_seed: Seed | None = None
@@ -173,7 +173,7 @@ class TrainingConfig:
     loggers: Items = ()
     """Names (tensorboard, wandb, trackio, package.module:name) or objects with log(step, values) and close()."""
     resume: Name | None = None
-    """"latest" = go on in run_dir where it stopped, a path = from that checkpoint; None = begin."""
+    """"latest" = resume in run_dir where it stopped, a path = from that checkpoint; None = start a new run."""
     allow_config_change: Bool = False
     """Let a resumed run differ in its configuration; the differences are logged."""
 
@@ -191,14 +191,14 @@ class TrainingConfig:
         words = dict(words)
         budget = words.pop("max_seq_token_per_tpu")
         if words.get("max_tokens_per_microbatch") is not None:
-            raise ConfigError("max_seq_token_per_tpu and max_tokens_per_microbatch are one key; give it once")
+            raise ConfigError("max_seq_token_per_tpu and max_tokens_per_microbatch are the same key; give it once")
         words["max_tokens_per_microbatch"] = budget
         return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
-        """Refuses what is not there."""
+        """Refuses a resume without a folder."""
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:
-            raise ConfigError("resume='latest' needs to know where; set run_dir")
+            raise ConfigError("resume='latest' needs run_dir (or checkpoint_root_directory); set it")
 
     @property
     def profiling(self) -> ProfilerOptions | None:
@@ -236,7 +236,7 @@ class TrainingConfig:
             return usual if longest <= usual else -(-longest // 128) * 128
         if given < longest:
             raise ConfigError(
-                f"max_tokens_per_microbatch {given} holds no sequence of {longest} tokens, the longest of the rollout "
+                f"max_tokens_per_microbatch={given} is smaller than the longest sequence, {longest} tokens "
                 f"(max_prompt_length + max_tokens_to_generate); set it to {longest} or more, or leave it out"
             )
         return given
@@ -254,7 +254,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSizes:
-    """The sizes of one step, in prompts, each of them settled."""
+    """The sizes of one step, in prompts, each with its default filled in."""
 
     full: int
     """One global step: one rollout."""
@@ -279,7 +279,7 @@ class RLTrainingConfig(TrainingConfig):
 
     >>> RLTrainingConfig(reward_timeout_s=0)
     Traceback (most recent call last):
-    whet.errors.ConfigError: reward_timeout_s must be positive, got 0.0; None is no limit
+    whet.errors.ConfigError: reward_timeout_s must be positive, got 0.0; None = no limit
     """
 
     actor_optimizer: OptimConfig | Name | Fn | None = None
@@ -312,7 +312,7 @@ class RLTrainingConfig(TrainingConfig):
                 "`mini_batch_size // train_micro_batch_size`."
             )
         if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
-            raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None is no limit")
+            raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None = no limit")
         if self.train_micro_batch_size is not None:
             if self.mini_batch_size is None:
                 raise ConfigError(
@@ -325,24 +325,30 @@ class RLTrainingConfig(TrainingConfig):
         """The hierarchy of batches for steps of so many prompts.
 
         Args: full: prompts of one step.
-        Returns: BatchSizes: mini defaults to full, train_micro to mini, rollout and scoring to train_micro.
+        Returns: BatchSizes: mini and rollout_micro default to full, train_micro to mini, compute_logps_micro to
+            train_micro.
         Raises: ConfigError: one of them does not divide the next.
 
         >>> RLTrainingConfig(mini_batch_size=8, train_micro_batch_size=2).resolve_batch_sizes(32)
-        BatchSizes(full=32, mini=8, train_micro=2, rollout_micro=2, compute_logps_micro=2)
+        BatchSizes(full=32, mini=8, train_micro=2, rollout_micro=32, compute_logps_micro=2)
         """
         if isinstance(full, bool) or full != int(full) or full < 1:
             raise ConfigError(f"a step needs a positive number of prompts, got {full!r}")
+        full = int(full)
         mini = self.mini_batch_size or full
         train = self.train_micro_batch_size or mini
-        rollout = self.rollout_micro_batch_size or train
+        rollout = self.rollout_micro_batch_size or full
         logps = self.compute_logps_micro_batch_size or train
         _divides("mini_batch_size", mini, "batch_size", full)
         _divides("train_micro_batch_size", train, "mini_batch_size", mini)
         _divides("rollout_micro_batch_size", rollout, "batch_size", full)
         _divides("compute_logps_micro_batch_size", logps, "batch_size", full)
         return BatchSizes(
-            full=int(full), mini=mini, train_micro=train, rollout_micro=rollout, compute_logps_micro=logps
+            full=full,
+            mini=mini,
+            train_micro=train,
+            rollout_micro=rollout,
+            compute_logps_micro=logps,
         )
 
 
@@ -356,7 +362,7 @@ def _divides(small_name: str, small: int, big_name: str, big: int) -> None:
 
 @config
 class ClusterConfig:
-    """Models' places, the engine, and the two sections they share. Holds objects: it never lies in YAML.
+    """Where models lie, the engine, and the two sections they share. Holds objects: it can't be written in YAML.
 
     >>> ClusterConfig(rollout_config={"eval": RolloutConfig()})
     Traceback (most recent call last):

@@ -90,7 +90,7 @@ class _Loader(yaml.SafeLoader):
         """A null, bool, int or float, as its tag says."""
         text, kind = self.construct_scalar(node), node.tag.removeprefix(_TAG)
         if not _SCALARS[kind][0].match(text):
-            raise self.refuse(node.start_mark, f"{text[:40]!r} is no {kind}; leave the tag out")
+            raise self.refuse(node.start_mark, f"{text[:40]!r} is not a valid {kind}; leave the tag out")
         if kind == "null":
             return None
         if kind == "bool":
@@ -167,7 +167,7 @@ def read_text(path: str | Path) -> str:
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}; --config takes a YAML file") from None
     if data.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in data[:1000]:
-        raise ConfigError(f"{path} looks like UTF-16, or is no text; save it as UTF-8")
+        raise ConfigError(f"{path} looks like UTF-16, or is not text; save it as UTF-8")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -24,7 +24,7 @@ __all__ = ["NO_CAP", "PackItem", "PassCost", "Split", "first_fit", "level", "mod
 ROUNDS = 12
 """Halvings of the range in which the smallest cap lies."""
 NO_CAP = int(np.iinfo(np.int64).max)
-"""More than any batch has of anything."""
+"""Above every count in a batch."""
 
 T = TypeVar("T")
 
@@ -110,8 +110,10 @@ def first_fit(
 ) -> list[list[PackItem]]:
     """First fit decreasing: each item, largest first, into the first bin with room.
 
-    Args: items: each within the limits. max_tokens, max_sequences: of a bin. cap: most cost of a bin; with one the
-        most expensive item comes first, and an item over it has a bin of its own.
+    Args:
+        items: each within the limits.
+        max_tokens, max_sequences: of a bin.
+        cap: most cost of a bin; with one the most expensive item comes first, and an item over it has a bin of its own.
     Returns: the bins in the order in which they were begun.
     """
     size = (lambda u: (-u.tokens, u.sequences)) if cap == NO_CAP else (lambda u: (-u.cost, u.sequences))

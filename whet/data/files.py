@@ -26,7 +26,7 @@ FORMATS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 """Suffixes of data files."""
 JSON = (".json", ".jsonl")
 TEXT = (*JSON, ".csv")
-REPAIR = "repair the file, or write it anew"
+REPAIR = "repair the file, or write it again"
 UTF8 = "convert it to UTF-8, e.g. with iconv"
 BATCH = 1000
 """Rows of a table that a stream holds at a time."""
@@ -103,7 +103,7 @@ def _refuse_utf16(path: Path) -> None:
     with path.open("rb") as file:
         start = file.read(4000)
     if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start:
-        raise DataError(f"{path} is not UTF-8: it looks like UTF-16, or is no text; {UTF8}")
+        raise DataError(f"{path} is not UTF-8: it looks like UTF-16, or is not text; {UTF8}")
 
 
 def _text_lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -29,9 +29,9 @@ __all__ = ["PromptStream", "digests", "epoch_order", "hold_out", "is_batch", "un
 log = logging.getLogger("whet")
 
 TELL_S = 10.0
-"""Seconds between two notes of how far the encoding of prompts is."""
+"""Seconds between two log lines on the progress of encoding prompts."""
 HOLD_OUT = 2**32
-"""Stands for the epoch in the draw of held-out rows, so that it is no epoch's order."""
+"""Stands for the epoch in the draw of held-out rows, so that it is not the order of an epoch."""
 
 Encode = Callable[[Any, int], Any]
 """(row, its place in the data set) -> what batches are made of, or None to leave it out."""
@@ -71,7 +71,7 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[list[Any], list[Any
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
         raise DataError(
-            f"holding {count} of {len(rows)} rows out leaves none to train on; bring more, or hold out fewer"
+            f"holding {count} of {len(rows)} rows out leaves none to train on; give more rows, or hold out fewer"
         )
     held = set(epoch_order(len(rows), seed, HOLD_OUT)[:count].tolist())
     parts: tuple[list[Any], list[Any]] = ([], [])
@@ -132,7 +132,7 @@ class PromptStream:
             seed: of the order.
             shuffle: None = rows with a length are shuffled, nothing else is.
             num_epochs: None = without end (an iterator that can be read once ends all the same).
-            last_batch: what becomes of a batch with fewer prompts than the others: "drop" or "keep".
+            last_batch: how to treat a batch with fewer prompts than the others: "drop" or "keep".
             encode: applied to each row, e.g. a PromptEncoder; rows with a length are encoded at once, others as read.
             prompt_column: tells ready-made batches from rows; as for find_prompt_column.
 
@@ -147,12 +147,14 @@ class PromptStream:
                 raise ConfigError(f"{name} {value} is out of range; give {least} or more")
         self.seed, self.num_epochs, self.last_batch = seed, num_epochs, last_batch
         self.encode, self.prompt_column = encode, prompt_column
-        with reading("the data", "mend what makes the rows"):
+        with reading("the data", "fix what makes the rows"):
             self.once = iter(source) is source
         first, source = _peek(source, self.once)
-        self.kind: Literal["rows", "batches", "stream"] = (
-            "batches" if is_batch(first, prompt_column) else "rows" if _has_places(source) else "stream"
-        )
+        self.kind: Literal["rows", "batches", "stream"] = "stream"
+        if is_batch(first, prompt_column):
+            self.kind = "batches"
+        elif _has_places(source):
+            self.kind = "rows"
         self.source: Any = source
         self.batch_size = self._size(first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle
@@ -185,7 +187,7 @@ class PromptStream:
         if self.once and (self.num_epochs or 1) > 1:
             raise ConfigError(
                 f"num_epochs {self.num_epochs}, but the data are an iterator that can be read once; give a list or an "
-                "object whose __iter__ starts anew, or num_epochs=1"
+                "object whose __iter__ starts again, or num_epochs=1"
             )
         if self.kind != "rows":
             return
@@ -195,7 +197,7 @@ class PromptStream:
         if rows == 0 or (rows < self.batch_size and self.last_batch == "drop"):
             raise DataError(
                 f"{rows} prompts don't fill one batch of {self.batch_size}; set batch_size to {max(rows, 1)} or less, "
-                "last_batch='keep', or bring more prompts"
+                "last_batch='keep', or give more prompts"
             )
 
     @property
@@ -238,8 +240,8 @@ class PromptStream:
         }
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on after the last batch of a saved state; call it before iterating. What a stream had used is read once
-        more, and compared.
+        """Continues after the last batch of a saved state; call it before iterating. What a stream had used is read
+        again, and compared.
 
         Raises: CheckpointError: the state is of other data or other settings, with the first difference; or it has a
             place that no such data have.
@@ -248,8 +250,8 @@ class PromptStream:
         newer = {"columns_digest", "length", "read_digest"}  # not in checkpoints of earlier versions: not compared then
         if missing := sorted(now.keys() - state.keys() - newer):
             raise CheckpointError(
-                f"the checkpoint's place in the data has no {', '.join(missing)}: another version of whet wrote it; go "
-                "on with that one, or start a new run"
+                f"the checkpoint's data position has no {', '.join(missing)}: another version of whet wrote it; resume "
+                "with that version, or start a new run"
             )
         for name in ("rows", "batch_size", "seed", "shuffle", "length"):
             if state.get(name, now[name]) != now[name]:
@@ -259,12 +261,12 @@ class PromptStream:
                 )
         if state["digest"] != now["digest"]:
             raise CheckpointError(
-                "the rows are not those of the checkpoint: as many, but a prompt was changed or moved; resume with the "
-                "same data, or start a new run"
+                "the rows are not those of the checkpoint: same number of rows, but a prompt was changed or reordered; "
+                "resume with the same data, or start a new run"
             )
         if state.get("columns_digest", now["columns_digest"]) != now["columns_digest"]:
             raise CheckpointError(
-                "the rows are not those of the checkpoint: the prompts are, but another column (an answer, say) was "
+                "the rows are not those of the checkpoint: same prompts, but another column (an answer, say) was "
                 "changed; resume with the same data, or start a new run"
             )
         self._check_place(state)
@@ -285,8 +287,8 @@ class PromptStream:
         if not possible:
             shown = ", ".join(f"{name} {n!r:.30}" for name, n in places.items())
             raise CheckpointError(
-                f"the checkpoint's place in the data is none that a run comes to: {shown}; resume from another step-* "
-                "folder"
+                f"the checkpoint's data position is invalid: {shown}, which no run over these data reaches; resume "
+                "from another step-* folder"
             )
 
     def _skipped(self, used: int, expected: int | None) -> Iterator[Any]:
@@ -310,7 +312,7 @@ class PromptStream:
         if expected not in (None, self.read_digest):
             raise CheckpointError(
                 f"the first {used} {what} are not those that the run had read before the checkpoint: one was changed, "
-                "moved, added or left out; resume with the same data, or start a new run in another run_dir"
+                "reordered, added or removed; resume with the same data, or start a new run in another run_dir"
             )
         return items
 
@@ -398,7 +400,7 @@ class PromptStream:
 
 
 def _encoded(rows: Any, encode: Encode) -> list[Any]:
-    """All rows, encoded, without those that were dropped; says how far it is where that takes long."""
+    """All rows, encoded, without those that were dropped; logs its progress where that takes long."""
     out, told = [], time.monotonic()
     for place, row in enumerate(each(rows, "the data")):
         made = encode(row, place)
@@ -463,7 +465,7 @@ def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:
     try:
         first = next(items)
     except StopIteration:
-        raise DataError("the data have no rows; bring at least one batch of prompts") from None
+        raise DataError("the data have no rows; give at least one batch of prompts") from None
     return first, chain([first], items) if once else source
 
 

@@ -223,7 +223,7 @@ def _rows(work: _Work) -> list[PackItem]:
 
 
 def _budgets(longest: int, unsplit: int, saturating_tokens: int | None, max_tokens: int) -> list[int]:
-    """Token budgets that come into question: max_tokens, and from `saturating_tokens` on those below it by eighths.
+    """Candidate token budgets: max_tokens, and from `saturating_tokens` on those below it by eighths.
 
     Args:
         longest: tokens of the longest sequence or unit; none below it.
@@ -262,7 +262,7 @@ def _parts(work: _Work, ids: Sequence[int], split: Split, token_budget: int, max
 
 
 def _check_limits(**limits: int | None) -> None:
-    """Raises ConfigError where a limit is below 1; it may be as large as one likes."""
+    """Raises ConfigError where a limit is below 1; there is no upper limit."""
     for name, value in limits.items():
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value} must be at least 1")
@@ -300,7 +300,7 @@ def _check_unit(work: _Work, item: PackItem, tokens: int) -> None:
 
 
 def _groups(work: _Work, ids: Sequence[int]) -> tuple[list[list[int]], list[PrefixTree]]:
-    """Of these sequences, those of one prefix together, but for those that are run as trees; or each on its own."""
+    """Of these sequences, those of one prefix together, except those that are run as trees; or each on its own."""
     if not work.shared_prefix:
         return [[i] for i in ids], []
     at = np.asarray(ids, dtype=np.int64)

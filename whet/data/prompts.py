@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["LongPrompt", "PromptEncoder", "find_prompt_column"]
 
 LongPrompt = Literal["error", "truncate_left", "drop"]
-"""What becomes of a prompt over the limit."""
+"""How to treat a prompt over the limit."""
 PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question")
 """Names of the prompt column, in the order of preference."""
 IMAGE_COLUMNS = ("image", "images")
@@ -207,7 +207,7 @@ def _text(text: str, where: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {text[:40]!r} is no valid text ({error.reason}); repair the encoding") from error
+        raise DataError(f"{where}: {text[:40]!r} is not valid text ({error.reason}); repair the encoding") from error
     return text
 
 

@@ -1,7 +1,7 @@
-"""What others raise while rows are read, as a DataError that says where.
+"""Errors raised while rows are read, as a DataError that names the place.
 
-Rows come from files of any make, from libraries that read them, and from functions of the user's own: each raises what
-it likes. Errors of whet and a lack of memory pass as they are.
+Rows come from files of any make, from libraries that read them, and from functions of the user's own: each raises its
+own errors. Errors of whet and a lack of memory pass as they are.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ def reading(what: str, fix: str) -> Iterator[None]:
 
     Args: what: is read, for the message. fix: what to do about it.
 
-    >>> with reading("a.csv", "write it anew"):
+    >>> with reading("a.csv", "write it again"):
     ...     raise KeyError("x")
     Traceback (most recent call last):
-    whet.errors.DataError: a.csv can't be read: KeyError: 'x'; write it anew
+    whet.errors.DataError: a.csv can't be read: KeyError: 'x'; write it again
     """
     try:
         yield
@@ -34,7 +34,7 @@ def reading(what: str, fix: str) -> Iterator[None]:
         raise DataError(f"{what} can't be read: {said(error)}; {fix}") from error
 
 
-def each(rows: Iterable[Any], what: str, fix: str = "mend what makes the rows") -> Iterator[Any]:
+def each(rows: Iterable[Any], what: str, fix: str = "fix what makes the rows") -> Iterator[Any]:
     """The rows, one by one; what reading one raises is a DataError with the row's number.
 
     Args: rows: any iterable. what: holds them, for the message. fix: what to do about it.
@@ -54,7 +54,7 @@ def each(rows: Iterable[Any], what: str, fix: str = "mend what makes the rows") 
 
 
 def said(error: Exception) -> str:
-    r"""What an error is and says, in one line.
+    r"""The class and message of an error, in one line.
 
     >>> said(ValueError("a\n  b"))
     'ValueError: a b'

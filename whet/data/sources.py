@@ -27,7 +27,7 @@ __all__ = ["load_rows"]
 log = logging.getLogger("whet")
 
 TELL_S = 3.0
-"""Seconds of waiting for the hub after which that is said."""
+"""Seconds of waiting for the hub after which that is logged."""
 SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 """Words in a file's name that say which split it holds."""
 EVAL_SPLITS = tuple(word for word in SPLITS if not word.startswith("train"))
@@ -53,7 +53,7 @@ def load_rows(
             or the only one named test, validation, dev or the like.
         subset: the configuration of a hub data set that has several.
         streaming: read as the rows are asked for; the rows then have no length and can't be shuffled.
-        limit: the first so many rows; None = all.
+        limit: only the first N rows; None = all.
 
     Returns:
         A list of dicts, a datasets.Dataset, a datasets.IterableDataset, or the iterable given.
@@ -80,7 +80,7 @@ def load_rows(
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool) -> Any:
     """The rows of a file, a folder, a function or a hub name."""
-    with reading(shown(text), "check the path and its rights"):
+    with reading(shown(text), "check the path and its permissions"):
         path = Path(text).expanduser()
         if path.is_file():
             return _files([path], streaming)
@@ -88,7 +88,7 @@ def _named(text: str, split: str | None, subset: str | None, streaming: bool) ->
             return _folder(path, split, streaming)
     if is_ref(text):
         made = resolve_ref(text, "data set")
-        with reading(f"data set {text!r}", "mend the function, which is called without arguments"):
+        with reading(f"data set {text!r}", "fix the function, which is called without arguments"):
             return made() if callable(made) else made
     looks_local = path.suffix in (*FORMATS, ".py") or path.is_absolute() or text.startswith((".", "~"))
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
@@ -110,14 +110,14 @@ def _hub(name: str, split: str | None, subset: str | None, streaming: bool) -> A
 def _check_hub(name: str) -> None:
     """Asks the hub once for a name that is not in the cache, before datasets asks for half a minute.
 
-    Raises: DataError: nobody answers. Whatever else goes wrong is left to datasets.
+    Raises: DataError: the hub does not answer. Whatever else goes wrong is left to datasets.
     """
     from datasets import config
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE:
         return
-    log.info("%r is no file or folder here; asking the hub for a data set of that name", name)
+    log.info("%r is not a file or folder here; asking the hub for a data set of that name", name)
     kept = (
         Path(config.HF_DATASETS_CACHE) / name.replace("/", "___"),
         Path(constants.HF_HUB_CACHE) / f"datasets--{name.replace('/', '--')}",
@@ -143,16 +143,16 @@ def _asked(name: str, what: str, call: Callable[..., Any], *args: Any, **options
         raise DataError(f"{_no_path(name)}; and as a hub data set, {what}: {said(error)}; {_OFFLINE}") from error
 
 
-_OFFLINE = "check the name and the network; HF_HUB_OFFLINE=1 takes what was downloaded before and asks nobody"
+_OFFLINE = "check the name and the network; HF_HUB_OFFLINE=1 uses only the cache"
 
 
 def _no_path(name: str) -> str:
-    return f"{name!r} is no file or folder here{_beside(Path(name))}"
+    return f"{name!r} is not a file or folder here{_beside(Path(name))}"
 
 
 @contextmanager
 def _telling(name: str) -> Iterator[None]:
-    """Says that the hub is being waited for, where that takes more than a moment."""
+    """Logs that the hub is being waited for, where that takes more than a moment."""
     timer = threading.Timer(TELL_S, log.warning, ("waiting for the hub, which is asked for the data set %r", name))
     timer.daemon = True
     timer.start()
@@ -245,7 +245,7 @@ def _cut(rows: Any, limit: int | None) -> Any:
 
 
 def _is_dataset(rows: Any) -> bool:
-    """Whether rows are a datasets.Dataset, asked without importing datasets where nobody else did."""
+    """Whether rows are a datasets.Dataset, asked without importing datasets."""
     import sys
 
     return "datasets" in sys.modules and isinstance(rows, sys.modules["datasets"].Dataset)

@@ -99,7 +99,7 @@ def stop_token_ids(
 
     Args: model_config, generation_config: transformers configs or mappings; their eos_token_id may be an int or a list.
         A text model inside a larger one is asked through its own text config.
-    Returns: sorted, each once; () where nobody names one, and then only the length ends a completion.
+    Returns: sorted, each once; () where there is none, and then only the length ends a completion.
 
     >>> stop_token_ids(byte_tokenizer(), {"eos_token_id": [3, 256]}, {"eos_token_id": 7})
     (3, 7, 256)
@@ -115,7 +115,7 @@ def stop_token_ids(
 def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = ()) -> int:
     """The id to fill padding with: the tokenizer's pad token, else its eos, else a stop id, else 0.
 
-    Any id would do: masks come from lengths, never from comparing with this one.
+    Any id works: masks come from lengths, never from comparing with this one.
 
     >>> pad_token_id(byte_tokenizer())
     257
@@ -128,7 +128,7 @@ def pad_token_id(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int] = (
 
 
 def _is_empty(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether it knows no more than its special tokens: transformers makes one like that where no file is."""
+    """Whether its vocabulary is only its special tokens: transformers makes one like that where there is no file."""
     few = len(tokenizer) < 1000  # a vocabulary is not looked through for nothing
     return few and len(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens)) < 2  # some keep a space
 

@@ -1,6 +1,6 @@
 """Sequences that begin alike: which of them are run as one tree, how it is cut to a budget, and how it lies in a row.
 
-A run is what a sequence puts into the model: its prefix, and its completion but for the last token. Among sorted runs
+A run is what a sequence puts into the model: its prefix, and its completion except the last token. Among sorted runs
 none shares more with a run than its neighbours do, so run i adds lengths[i] - shared[i] tokens to a tree, where
 shared[i] counts the tokens that it begins with as the run before it does. Turns of a conversation, forks of a turn,
 prompts under one system prompt and completions that begin alike are all the same case.
@@ -87,7 +87,7 @@ class PrefixTree:
     Leaves are met in sorted order. 4 hangs at depth 2, where it parts from the next run; 8 and 9 9 hang at depth 3.
     After 9 9 nothing more can come below depth 3, so 8 and 9 9 are split to the budget less the 3 tokens above
     them, and each part gets its 7. The same at depth 2 and, with its 5 6, at depth 0. All together take 7 tokens.
-    Under a budget of 6 the part (7 8 | 9 9) takes 4 beside the 5 6 and fills it, so [5 6 4] becomes an item of its
+    Under a budget of 6 the part (7 8 | 9 9) takes 4 besides the 5 6 and fills it, so [5 6 4] becomes an item of its
     own, with a 5 6 of its own:
 
     >>> from whet.data.balance import first_fit

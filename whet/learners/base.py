@@ -58,10 +58,14 @@ _OLD_NAMES = ("batch", "groups", "mini", "prompts", "rewarded")
 class RLLearner:
     """Trains the actor of a cluster on rewards.
 
-    Args: rl_cluster: models, engine, configuration. algo_config: the algorithm's. reward_fns: functions
-        `fn(prompts, completions, **columns) -> list[float | None]`, names, or "file.py:function". metric_fns: functions
-        `fn(prompts, completions, advantages, rewards, **columns) -> {name: (value, aggregation)}`. data_shuffle_seed:
-        shuffles the mini-batches of each pass over a step's samples; None = in order. data: how rows become batches.
+    Args:
+        rl_cluster: models, engine, configuration.
+        algo_config: the algorithm's.
+        reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, names, or "file.py:function".
+        metric_fns: functions `fn(prompts, completions, advantages, rewards, **columns) -> {name: (value,
+            aggregation)}`.
+        data_shuffle_seed: shuffles the mini-batches of each pass over a step's samples; None = in order.
+        data: how rows become batches.
         settings: the whole configuration as a tree, for the run folder; None = what the learner knows of it.
         observers: told of each event of a run (run.observer.Observer).
     Raises: ConfigError: among others, where a subclass has stages of the form before Step.
@@ -124,8 +128,10 @@ class RLLearner:
     def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
         """Trains until max_steps or the data's end.
 
-        Args: train_ds: rows (a data set, a list of dicts, an iterable of them) or batches (dicts of lists with the key
-            "prompts"). eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
+        Args:
+            train_ds: rows (a data set, a list of dicts, an iterable of them) or batches (dicts of lists with the key
+                "prompts").
+            eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
             skip_jit: nothing is compiled in this release.
         Returns: the finished run: its step, its metrics by step, its folder.
         """
@@ -173,7 +179,7 @@ class RLLearner:
         return self.cluster.sample(prompts, num_generations=number, step=step, mode=mode)
 
     def reward(self, step: Step) -> Step:
-        """Calls the reward functions: `rewarded` has the groups with what each said, the weighted sums [J], metrics.
+        """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
 
         They are called once for each completion: where several processes train, each judges a part of the groups.
         """
@@ -222,7 +228,7 @@ class RLLearner:
         return {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes `state` back, before the first step of a resumed run."""
+        """Restores `state`, before the first step of a resumed run."""
 
     # ---- shared pieces -------------------------------------------------------------------------------------------
 

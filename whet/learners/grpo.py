@@ -66,7 +66,7 @@ _METRICS = {
     "sequence_clip_ratio/low": {"clip_ratio/low_mean": "sequence_mean", "clip_ratio/low_min": "sequence_min"},
     "sequence_clip_ratio/region": {"clip_ratio/region_mean": "sequence_mean"},
 }
-"""What becomes of the loss's metrics: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
+"""How the loss's metrics are named and reduced: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
 _ON_POLICY = ("sampling/sampling_logp_difference",)
 """How far trainer and sampler are apart: once the weights have moved, how far those have moved is in it."""
 
@@ -111,8 +111,8 @@ class GRPOLearner(RLLearner):
             )
         if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
             raise ConfigError(
-                f"beta={c.beta} compares with a reference model; give RLCluster(reference=...), or beta=0.0 to do "
-                "without"
+                f"beta={c.beta}, force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
+                "RLCluster(reference=...), or set beta=0.0 and force_compute_kl=False"
             )
         self.estimator = make_estimator(c)
         self.objective = make_objective(c)
@@ -147,7 +147,7 @@ class GRPOLearner(RLLearner):
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def batch(self, step: Step) -> Step:
-        """The groups end to end, truncated completions masked where mask_truncated_completions says so."""
+        """The groups end to end, truncated completions masked where mask_truncated_completions is set."""
         step = super().batch(step)
         if not self.algo_config.mask_truncated_completions:
             return step
@@ -199,9 +199,9 @@ class GRPOLearner(RLLearner):
             return "sampler"
         if stale:
             raise EngineError(
-                f"the rollout holds tokens of policy {', '.join(map(str, stale))} while the actor's is "
-                f"{self.cluster.actor.version}, and the engine reports no logprobs of them; let the engine stamp the "
-                "version that sync_weights gave it, or set use_rollout_logps=False to recompute them"
+                f"the rollout has tokens from policy version(s) {', '.join(map(str, stale))}, the actor is at "
+                f"{self.cluster.actor.version}, and the engine reports no logprobs; the engine must record the version "
+                "passed to update(), or set use_rollout_logps=False to recompute the logprobs"
             )
         if updates > 1:
             raise EngineError(

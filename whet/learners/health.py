@@ -1,4 +1,4 @@
-"""Health: says when nothing is learned, or when the policy has collapsed, and since which step. It changes nothing.
+"""Health: warns when nothing is learned, or when the policy has collapsed, and since which step. It changes nothing.
 
 It reads what a step has made anyway: its row of metrics, its rewards, its batch. What it remembers from step to step
 is a few numbers, which a checkpoint holds, so that a resumed run warns where the uninterrupted one would. Left out on
@@ -32,18 +32,18 @@ __all__ = ["Health", "most_choices"]
 log = logging.getLogger("whet")
 
 AGAIN = 100
-"""Steps after which a warning whose cause goes on is said again."""
+"""Steps after which a warning whose cause lasts is repeated."""
 FIRST = {"signal": 3, "gradient": 10, "certain": 10, "even": 10}
 """Steps in a row, of each thing that is watched, before the first warning."""
 CERTAIN = 1e-4
-"""Mean entropy, in nats, below which all completions of a prompt are all but sure to be the same."""
+"""Mean entropy, in nats, below which all completions of a prompt are almost surely the same."""
 EVEN = 1e-3
-"""How near, as a share of it, the mean entropy comes to the most that there can be where a policy draws evenly."""
+"""A policy samples uniformly where its mean entropy is below the maximum by less than this share of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a step has to show."""
+    """What is watched of a step."""
 
     step: int
     row: Mapping[str, float]
@@ -72,15 +72,18 @@ class Health:
         self._since: dict[str, tuple[int, int]] = {}
 
     def watch(self, step: int, row: Mapping[str, float], rewarded: Rewarded, batch: TokenBatch) -> None:
-        """Warns of what has gone on for too long.
+        """Warns of what has lasted for too long.
 
-        Args: step: the one just finished. row: its metrics. rewarded, batch: what it was trained on.
+        Args:
+            step: the one just finished.
+            row: its metrics.
+            rewarded, batch: what it was trained on.
         """
         seen = Seen(step=step, row=row, rewarded=rewarded, batch=batch)
         signal = seen.signal
         found = {"signal": not signal, "gradient": _no_gradient(row) if signal else None, **self._entropy(row)}
         for name, ill in found.items():
-            if ill is None:  # the step does not tell: what went on before it goes on
+            if ill is None:  # the step is inconclusive: what lasted before it lasts
                 continue
             if not ill:
                 self._since.pop(name, None)
@@ -103,12 +106,12 @@ class Health:
         if name == "certain":
             return (
                 f"the policy is certain of every token (entropy {seen.row['entropy/token_mean']:.3g}), so all "
-                "completions of a prompt are the same and nothing more is learned. Where the reward is not yet what it "
-                f"should be: {lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta keeps it from there"
+                "completions of a prompt are the same and nothing more is learned. If the reward is still too low: "
+                f"{lower_rate(Role.ACTOR)}; a higher rollout.temperature or algo.beta helps prevent this"
             )
         return (
-            f"the policy draws evenly from all {self._choices()} tokens (entropy "
-            f"{seen.row['entropy/token_mean']:.6g}), as a model of random weights does; if it has once done better, "
+            f"the policy samples nearly uniformly from {self._choices()} tokens (entropy "
+            f"{seen.row['entropy/token_mean']:.6g}), as a model with random weights does; if it was better before, "
             f"{lower_rate(Role.ACTOR)}"
         )
 
@@ -127,16 +130,16 @@ class Health:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to warn as this one would: since when what goes on."""
+        """What a resumed run needs to warn as this one would: since when each warning lasts."""
         return {"since": {name: list(found) for name, found in self._since.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes `state` back; an empty one, of a checkpoint of an earlier version, starts anew."""
+        """Restores `state`; an empty one, of a checkpoint of an earlier version, starts from nothing."""
         self._since = {name: (int(first), int(count)) for name, (first, count) in state.get("since", {}).items()}
 
 
 def most_choices(support: Support, vocabulary: int) -> int | None:
-    """How many tokens a policy that draws evenly draws from, so that its entropy is the logarithm of it.
+    """How many tokens a uniform policy draws from: its entropy is the logarithm of this number.
 
     Args: support: of the draws. vocabulary: tokens there are.
     Returns: the number; None where it is less than two or differs from token to token (a constraint).
@@ -172,7 +175,7 @@ def _silence(seen: Seen) -> str:
     """Why no token has an advantage, and what to look at."""
     group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
     said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {float(seen.batch.rewards[0])}"
-    return f"nothing is learned from the rewards: {_cause(seen)}. {said}. completions/ holds them all"
+    return f"nothing is learned from the rewards: {_cause(seen)}. {said}. See completions/ for all of them"
 
 
 def _cause(seen: Seen) -> str:

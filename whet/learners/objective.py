@@ -81,7 +81,7 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> AdvantageInputs:
     """What a step gives an estimator.
 
-    Args: batch: scored. rewarded: what each reward function said and how much it weighs; None = the total alone.
+    Args: batch: scored. rewarded: each reward function's values and weight; None = the total only.
     """
     table = {} if rewarded is None else {name: torch.from_numpy(r) for name, r in rewarded.table.items()}
     return AdvantageInputs(

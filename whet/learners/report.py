@@ -88,7 +88,7 @@ def known_by_group(batch: TokenBatch) -> list[np.ndarray]:
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Lengths and endings of completions, and what the sampler thought of its tokens."""
+    """Lengths and endings of completions, counts of tokens and prompts."""
     done = [c for g in groups for c in g.completions]
     lengths = np.array([len(c.tokens) for c in done])
     stopped = np.array([c.finish_reason == "stop" for c in done])
@@ -103,7 +103,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
 
 
 def engine_metrics(done: EngineStats) -> dict[str, Metric]:
-    """What the engine did for a step; without occupancy where it tells no steps.
+    """What the engine did for a step; without occupancy where it reports no steps.
 
     >>> engine_metrics(EngineStats(steps=10, row_steps=70))["rollout/occupancy"].value
     7.0

@@ -65,7 +65,7 @@ class Learner(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes it back."""
+        """Restores it."""
         ...
 
 
@@ -94,7 +94,9 @@ class RLTask(Task):
         """
         learner, c = self.learner, self.learner.config
         shuffle = learner.data.shuffle if learner.data.shuffle is False else None
-        epochs = c.num_epochs if c.num_epochs is not None else (None if c.max_steps else 1)
+        epochs = c.num_epochs
+        if epochs is None and not c.max_steps:
+            epochs = 1
         stream = PromptStream(
             load_rows(train_ds, split=learner.data.split),
             batch_size=learner.data.batch_size,
@@ -158,13 +160,13 @@ class RLTask(Task):
         }
 
     def compared(self) -> dict[str, Any]:
-        """What from Python stands beside the settings and has no key there."""
+        """What was given from Python and has no key in the settings."""
         rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
         if isinstance(rollout, dict):  # else the section's own `eval` says how evaluation differs
             usual, own = (dump_tree(self.cluster.rollout_for(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
             evaluation = {name: value for name, value in own.items() if value != usual[name]}
-        beside = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
-        return {"from Python": beside}
+        given = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
+        return {"from Python": given}
 
     def reads(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation prompts and the user's functions."""
@@ -208,7 +210,7 @@ class RLTask(Task):
         self.cluster.global_steps = index
 
     def on_step_end(self, run: Observed, step: Step) -> None:
-        """Keeps the completions, and warns of what has gone on for too long."""
+        """Keeps the completions, and warns of what has lasted for too long."""
         rewarded, batch = step.need_rewarded(), step.need_batch()
         self._store(run, step.index, Mode.TRAIN, rewarded, batch)
         self.health.watch(step.index, run.rows[-1], rewarded, batch)
@@ -255,14 +257,14 @@ class RLTask(Task):
         }
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Takes them back; what an earlier version did not save begins as in a new run."""
+        """Restores them; what an earlier version did not save starts as in a new run."""
         self.cluster.restore(state["cluster"], step)
         self.health.restore(state.get("health", {}))
         if "learner" in state:
             self.learner.restore(state["learner"])
         elif self.learner.state():
             log.warning(
-                "the checkpoint is of an earlier version, which saved no state of %s: it begins as in a new run",
+                "the checkpoint is of an earlier version, which saved no state of %s; that starts as in a new run",
                 type(self.learner).__name__,
             )
 
@@ -280,6 +282,6 @@ def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metr
 
 
 def _counted(encode: PromptEncoder) -> str:
-    """What became of prompts over the limit, for the log; "" where there were none."""
+    """How prompts over the limit were treated, for the log; "" where there were none."""
     found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
     return f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""

@@ -1,4 +1,4 @@
-"""Step: what one step of reinforcement learning has come to so far. The stages of a learner take one and return one."""
+"""Step: the results of one step of reinforcement learning so far. The stages of a learner take one and return one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Step:
     groups: Sequence[Group] = ()
     """The prompts with their completions: by `sample`."""
     rewarded: Rewarded | None = None
-    """What the reward functions said: by `reward`."""
+    """The reward functions' results: by `reward`."""
     batch: TokenBatch | None = None
     """The groups end to end: by `batch`; further columns by `score` and `assign_advantages`."""
     metrics: Mapping[str, Metric] = field(default_factory=lambda: MappingProxyType({}))
@@ -59,7 +59,7 @@ class Step:
         return self.batch
 
     def need_rewarded(self) -> Rewarded:
-        """What the reward functions said. Raises DataError: they were not called yet."""
+        """The reward functions' results. Raises DataError: they were not called yet."""
         if self.rewarded is None:
             raise DataError(f"step {self.index} has no rewards yet; the stages are sample, reward, batch, score, ...")
         return self.rewarded

@@ -55,9 +55,14 @@ class Layout:
     ) -> Tensor:
         """Attention of one layer.
 
-        Args: layer: its place in the model. q: [B H T D]. k, v: [B KV T D] (the head size of v may differ).
-            scale: factor of the scores. window: a token sees keys less than this many positions back; None = all.
-            softcap: scores become softcap * tanh(scores / softcap). sinks: [H], a score per head without a value.
+        Args:
+            layer: its place in the model.
+            q: [B H T D].
+            k, v: [B KV T D] (the head size of v may differ).
+            scale: factor of the scores.
+            window: a token sees keys less than this many positions back; None = all.
+            softcap: scores become softcap * tanh(scores / softcap).
+            sinks: [H], a score per head without a value.
         Returns: [B H T D of v].
         """
         raise NotImplementedError
@@ -67,12 +72,16 @@ class SegmentLayout(Layout):
     """Segments end to end in one row: each sees its ancestors whole, and itself causally. Immutable.
 
     Packing is all roots; a group is one root and a child per completion; forks go deeper. Positions start at 0 in a
-    root and go on after the parent in a child, so a child's tokens see what they would see alone.
+    root and continue after the parent in a child, so a child's tokens see what they would see alone.
 
-    Args: lengths: tokens of each segment, in row order. parents: -1 = root, else an earlier segment.
-        device: where the index tensors live. attention: one of KERNELS; "auto" takes the native kernels on a CPU, and
-        flex on a GPU where masks would be needed and the probe agrees. multiple: in torch's operator, what a bucket's
-        own tokens and its ancestors' are padded to a multiple of, so that fewer shapes of calls occur.
+    Args:
+        lengths: tokens of each segment, in row order.
+        parents: -1 = root, else an earlier segment.
+        device: where the index tensors live.
+        attention: one of KERNELS; "auto" takes the native kernels on a CPU, and flex on a GPU where masks would be
+            needed and the probe agrees.
+        multiple: in torch's operator, what a bucket's own tokens and its ancestors' are padded to a multiple of, so
+            that fewer shapes of calls occur.
     Raises: DataError: an empty segment, or a parent that is not an earlier segment.
 
     >>> SegmentLayout([2, 1, 2], [-1, 0, 0]).position_ids      # a prompt of 2 and two completions
@@ -203,8 +212,13 @@ def whet_attn(
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in each layer; hands over to the layout.
 
-    Args: module: the attention module, with its layer_idx. query: [B H T D]. key, value: [B KV T D].
-        attention_mask: must be None. s_aux: [H] sink scores. whet_layout: who sees whom. The others as transformers.
+    Args:
+        module: the attention module, with its layer_idx.
+        query: [B H T D].
+        key, value: [B KV T D].
+        attention_mask: must be None.
+        s_aux: [H] sink scores.
+        whet_layout: who sees whom. The others as transformers.
     Returns: ([B T H D], None).
     Raises: ConfigError: no layout, a mask, dropout, or a keyword that this function does not know: it may change
         what a token sees.
@@ -216,7 +230,7 @@ def whet_attn(
             f'attention "{ATTENTION}" was called without whet_layout=; pass a layout, or set another attention'
         )
     if attention_mask is not None:
-        raise ConfigError("an attention mask was given beside whet_layout; the layout alone says who sees whom")
+        raise ConfigError("attention_mask and whet_layout were both given; pass only whet_layout")
     if dropout:
         raise ConfigError(f'attention "{ATTENTION}" has no dropout, got {dropout}; set the dropout of the config to 0')
     if unknown := set(extra) - HARMLESS:
@@ -230,6 +244,6 @@ def whet_attn(
 
 
 # On import, and again without harm: a model can be told to use the name as soon as this module is there. No mask
-# function stands beside it: without one transformers makes no mask and, before that, asks no position ids whether they
-# are packed, for which it would wait for the device in every pass.
+# function is registered with it: without one transformers makes no mask and, before that, does not ask position ids
+# whether they are packed, for which it would wait for the device in every pass.
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, whet_attn)

@@ -1,4 +1,4 @@
-"""What training and scoring run on, in words: for environment.json, so that a resumed run can say what is other.
+"""Which implementations training and scoring run on: for environment.json, so that a resumed run can log what changed.
 
 Left out on purpose: what depends on a layer's own shapes; the log says that when the layer runs.
 """

@@ -224,7 +224,7 @@ def _explicit(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention with its scores held, in fp32 or better: what torch's operator does not know."""
+    """Attention with its scores held, in fp32 or better: what torch's operator does not support."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     groups = k.shape[1]
     heads = q.to(dtype).unflatten(1, (groups, -1))  # [m KV H/KV n D]

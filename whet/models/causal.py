@@ -1,4 +1,4 @@
-"""Whether a model is causal: what it says of a token may not depend on the tokens after it.
+"""Whether a model is causal: its logits at a token may not depend on the tokens after it.
 
 An encoder (BERT and its relatives) runs, samples and trains like any other, on log-probabilities of tokens that it has
 seen; its config does not tell it apart, since causal families say is_decoder: false too.
@@ -23,8 +23,8 @@ __all__ = ["check_causal"]
 TOKENS = 8
 """Run; the log-probabilities of the first half are looked at."""
 SHARE = 1e-4
-"""Of the largest gradient of an earlier token, the largest of a later one: 0 but for masks that are not infinite, from
-5e-3 in encoders that know nothing yet."""
+"""Of the largest gradient of an earlier token, the largest of a later one: 0 except where masks are not infinite, from
+5e-3 in untrained encoders."""
 
 
 def check_causal(module: PreTrainedModel, name: str) -> None:
@@ -56,7 +56,7 @@ def check_causal(module: PreTrainedModel, name: str) -> None:
     if size.isfinite().all() and size[half:].max() > SHARE * size[:half].max():
         hint = " (its config says is_decoder: false)" if sizes.get("is_decoder") is False else ""
         raise ConfigError(
-            f"{name!r} ({module.config.model_type}) is not causal: what it says of a token depends on the tokens after "
+            f"{name!r} ({module.config.model_type}) is not causal: its logits at a token depend on the tokens after "
             f"it{hint}, so it gives no probability of a completion; give a model that was trained as a causal language "
             "model"
         )

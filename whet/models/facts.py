@@ -1,6 +1,6 @@
 """What has to be known of a model before it is run packed: found on a small random twin of its configuration.
 
-Whether it is causal, takes a layout, calls its attention layers in order, and what its language head makes of a linear
+Whether it is causal, takes a layout, calls its attention layers in order, and what its LM head makes of a linear
 layer's output are facts of the code and the configuration, not of the weights. So they are asked of a twin: the same
 class with two layers, a small vocabulary and random weights on the CPU. No weight of the model is run, and one
 on the meta device can be asked too. Many models that can't take a layout would not raise but return wrong logits.
@@ -260,5 +260,5 @@ def _probe(module: PreTrainedModel) -> tuple[str, ...]:
     if not (apart := (together - alone).abs().max()) <= limit:
         return (f"packed logits differ from separate ones by {apart:.1e}",)
     if not moved <= ISOLATION * limit:
-        return (f"a row moves by {moved:.1e} when another row changes",)
+        return (f"outputs of one sequence change by {moved:.1e} when another sequence in the batch changes",)
     return ()

@@ -244,7 +244,7 @@ def _ours(layer: nn.Module) -> bool:
 
 
 def _agrees(layer: nn.Module, run: Callable[[Any, Tensor], Tensor]) -> bool:
-    """Whether `run` gives what the layer's own forward gives, on trials; in bf16 nearly always to the bit.
+    """Whether `run` gives what the layer's own forward gives, on trials; in bf16 nearly always bit for bit.
 
     A norm is tried with weights that are not all 1, an MLP with numbers so large that a clamp would show. A sum in
     another order moves a number of fp32 in its last place, and so one in thousands of bf16 by one of its own; a

@@ -6,7 +6,7 @@ order is a token's place in a depth-first walk over the segments, end the last p
 segment, position counts from the root, and since = position - window + 1 (0 without a window). An ancestor's tokens
 come earlier in the walk and end after it, those of another branch end before it or come later, and within a segment
 the walk is the row, so the first half says "itself or an ancestor, and not later". Four int32 tables of one number per
-token say it all: whatever the tree and the window, the mask is one function, and the kernel is compiled once.
+token are enough: whatever the tree and the window, the mask is one function, and the kernel is compiled once.
 
 The row is padded to blocks of 128 with tokens that see themselves alone. Only blocks with a visible pair are run.
 Dim letters: T tokens, padded: P; H query heads, KV key heads, D head size; N blocks, P / 128.
@@ -157,7 +157,7 @@ class FlexRow:
         self._masks: dict[int | None, BlockMask] = {}
 
     def mask(self, window: int | None) -> BlockMask:
-        """Which blocks hold a visible pair, which hold nothing else, and the function that says so of a pair.
+        """Which blocks hold a visible pair, which hold nothing else, and the function that decides it for a pair.
 
         Args: window: a token sees keys less than this many positions back; None = all.
         Returns: a BlockMask of [1, 1, P, P].
@@ -236,18 +236,18 @@ def flex_refusal(case: FlexCase) -> str | None:
 
 
 def flex_failed(case: FlexCase, error: Exception) -> str:
-    """Takes note that a case which passed its probe failed when it was called; the plain path serves it from now on.
+    """Records that a case which passed its probe failed when it was called; the plain path serves it from now on.
 
     Args: case: of the call. error: what it raised.
     Returns: why flex can't serve.
-    Raises: the error, where it is no fault of the kernel: memory is out, or the device is lost.
+    Raises: the error, where it is not the kernel's fault: memory is out, or the device is lost.
     """
     if isinstance(error, torch.OutOfMemoryError | torch.AcceleratorError):
         raise error
     reason = _uncompiled(error)
     if _probed(case).reason is None:
         _probed(case).reason = reason
-        log.warning("attention of %s over packed rows: the plain path from now on, since %s", _words(case), reason)
+        log.warning("packed attention (%s): using plain from now on, because %s", _words(case), reason)
     return reason
 
 
@@ -256,15 +256,16 @@ def _probed(case: FlexCase) -> _Verdict:
     """The probe's answer, asked for and logged once."""
     reason = _probe(case)
     if reason is None:
-        log.info("attention of %s over packed rows: FlexAttention", _words(case))
+        log.info("packed attention (%s): using FlexAttention", _words(case))
     else:
-        log.warning("attention of %s over packed rows: the plain path, since %s", _words(case), reason)
+        log.warning("packed attention (%s): using plain, because %s", _words(case), reason)
     return _Verdict(reason)
 
 
 def _words(case: FlexCase) -> str:
-    use = "trained" if any(case.grads) else "scored"
-    return f"{case.heads}/{case.groups} heads of {case.size} in {case.dtype}, {use},"
+    use = "training" if any(case.grads) else "scoring"
+    dtype = str(case.dtype).removeprefix("torch.")
+    return f"{case.heads} query / {case.groups} KV heads, size {case.size}, {dtype}, {use}"
 
 
 def _uncompiled(error: Exception) -> str:

@@ -44,7 +44,7 @@ def token_stats(
     allowed: Tensor | None = None,
     want: Collection[str] | None = None,
 ) -> TokenStats:
-    """What a model says of each target of a micro-batch.
+    """What a model computes of each target of a micro-batch.
 
     log π(aₜ | s, a₍<t₎) under the distribution drawn from (`support`), its entropy, or for a critic V of the state
     before aₜ; of a trunk with both heads, both. Greedy decoding (temperature 0) is scored at temperature 1.
@@ -65,7 +65,8 @@ def token_stats(
     """
     if micro.layout is not None and not loaded.packable:
         raise ConfigError(
-            f"{loaded.name} can't take packed rows ({'; '.join(loaded.reasons)}); plan with packable=False"
+            f"{loaded.name} can't run packed sequences ({'; '.join(loaded.reasons)}); build the micro-batches with "
+            "packable=False"
         )
     want = loaded.outputs if want is None else want
     if missing := set(want) - loaded.outputs:
@@ -95,7 +96,7 @@ def model_stats(
 ) -> TokenStats:
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
-    Args: module: the root. head: its language head, of kind "none" where no logprobs are wanted. score_head: what makes
+    Args: module: the root. head: its LM head, of kind "none" where no logprobs are wanted. score_head: what makes
         values; None = none are wanted. The others and the result as in token_stats.
 
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
@@ -109,7 +110,7 @@ def model_stats(
         last = micro.last_index
         scores = None if last is None else to_fp32(score_head(states.index_select(0, last)).squeeze(1))
     elif micro.last_index is not None:
-        raise ConfigError("scores are what a score head says of the last state; load the model with role='critic'")
+        raise ConfigError("scores come from a score head; load the model with role='critic'")
     if head.kind == "none":
         return TokenStats(values=values, scores=scores)
     if head.linear and support.plain:

@@ -1,4 +1,4 @@
-"""The language head, between the last hidden state and the logits, and the score head of a critic or reward model.
+"""The LM head, between the last hidden state and the logits, and the score head of a critic or reward model.
 
 The log-probabilities of a few rows need a few rows of logits: the head is found out once, so that only these are made.
 Dim legend: V vocabulary. Left out on purpose: heads that slice or mix the vocabulary; those models give full logits.
@@ -29,7 +29,7 @@ class Head:
     """
 
     kind: Literal["identity", "scale", "softcap", "unknown", "none"]
-    """"unknown": only the model's own forward makes its logits. "none": there is no language head."""
+    """"unknown": only the model's own forward makes its logits. "none": there is no LM head."""
     scale: float = 1.0
     softcap: float | None = None
 
@@ -105,7 +105,7 @@ def _transform(logits: Tensor, ramp: Tensor) -> Head:
 
 
 def has_score_head(module: nn.Module) -> bool:
-    """Whether a model is a critic or a reward model: it has a score head, and no language head.
+    """Whether a model is a critic or a reward model: it has a score head, and no LM head.
 
     Args: module: a model of transformers.
 
@@ -132,8 +132,8 @@ def score_layer(module: nn.Module) -> nn.Linear | None:
     if type(layer) is not nn.Linear or layer.out_features != 1:
         what = f"{layer.out_features} labels" if type(layer) is nn.Linear else "no linear layer named score"
         raise ConfigError(
-            f"{type(module).__name__} has {what}; a critic or a reward model has one number for a state: load it with "
-            "AutoModelForSequenceClassification and num_labels=1, train it, and give that"
+            f"{type(module).__name__} has {what}; a critic or a reward model needs a single-label score head: load it "
+            "with AutoModelForSequenceClassification and num_labels=1, train it, and give that"
         )
     return layer
 
@@ -148,7 +148,7 @@ def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, sh
     Args:
         module: a causal language model; its parameters are shared, not copied.
         weight: [1 D], a score head saved earlier.
-        shared: keep the language head too: the module itself, with one more layer.
+        shared: keep the LM head too: the module itself, with one more layer.
     Returns: the model; for a trunk that is shared, the one given.
 
     Example: `load_model(path, role="critic")` ends with it.

@@ -28,7 +28,7 @@ HELD_BYTES = 16_000_000
 
 @dataclass(frozen=True)
 class _LogprobOptions:
-    """What a call does beside its tensors."""
+    """What a call does, besides its tensors."""
 
     temperature: float
     scale: float
@@ -57,8 +57,17 @@ def linear_logprob(
     zᵢ = cap(scale · (W hᵢ + b)) / τ, cap(x) = c tanh(x / c) where softcap c is given;
     log π(yᵢ) = zᵢ[yᵢ] − ls(zᵢ), H = ls(zᵢ) − Σⱼ pⱼ zᵢ[j], ls the log-sum-exp, p = softmax(zᵢ), y the targets.
     ∂log π/∂z = onehot(y) − p, ∂H/∂z[j] = −pⱼ (log pⱼ + H).
-    Args: hidden [s D], weight [V D], targets [s] Long, bias [V]. temperature: τ > 0. scale, softcap: the head's.
-        entropy: also the entropies. chunk_bytes, held_bytes: see the constants of these names.
+
+    Args:
+        hidden: [s D].
+        weight: [V D].
+        targets: Long [s].
+        bias: [V].
+        temperature: τ > 0.
+        scale, softcap: the head's.
+        entropy: also the entropies.
+        chunk_bytes, held_bytes: see the constants of these names.
+
     Returns: ([s], [s] or None), in nats; fp32, or float64 for float64 input. The gradients of weight and bias are
         summed in that precision, whatever theirs is.
     Source: agrees with F.linear, float(), log_softmax, gather; memory as in Liger Kernel's fused linear losses

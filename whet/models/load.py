@@ -119,7 +119,7 @@ def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name:
             )
         return module if there or score_layer(module) is not None else with_score_head(module, weight, shared=shared)
     if there:
-        raise ConfigError(f"{name} is a critic or a reward model: it has no language head; it can't be the {role}")
+        raise ConfigError(f"{name} is a critic or a reward model: it has no LM head; it can't be the {role}")
     return module if weight is None else with_score_head(module, weight, shared=True)
 
 
@@ -153,7 +153,7 @@ def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
     """Writes a model in Hugging Face's format (safetensors); transformers loads it: a language model as it is,
     a critic or reward model as AutoModelForSequenceClassification (where the family has one).
 
-    Args: loaded: what to save. tokenizer: saved beside it; None = no tokenizer. folder: made where it is missing.
+    Args: loaded: what to save. tokenizer: saved with it; None = no tokenizer. folder: made where it is missing.
     Returns: the folder.
 
     Example: `save_model(loaded, tokenizer, "final")`, then `AutoModelForCausalLM.from_pretrained("final")`.

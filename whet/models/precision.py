@@ -1,8 +1,8 @@
 """Which dtype a model computes in: asked for, or found by a measured probe.
 
 A CPU without bf16 instructions runs bf16 products 6 to 9 times slower than fp32, one with them up to 2.5 times
-faster: so "auto" times both on this machine, at the model's own width. The result decides bits, so a run notes it and
-a resumed run takes the note instead of the clock.
+faster: so "auto" times both on this machine, at the model's own width. The result decides bits, so a run records it
+and a resumed run uses the record instead of the clock.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def onednn_refusal() -> str | None:
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear by the faster library, without a gradient: [n I], [O I], [O] -> [n O]."""
-    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0  # oneDNN knows no empty sum
+    fits = x.dtype == torch.float32 and x.device.type == "cpu" and x.numel() > 0  # oneDNN has no empty sum
     large = fits and x.shape[0] * weight.numel() >= MIN_MULTIPLICATIONS
     return _onednn(x, weight, bias) if large and onednn_refusal() is None else F.linear(x, weight, bias)
 

@@ -1,7 +1,7 @@
 """From a folder or a hub name to a module of transformers, or to the reason why there is none.
 
 What is read is whole: a weight that is missing would be random, one that the config has no place for would be dropped,
-and an adapter beside the weights would be ignored, each without an error of transformers.
+and an adapter next to the weights would be ignored, each without an error of transformers.
 Left out on purpose: vision, audio and encoder-decoder models; remote code; quantised weights; adapters.
 """
 
@@ -76,13 +76,17 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
     scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if (old or scores) and role not in ("critic", "reward"):
         raise ConfigError(
-            f"{path!r} is a critic or a reward model: it has a score head and no language head; it can't be the {role}"
+            f"{path!r} is a critic or a reward model: it has a score head and no LM head; it can't be the {role}"
         )
     if old:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
     module, info = _weights(path, config, dtype, AutoModelForSequenceClassification if scores else AutoModelForCausalLM)
     shared = not scores and "whet_shared_score_head" in vars(config)
-    head = _head_name(module) if old else "score.weight" if shared else None
+    head = None
+    if old:
+        head = _head_name(module)
+    elif shared:
+        head = "score.weight"
     _check_weights(module, info, path, head)
     return module, None if head is None else _score_weight(path, head, module.get_input_embeddings().weight.shape[1])
 
@@ -109,7 +113,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
 
 
 def _check_files(path: str) -> None:
-    """Refuses an adapter, and JSON files of a folder that are none: transformers goes on without some of them."""
+    """Refuses an adapter, and invalid JSON files of a folder: transformers ignores some of them."""
     found = cached_file(
         path,
         "adapter_config.json",
@@ -119,10 +123,10 @@ def _check_files(path: str) -> None:
     )
     if found is not None:
         raise ConfigError(
-            f"{path!r} holds an adapter (adapter_config.json) beside or instead of a whole model, and adapters are not "
-            "loaded: merge it into its base model with PEFT, PeftModel.from_pretrained(base, adapter)"
+            f"{path!r} holds an adapter (adapter_config.json) next to or instead of a whole model, and adapters are "
+            "not loaded: merge it into its base model with PEFT, PeftModel.from_pretrained(base, adapter)"
             ".merge_and_unload().save_pretrained(folder), and give that folder; where the weights are merged already, "
-            "take adapter_config.json away"
+            "remove adapter_config.json"
         )
     for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
         file = Path(path) / name
@@ -148,7 +152,7 @@ def _check_files(path: str) -> None:
 def _weights(
     path: str, config: PretrainedConfig, dtype: torch.dtype, kind: Any
 ) -> tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]:
-    """The module with the weights of a folder or hub name, and what transformers says of their names."""
+    """The module with the weights of a folder or hub name, and what transformers reports of their names."""
     try:
         return kind.from_pretrained(
             path,
@@ -161,9 +165,9 @@ def _weights(
         )
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"the weights of {path!r} are no plain tensors: a pickle of more than these could run code and is not "
+            f"the weights of {path!r} are not plain tensors: a pickle of more than these could run code and is not "
             "opened; where you trust it, convert it: safetensors.torch.save_file(torch.load(file, weights_only=False), "
-            "'model.safetensors', metadata={'format': 'pt'}), with a state_dict of tensors, and take the .bin file away"
+            "'model.safetensors', metadata={'format': 'pt'}), with a state_dict of tensors, and remove the .bin file"
         ) from error
     except Exception as error:  # transformers, safetensors and each family's code raise what they like
         raise ConfigError(
@@ -198,8 +202,8 @@ def _check_weights(module: PreTrainedModel, info: Mapping[str, Iterable[Any]], p
     if dropped:
         raise ConfigError(
             f"{path!r} has weights that its config.json has no place for, and that would be dropped ({len(dropped)}): "
-            f"{_named(dropped)}; copy config.json again from where the weights come from, or take these out of the "
-            "files"
+            f"{_named(dropped)}; copy config.json again from where the weights come from, or remove these "
+            "from the files"
         )
 
 
@@ -233,7 +237,7 @@ def _score_weight(path: str, name: str, width: int) -> Tensor:
 
 
 def _said(error: BaseException) -> str:
-    """An error in a few words: transformers lists every model it knows."""
+    """An error, shortened: transformers lists every model it supports."""
     lines = str(error).strip().splitlines()
     said = " ".join(line.strip() for line in lines[:2])
     return f"{type(error).__name__}: {said[:300]}" if said else type(error).__name__

@@ -5,7 +5,7 @@
     selective    its input, and what products and attention gave   norms, rotary, activations, sums: all that is cheap
     full         its input                                         the whole layer: about a third more time
 
-The gradients are those of "none" to the bit: the same operations run on the same numbers, and no dropout draws
+The gradients are those of "none" bit for bit: the same operations run on the same numbers, and no dropout draws
 between them. Left out on purpose: offloading activations to the host, and torch.compile's own choice of what to hold.
 """
 

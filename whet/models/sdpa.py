@@ -20,8 +20,11 @@ __all__ = ["masked_attention"]
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float) -> Tensor:
     """softmax(scale·q·k + mask) v.
 
-    Args: q: [B H T D]. k, v: [B KV K D] (the head size of v may differ). mask: [T K] or [1 or B, 1, T, K], bool (True =
-        seen) or added to the scores. scale: factor of the scores.
+    Args:
+        q: [B H T D].
+        k, v: [B KV K D] (the head size of v may differ).
+        mask: [T K] or [1 or B, 1, T, K], bool (True = seen) or added to the scores.
+        scale: factor of the scores.
     Returns: [B H T D of v].
 
     >>> one = torch.ones(1, 2, 1, 8)

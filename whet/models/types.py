@@ -19,9 +19,9 @@ __all__ = ["LoadedModel"]
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to train: a trunk, and on it a language head, a score head or both.
+    """A model ready to train: a trunk, and on it a LM head, a score head or both.
 
-    An actor or a reference has a language head; a critic and a reward model have a score head, which gives one number
+    An actor or a reference has a LM head; a critic and a reward model have a score head, which gives one number
     to a state. A trunk that both share is one record with both heads.
 
     Example: `load_model("Qwen/Qwen3-0.6B").lm_head.kind` is "identity".
@@ -54,7 +54,7 @@ class LoadedModel:
     def base_view(self) -> LoadedModel:
         """The same module with its adapter off: a reference that needs no memory of its own.
 
-        It is read only: a worker of a view neither freezes nor casts the module, which its owner goes on training.
+        It is read only: a worker of a view neither freezes nor casts the module, which its owner continues to train.
         Raises: ConfigError: there is no adapter, so the view would be the trained model itself.
         """
         if self.adapter is None:

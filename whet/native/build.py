@@ -120,16 +120,16 @@ def load_made(source: str, make: Callable[[Library], K]) -> K | Unavailable:
 
 
 def unsupported_cpu() -> Unavailable | None:
-    """Why kernels of training stay off: they have not been measured on this kind of processor; None = they have."""
+    """Why the kernels of training are disabled: they are untested on this kind of processor; None = they are on."""
     machine = platform.machine()
     known = machine in ("x86_64", "AMD64")
-    return None if known else Unavailable(f"they have not been measured on {machine}")
+    return None if known else Unavailable(f"disabled on {machine}: untested there")
 
 
 @functools.cache
 def note(what: str, reason: str) -> None:
-    """Logs once why something runs through torch."""
-    log.info("%s runs through torch: %s", what, reason)
+    """Logs once why something uses torch."""
+    log.info("%s: using torch instead of the C++ kernels: %s", what, reason)
 
 
 def cache_folder() -> Path:
@@ -147,7 +147,7 @@ def cache_folder() -> Path:
     except RuntimeError as error:  # neither $HOME nor a user of this number
         raise OSError(str(error)) from error
     if not root.is_absolute():
-        raise OSError(f"HOME={os.environ.get('HOME')} is no absolute path")
+        raise OSError(f"HOME={os.environ.get('HOME')} is not an absolute path")
     return root / "whet"
 
 
@@ -178,7 +178,7 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
         room = tempfile.TemporaryDirectory(dir=path.parent)
     except OSError as error:  # no home, or one that can't be written, or that others can write
         path, room = Path(name), tempfile.TemporaryDirectory(prefix="whet-")
-        log.warning("native kernels can't be kept and are built for this process alone: %s", error)
+        log.warning("native kernels can't be cached and are built for this process only: %s", error)
     log.info("building native kernels (%s) with %s: some seconds, once", source, compiler[0])
     with room as folder:
         part, made = Path(folder) / f"{source}.o", Path(folder) / name
@@ -190,7 +190,7 @@ def _built(source: str, compiler: list[str], version: str) -> ctypes.CDLL:
 
 
 def _own(path: Path) -> bool:
-    """Whether nobody else can write it: what lies there is loaded as code."""
+    """Whether no other user can write it: what lies there is loaded as code."""
     found = path.lstat()
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 

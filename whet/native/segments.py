@@ -103,8 +103,11 @@ class SegmentTables:
     def stripe_ends(self, kv: int, threads: int, *, window: int, sizes: int) -> Tensor:
         """Blocks of queries in stripes of like work, so that more threads have some: the last block of each, plus 1.
 
-        Args: kv: K. threads: of torch; beyond MAX_STRIPES times K of them some have none. window: places back that are
-            seen; 0 = all. sizes: D + E; the stripes' sums of gradients must not be larger than MAX_STRIPE_BYTES.
+        Args:
+            kv: K.
+            threads: of torch; beyond MAX_STRIPES times K of them some have none.
+            window: places back that are seen; 0 = all.
+            sizes: D + E; the stripes' sums of gradients must not be larger than MAX_STRIPE_BYTES.
         """
         count = 1 if kv % threads == 0 else min(MAX_STRIPES, -(-2 * threads // kv), len(self._blocks))
         count = max(1, min(count, MAX_STRIPE_BYTES // (4 * kv * sizes * self.room)))
@@ -176,8 +179,13 @@ def attend_segments(
 ) -> Tensor:
     """softmax(scale q kᵀ) v over what each token sees: its ancestors' segments, and its own causally; with a gradient.
 
-    Args: q: [1 H T D]. k: [1 K T D]. v: [1 K T E]. tables: for g = H / K. scale: factor of the scores. window: a token
-        sees keys less than this many places back; None = all.
+    Args:
+        q: [1 H T D].
+        k: [1 K T D].
+        v: [1 K T E].
+        tables: for g = H / K.
+        scale: factor of the scores.
+        window: a token sees keys less than this many places back; None = all.
     Returns: [1 H T E].
     """
     if (q.shape[1] // k.shape[1], q.shape[2]) != (tables.group, tables.tokens):

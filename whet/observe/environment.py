@@ -40,9 +40,9 @@ def environment() -> dict[str, Any]:
 
 
 def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
-    """environment.json of a run folder; {} where there is none, or one that can't be read, which is said.
+    """environment.json of a run folder; {} where there is none, or one that can't be read, which is logged.
 
-    Numbers of threads that are none are left out, with a warning; whatever else it holds is only ever compared.
+    Invalid numbers of threads are left out, with a warning; whatever else it holds is only ever compared.
 
     >>> noted_environment(None)
     {}
@@ -55,11 +55,11 @@ def noted_environment(run_dir: str | Path | None) -> dict[str, Any]:
         if not isinstance(found, dict):
             raise ValueError(f"it holds a {type(found).__name__}, not names and values")
     except (OSError, ValueError) as error:
-        log.warning("%s can't be read and counts as absent: %s", path, error)
+        log.warning("%s can't be read and is ignored: %s", path, error)
         return {}
     threads = found.get("threads", 1)
     if type(threads) is not int or threads < 1:
-        log.warning("%s: %.40r is no number of threads and counts as absent", path, threads)
+        log.warning("%s: %.40r is not a number of threads and is ignored", path, threads)
         del found["threads"]
     return found
 

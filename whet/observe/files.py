@@ -1,4 +1,4 @@
-"""Files that are whole or absent: a temporary of a random name beside the target, fsync, rename.
+"""Files that are whole or absent: a temporary of a random name next to the target, fsync, rename.
 
 A temporary is made, never opened: its name can't be foreseen, and one that is there already is not followed. Those of
 killed processes are known by their pattern, `.tmp-<16 hex digits>-<name>`, and swept where a folder is locked.
@@ -70,7 +70,7 @@ def write_atomic(path: Path, content: bytes | Callable[[BinaryIO], None]) -> Non
 
 
 def temporary(path: Path) -> Path:
-    """A name beside a file or folder that nobody can have foreseen. It ends as the file's own does."""
+    """A random name next to a file or folder, which nobody can predict. It ends as the file's own does."""
     return path.with_name(f".tmp-{secrets.token_hex(8)}-{path.name}")
 
 
@@ -90,12 +90,12 @@ def create(path: Path) -> BinaryIO:
 
 
 def append_to(path: Path) -> BinaryIO:
-    """Opens a file for appending, made if absent. Raises: OSError: it is a symbolic link, or no plain file."""
+    """Opens a file for appending, made if absent. Raises: OSError: it is a symbolic link, or not a regular file."""
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise OSError(f"{path} is no plain file")
+        raise OSError(f"{path} is not a regular file")
     return os.fdopen(handle, "ab")
 
 
@@ -114,7 +114,7 @@ def unused(path: Path, word: str) -> Path:
 def remove(path: Path, *, strict: bool = False) -> None:
     """Removes a file, a link (not what it points to) or a folder, as far as that is possible.
 
-    Args: path: what to remove; nothing there is no error. strict: raise OSError where something stays.
+    Args: path: what to remove; nothing there is not an error. strict: raise OSError where something stays.
     """
     with nullcontext() if strict else suppress(OSError):
         if path.is_dir() and not path.is_symlink():
@@ -144,7 +144,9 @@ def usable_folder(path: str | Path, key: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(f"{key}={path} can't be written: {error}; set its rights, or give another folder") from error
+        raise ConfigError(
+            f"{key}={path} can't be written: {error}; fix its permissions, or give another folder"
+        ) from error
     return folder
 
 
@@ -152,10 +154,10 @@ def unwritable(path: Path, error: OSError) -> CheckpointError:
     """The error for a file of a run that the disk did not take.
 
     >>> print(unwritable(Path("a/x.json"), OSError("No space left")))
-    a/x.json can't be written: No space left; make room or set the rights, then go on with trainer.resume=latest
+    a/x.json can't be written: No space left; make room or fix its permissions, then resume with trainer.resume=latest
     """
     return CheckpointError(
-        f"{path} can't be written: {error}; make room or set the rights, then go on with trainer.resume=latest"
+        f"{path} can't be written: {error}; make room or fix its permissions, then resume with trainer.resume=latest"
     )
 
 
@@ -163,7 +165,7 @@ def read_json(source: Path | bytes) -> Any:
     """What a JSON file or line says, whoever has written it.
 
     Args: source: the file, or its bytes.
-    Raises: OSError: it can't be read. ValueError: no JSON in UTF-8: cut short, NaN, nested too deep, a number too long.
+    Raises: OSError: it can't be read. ValueError: not JSON in UTF-8, cut short, NaN, nested too deep, huge numbers.
 
     >>> read_json(b'{"step": 3}')
     {'step': 3}
@@ -176,7 +178,7 @@ def read_json(source: Path | bytes) -> Any:
 
 
 def _no_constant(word: str) -> None:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def finite(value: object) -> float | None:

@@ -1,6 +1,6 @@
 """The lock of a folder: held by one process while it writes there, free when it ends, however it ends.
 
-Left out on purpose: file systems without locks (an error says so), and other hosts where a network's file system does
+Left out on purpose: file systems without locks (an error is raised), and other hosts where a network's file system does
 not carry them.
 """
 
@@ -29,7 +29,7 @@ class FolderLock:
     file is gone, the file is replaced.
 
     Args: folder: it exists. setting: the key that names the folder, for the messages.
-    Raises: ConfigError: another process holds it; `.lock` is a link or no plain file. OSError: it can't be made.
+    Raises: ConfigError: another process holds it; `.lock` is a link or not a regular file. OSError: it can't be made.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -41,7 +41,7 @@ class FolderLock:
         self._handle: int | None = self._taken()
 
     def release(self) -> None:
-        """Lets others take it."""
+        """Releases the lock."""
         if self._handle is not None:
             self._let_go(self._handle)
             self._handle = None
@@ -92,7 +92,7 @@ class FolderLock:
         """The file, made if absent; it is written into, so it must be no other file by another name."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         refused = ConfigError(
-            f"{self.path} is a link or no plain file, so it is no lock of whet's; remove it, or set another "
+            f"{self.path} is a link or not a regular file, so it is not whet's lock; remove it, or set another "
             f"{self._setting}"
         )
         try:
@@ -120,7 +120,7 @@ def _me() -> dict[str, Any]:
 
 
 def _holder(text: bytes) -> dict[str, Any] | None:
-    """Who the file says holds the lock; None where it does not say so in whet's words."""
+    """Who holds the lock, as the file has it; None where whet did not write it."""
     try:
         found = read_json(text)
     except ValueError:

@@ -47,7 +47,10 @@ class _Flushing(Protocol):
 class Jsonl:
     """Lines of {"step": ..., name: value}.
 
-    Args: folder: of the file, unless `path` says otherwise. options, config: not used. path: the file.
+    Args:
+        folder: of the file, unless `path` says otherwise.
+        options, config: not used.
+        path: the file.
     """
 
     def __init__(
@@ -100,7 +103,11 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases; `backend_kwargs: {wandb: {mode: offline}}` needs no network, `mode: disabled` turns it off.
 
-    Args: folder: for its files. options: project and run name. config: shown with the run. kwargs: of wandb.init.
+    Args:
+        folder: for its files.
+        options: project and run name.
+        config: shown with the run.
+        kwargs: of wandb.init.
     """
 
     def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], **kwargs: Any) -> None:
@@ -121,7 +128,10 @@ class Wandb:
 class Trackio:
     """trackio, a local dashboard: `trackio show`.
 
-    Args: folder: names the run where options don't. options: project and run name. config: shown with the run.
+    Args:
+        folder: names the run where options don't.
+        options: project and run name.
+        config: shown with the run.
         kwargs: of trackio.init.
     """
 
@@ -164,9 +174,13 @@ class _Function:
 class Loggers:
     """All loggers of a run as one. Made on rank 0 alone, after any fork: threads and sockets don't survive one.
 
-    Args: given: names, "package.module:name", objects with log and close, classes of them (called with nothing), or
-        functions (step, values). options: their options. folder: where files go unless options.log_dir is set.
-        config: the run's, as plain dicts. prefix: put before every name, with a slash.
+    Args:
+        given: names, "package.module:name", objects with log and close, classes of them (called with nothing), or
+            functions (step, values).
+        options: their options.
+        folder: where files go unless options.log_dir is set.
+        config: the run's, as plain dicts.
+        prefix: put before every name, with a slash.
     Raises: ConfigError: an unknown name, or one that can't start: its package is not installed, its folder can't be
         written, its server can't be reached.
 
@@ -223,7 +237,7 @@ class Loggers:
             return name, item
         if callable(item):
             return name, _Function(item)
-        raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is no function either")
+        raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is not a function either")
 
     def log(self, step: int, values: Mapping[str, float], mode: str = "train") -> None:
         """Gives the metrics of one step to every logger, under "<prefix>/<mode>/<name>"."""
@@ -231,7 +245,7 @@ class Loggers:
         self._each(lambda logger: logger.log(step, named))
 
     def flush(self) -> None:
-        """Has those that hold rows back write them; a logger of your own that does has a method `flush`."""
+        """Makes those that hold rows back write them; a logger of your own that does has a method `flush`."""
         self._each(lambda logger: logger.flush() if isinstance(logger, _Flushing) else None)
 
     def close(self) -> None:
@@ -250,7 +264,7 @@ class Loggers:
 
 def _no_start(item: Any, error: BaseException) -> str:
     name = item if isinstance(item, str) else getattr(item, "__qualname__", item)
-    known = f"look at metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "mend it"
+    known = f"look at metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "fix the logger"
     return f"logger {name} can't start: {type(error).__name__}: {error}; {known}, or take it out of trainer.loggers"
 
 

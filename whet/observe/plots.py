@@ -1,4 +1,4 @@
-"""curves.png: how reward and accuracy went, as one looks at it first."""
+"""curves.png: reward and accuracy over the run."""
 
 from __future__ import annotations
 

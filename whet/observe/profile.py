@@ -58,7 +58,7 @@ class StepProfiler:
         self._profiled = 0
 
     def expect(self, steps: int | None) -> None:
-        """Takes note of the number of steps to come: a run too short for the options has its last one profiled.
+        """Records the number of steps to come: a run too short for the options has its last one profiled.
 
         Args: steps: that number; None = unknown.
         Raises: ConfigError: log_dir can't be written.
@@ -67,8 +67,8 @@ class StepProfiler:
             self.folder = usable_folder(self.options.log_dir, "trainer.profiler_options.log_dir")
         if self.options is not None and steps is not None and 0 < steps <= self._first:
             log.warning(
-                "the run has no step after the first %d, which are not to be profiled; profiling its last one, in "
-                "which what is made once may lie too",
+                "the run is no longer than skip_first_n_steps=%d; profiling its last step, which may include one-time "
+                "setup",
                 self._first,
             )
             self._first = steps - 1
@@ -117,7 +117,7 @@ class StepProfiler:
         head = f"profile of step {number}: {seconds:.2f} s with the profiler's own cost, on {device}"
         log.info("%s\n%s", head, table(found, rows=4))
         if self.folder is None:
-            log.warning("the profile of step %d is not written: there is no run_dir, and no log_dir", number)
+            log.warning("the profile of step %d was not written: neither run_dir nor log_dir is set", number)
             return
         name = f"profile-step-{number:06d}"
         half = temporary(self.folder / f"{name}.json.gz")
@@ -131,7 +131,7 @@ class StepProfiler:
         except (OSError, EOFError, RuntimeError) as error:  # RuntimeError: torch's own, and CheckpointError
             why = error.__cause__ if isinstance(error, CheckpointError) and error.__cause__ else error
             log.warning(
-                "the profile of step %d could not be written to %s: %s; nothing of the step is lost, training goes on. "
+                "the profile of step %d could not be written to %s: %s; training continues. "
                 "Make room there and in %s, or set trainer.profiler_options.log_dir, and profile again",
                 number,
                 self.folder,
@@ -142,7 +142,7 @@ class StepProfiler:
                 half.unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Says so where the run was over before the steps that were to be profiled."""
+        """Warns where the run ended before the steps that were to be profiled."""
         if self.options is not None and self._seen and not self._profiled:
             log.warning(
                 "no step was profiled: the run made %d and the first %d are skipped; lower "
@@ -158,7 +158,7 @@ def _done(number: int, part: Callable[[], None]) -> bool:
         part()
     except Exception as error:
         what = f"{type(error).__name__}: {error}"
-        log.warning("step %d has no profile: %s; nothing of the step is lost, training goes on", number, what)
+        log.warning("step %d has no profile: %s; training continues", number, what)
         return False
     return True
 
@@ -189,7 +189,7 @@ class Cost:
 
 
 def costs(events: Iterable[Any]) -> list[Cost]:
-    """The operations of a profile, summed by phase and name, the dearest first within each phase; phases in order.
+    """The operations of a profile, summed by phase and name; phases in order, the most expensive first in each.
 
     Args: events: `torch.profiler.profile.events()`, taken under ranges that a Trace marked.
     """
@@ -240,7 +240,7 @@ def _part(event: Any, known: dict[int, str]) -> str:
 
 
 def table(found: Iterable[Cost], rows: int = 10) -> str:
-    """A table of costs: phases in order, the dearest operations of each.
+    """A table of costs: phases in order, the most expensive operations of each.
 
     Args: found: as `costs` gives them. rows: operations shown of each phase; the others are one line.
 

@@ -52,9 +52,9 @@ def _first_rank() -> bool:
 
 
 def setup_logging(level: int = logging.INFO) -> None:
-    """Sends log lines to stderr, above the bar where there is one; ranks other than 0 say errors only.
+    """Sends log lines to stderr, above the bar where there is one; ranks other than 0 log errors only.
 
-    Args: level: of whet's own lines on rank 0; other libraries say warnings. For programs, not for libraries: it
+    Args: level: of whet's own lines on rank 0; other libraries log warnings. For programs, not for libraries: it
         replaces the root logger's handlers.
     """
     first = _first_rank()
@@ -75,8 +75,11 @@ class Progress:
     In a terminal a bar; elsewhere a line on stderr at most every 30 seconds, and always the last. Nothing on other
     ranks than 0. It runs a thread in a terminal; a process that is forked meanwhile prints as if there were no bar.
 
-    Args: total: steps of the run, None where the data decides. start: steps done before (a resumed run).
-        description: words before the bar; None = show nothing. every_s: seconds between two lines.
+    Args:
+        total: steps of the run, None where the data decides.
+        start: steps done before (a resumed run).
+        description: words before the bar; None = show nothing.
+        every_s: seconds between two lines.
     """
 
     def __init__(
@@ -113,8 +116,11 @@ class Progress:
     ) -> None:
         """Shows one more step.
 
-        Args: step: steps done. reward: the step's mean; NaN = none. tokens_per_s: completion tokens. shown: further
-            metrics, after the reward.
+        Args:
+            step: steps done.
+            reward: the step's mean; NaN = none.
+            tokens_per_s: completion tokens.
+            shown: further metrics, after the reward.
         """
         self._rewards.append(reward)
         more = "".join(f"  {name} {value:.4g}" for name, value in (shown or {}).items())

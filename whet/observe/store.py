@@ -3,7 +3,7 @@
     config.yaml  environment.json  metrics.jsonl  completions/{train,eval}-000012.parquet  summary.json  .lock
 
 metrics.jsonl grows by a line per step and mode, {step, mode, version, name: value}; it is repaired when a run is
-taken up again, and kept as it was where lines of it were damaged. Every other file is written whole or not at all.
+resumed, and kept as it was where lines of it were damaged. Every other file is written whole or not at all.
 What lies here may have been written by anybody: it is checked, and no link of a fixed name is followed. Checkpoints
 lie here too, but are not this module's.
 """
@@ -44,10 +44,12 @@ _COMPLETIONS = re.compile(r"(?:train|eval)-([0-9]+)\.parquet", re.ASCII)
 class RunFolder:
     """One run's folder, locked while it is open. Made on rank 0 alone.
 
-    Args: path: made if absent. resume_step: None = a new run, which the folder must not hold one of; else what was
-        written after this step is removed, and the run goes on there; from 0 or less, where no step is kept, what an
-        older run wrote of its steps is moved aside instead. A function that says the step is called once the folder
-        is locked, so that it may read and change what lies there.
+    Args:
+        path: made if absent.
+        resume_step: None = a new run, which the folder must not hold one of; else what was written after this step is
+            removed, and the run continues there; from 0 or less, where no step is kept, what an older run wrote of its
+            steps is moved aside instead. A function that says the step is called once the folder is locked, so that it
+            may read and change what lies there.
     Raises: ConfigError: the path is empty or can't be written, another process has the folder open, or a new run was
         asked for where one lies. CheckpointError: what lies there can't be read or repaired.
 
@@ -64,7 +66,7 @@ class RunFolder:
             self._lock = FolderLock(self.path, "trainer.run_dir")
         except OSError as error:
             raise ConfigError(
-                f"{path} can't be written: {error}; set its rights, or another trainer.run_dir"
+                f"{path} can't be written: {error}; fix its permissions, or set another trainer.run_dir"
             ) from error
         try:
             if resume_step is None:
@@ -107,7 +109,7 @@ class RunFolder:
         if found.rows or found.damaged:
             steps = f"a run of {found.rows[-1]['step']} steps" if found.rows else "a metrics.jsonl that can't be read"
             raise ConfigError(
-                f"{self.path} holds {steps}; set trainer.resume=latest to go on with it, or another trainer.run_dir"
+                f"{self.path} holds {steps}; set trainer.resume=latest to resume it, or another trainer.run_dir"
             )
         if found.torn:  # all that a killed run has left: the first row begins where it began
             write_atomic(self.path / "metrics.jsonl", b"")
@@ -137,7 +139,11 @@ class RunFolder:
     def log(self, *, step: int, mode: str, version: int, values: Mapping[str, float]) -> None:
         """Appends one row to metrics.jsonl; it is on the disk when this returns.
 
-        Args: step: the global step. mode: "train" or "eval". version: policy version. values: name -> number.
+        Args:
+            step: the global step.
+            mode: "train" or "eval".
+            version: policy version.
+            values: name -> number.
         """
         row = to_json({"step": step, "mode": mode, "version": version, **values})
         try:
@@ -170,32 +176,32 @@ class RunFolder:
             (self.path / "summary.json").unlink()
 
     def _keep_damaged(self, found: _Rows) -> None:
-        """Keeps metrics.jsonl as it was beside the one that is written without its damaged lines."""
+        """Keeps metrics.jsonl as it was, next to the one written without its damaged lines."""
         kept = unused(self.path / "metrics.jsonl", "damaged")
         with create(kept) as file:
             file.write(found.content)
             file.flush()
             os.fsync(file.fileno())
         log.warning(
-            "%s: %d of its lines are no rows and are left out from now on; the file as it was is kept as %s",
+            "%s: %d of its lines are not rows and are left out from now on; the file as it was is kept as %s",
             self.path / "metrics.jsonl",
             found.damaged,
             kept.name,
         )
 
     def _set_aside(self) -> None:
-        """Gives the rows and completions of a run that begins anew other names: they may be all that is left of it."""
+        """Renames the rows and completions of a run that starts over: they may be all that is left of it."""
         n = 1
         names = ("completions", "final", "summary.json", "metrics.jsonl")  # the rows last: they tell of the others
-        beside = lambda name: self.path / f"{Path(name).stem}.before-{n}{Path(name).suffix}"
-        while any(os.path.lexists(beside(name)) for name in names):
+        renamed = lambda name: self.path / f"{Path(name).stem}.before-{n}{Path(name).suffix}"
+        while any(os.path.lexists(renamed(name)) for name in names):
             n += 1
         for name in names:
             if os.path.lexists(self.path / name):
-                (self.path / name).rename(beside(name))
+                (self.path / name).rename(renamed(name))
         (self.path / "completions").mkdir()
         log.warning(
-            "%s holds steps but no checkpoint of them; beginning anew, the old rows and completions are kept as "
+            "%s holds steps but no checkpoint of them; starting over, the old rows and completions are kept as "
             "metrics.before-%d.jsonl and completions.before-%d/",
             self.path,
             n,
@@ -209,10 +215,13 @@ class RunFolder:
     ) -> Path:
         """Writes completions/<mode>-<step>.parquet, one row per completion, always with the same columns.
 
-        Args: step: the global step. mode: "train" or "eval". columns: a sequence each: row, generation, prompt (text,
-            or messages), completion (text), tokens (ids), logprobs, reward, advantage, finish_reason, version, info (a
-            mapping, written as JSON; empty ones become null); all but `advantage` and `info` are required, and NaN or
-            None becomes null. rewards: per function, "exact" -> "reward/exact".
+        Args:
+            step: the global step.
+            mode: "train" or "eval".
+            columns: a sequence each: row, generation, prompt (text, or messages), completion (text), tokens (ids),
+                logprobs, reward, advantage, finish_reason, version, info (a mapping, written as JSON; empty ones become
+                null); all but `advantage` and `info` are required, and NaN or None becomes null.
+            rewards: per function, "exact" -> "reward/exact".
         Returns: the file.
         Raises: DataError: a column is missing, unknown, or of another length.
         """
@@ -257,7 +266,7 @@ class _Rows:
     lines: list[bytes]
     """The line of each row."""
     damaged: int
-    """Lines that are no rows."""
+    """Lines that are not rows."""
     torn: bool
     """Whether a kill has cut the last line short."""
 
@@ -269,7 +278,7 @@ def _read(path: Path) -> _Rows:
             raise OSError("it is a symbolic link, and rows are written to no other file than this one")
         content = path.read_bytes() if path.is_file() else b""
     except OSError as error:
-        raise CheckpointError(f"{path} can't be read: {error}; remove it or set its rights") from error
+        raise CheckpointError(f"{path} can't be read: {error}; remove it or fix its permissions") from error
     *lines, last = content.split(b"\n")
     lines = [line for line in lines if line.strip()]
     found = [(line, row) for line in lines if (row := _row(line)) is not None]

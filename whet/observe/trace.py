@@ -65,7 +65,7 @@ class Trace:
     def span(self, name: str, **tags: Any) -> Iterator[None]:
         """Times what runs inside; spans nest.
 
-        Args: name: a phase. tags: shown beside the span on the timeline.
+        Args: name: a phase. tags: shown with the span on the timeline.
         """
         outermost = name not in self._open
         self._open.append(name)
@@ -82,7 +82,7 @@ class Trace:
             self._events.append({**event, "args": {k: str(v) for k, v in tags.items()}} if tags else event)
 
     def times(self) -> dict[str, float]:
-        """The seconds of each name since the last call, and begins anew.
+        """The seconds of each name since the last call; the sums then start from 0.
 
         Returns: "time/<name>" -> seconds. A span inside another counts for both; one inside a span of its own name
             once.
@@ -101,4 +101,4 @@ class Trace:
             write_atomic(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}).encode())
         except (CheckpointError, OSError) as error:  # it only shows what was done
             cause = error.__cause__ or error
-            log.warning("the timeline is not written, nothing else is lost: %s can't be: %s", path, cause)
+            log.warning("could not write the timeline %s: %s; nothing else is affected", path, cause)

@@ -123,8 +123,12 @@ def group_relative(rewards: Tensor, group_ids: Tensor, *, scale: str = "std", ep
 
     Aᵢ = (rᵢ − mean_g(r)) / (σ + ε), g the group of i; σ = std_g(r) for scale="std", the standard deviation of all
     rewards for "batch"; "none" drops the denominator (Dr. GRPO).
-    Args: rewards [N]: one score per completion, any unit; NaN = not applicable. group_ids: Long [N], completions of one
-            prompt share an id; any ids in any order. scale: std, none or batch. eps: added to σ.
+
+    Args:
+        rewards [N]: one score per completion, any unit; NaN = not applicable.
+        group_ids: Long [N], completions of one prompt share an id; any ids in any order.
+        scale: std, none or batch.
+        eps: added to σ.
     Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
     Raises: DataError: an infinite reward, or shapes that differ. ConfigError: an unknown scale.
     Source: arXiv:2402.03300 (outcome supervision); Dr. GRPO arXiv:2503.20783. Sample std (ddof=1) as Tunix and TRL. ε

@@ -3,7 +3,7 @@
     l = surrogate · Π factors + β · KL − c · H         per token; weights turn it into one number elsewhere
 
 Every piece is fn(x: LossInputs) -> [s]. A factor is a correction for a sampler that differs from the trainer, or a
-mask: a constant, without gradient. A surrogate, and a loss of a user's own, may return metrics beside its loss.
+mask: a constant, without gradient. A surrogate, and a loss of a user's own, may return metrics as well as its loss.
 Dim legend: s tokens of a micro-batch, whole sequences laid end to end.
 """
 
@@ -80,7 +80,8 @@ class Objective:
 def reference_kl(x: LossInputs, *, kl_loss_mode: str = "kl", kl_clamp_value: float | None = None) -> Tensor:
     """The divergence from the reference at each token, with a gradient to the policy alone.
 
-    Args: x: needs ref_logprobs.
+    Args:
+        x: needs ref_logprobs.
         kl_loss_mode: a name of KL_MODES.
         kl_clamp_value: bound of the estimate, both ways; None = off.
     Returns: [s], 0 where masked out.

@@ -67,8 +67,11 @@ def clipped_surrogate(
     l = max(−A·r, −A·clip(r, 1 − ε, 1 + ε_high)), r = exp(clip(log π − log π_old, ±20)), A the advantage. Dual clip:
     where A < 0, max(...) is at most −ε_c·A. level="sequence" (GSPO-token): r has the value of exp(mean of the
     sequence's log-ratios), at most e¹⁰, and the gradient of each token's own logprob.
-    Args: x: needs logprobs, mask, sequence and advantages; old_logprobs None = logprobs.detach(), a ratio of exactly 1.
-        epsilon, epsilon_high: clip range, epsilon_high None = epsilon. epsilon_c: dual clip, above 1; None = off.
+
+    Args:
+        x: needs logprobs, mask, sequence and advantages; old_logprobs None = logprobs.detach(), a ratio of exactly 1.
+        epsilon, epsilon_high: clip range, epsilon_high None = epsilon.
+        epsilon_c: dual clip, above 1; None = off.
         level: token or sequence.
     Returns: loss [s], and per token: pg_loss, pg_loss/unclipped and /clipped (both arms), pg_clipfrac, ppo_kl
         (−log π + log π_old, before any clip), is_ratio, log_ratio_abs (both as used), clip_ratio/low, /high and

@@ -97,11 +97,17 @@ def support_logits(
     """Logits of the distribution drawn from.
 
     z' = penalise(z) / T inside the support, -inf outside; softmax(z') is what is drawn from.
-    Args: logits [n, V]. support: what to do. seen: Bool [n, V], tokens that stand before this place, in prompt or
-            completion; needed with a repetition penalty only. position: Long [n], completion tokens before this place.
-        keep: Long [n], the sampled tokens: they stay inside whatever the truncation says, so that no logprob is -inf
-            after an update.
+
+    Args:
+        logits: [n, V].
+        support: what to do.
+        seen: Bool [n, V], tokens that stand before this place, in prompt or completion; needed with a repetition
+            penalty only.
+        position: Long [n], completion tokens before this place.
+        keep: Long [n], the sampled tokens: they stay inside whatever is truncated, so that no logprob is -inf after an
+            update.
         allowed: uint8 [n, W], the tokens that a constraint allows, a bit each; needed with one only.
+
     Returns: [n, V], fp32 or wider. What is outside is decided on detached values; inside it is differentiable.
     Raises: ConfigError: a repetition penalty without `seen`, or a constraint without `allowed`.
     Source: transformers' LogitsProcessors, in their order. Ties: top-k keeps all that equal the k-th, as transformers;

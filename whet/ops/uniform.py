@@ -23,7 +23,12 @@ def address_key(seed: int, step: int, prompt: int, generation: int) -> int:
     """The key of one completion's draws: a hash of where in the run it stands.
 
     k₀ = 0, kᵢ = mix(kᵢ₋₁ xor aᵢ), a the four parts in order; mix(z) is splitmix64's finaliser of z + γ.
-    Args: seed: the run's, 0..2**64-1. step: the rollout. prompt: place in the data set. generation: 0..G-1.
+
+    Args:
+        seed: the run's, 0..2**64-1.
+        step: the rollout.
+        prompt: place in the data set.
+        generation: 0..G-1.
     Returns: an integer in int64's range, so that it fits a Long tensor.
     Source: splitmix64's finaliser, chained.
 

@@ -20,32 +20,34 @@ from whet.ops.masked import segment_count, to_fp32
 __all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights", "unit_weights"]
 
 Weighting = Callable[[Tensor, Tensor, float | None, float | None], Tensor]
-"""fn(mask Bool [S], unit_of Long [S], norm, num_units) -> the weight of each token, [S] or 0-d."""
+"""fn(mask Bool [S], trajectory Long [S], norm, num_units) -> the weight of each token, [S] or 0-d."""
 
 
-def _token_mean(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+def _token_mean(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
     return 1 / mask.sum().clamp(min=1).double()
 
 
-def _sequence_mean_token_mean(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
-    lengths = _unit_lengths(mask, unit_of).clamp(min=1).index_select(0, unit_of)
-    return 1 / (lengths * _units(mask, unit_of, num_units))
+def _sequence_mean_token_mean(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    lengths = _unit_lengths(mask, trajectory).clamp(min=1).index_select(0, trajectory)
+    return 1 / (lengths * _units(mask, trajectory, num_units))
 
 
-def _sequence_mean_token_scale(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+def _sequence_mean_token_scale(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
     if norm is None:
         raise ConfigError(
             "loss_agg_mode 'sequence-mean-token-scale' divides by a constant: give norm, the longest completion allowed"
         )
-    return 1 / (norm * _units(mask, unit_of, num_units))
+    return 1 / (norm * _units(mask, trajectory, num_units))
 
 
-def _seq_mean_token_sum(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
-    return 1 / _units(mask, unit_of, num_units)
+def _seq_mean_token_sum(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    return 1 / _units(mask, trajectory, num_units)
 
 
-def _sequence_mean_token_sum_norm(mask: Tensor, unit_of: Tensor, norm: float | None, num_units: float | None) -> Tensor:
-    units = _units(mask, unit_of, num_units)
+def _sequence_mean_token_sum_norm(
+    mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None
+) -> Tensor:
+    units = _units(mask, trajectory, num_units)
     return 1 / (units if norm is None else torch.full_like(units, norm))
 
 
@@ -61,7 +63,7 @@ LOSS_AGG_MODES: dict[str, Weighting] = {
 
 def token_weights(
     mask: Tensor,
-    unit_of: Tensor,
+    trajectory: Tensor,
     mode: str | Weighting,
     *,
     norm: float | None = None,
@@ -71,44 +73,48 @@ def token_weights(
 
     With M = Σ m, n_i the trained tokens of unit i, U the units that have any: token-mean 1/M; sequence-mean-token-mean
     1/(n_i·U); sequence-mean-token-scale 1/(norm·U); seq-mean-token-sum 1/U; sequence-mean-token-sum-norm 1/norm.
-    Args: mask: Bool [S], True = trained. unit_of: Long [S], 0, 1, ...: the trajectory of each token. mode: a name of
-        LOSS_AGG_MODES or a function like them. norm: a positive constant for the two modes that have one (the others
-        don't depend on it): token-scale needs it, the longest completion in tokens; sum-norm takes U without it.
+
+    Args:
+        mask: Bool [S], True = trained.
+        trajectory: Long [S], 0, 1, ...: the trajectory of each token.
+        mode: a name of LOSS_AGG_MODES or a function like them.
+        norm: a positive constant for the two modes that have one (the others don't depend on it): token-scale needs it,
+            the longest completion in tokens; sum-norm takes U without it.
         num_units: takes U's place, e.g. to count units with nothing to train as well.
     Returns: float64 [S]; 0 where masked out.
     Raises: ConfigError: an unknown mode, a norm or num_units that is not a positive number, token-scale without norm.
-        DataError: mask and unit_of of different shapes.
+        DataError: mask and trajectory of different shapes.
     Source: agrees with Tunix's aggregate_loss, but token-scale has no default norm (Tunix: the padded width, which
         depends on the batch) and sum-norm's default is that of Tunix 0.1.7.
 
     >>> token_weights(torch.tensor([True, True, True]), torch.tensor([0, 0, 1]), "sequence-mean-token-mean")
     tensor([0.2500, 0.2500, 0.5000], dtype=torch.float64)
     """
-    _check(mask, unit_of, norm=norm, num_units=num_units)
+    _check(mask, trajectory, norm=norm, num_units=num_units)
     if isinstance(mode, str):
         if mode not in LOSS_AGG_MODES:
             raise lookup_error("loss_agg_mode", mode, LOSS_AGG_MODES)
         mode = LOSS_AGG_MODES[mode]
     mask = mask.bool()
-    return torch.where(mask, mode(mask, unit_of, norm, num_units).double(), 0.0)
+    return torch.where(mask, mode(mask, trajectory, norm, num_units).double(), 0.0)
 
 
-def unit_weights(mask: Tensor, unit_of: Tensor, *, num_units: float | None = None) -> Tensor:
+def unit_weights(mask: Tensor, unit: Tensor, *, num_units: float | None = None) -> Tensor:
     """The weight of each unit's loss in the aggregate of a whole optimizer step: a mean over units.
 
     w_i = 1/U where unit i has a trained token, else 0; U the units that have one.
-    Args: mask: Bool [S], True = trained. unit_of: Long [S], 0, 1, ...: the unit of each token (a pair, an episode).
+    Args: mask: Bool [S], True = trained. unit: Long [S], 0, 1, ...: the unit of each token (a pair, an episode).
         num_units: takes U's place, e.g. to count units with nothing to train as well.
     Returns: float64 [units]; for losses that return one number per unit.
-    Raises: ConfigError: num_units is not a positive number. DataError: mask and unit_of of different shapes.
+    Raises: ConfigError: num_units is not a positive number. DataError: mask and unit of different shapes.
 
     >>> unit_weights(torch.tensor([True, True, False, True]), torch.tensor([0, 0, 1, 2]))
     tensor([0.5000, 0.0000, 0.5000], dtype=torch.float64)
     """
-    _check(mask, unit_of, num_units=num_units)
+    _check(mask, unit, num_units=num_units)
     mask = mask.bool()
-    there = _unit_lengths(mask, unit_of) > 0
-    return torch.where(there, 1 / _units(mask, unit_of, num_units), 0.0)
+    there = _unit_lengths(mask, unit) > 0
+    return torch.where(there, 1 / _units(mask, unit, num_units), 0.0)
 
 
 def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
@@ -125,25 +131,27 @@ def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
     return (torch.where(weights != 0, loss, 0.0) * weights.to(loss.dtype)).sum()
 
 
-def _check(mask: Tensor, unit_of: Tensor, **numbers: float | None) -> None:
+def _check(mask: Tensor, unit: Tensor, **numbers: float | None) -> None:
     """Raises where shapes differ, or a number is not positive."""
-    if mask.dim() != 1 or mask.shape != unit_of.shape:
-        raise DataError(f"mask and unit_of have shapes {list(mask.shape)} and {list(unit_of.shape)}; both must be [S]")
+    if mask.dim() != 1 or mask.shape != unit.shape:
+        raise DataError(
+            f"mask and the unit of each token have shapes {list(mask.shape)} and {list(unit.shape)}; both must be [S]"
+        )
     for name, value in numbers.items():
         if value is not None and not _positive(value):
             raise ConfigError(f"Invalid '{name}' value {value!r}: it must be a positive number, or None")
 
 
-def _unit_lengths(mask: Tensor, unit_of: Tensor) -> Tensor:
+def _unit_lengths(mask: Tensor, unit: Tensor) -> Tensor:
     """Float64 [U']: the trained tokens of each unit, empty ones included."""
-    return segment_count(mask, unit_of, int(unit_of.max()) + 1 if len(unit_of) else 0).double()
+    return segment_count(mask, unit, int(unit.max()) + 1 if len(unit) else 0).double()
 
 
-def _units(mask: Tensor, unit_of: Tensor, num_units: float | None) -> Tensor:
+def _units(mask: Tensor, unit: Tensor, num_units: float | None) -> Tensor:
     """Float64 0-d: num_units, or the units with a trained token, at least 1."""
     if num_units is not None:
         return torch.tensor(float(num_units), dtype=torch.float64, device=mask.device)
-    return (_unit_lengths(mask, unit_of) > 0).sum().clamp(min=1).double()
+    return (_unit_lengths(mask, unit) > 0).sum().clamp(min=1).double()
 
 
 def _positive(value: object) -> bool:

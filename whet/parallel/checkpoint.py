@@ -78,7 +78,7 @@ def open_root(root: Path) -> FolderLock:
         tried.rename(renamed)
         remove(renamed, strict=True)
         if (root / "latest").is_dir():
-            raise CheckpointError(f"{root / 'latest'} is a folder, and has to be a file that names one; remove it")
+            raise CheckpointError(f"{root / 'latest'} is a folder, but must be a file that names one; remove it")
         sweep(root)
     except BaseException as error:
         if lock is not None:
@@ -86,8 +86,8 @@ def open_root(root: Path) -> FolderLock:
             lock.release()
         if isinstance(error, OSError):
             raise CheckpointError(
-                f"checkpoints can't be written to {root}: {error}; set its rights or make room, or set another "
-                "trainer.checkpoint_root_directory (None = checkpoints/ in trainer.run_dir)"
+                f"checkpoints can't be written to {root}: {error}; fix its permissions or make room, or "
+                "set another trainer.checkpoint_root_directory (None = checkpoints/ in trainer.run_dir)"
             ) from error
         raise
     return lock
@@ -98,8 +98,12 @@ def publish(
 ) -> Path:
     """Writes one checkpoint folder that is either whole or absent, then moves `latest`, then drops the oldest.
 
-    Args: root: the folder of checkpoints. step: its number. write: fills the folder it is given. run: who writes it,
-        for run.json; None = not noted. keep: folders of this run to keep, the new one included; None = all.
+    Args:
+        root: the folder of checkpoints.
+        step: its number.
+        write: fills the folder it is given.
+        run: who writes it, for run.json; None = not recorded.
+        keep: folders of this run to keep, the new one included; None = all.
     Returns: root/step-<step>. A whole folder of that step and run is left as it is: a step's state is one.
     Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, nor is anything lost.
         Another run's folder has that step.
@@ -122,8 +126,8 @@ def publish(
         remove(tmp)
         if _of_the_disk(e):
             raise CheckpointError(
-                f"checkpoint of step {step} could not be written to {root}: {e}; those before it stay. Make room or "
-                "set the rights, then go on with trainer.resume=latest"
+                f"checkpoint of step {step} could not be written to {root}: {e}; earlier ones are kept. Make "
+                "room or fix its permissions, then resume with trainer.resume=latest"
             ) from e
         raise
     _point(root, final.name)
@@ -138,7 +142,7 @@ def publish(
 
 
 def _is_there(final: Path, run: str | None) -> bool:
-    """Whether a run has this checkpoint already; what is none and has its name is moved aside."""
+    """Whether a run has this checkpoint already; a folder of its name that is not a checkpoint is moved aside."""
     if not os.path.lexists(final):
         return False
     if final not in saved(final.parent):
@@ -146,7 +150,7 @@ def _is_there(final: Path, run: str | None) -> bool:
         return False
     if run_of(final) != run:
         raise CheckpointError(
-            f"{final} is not this run's: another has written it meanwhile; end that run or move its folders away, "
+            f"{final} belongs to another run, which wrote it meanwhile; end that run or move its folders away, "
             "and give each run a trainer.checkpoint_root_directory of its own"
         )
     if (final / "run.pt").is_file():
@@ -176,7 +180,8 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
         remove(tmp)
         if _of_the_disk(e):
             raise CheckpointError(
-                f"{path} could not be written: {e}; make room or set the rights, then go on with trainer.resume=latest"
+                f"{path} could not be written: {e}; make room or fix its permissions, then resume with "
+                "trainer.resume=latest"
             ) from e
         raise
     remove(old)
@@ -204,7 +209,7 @@ def _sum(path: Path) -> str:
 def verify(folder: Path, needs: Iterable[str] = ()) -> None:
     """Reads every file of a checkpoint and compares it with what was written.
 
-    Args: folder: a checkpoint; one without sums.json can't be compared, which is said. needs: files that it must have.
+    Args: folder: a checkpoint; one without sums.json can't be compared: a warning. needs: files that it must have.
     Raises: CheckpointError: a file is missing or has changed.
     """
     path = folder / _SUMS
@@ -212,14 +217,14 @@ def verify(folder: Path, needs: Iterable[str] = ()) -> None:
     if missing := [name for name in needs if not (folder / name).is_file()]:
         raise CheckpointError(f"{folder / missing[0]} is missing from its checkpoint; {advice}")
     if not path.is_file():
-        log.warning("%s has no %s: whether its files are as they were written can't be told", folder, _SUMS)
+        log.warning("%s has no %s, so its files can't be checked for changes", folder, _SUMS)
         return
     try:
         sums = _sums_in(path)
         if not isinstance(sums, dict) or not all(isinstance(x, str) for x in sums.values()):
             raise ValueError("no mapping of names to checksums")
         if outside := [n for n in sums if "\0" in n or ".." in PurePosixPath(n).parts or n.startswith("/")]:
-            raise ValueError(f"{outside[0]!r} is no file of the checkpoint")
+            raise ValueError(f"{outside[0]!r} is not a file of the checkpoint")
     except (OSError, ValueError) as e:
         raise CheckpointError(f"{path} can't be read ({e}); {advice}") from e
     for name, expected in sums.items():
@@ -227,7 +232,7 @@ def verify(folder: Path, needs: Iterable[str] = ()) -> None:
             raise CheckpointError(f"{folder / name} is missing from its checkpoint; {advice}")
         if (found := _sum(folder / name)) != expected:
             raise CheckpointError(
-                f"{folder / name} is not what was written: its SHA-256 is {found[:12]}..., sums.json has "
+                f"{folder / name} has changed since it was written: its SHA-256 is {found[:12]}..., sums.json has "
                 f"{expected[:12]}...; {advice}, or, if you changed it yourself, delete sums.json"
             )
 
@@ -269,7 +274,7 @@ def _point(root: Path, name: str) -> None:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step that a folder's name says; None where it is no checkpoint's.
+    """The step that a folder's name says; None where it is not a checkpoint's.
 
     >>> step_of(Path("step-000100")), step_of(Path("step-000100.broken")), step_of(Path("step-0000100"))
     (100, None, None)
@@ -279,7 +284,7 @@ def step_of(folder: Path) -> int | None:
 
 
 def run_of(folder: Path) -> str | None:
-    """The run that has written a checkpoint; None where it does not say: earlier versions noted none."""
+    """The run that has written a checkpoint; None where that is not recorded: earlier versions did not."""
     try:
         found = read_json(folder / _RUN)
     except (OSError, ValueError):
@@ -300,7 +305,7 @@ def saved(root: Path) -> list[Path]:
 
 
 def sweep(root: Path) -> None:
-    """Removes what killed processes left half-written, and moves aside what has a checkpoint's name and is none."""
+    """Removes what killed processes left half-written, and moves aside folders that only have a checkpoint's name."""
     for p in list(root.iterdir()) if root.is_dir() else []:
         if is_temporary(p.name):
             remove(p)
@@ -311,13 +316,13 @@ def sweep(root: Path) -> None:
 
 
 def _move_aside(folder: Path) -> None:
-    """Gives a folder that is no checkpoint a name that is none."""
+    """Renames a folder that is not a checkpoint."""
     n, aside = 1, folder.with_name(f"{folder.name}.broken")
     while os.path.lexists(aside):
         n += 1
         aside = folder.with_name(f"{folder.name}-{n}.broken")
     folder.rename(aside)
-    log.warning("%s is no checkpoint, since files of it have gone; it is kept as %s", folder, aside.name)
+    log.warning("%s is not a checkpoint, since files of it are missing; it is kept as %s", folder, aside.name)
 
 
 def find_checkpoint(resume: str, root: Path | None) -> Path | None:
@@ -325,13 +330,13 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
 
     Args: resume: "latest", or a folder. root: the run's checkpoints.
     Returns: the folder; None where "latest" finds none: the run then starts from the beginning.
-    Raises: CheckpointError: a folder that is no checkpoint; the newest one lacks its run.pt, and is not passed over.
+    Raises: CheckpointError: a folder that is not a checkpoint; the newest one lacks its run.pt, and is not skipped.
     """
     if resume != "latest":
         path = Path(resume)
         if not (path / "run.pt").is_file():
             missing = path / "run.pt"
-            raise CheckpointError(f"resume={resume!r} is no checkpoint: {missing} is missing; give a step-* folder")
+            raise CheckpointError(f"resume={resume!r} is not a checkpoint: {missing} is missing; give a step-* folder")
         return path
     if root is None:
         raise CheckpointError("resume='latest' needs a run_dir or a checkpoint_root_directory to look in")
@@ -339,28 +344,28 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
     try:
         name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
     except OSError as error:
-        raise CheckpointError(f"{pointer} can't be read: {error}; set its rights or remove it") from error
+        raise CheckpointError(f"{pointer} can't be read: {error}; fix its permissions or remove it") from error
     there = saved(root)
     for p in checkpoints(root):
         if p not in there:
-            log.warning("%s is passed over: it has neither run.pt nor sums.json, so it is no checkpoint", p)
+            log.warning("%s is ignored: it has neither run.pt nor sums.json, so it is not a checkpoint", p)
     if not there:
         return None
     newest = next((p for p in there if p.name == name), there[-1])
     if newest.name == name and newest != there[-1]:
         log.warning(
-            "%s names %s, so %s, which is newer, is not taken up and its steps are taken again; trainer.resume=%s goes "
-            "on from there instead",
+            "%s points to %s; the newer %s is ignored and its steps will be run again; trainer.resume=%s resumes from "
+            "there instead",
             pointer,
             name,
             there[-1].name,
             there[-1],
         )
     if name not in ("", newest.name):
-        log.warning("%s names %.80r, which is gone; taking %s", pointer, name, newest)
+        log.warning("%s points to %.80r, which is gone; using %s", pointer, name, newest)
     if not (newest / "run.pt").is_file():
         whole = [p for p in there if (p / "run.pt").is_file()]
-        other = f"trainer.resume={whole[-1]} goes on from there" if whole else "begin anew in another folder"
+        other = f"resume with trainer.resume={whole[-1]}" if whole else "start a new run in another folder"
         raise CheckpointError(f"{newest / 'run.pt'} is missing from the newest checkpoint; put it back, or {other}")
     return newest
 
@@ -378,10 +383,12 @@ def read_state(path: Path, *, needs: Iterable[str] = ()) -> dict[str, Any]:
         raise CheckpointError(f"{path} can't be read ({why}); resume from an earlier step-* folder") from e
     if not isinstance(found, dict):
         raise CheckpointError(
-            f"{path} is not what this version saves: a {type(found).__name__}, not a dict; resume from another"
+            f"{path} has an unexpected format: a {type(found).__name__}, not a dict; resume from another step-* folder"
         )
     if missing := [n for n in needs if n not in found]:
-        raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
+        raise CheckpointError(
+            f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
+        )
     return found
 
 
@@ -425,7 +432,7 @@ def load_state(module: nn.Module, path: Path, masters: Mapping[str, Tensor] | No
 
 
 def _rename_score_head(found: dict[str, Tensor], targets: Mapping[str, Tensor]) -> None:
-    """Gives a critic's head its name of today: earlier releases kept it in the place of the language head."""
+    """Gives a critic's head its current name: earlier releases kept it in the place of the LM head."""
     old, new = sorted(found.keys() - targets.keys()), sorted(targets.keys() - found.keys())
     if new == ["score.weight"] and len(old) == 1 and found[old[0]].shape == targets["score.weight"].shape:
         found["score.weight"] = found.pop(old[0])

@@ -11,19 +11,19 @@ __all__ = ["rank", "require_single_process", "world_size"]
 
 
 def rank() -> int:
-    """This process's place among all of the job; 0 without torchrun. Raises ConfigError: RANK is no such number."""
+    """This process's place among all of the job; 0 without torchrun. Raises ConfigError: RANK is not a valid rank."""
     return _number("RANK", 0, least=0)
 
 
 def world_size() -> int:
-    """Processes of the job; 1 without torchrun. Raises ConfigError: WORLD_SIZE is no such number."""
+    """Processes of the job; 1 without torchrun. Raises ConfigError: WORLD_SIZE is not a valid number."""
     return _number("WORLD_SIZE", 1, least=1)
 
 
 def require_single_process() -> None:
     """Raises ConfigError where torchrun started several processes: each would train a copy of its own.
 
-    What it sets (RANK, LOCAL_RANK, WORLD_SIZE) is refused where it is no such number.
+    What it sets (RANK, LOCAL_RANK, WORLD_SIZE) is refused where it is not a valid number.
     """
     count = world_size()
     if count > 1:

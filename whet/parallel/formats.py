@@ -44,6 +44,6 @@ def check_format(path: Path, number: Any, known: int, *, weights: Path) -> int:
         return number
     formats = "format 1" if known == 1 else f"formats 1 to {known}"
     raise CheckpointError(
-        f"{path} has format {number!r:.40}, and this release of whet knows {formats}; go on with the release that "
+        f"{path} has format {number!r:.40}, and this release of whet reads {formats}; resume with the release that "
         f"wrote it, or begin a new run from its weights: actor.model={weights}"
     )

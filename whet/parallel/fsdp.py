@@ -1,4 +1,4 @@
-"""FSDPPlacement: a model in parts over several processes, by torch's fully_shard, behind the verbs of one worker.
+"""FSDPPlacement: a model in parts over several processes, by torch's fully_shard, behind the methods of one worker.
 
     parameters, gradients, moments    each rank holds its part of every tensor; a decoder layer is whole while it runs
     forward passes                    every rank makes the same list and runs every size-th of it
@@ -71,7 +71,9 @@ class FSDPPlacement(Placement):
     def during(self, phase: Phase) -> Iterator[None]:
         """See Placement. After a pass without gradient the root would keep plain parameters, not the optimizer's."""
         if phase in ("save", "load", "export"):
-            raise ConfigError(f"{phase}: a model in parts has no files in this release of whet; use one process")
+            raise ConfigError(
+                f"{phase}: an FSDP-sharded model can't be saved or loaded in this release; use one process"
+            )
         try:
             yield
         finally:

@@ -3,9 +3,9 @@
     agree(value)         rank 0's value on every rank: whatever ranks could decide differently (a clock, a signal, a
                          timing) goes through it, or they wait for one another for ever
     shared(fn, items)    the work of a function, a part of the items on each rank, all results on every rank
-    is_writer            whether this process writes files and says things
+    is_writer            whether this process writes files and logs
 
-One process does all of that without a word to anybody: `Ranks` itself. Every rank must make the same calls in the same
+One process does all of that without communication: `Ranks` itself. Every rank must make the same calls in the same
 order. Left out on purpose: tensors, which a placement moves.
 """
 
@@ -38,7 +38,7 @@ class Ranks:
 
     @property
     def is_writer(self) -> bool:
-        """Whether this process writes files and says things: one of them does."""
+        """Whether this process writes files and logs: one of them does."""
         return self.rank == 0
 
     def gather(self, value: Any) -> list[Any]:

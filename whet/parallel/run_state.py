@@ -28,22 +28,26 @@ MOST = 2**63 - 1
 def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
     """The run's own state.
 
-    Args: path: run.pt in the folder of a checkpoint. needs: entries that the reader can't do without, beside those
+    Args: path: run.pt in the folder of a checkpoint. needs: entries that the reader needs, besides those
         that every run writes.
     Raises: CheckpointError: it can't be read, is of a format that this release does not know, or has a field that no
         run writes.
     """
     state = read_state(path)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} is not what this version saves: {type(state).__name__}; resume from another")
+        raise CheckpointError(
+            f"{path} has an unexpected format: a {type(state).__name__}, not a dict; resume from another step-* folder"
+        )
     check_format(path, state.get("format", 1), RUN_FORMAT, weights=path.parent)
     if missing := [name for name in sorted({*_FIELDS, *needs}) if name not in state]:
-        raise CheckpointError(f"{path} is not what this version saves: no {', '.join(missing)}; resume from another")
+        raise CheckpointError(
+            f"{path} has an unexpected format: no {', '.join(missing)}; resume from another step-* folder"
+        )
     step, named = state["step"], step_of(path.parent)
     if named is not None and (type(step) is not int or step != named):
         raise CheckpointError(
-            f"{path} says that it is of step {step!r:.40}, its folder is named {path.parent.name}; give the folder its "
-            "own name back, or resume from another"
+            f"{path} is of step {step!r:.40}, but its folder is named {path.parent.name}; rename the folder back, or "
+            "resume from another step-* folder"
         )
     for name, (what, holds) in _FIELDS.items():
         _check(path, name, state[name], what, holds)
@@ -82,7 +86,7 @@ def _check(path: Path, name: str, value: Any, what: str, holds: Callable[[Any], 
     if not holds(value):
         shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
         raise CheckpointError(
-            f"{path} has {shown:.60} as {name}, which has to be {what}; resume from an earlier step-* folder"
+            f"{path} has {shown:.60} as {name}, which must be {what}; resume from an earlier step-* folder"
         )
 
 
@@ -115,7 +119,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }
 _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cluster": ("a mapping", _mapping),
-    "health": ("since when warnings go on", _health),
+    "health": ("since when warnings last", _health),
     "learner": ("a mapping by name", _mapping),
     "skipped": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
     "moved": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),

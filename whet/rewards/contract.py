@@ -45,7 +45,7 @@ __all__ = [
 LOG = logging.getLogger(__name__)
 RewardFn = Callable[..., Any]
 LOOP_GRACE_S = 0.5
-"""How long after the deadline an event loop may take to say which functions were late."""
+"""How long after the deadline an event loop may take to report which functions were late."""
 EACH = ("prompts", "completions", "completion_ids", "trajectory_ids")
 """What functions are offered of each trajectory besides the columns of the data; `GIVEN` is all besides those."""
 
@@ -115,7 +115,7 @@ def keywords(
         Keyword -> value. What a partial has bound stays as bound.
 
     Raises:
-        ConfigError: the function needs an argument that nobody offers (with the nearest), takes one by position alone,
+        ConfigError: the function needs an argument that is not offered (with the nearest), takes one by position alone,
             or has no signature.
 
     >>> keywords(lambda completions, answer=0: [], {"completions": ["4"], "mode": "train"}, {}, name="f")
@@ -134,12 +134,12 @@ def keywords(
             continue
         known = parameter.name in offered or parameter.name in by_name
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
-            raise ConfigError(f"{kind} {name} takes {parameter.name!r} by position alone; remove the '/'")
+            raise ConfigError(f"{kind} {name} takes {parameter.name!r} as a positional-only argument; remove the '/'")
         if not known and parameter.default is parameter.empty:
             near = nearest(parameter.name, {**offered, **by_name})
             columns = [word for word in offered if word not in GIVEN]
             raise ConfigError(
-                f"{kind} {name} needs {parameter.name!r}, which is no column; your columns: "
+                f"{kind} {name} needs {parameter.name!r}, which is not a column; your columns: "
                 f"{', '.join(columns) or 'none besides the prompt'}{near or '.'} Rename the argument or the column, or "
                 f"give it a default. Always offered: {', '.join(w for w in offered if w in GIVEN)}"
             )
@@ -157,8 +157,8 @@ def call_rewards(
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Every reward function on the same trajectories.
 
-    Plain functions run one after the other, async ones all together on one event loop beside them. With a timeout a
-    plain function runs in a thread of its own: Python can't end a thread, so one that hangs goes on in the background
+    Plain functions run one after the other, async ones all together on one event loop meanwhile. With a timeout a
+    plain function runs in a thread of its own: Python can't end a thread, so one that hangs continues in the background
     (it ends with the process); and what must be on the main thread (signal, so math-verify's own alarm) needs
     timeout_s=None. Gradient mode, CUDA device and context variables are those of the caller.
 
@@ -324,7 +324,7 @@ def _like_here(run: Callable[[], None]) -> Callable[[], None]:
 
 
 def _note_lost(loop: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
-    """Says what went wrong in a task that nobody waited for: no reward depends on it."""
+    """Logs what went wrong in a task that was not awaited: no reward depends on it."""
     error = context.get("exception")
     what = "" if error is None else f": {type(error).__name__}: {said(error)}"
     LOG.warning("async reward functions: %s%s", context["message"], what)
@@ -344,7 +344,7 @@ def _raised(name: str, error: BaseException) -> RewardError:
     if isinstance(error, AttributeError) and "'list' object" in words:
         text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
     if "main thread" in words or "threaded environment" in words:
-        text += "; set the reward timeout to None, and it is called on the main thread"
+        text += "; set trainer.reward_timeout_s=null to call it on the main thread"
     failed = RewardError(text)
     failed.__cause__ = error
     return failed
@@ -353,6 +353,6 @@ def _raised(name: str, error: BaseException) -> RewardError:
 def _hung(name: str, timeout_s: float | None) -> RewardError:
     """The error for a function that is late."""
     return RewardError(
-        f"reward function {name} returned nothing within {timeout_s} s; its thread can't be ended and goes on in the "
-        "background. Give it a limit of its own, or raise the reward timeout (an async function must never block)"
+        f"reward function {name} returned nothing within {timeout_s} s; its thread can't be ended and continues in "
+        "the background. Give it a limit of its own, or raise trainer.reward_timeout_s (async ones must never block)"
     )

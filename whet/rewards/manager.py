@@ -30,6 +30,9 @@ __all__ = [
     "sample_std",
 ]
 
+RESERVED = frozenset({"max", "mean", "min", "sum"})
+"""Names that no reward may have: rewards/<name> is a metric over all functions."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Rewarded:
@@ -89,7 +92,7 @@ class Rewarded:
 class RewardManager:
     """One number per trajectory: totalⱼ = Σ_f w_f r_fj over the functions f that apply to j.
 
-    Rewards that a group brings (an environment's) count with weight 1, beside the functions.
+    Rewards that a group brings (an environment's) count with weight 1, besides the functions.
 
     >>> from whet.types import Completion, Prompt
     >>> p = Prompt(tokens=np.array([50, 43, 50, 61]), source="2+2=", columns={"answer": "4"}, row=7)
@@ -117,7 +120,8 @@ class RewardManager:
             algo_fields: fields of the algorithm's configuration, for functions that name them.
 
         Raises:
-            ConfigError: no functions, an unknown name, weights that don't fit, an unknown on_error, a timeout of 0.
+            ConfigError: no functions, an unknown name, a function named mean, sum, min or max, weights that don't
+                fit, an unknown on_error, a timeout of 0.
         """
         given = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
         if not given:
@@ -127,7 +131,7 @@ class RewardManager:
         if on_error not in ("raise", "none"):
             raise lookup_error("on_error", on_error, ("raise", "none"))
         if timeout_s is not None and not timeout_s > 0:
-            raise ConfigError(f"timeout_s {timeout_s} is no time; give more than 0, or None for no deadline")
+            raise ConfigError(f"timeout_s must be above 0, got {timeout_s}; None = no deadline")
         self.fns = _named([resolve_reward(fn) for fn in given])
         self.weights = _weights(weights, list(self.fns))
         self.on_error: OnError = on_error
@@ -135,7 +139,7 @@ class RewardManager:
         self.algo_fields = dict(algo_fields or {})
 
     def check(self, columns: Sequence[str]) -> None:
-        """Says before the first rollout whether every function gets what it needs.
+        """Checks before the first rollout that every function gets what it needs.
 
         Args: columns: of the data set, without the prompt.
         Raises: ConfigError: a function needs an argument that is neither a column nor offered.
@@ -161,8 +165,10 @@ class RewardManager:
         """The rewards of a batch.
 
         Args:
-            groups: rolled out. texts: the decoded completion of each completion of each group, or a list of messages
-                for a transcript. mode: "train" or "eval", for the functions. extras: further keywords for them.
+            groups: rolled out.
+            texts: the decoded completion of each completion of each group, or a list of messages for a transcript.
+            mode: "train" or "eval", for the functions.
+            extras: further keywords for them.
 
         Returns:
             Rewarded.
@@ -264,6 +270,10 @@ def _named(fns: Sequence[RewardFn]) -> dict[str, RewardFn]:
     named: dict[str, RewardFn] = {}
     for fn in fns:
         name = base = function_name(fn)
+        if name in RESERVED:
+            raise ConfigError(
+                f"a reward function is named {name!r}, but the metric rewards/{name} is over all functions; rename it"
+            )
         count = 1
         while name in named:
             count += 1
@@ -337,6 +347,11 @@ def _sizes(groups: Sequence[Group]) -> list[int]:
 def _table(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """Float64 [J] by name: those of `names`, then whatever else a group has."""
     every = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
+    if taken := sorted(every.keys() & RESERVED):
+        raise DataError(
+            f"a group brings a reward named {taken[0]!r}, but the metric rewards/{taken[0]} is over all functions; "
+            "rename it"
+        )
     pairs = list(zip(groups, _sizes(groups), strict=True))
     return {name: np.concatenate([_brought(group, name, size) for group, size in pairs]) for name in every}
 
@@ -345,7 +360,10 @@ def _brought(group: Group, name: str, size: int) -> np.ndarray:
     """float64 [size]: a reward that a group came with; NaN where it has none of that name."""
     values = np.asarray(group.rewards[name], dtype=np.float64) if name in group.rewards else np.full(size, math.nan)
     if values.shape != (size,):
-        raise DataError(f"row {group.prompt.row} brings {values.shape} rewards {name!r} for {size} trajectories")
+        raise DataError(
+            f"row {group.prompt.row} has rewards {name!r} of shape {list(values.shape)} for {size} trajectories; give "
+            "one number for each"
+        )
     return values
 
 

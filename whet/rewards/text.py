@@ -39,7 +39,7 @@ def text_of(completion: Any) -> str:
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
-    """1 where the completion is the answer, but for white space around it.
+    """1 where the completion is the answer, apart from white space around it.
 
     Args: completions [N]: texts or messages. answer [N]: the column.
     Returns: [N].
@@ -88,7 +88,7 @@ REWARDS: dict[str, Callable[..., list[float | None]]] = {
 def _judged(
     completions: Sequence[Any], answer: Sequence[Any], read: Callable[[str], Any], gold: Callable[[str], Any]
 ) -> list[float | None]:
-    """1.0 where what is read from a completion is one of its golds; None where there is no gold."""
+    """1.0 where the answer read from a completion is one of its golds; None where there is no gold."""
     scores: list[float | None] = []
     for completion, accepted in zip(completions, answer, strict=True):
         golds = accepted if isinstance(accepted, list | tuple) else [accepted]
@@ -113,7 +113,7 @@ def _last_number(text: str) -> Decimal | None:
 def _gold_number(text: str) -> Decimal:
     number = _last_number(text)
     if number is None:
-        raise DataError(f"the answer {text!r} holds no number; use exact_match or boxed for such a column")
+        raise DataError(f"the answer {text!r} contains no number; use exact_match or boxed for such a column")
     return number
 
 

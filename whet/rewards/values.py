@@ -1,4 +1,4 @@
-"""What reward functions give, as numbers, and anything at all in words. Nothing that a value does reaches the caller.
+"""What reward functions give, as numbers, and any value as text. Nothing that a value does reaches the caller.
 
 Left out on purpose: text that looks like a number. "1" from a judge may be a score or a label; the function knows.
 """

@@ -22,7 +22,7 @@ __all__ = [
     "EngineCaps",
     "EngineStats",
     "Output",
-    "Piece",
+    "PartialOutput",
     "Request",
     "RolloutEngine",
     "Sampling",
@@ -40,7 +40,7 @@ CONSTRAINTS = ("grammar", "json_schema", "regex")
 class Constraint:
     """The language that a completion's text lies in.
 
-    Raises: ConfigError: an unknown kind. What is wrong inside the text is said by Grammars.check.
+    Raises: ConfigError: an unknown kind. Errors inside the text are found by Grammars.check.
 
     >>> Constraint(kind="regex", text="[0-9]+")
     Constraint(kind='regex', text='[0-9]+')
@@ -96,7 +96,7 @@ class Sampling:
     generation_kwargs: tuple[tuple[str, Any], ...] = ()
     """Options of transformers' generate, (name, value) with tuples for lists: for the hf engine alone."""
     return_logits: bool = False
-    """Keep the raw logits of each drawn token (float32 [C, V]): for a close look, not for training."""
+    """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
 
 
 def support_of(sampling: Sampling) -> Support:
@@ -131,26 +131,25 @@ class Request:
     """int32 [P]: what stands before the completion, then `offset` tokens of it that were made earlier."""
     sampling: Sampling
     group: int
-    """Requests of one group are let in together where they can be; those with equal prompts share its KV."""
+    """Requests of one group are admitted together where they can be; those with equal prompts share its KV."""
     address: tuple[int, int, int, int]
     """(seed, step, prompt, generation): with the position, the address of every random draw."""
     offset: int = 0
-    """Completion tokens already in `tokens`, of a request that goes on: min_tokens counts them, a stop string may begin
-    in them, a constraint has taken them in. Earlier turns, and what a tool has answered, are not among them."""
+    """Completion tokens already in `tokens`, of a resumed request: min_tokens counts them, a stop string may begin
+    in them, a constraint has consumed them. Earlier turns, and what a tool has answered, are not among them."""
     draw: int = 0
     """Number of the completion's first draw under its address: token t of the completion, those of `offset` counted,
-    uses u(address, draw + t). A later turn begins behind the draws of those before it; a request that goes on keeps
+    uses u(address, draw + t). A later turn begins after the draws of those before it; a resumed request keeps
     its number."""
     conversation: int | None = None
     """Requests of one conversation come one after the other, each beginning with what the one before it held: an engine
     with caps.conversations encodes only what is new. None = on its own. It changes no token."""
     expected: int | None = None
     """Tokens that its completion is expected to have, where the caller has a guess: long ones start first. None =
-    max_tokens. It changes no token, but for what "alone and in a crowd" changes (docs/exactness.md)."""
-
+    max_tokens. It changes no token, except as batching does (docs/exactness.md)."""
 
     def after(self, tokens: np.ndarray) -> Request:
-        """The request that goes on from here. Args: tokens: int [C], what has been made of the completion since.
+        """The request that resumes from here. Args: tokens: int [C], the completion tokens made since.
 
         >>> r = Request(id=3, tokens=np.array([5]), sampling=Sampling(max_tokens=8), group=0, address=(0, 0, 0, 0))
         >>> r.after(np.array([7, 2])).offset, r.after(np.array([7, 2])).sampling.max_tokens
@@ -166,7 +165,7 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Output:
-    """What came of a request: the new tokens only."""
+    """The result of a request: the new tokens only."""
 
     id: int
     tokens: np.ndarray
@@ -181,8 +180,8 @@ class Output:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Piece:
-    """Tokens of a request that is under way: all so far (`peek`), or those since the last look (`stream`)."""
+class PartialOutput:
+    """Tokens of a request in flight: all so far (`peek`), or those since the last look (`stream`)."""
 
     id: int
     tokens: np.ndarray
@@ -194,7 +193,7 @@ class Piece:
     finish_reason: FinishReason | None = None
     """None = more is to come."""
 
-    def after(self, count: int) -> Piece:
+    def after(self, count: int) -> PartialOutput:
         """The same without its first tokens."""
         return replace(self, tokens=self.tokens[count:], logprobs=self.logprobs[count:], versions=self.versions[count:])
 
@@ -226,13 +225,13 @@ class EngineCaps:
     sleep: bool = False
     logits: bool = False
     generation_kwargs: bool = False
-    """Knows transformers' own options (Sampling.generation_kwargs)."""
+    """Supports transformers' own options (Sampling.generation_kwargs)."""
     peek: bool = False
     """Tokens can be seen as they are made."""
     updates_in_flight: bool = False
     """New weights are taken between two tokens of a completion; without it, between two completions."""
     conversations: bool = False
-    """Holds what a conversation has said, so that its next turn is not encoded again."""
+    """Keeps the KV of a conversation, so that its next turn encodes only what is new."""
     constraints: bool = False
     """Draws under Sampling.constraint."""
     experimental: bool = False
@@ -251,7 +250,7 @@ class EngineStats:
     live: int = 0
     """Sequences in the batch."""
     waiting: int = 0
-    """Requests that wait to be let in."""
+    """Requests that wait to be admitted."""
     held: int = 0
     """Finished sequences whose KV is held for the next turn of their conversation."""
     max_batch: int = 0
@@ -313,8 +312,8 @@ class RolloutEngine(Protocol):
     caps: EngineCaps
 
     @property
-    def paths(self) -> Mapping[str, str]:
-        """What runs, in words, for a run's notes; {} = nothing to say."""
+    def backends(self) -> Mapping[str, str]:
+        """Which implementation runs each part, and why, for environment.json; {} = nothing to report."""
         ...
 
     def submit(self, requests: Sequence[Request]) -> None:
@@ -328,7 +327,7 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """All tokens made so far of requests that are in flight, without computing; {} without caps.peek."""
         ...
 
@@ -358,20 +357,20 @@ class RolloutEngine(Protocol):
 
 
 def check_caps(engine: RolloutEngine, sampling: Sampling) -> None:
-    """Refuses a Sampling that asks for what an engine does not know.
+    """Refuses a Sampling that asks for what an engine does not support.
 
     Raises: EngineError: with the field and the engine that does.
     """
     name, caps = f"the engine {type(engine).__name__}", engine.caps
     if sampling.stop and not caps.stop_strings:
-        raise EngineError(f"{name} knows no stop strings; use stop ids (rollout.eos_tokens)")
+        raise EngineError(f"{name} does not support stop strings; use stop ids (rollout.eos_tokens)")
     if sampling.return_logits and not caps.logits:
-        raise EngineError(f"{name} gives no logits; use rollout_engine 'embedded'")
+        raise EngineError(f"{name} does not return logits; use rollout_engine 'embedded'")
     if sampling.generation_kwargs and not caps.generation_kwargs:
         names = ", ".join(option for option, _ in sampling.generation_kwargs)
-        raise EngineError(f"{name} knows no {names}; use rollout_engine 'hf'")
+        raise EngineError(f"{name} does not support {names}; use rollout_engine 'hf'")
     if sampling.constraint is not None and not caps.constraints:
         raise EngineError(
-            f"{name} knows no constraints; use rollout_engine 'embedded' or 'hf', or leave rollout.constraint out "
-            f"({sampling.constraint})"
+            f"{name} does not support constraints; use rollout_engine 'embedded' or 'hf', or leave rollout.constraint "
+            f"out ({sampling.constraint})"
         )

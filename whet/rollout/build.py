@@ -76,12 +76,16 @@ def make_engine(
 ) -> RolloutEngine:
     """The engine of a cluster.
 
-    Args: spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
-        called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
-        cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...). loaded: the policy. config: the rollout's.
-        decode: ids to text. samplings: of each mode, what the engine will be asked for: those of other packages check
-        it now. generation_kwargs: names of transformers' options that it will be asked for besides. grammars: those of
-        the tokenizer, where the caller has them already.
+    Args:
+        spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
+            called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
+            cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
+        loaded: the policy.
+        config: the rollout's.
+        decode: ids to text.
+        samplings: of each mode, what the engine will be asked for; those of other packages check it now.
+        generation_kwargs: names of transformers' options that it will be asked for besides.
+        grammars: those of the tokenizer, where the caller has them already.
     Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout or transformers'
         options are asked for, with the reason.
     """
@@ -117,13 +121,13 @@ def make_engine(
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
             f"the engine {type(engine).__name__} has no {', '.join(missing)}; whet.rollout.simple.QueueEngine is a "
-            "base that leaves poll to write"
+            "base class where you only write poll"
         )
     return engine
 
 
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:
-    """Says which fields are set that speak to another engine; a class of the user's own may read them all."""
+    """Warns of fields that are set for another engine; a class of the user's own may read them all."""
     if not isinstance(spec, str) or ":" in spec:
         return
     own = {"vllm": "vllm", "sglang": "sglang", "sglang_jax": "sglang"}.get(spec)
@@ -136,7 +140,7 @@ def _warn_unused(spec: Any, config: RolloutConfig) -> None:
         unused |= {n: vars(config)[n] for n in devices if vars(config)[n] not in (-1, 1)}
     if unused:
         said = ", ".join(f"rollout.{name}={value!r}" for name, value in unused.items())
-        log.warning("%s: no effect with rollout_engine %r, they are another engine's; leave them out", said, spec)
+        log.warning("%s: no effect with rollout_engine %r, they belong to another engine; leave them out", said, spec)
 
 
 def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
@@ -145,5 +149,5 @@ def grammars_of(loaded: LoadedModel, tokenizer: Any) -> Grammars:
 
 
 def describe_engine(engine: RolloutEngine) -> dict[str, str]:
-    """What runs the rollout, for a run's notes: the class, and what it says of its paths and versions."""
-    return {"engine": type(engine).__name__, **engine.paths}
+    """What runs the rollout, for a run's notes: the class, its backends and its version."""
+    return {"engine": type(engine).__name__, **engine.backends}

@@ -2,8 +2,8 @@
 
 Such a class takes text and returns text, tokens and perhaps logprobs, for a whole batch at once. So prompt ids are
 decoded here, special tokens and all, and what comes back is cut at the stop token and stamped with the policy version.
-Left out on purpose: addressed draws and aborting, which that interface has no words for; sampling fields it does not
-know are refused, not dropped.
+Left out on purpose: addressed draws and aborting, which that interface has no arguments for; sampling fields
+that it does not have are refused, not dropped.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ class BaseRollout(Protocol):
 class BaseRolloutAdapter(QueueEngine):
     """Makes an engine of a BaseRollout.
 
-    Args: rollout: an object, or a class or functools.partial, called without arguments. decode: prompt ids -> text,
-            special tokens kept (`prompt_text`).
+    Args:
+        rollout: an object, or a class or functools.partial, called without arguments.
+        decode: prompt ids -> text, special tokens kept (`prompt_text`).
         rollout_config: given to generate with the Sampling's values set (a dataclass with Tunix's field names); None =
             a plain object with these names. Its return_logprobs says whether logprobs come back: where they do not,
             they are 0 and caps.logprobs is False.
@@ -95,14 +96,16 @@ class BaseRolloutAdapter(QueueEngine):
         """Raises EngineError for an offset, or a sampling field without a Tunix name."""
         if request.offset:
             raise EngineError(
-                f"request {request.id}: offset {request.offset}; a BaseRollout can't go on with a completion"
+                f"request {request.id}: a Tunix-style rollout class can't resume a partial completion "
+                f"(offset={request.offset}); submit the prompt with offset 0"
             )
         known = set() if self._config is None else {f.name for f in dataclasses.fields(self._config)}
         for name in (n for n, theirs in BEYOND.items() if theirs not in known):
             value = vars(request.sampling)[name]
             if value != vars(Sampling())[name]:
                 raise EngineError(
-                    f"request {request.id}: {name} {value!r} is not something a BaseRollout knows; leave it out"
+                    f"request {request.id}: {name}={value!r} is not supported by a Tunix-style rollout class; leave it "
+                    "out"
                 )
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:

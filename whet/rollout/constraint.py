@@ -46,7 +46,7 @@ class Matcher:
         self.allowed = rules.all
         """uint8 [W]: the tokens that may come now, once `Grammars.refresh` has looked."""
         self.ended: FinishReason | None = None
-        """Set where no token may come: "stop" = the language ends here; "error" = no token goes on."""
+        """Set where no token may come: "stop" = the language ends here; "error" = every continuation is forbidden."""
 
     def copy(self) -> Matcher:
         """Another one at the same place."""
@@ -55,7 +55,7 @@ class Matcher:
         return other
 
     def advance(self, token: int) -> bool:
-        """Takes a token in. Returns: whether the language allows it there; a stop id, which ends the text, is none."""
+        """Consumes a token. Returns: whether the text may continue with it: not with a stop id, which ends it."""
         self._made += 1
         return self.ended is None and token not in self._rules.stops and bool(self._inner.consume_token(token))
 
@@ -72,8 +72,13 @@ class Matcher:
             self.ended = "stop"
         else:
             self.ended = "error"
-            reason = (self._inner.get_error() or "no token goes on").splitlines()[0]
-            log.warning("a completion under %s ends after %d tokens: %s", rules.constraint, self._made, reason)
+            reason = (self._inner.get_error() or "every continuation is forbidden").splitlines()[0]
+            log.warning(
+                "constraint %s: no allowed next token after %d tokens (finish_reason 'error'): %s",
+                rules.constraint,
+                self._made,
+                reason,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -135,7 +140,7 @@ class Grammars:
         return matcher
 
     def start(self, request: Request) -> Matcher | None:
-        """The matcher of a request, behind the tokens that it goes on from; None where nothing constrains it.
+        """The matcher of a request, after the tokens that it continues; None where nothing constrains it.
 
         Raises: EngineError: these tokens leave the language, or nothing may follow them.
         """
@@ -167,8 +172,12 @@ class Grammars:
         """The masks that tokens were drawn under.
 
         Each run of sampled tokens of a sequence is a text of its own: the turns of a conversation are.
-        Args: sampling: with a constraint. tokens: int [s], completions laid end to end. sequence: int [s], the
-            completion of each. sampled: Bool [s]; tokens that were not drawn are not constrained.
+
+        Args:
+            sampling: with a constraint.
+            tokens: int [s], completions laid end to end.
+            sequence: int [s], the completion of each.
+            sampled: Bool [s]; tokens that were not drawn are not constrained.
         Returns: uint8 [s, W].
         Raises: DataError: a sampled token that the constraint does not allow.
         """
@@ -217,7 +226,7 @@ class Grammars:
         special = [i for i in (t.eos_token_id, t.pad_token_id, *t.all_special_ids) if i is not None]
         if not special:
             raise ConfigError(
-                f"{type(t).__name__} has no special token, and llguidance needs one that is no text; give it an end "
+                f"{type(t).__name__} has no special token, and llguidance needs one that is not text; give it an end "
                 "token: tokenizer.add_special_tokens({'eos_token': '<eos>'})"
             )
         try:
@@ -236,8 +245,8 @@ class Grammars:
         inner = _library().LLMatcher(words, _source(constraint), log_level=0)
         if inner.is_error():
             raise ConfigError(
-                f"constraint {constraint} is refused: {_reason(inner.get_error())}; correct it, or use what llguidance "
-                "knows: docs/engine.md, Constraints"
+                f"constraint {constraint} is refused: {_reason(inner.get_error())}; fix it, or use what llguidance "
+                "supports: docs/engine.md, Constraints"
             )
         every, stop, forbidden = (
             _packed(ids, words.vocab_size) for ids in (range(self._vocabulary), stop_ids, forbidden_ids)
@@ -256,15 +265,15 @@ class Grammars:
         root.look(table[0])
         if root.ended is not None:
             raise ConfigError(
-                f"constraint {constraint}: no token can begin it: the tokenizer spells no beginning of it without "
-                "forbidden ids, and a stop id may not come first; change the constraint, forbidden ids or min_tokens"
+                f"constraint {constraint}: no allowed first token: the forbidden ids rule out every way to start it, "
+                "and it can't be empty; change the constraint, the forbidden ids or min_tokens"
             )
         return root
 
     def _outside(self, sampling: Sampling, place: int, token: int) -> DataError:
         return DataError(
             f"completion token {place} is {token} ({self._tokenizer.decode([token])!r}), which {sampling.constraint} "
-            "does not allow there; only what was drawn under a constraint can be scored or gone on with under it: use "
+            "does not allow there; only what was drawn under a constraint can be scored or continued under it: use "
             "logprob_support='full', or leave the constraint out"
         )
 
@@ -281,7 +290,7 @@ class Masks:
         self.drop()
 
     def drop(self) -> None:
-        """Forgets all: the next completions are others."""
+        """Drops all masks: the next completions are different ones."""
         self._rows: list[np.ndarray] = []
         self._places: dict[bytes, int] = {}
         self._known: dict[Hashable, np.ndarray] = {}
@@ -363,10 +372,10 @@ def _source(constraint: Constraint) -> str:
         try:
             text = f"start: %json {json.dumps(json.loads(text))}"
         except ValueError as error:
-            raise ConfigError(f"constraint {constraint} is no JSON: {error}; give the schema as JSON text") from error
+            raise ConfigError(f"constraint {constraint} is not JSON: {error}; give the schema as JSON text") from error
     return library.LLMatcher.grammar_from_lark(f"{text}\n{UNFORCED}")
 
 
 def _reason(message: str) -> str:
-    """A complaint of llguidance's in one line, without the picture of the place."""
+    """An error of llguidance in one line, without its drawing of the place."""
     return " ".join(line.strip() for line in message.splitlines() if line.strip(" ^") and "|" not in line)

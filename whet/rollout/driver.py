@@ -1,7 +1,7 @@
 """Rollouts: episodes in, groups of completions out, each group as soon as its last completion has ended.
 
-`Rollouts` is the only caller of an engine's submit and poll (`stream`, for a person who watches, apart). An episode is
-a generator: it yields requests and is given what came of them, as often as it likes, and returns its completions. So
+`Rollouts` is the only caller of an engine's submit and poll (except `stream`, for a person who watches). An episode is
+a generator: it yields requests and is given their outputs, as often as it likes, and returns its completions. So
 many episodes interleave in one engine, deterministically, without threads; a completion to a prompt (`single_turn`) is
 the shortest of them, and an environment with ten turns is one of ten yields.
 
@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 
 from whet.errors import DataError, EngineError
-from whet.rollout.base import Output, Piece, Request, RolloutEngine, Sampling, check_caps
+from whet.rollout.base import Output, PartialOutput, Request, RolloutEngine, Sampling, check_caps
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]
 
 GroupKey = tuple[int, int, int]
-"""(seed, step, prompt): the address of a group's draws, by which it is known while it is under way."""
+"""(seed, step, prompt): the address of a group's draws, by which it is known while it is running."""
 Turns = Generator[Any, Any, Completion | Sequence[Completion]]
 """Yields a Request and is given its Output, or yields several and is given a list; returns one Completion, or the forks
 of one episode."""
@@ -39,9 +39,11 @@ of one episode."""
 class Episode:
     """One trajectory to play.
 
-    Args: prompt: of its group. address: (seed, step, prompt, generation): the first three say which group it belongs
-            to, and all four with the number of the draw make every random number. play: the generator function, given
-            the episode.
+    Args:
+        prompt: of its group.
+        address: (seed, step, prompt, generation): the first three say which group it belongs to, and all four with the
+            number of the draw make every random number.
+        play: the generator function, given the episode.
 
     >>> from whet.rollout.mock import MockEngine
     >>> def twice(episode):  # the model speaks, the world answers with two tokens, the model speaks again
@@ -80,8 +82,9 @@ class Episode:
     ) -> Request:
         """A request of its next turn, whose draws no other turn repeats: max_tokens numbers are set aside for each.
 
-        Args: tokens: int32 [P], the prompt and all that has been said since. sampling, conversation, expected: as in
-            Request.
+        Args:
+            tokens: int32 [P], the prompt and all that has been said since.
+            sampling, conversation, expected: as in Request.
         Returns: the request, to be yielded; Rollouts numbers it.
         """
         draw, self._draws = self._draws, self._draws + sampling.max_tokens
@@ -98,7 +101,7 @@ class Episode:
 
 
 def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, Any] | None = None) -> Completion:
-    """One training sequence from what was drawn and what was said to the model in between.
+    """One training sequence from what was drawn and what the model was given in between.
 
     Args: parts: in order: outputs, whose tokens are trained, and int arrays [C] of tokens that were not drawn, which
             are not (version -1). At least one output. generation: the episode's. info: for the store.
@@ -152,11 +155,12 @@ def single_turns(
 ) -> list[Episode]:
     """Single turns of some prompts, a group for each.
 
-    Args: prompts: encoded.
+    Args:
+        prompts: encoded.
         sampling: of all prompts, or of each.
         num_generations: completions of each prompt.
         address: (seed, step, place of the first prompt).
-        expected: tokens that completions of each prompt may come to; None = no guess.
+        expected: expected length of each prompt's completions in tokens; None = no guess.
     """
     each = [sampling] * len(prompts) if isinstance(sampling, Sampling) else sampling
     seed, step, first = address
@@ -169,16 +173,16 @@ def single_turns(
 
 @dataclass(eq=False)
 class _Play:
-    """An episode under way."""
+    """A running episode."""
 
     episode: Episode
     turns: Turns
     single: bool = True
     """It yielded one request, not a list of them."""
     outputs: list[Output | None] = field(default_factory=list)
-    """What has come of the requests that it waits for, None = not yet."""
+    """The outputs of the requests that it waits for, None = not yet."""
     made: tuple[Completion, ...] | None = None
-    """None = it goes on."""
+    """None = it is still running."""
 
 
 @dataclass(eq=False)
@@ -198,9 +202,9 @@ class _GroupInFlight:
 
 
 class Rollouts:
-    """Episodes under way in an engine. Whatever goes wrong, nothing of theirs stays in it.
+    """Episodes running in an engine. Whatever goes wrong, none of their requests stays in it.
 
-    Args: engine: nobody else submits or polls. next_id: number of the first request; `next_id` goes on from it.
+    Args: engine: no other code submits or polls. next_id: number of the first request; `next_id` counts on from it.
     """
 
     def __init__(self, engine: RolloutEngine, *, next_id: int = 0) -> None:
@@ -209,7 +213,7 @@ class Rollouts:
         self._finished: dict[GroupKey, Group] = {}
         self._waiting: dict[int, tuple[_Play, int]] = {}
         self._cancelled: set[int] = set()
-        self._asked = 0  # since the engine was last at rest
+        self._asked = 0  # since the engine was last idle
 
     @property
     def in_flight(self) -> tuple[GroupKey, ...]:
@@ -217,21 +221,27 @@ class Rollouts:
         return tuple(self._groups)
 
     def start(self, episodes: Iterable[Episode]) -> list[GroupKey]:
-        """Begins episodes; all of a group begin together. Others may be under way.
+        """Starts episodes; all of a group start together. Others may be running.
 
         Returns: their groups, in order.
-        Raises: EngineError: the engine refuses a request; a group of that address is under way already. What an episode
-            raises. None of these episodes is under way then; earlier ones go on.
+        Raises: EngineError: the engine refuses a request; a group of that address is already running. What an episode
+            raises. None of these episodes is running then; earlier ones continue.
         """
         if not self._groups:
             self._asked = 0
         new: dict[GroupKey, _GroupInFlight] = {}
         for e in episodes:
             if e.group in self._groups or e.group in self._finished:
-                raise EngineError(f"a group at (seed, step, prompt) {e.group} is under way; it would draw the same")
+                raise EngineError(
+                    f"a group at (seed, step, prompt) {e.group} is already running; a second one would use the same "
+                    "random numbers"
+                )
             plays = new.setdefault(e.group, _GroupInFlight()).plays
             if any(p.episode.generation == e.generation for p in plays):
-                raise EngineError(f"two episodes have the address {e.address}; they would draw the same")
+                raise EngineError(
+                    f"two episodes have the same address (seed, step, prompt, generation) {e.address}; they would use "
+                    "the same random numbers"
+                )
             plays.append(_Play(e, e.play(e)))
         self._groups |= new
         try:
@@ -245,16 +255,16 @@ class Rollouts:
         """Computes until a group has ended, and gives all that have.
 
         Args: timeout_s: of waiting; None = no limit.
-        Returns: groups in the order in which they ended; [] = nothing is under way, or the time is up.
+        Returns: groups in the order in which they ended; [] = nothing is running, or the time is up.
         Raises: EngineError: the engine lost a request, failed, or drew from logits that are not finite. What an episode
-            raises. Nothing is under way then; groups that had ended are still given.
+            raises. Nothing is running then; groups that had ended are still given.
         """
         self._compute(lambda: bool(self._finished), timeout_s)
         done, self._finished = self._finished, {}
         return list(done.values())
 
     def run(self, episodes: Iterable[Episode]) -> list[Group]:
-        """Plays episodes to their end, whatever else is under way. Returns: a group for each prompt, in order."""
+        """Plays episodes to their end, whatever else is running. Returns: a group for each prompt, in order."""
         keys = self.start(episodes)
         try:
             self._compute(lambda: not any(k in self._groups for k in keys), None)
@@ -264,7 +274,7 @@ class Rollouts:
         return [self._finished.pop(k) for k in keys]
 
     def cancel(self, groups: Iterable[GroupKey] | None = None) -> None:
-        """Ends groups now; nothing comes of them. Args: groups: as `start` gave them; None = all that go on."""
+        """Ends groups now, without a result. Args: groups: as `start` gave them; None = all that are running."""
         keys = set(self._groups if groups is None else groups)
         for key in keys:
             self._finished.pop(key, None)
@@ -282,7 +292,7 @@ class Rollouts:
                 p.turns.close()
 
     def _compute(self, done: Callable[[], bool], timeout_s: float | None) -> None:
-        """Polls until done, or nothing is under way, or the time is up."""
+        """Polls until done, or nothing is running, or the time is up."""
         began = time.monotonic()
         try:
             while self._groups and not done():
@@ -293,7 +303,7 @@ class Rollouts:
                     at_rest = not self.engine.stats().in_flight
                 if not outputs and at_rest:
                     lost = f"{len(self._waiting)} of {self._asked}"
-                    raise EngineError(f"the engine is at rest, but {lost} requests never came back")
+                    raise EngineError(f"the engine is idle, but {lost} requests never finished")
                 self._receive(outputs)
                 if timeout_s is not None and time.monotonic() - began >= timeout_s:
                     break
@@ -309,7 +319,10 @@ class Rollouts:
                 self._cancelled.discard(o.id)
                 continue
             if o.id not in self._waiting:
-                raise EngineError(f"an output of request {o.id} came, which is not in flight; poll nowhere else")
+                raise EngineError(
+                    f"the engine returned request {o.id}, which this driver did not submit or has already received; "
+                    "don't call engine.poll() yourself"
+                )
             play, place = self._waiting.pop(o.id)
             if not np.isfinite(o.logprobs).all():
                 raise EngineError(
@@ -366,12 +379,12 @@ def _checked(episode: Episode, made: Any) -> tuple[Completion, ...]:
     return found
 
 
-def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece]:
+def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[PartialOutput]:
     """Runs requests and gives their tokens as they are made; an engine without caps.peek gives them at their end.
 
-    Leaving the loop early aborts what is under way.
-    Args: engine: at rest. requests: to submit.
-    Returns: pieces with the new tokens of a request; its last one has the finish_reason, and may be empty.
+    Leaving the loop early aborts what is running.
+    Args: engine: idle. requests: to submit.
+    Returns: PartialOutputs with the new tokens of a request; its last one has the finish_reason, and may be empty.
     Raises: EngineError: the engine has other requests in flight, whose outputs would be lost; it can't do what a
         Sampling asks for; the model's logits are not finite.
 
@@ -389,7 +402,7 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece
     try:
         while shown:
             for o in engine.poll(timeout_s=0.0):
-                whole = Piece(
+                whole = PartialOutput(
                     id=o.id, tokens=o.tokens, logprobs=o.logprobs, versions=o.versions, finish_reason=o.finish_reason
                 )
                 yield _finite(whole.after(shown.pop(o.id)))
@@ -398,13 +411,13 @@ def stream(engine: RolloutEngine, requests: Sequence[Request]) -> Iterator[Piece
                     count, shown[i] = shown[i], len(piece.tokens)
                     yield _finite(piece.after(count))
             if shown and not engine.stats().in_flight:
-                raise EngineError(f"the engine is at rest, but {len(shown)} requests never came back")
+                raise EngineError(f"the engine is idle, but {len(shown)} requests never finished")
     finally:
         engine.abort(shown)
 
 
-def _finite(piece: Piece) -> Piece:
-    """The piece. Raises EngineError where its logprobs are not finite."""
+def _finite(piece: PartialOutput) -> PartialOutput:
+    """The same. Raises EngineError where its logprobs are not finite."""
     if not np.isfinite(piece.logprobs).all():
         raise EngineError("the model's logits are not finite; its weights are broken, or its dtype is too narrow")
     return piece

@@ -1,9 +1,9 @@
-"""What the adapters of other packages' engines (vLLM, SGLang) share: seeds, the books of requests, checks of weights.
+"""What the adapters of other packages' engines (vLLM, SGLang) share: seeds, bookkeeping of requests, checks of weights.
 
 Such an engine holds its own copy of the weights and draws with its own generator. So a request gets a seed derived
 from its address, what comes back is stamped with the policy version here, and when the engine is built its
 log-probabilities of one prompt are compared with those of the trainer's module: a head that stayed behind or a name
-that was passed over shows at once.
+that was skipped shows at once.
 Left out on purpose: servers in other processes, and several devices.
 Dim legend: T tokens, V vocabulary.
 """
@@ -26,7 +26,7 @@ from whet.models.modes import evaluating, native_attention
 from whet.models.selfcheck import limit_for
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.uniform import address_key
-from whet.rollout.base import Output, Piece, Request, Sampling, support_of
+from whet.rollout.base import Output, PartialOutput, Request, Sampling, support_of
 from whet.rollout.requests import completed_string
 from whet.types import FinishReason
 
@@ -54,14 +54,14 @@ KNOWN = (
     "top_k",
     "top_p",
 )
-"""Fields of Sampling that both engines have words for."""
+"""Fields of Sampling that both engines support."""
 TOLERANCE = {"wide": 1e-3, "half": 0.25}
 """Largest mean difference of their logprobs; vLLM's were 3e-6 (fp32) and 0.03 (bf16), stale weights some 10."""
 
 
 @dataclass(kw_only=True, eq=False)
 class InFlightRequest:
-    """A request under way, and what it has made so far.
+    """A request in flight, and what it has made so far.
 
     >>> flight = InFlightRequest(request=Request(id=1, tokens=np.array([5]), sampling=Sampling(stop_ids=(2,)), group=0,
     ...     address=(0, 0, 0, 0)))
@@ -84,10 +84,13 @@ class InFlightRequest:
         version: int,
         decode: Callable[[Sequence[int]], str] | None,
     ) -> FinishReason | None:
-        """Books new tokens, and cuts them where the completion ends.
+        """Records new tokens, and cuts them where the completion ends.
 
-        Args: tokens, logprobs: as they came. version: of the policy that made them. decode: for stop strings.
-        Returns: why it ends here: a stop id, a stop string, its length; None = it goes on.
+        Args:
+            tokens, logprobs: as they came.
+            version: of the policy that made them.
+            decode: for stop strings.
+        Returns: why it ends here: a stop id, a stop string, its length; None = it continues.
         Raises: EngineError: another number of logprobs than of tokens.
         """
         if len(tokens) != len(logprobs):
@@ -116,18 +119,18 @@ class InFlightRequest:
         del self.tokens[length:], self.logprobs[length:], self.versions[length:]
 
     def rest(self) -> Request:
-        """The request that goes on from what has been made."""
+        """The request that resumes after what has been made."""
         return self.request.after(np.array(self.tokens, np.int32)) if self.tokens else self.request
 
     def output(self, reason: FinishReason) -> Output:
-        """What came of it."""
+        """Its result."""
         tokens, logprobs, versions = self._columns()
         return Output(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions, finish_reason=reason)
 
-    def piece(self) -> Piece:
+    def piece(self) -> PartialOutput:
         """What has been made so far."""
         tokens, logprobs, versions = self._columns()
-        return Piece(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions)
+        return PartialOutput(id=self.request.id, tokens=tokens, logprobs=logprobs, versions=versions)
 
     def _columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens, logprobs, versions: [C] each."""
@@ -135,10 +138,10 @@ class InFlightRequest:
 
 
 def seed_of(request: Request, bits: int = 63) -> int:
-    """The seed of a request's draws, from its address and where it goes on.
+    """The seed of a request's draws, from its address and where it resumes.
 
     Args: request: its address, draw and offset. bits: the seed is below 2**bits.
-    Returns: equal for equal addresses. A later turn has another seed, and so has a request that goes on: neither must
+    Returns: equal for equal addresses. A later turn has another seed, and so has a resumed request: neither must
         repeat the first draws.
 
     >>> r = Request(id=0, tokens=np.array([5, 6]), sampling=Sampling(), group=0, address=(0, 0, 0, 0))
@@ -154,20 +157,20 @@ def seed_of(request: Request, bits: int = 63) -> int:
 
 
 def check_known(sampling: Sampling, *, engine: str) -> None:
-    """Refuses a Sampling that asks for what only whet's own engines know.
+    """Refuses a Sampling that asks for what only whet's own engines support.
 
     Args: sampling: of a request. engine: its name.
-    Raises: ConfigError: a field that such an engine has no word for is not at its default.
+    Raises: ConfigError: a field that such an engine does not support is not at its default.
 
     >>> check_known(Sampling(return_logits=True), engine="vllm")
     Traceback (most recent call last):
-    whet.errors.ConfigError: return_logits True is not something vllm knows; leave it out, or use another rollout_engine
+    whet.errors.ConfigError: return_logits=True is not supported by vllm; leave it out, or use another rollout_engine
     """
     for f in fields(sampling):
         value = vars(sampling)[f.name]
         if f.name not in KNOWN and value != f.default:
             raise ConfigError(
-                f"{f.name} {value!r} is not something {engine} knows; leave it out, or use another rollout_engine"
+                f"{f.name}={value!r} is not supported by {engine}; leave it out, or use another rollout_engine"
             )
 
 
@@ -288,7 +291,10 @@ def write_config(module: nn.Module, folder: Path) -> None:
 def check_agreement(module: nn.Module, tokens: Sequence[int], found: Sequence[float], *, engine: str) -> float:
     """Compares an engine's log-probabilities of a prompt with the module's own.
 
-    Args: module: the policy. tokens: T of the prompt. found: T - 1, of tokens 1..T-1, at temperature 1.
+    Args:
+        module: the policy.
+        tokens: T of the prompt.
+        found: T - 1, of tokens 1..T-1, at temperature 1.
         engine: its name.
     Returns: the mean difference.
     Raises: EngineError: it is too large for rounding.

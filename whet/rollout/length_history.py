@@ -1,6 +1,6 @@
 """How long a prompt's completions were the last time it was drawn, so that long ones start first the next time.
 
-Left out on purpose: guesses for prompts that come for the first time; they count as long as they may become.
+Left out on purpose: guesses for prompts that are drawn for the first time; they count with their maximum length.
 """
 
 from __future__ import annotations
@@ -53,5 +53,5 @@ class LengthHistory:
         return {k: torch.tensor([list(x), list(x.values())], dtype=torch.long) for k, x in self._known.items()}
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Takes `state` back."""
+        """Restores `state`."""
         self._known = {k: dict(zip(*x.tolist(), strict=True)) for k, x in state.items()}

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests and load trials: random tokens, lengths by a chosen distribution.
+"""An engine without a model, for tests and load tests: random tokens, lengths by a chosen distribution.
 
 Tokens and lengths follow the request's address alone. Logprobs are those of the uniform distribution that the tokens
 are drawn from. Left out on purpose: everything that asks for a distribution (top-p, penalties) and stop strings.
@@ -31,10 +31,12 @@ LENGTH, SPREAD = -1, -2
 class MockEngine(QueueEngine):
     """Random completions of random lengths, a few finished at each poll.
 
-    Args: model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is looked at. decode: not
-            looked at; other engines take it. vocabulary: V, 256 without a model; tokens are drawn from 0..V-1, stop ids
-            left out until the end. length_distribution: of the completions: "fixed" (max_tokens), "uniform"
-            (1..max_tokens), "normal" (mean half of it, deviation an eighth), "skewed" (log-normal, a few very long).
+    Args:
+        model: whose vocabulary is taken where `vocabulary` is None; nothing else of it is used.
+        decode: not used; other engines take it.
+        vocabulary: V, 256 without a model; tokens are drawn from 0..V-1, stop ids left out until the end.
+        length_distribution: of the completions: "fixed" (max_tokens), "uniform" (1..max_tokens), "normal" (mean half of
+            it, deviation an eighth), "skewed" (log-normal, a few very long).
         per_poll: most outputs of one poll.
     Raises: ConfigError: an unknown distribution, or a size below 1.
 
@@ -74,7 +76,7 @@ class MockEngine(QueueEngine):
             raise EngineError(f"request {request.id}: all {self._vocabulary} tokens are stop or forbidden ids")
 
     def poll(self, timeout_s: float | None = None) -> list[Output]:
-        """The next few completions; [] = nothing in flight. Raises EngineError: the engine sleeps."""
+        """The next few completions; [] = nothing in flight. Raises EngineError: the engine is asleep."""
         self._awake()
         taken = [self._queue.popleft() for _ in range(min(self._per_poll, len(self._queue)))]
         return self._count(taken, [self._output(r) for r in taken])

@@ -1,6 +1,6 @@
 """PolicyRollouts: the engine of a policy that is trained, and what is sampled from it.
 
-The engine is built when it is first asked for, so that a training that samples nothing never has one. Between two
+The engine is built when it is first asked for, so that training without sampling never has one. Between two
 rollouts it gives its memory to the update: the KV, what graphs work in and what is derived from weights. An update
 drops all of it anyway, so an engine that reads the trainer's own weights is released wherever it can be. One that has
 weights of its own is released next to a trainer on a GPU, where its `sleep` makes room; on a CPU that would be copies.
@@ -51,7 +51,7 @@ class PolicyRollouts:
         self._lengths = LengthHistory()
         self._next_id = 0
         self.engine_released = False
-        """The engine sleeps and has to be woken before it samples."""
+        """The engine is asleep and has to be woken before it samples."""
 
     @property
     def driver(self) -> Rollouts:
@@ -79,7 +79,8 @@ class PolicyRollouts:
     ) -> list[Group]:
         """Completes prompts.
 
-        Args: kind: of rollout, under which lengths are remembered.
+        Args:
+            kind: of rollout, under which lengths are remembered.
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.
@@ -106,7 +107,7 @@ class PolicyRollouts:
     # ---- the engine's memory and weights -------------------------------------------------------------------------
 
     def release(self) -> bool:
-        """Lets the engine sleep. Returns: whether it does so now: not if there is none, or it sleeps, or never does."""
+        """Puts the engine to sleep. Returns: whether it did: not if there is none, or it is asleep, or never sleeps."""
         if self._driver is None or self.engine_released:
             return False
         caps = self.engine.caps
@@ -128,7 +129,7 @@ class PolicyRollouts:
             self.engine.wake()
 
     def sync(self) -> None:
-        """Wakes the engine, whoever let it sleep, and gives it the policy's weights and version."""
+        """Wakes the engine, whatever put it to sleep, and gives it the policy's weights and version."""
         if self._driver is None:
             return  # it will be built with them
         caps = self.engine.caps
@@ -151,7 +152,7 @@ class PolicyRollouts:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes `state` back, after the policy was loaded."""
+        """Restores `state`, after the policy was loaded."""
         self._next_id = state["next_id"]
         self._lengths.restore(state.get("lengths", {}))  # those of earlier versions have none
         if self._driver is not None:

@@ -2,8 +2,8 @@
 
 Prompts that could never fit the model are found before the first rollout: a run would end at the step that meets one.
 
-Left out on purpose: draws (whet.rollout.engine.sampler), what one engine alone refuses, and prompts of a stream, which
-nobody has seen yet: the engine refuses those one by one.
+Left out on purpose: draws (whet.rollout.engine.sampler), what one engine alone refuses, and prompts of a stream,
+which are not known before: the engine refuses those one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ a space that is taken off, a character begun before, an apostrophe that pulls a 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingPlan:
-    """A Sampling, worked out once: what to do with the logits of its rows."""
+    """A Sampling, prepared once: what to do with the logits of its rows."""
 
     sampling: Sampling
     support: Support
@@ -40,7 +40,7 @@ class SamplingPlan:
 
 
 def make_plan(sampling: Sampling) -> SamplingPlan:
-    """Works a Sampling out.
+    """The plan of a Sampling.
 
     Args: sampling: of a request.
     Returns: its plan.
@@ -64,8 +64,12 @@ def completed_string(
     Only a tail is decoded, so that a look costs the same at any length. It begins at a character's first byte, and far
     enough back that the text in which a new string can lie is that of the whole. (A tokenizer that spells unknown
     characters in bytes may show none of a long row of them because one is broken; a tail may begin behind that one.)
-    Args: decode: ids -> text. tokens: the completion so far. stop: the strings. fresh: tokens that have come since the
-            last look; those before hold no stop string.
+
+    Args:
+        decode: ids -> text.
+        tokens: the completion so far.
+        stop: the strings.
+        fresh: tokens that have come since the last look; those before hold no stop string.
     Returns: the tokens to keep, the last of which completes a string; None = none is complete.
 
     >>> completed_string(lambda ids: "".join(map(chr, ids)), [97, 98, 99, 100], ["bc", "d"], fresh=3)
@@ -117,15 +121,19 @@ def check_request(
 ) -> None:
     """Refuses a request that could never be served.
 
-    Args: request: to check. vocabulary: ids the model knows. positions: tokens its positions reach, None = no limit.
-        decodes: whether the engine can turn tokens into text. constrains: whether it knows the tokens' bytes. closed:
-        whether the engine was closed.
+    Args:
+        request: to check.
+        vocabulary: ids the model knows.
+        positions: tokens its positions reach, None = no limit.
+        decodes: whether the engine can turn tokens into text.
+        constrains: whether it has the tokens' bytes, for constraints.
+        closed: whether the engine was closed.
     Raises: EngineError: with the numbers; ConfigError: stop strings without a decode function, a constraint without
         grammars.
     """
     s, name = request.sampling, f"request {request.id}"
     if closed:
-        raise EngineError(f"{name} came to an engine that is closed; make another")
+        raise EngineError(f"{name} was sent to a closed engine; make another")
     _check_arrays(request)
     length = len(request.tokens)
     if length == 0:
@@ -143,6 +151,23 @@ def check_request(
             f"{name} can never fit: {length} prompt + {s.max_tokens} new tokens = {length + s.max_tokens}, the model "
             f"has {positions} positions; shorten the prompt or max_tokens"
         )
+    _check_ids(request, vocabulary)
+    if "" in s.stop:
+        raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
+    if s.stop and not decodes:
+        raise ConfigError(
+            f"{name} has stop strings {s.stop}, but the engine was built without a decode function; pass decode="
+        )
+    if s.constraint is not None and not constrains:
+        raise ConfigError(
+            f"{name} has the constraint {s.constraint}, but the engine was built without grammars=, which constraints "
+            "need; pass grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('embedded', 'hf')"
+        )
+
+
+def _check_ids(request: Request, vocabulary: int) -> None:
+    """Raises EngineError for an id outside the vocabulary, or where every id is forbidden."""
+    s, name = request.sampling, f"request {request.id}"
     low, high = int(request.tokens.min()), int(request.tokens.max())
     if low < 0 or high >= vocabulary:
         raise EngineError(f"{name}: token {low if low < 0 else high} is outside the vocabulary of {vocabulary}")
@@ -152,15 +177,6 @@ def check_request(
     if len(barred) >= vocabulary and len(set(barred)) == vocabulary:
         early = f", stop ids until token {s.min_tokens}" if len(set(s.forbidden_ids)) < vocabulary else ""
         raise EngineError(f"{name}: all {vocabulary} ids are forbidden{early}; leave one to draw")
-    if "" in s.stop:
-        raise EngineError(f"{name}: an empty stop string would end every completion at once; leave it out")
-    if s.stop and not decodes:
-        raise ConfigError(f"{name} has stop strings {s.stop}, but the engine has no decode function; pass decode=")
-    if s.constraint is not None and not constrains:
-        raise ConfigError(
-            f"{name} has the constraint {s.constraint}, but the engine has no tokenizer to spell it with; pass "
-            "grammars=Grammars(tokenizer, vocabulary=...) to an engine that takes it ('embedded', 'hf')"
-        )
 
 
 def _check_arrays(request: Request) -> None:

@@ -1,4 +1,4 @@
-"""Sampler: text in, text out, from a model that nobody trains.
+"""Sampler: text in, text out, from a model that is not being trained.
 
 The direct interface to the engines: a model and its tokenizer, called with texts or chats. It encodes, draws and
 decodes by the code that RLCluster.generate runs. The embedded engine runs it; the hf engine where the model can't take
@@ -30,7 +30,7 @@ from whet.models.load import load_model, usable_device
 from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
 from whet.rollout import engine_name
-from whet.rollout.base import Piece, Request, RolloutEngine, Sampling
+from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
 from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.options import checked_options, num_beams
@@ -42,7 +42,7 @@ __all__ = ["CacheConfig", "Sampler", "SamplerOutput"]
 log = logging.getLogger("whet")
 
 MAX_NEW_TOKENS = 256
-"""Tokens of a completion where nobody says how many, and the model has room."""
+"""Tokens of a completion where no length is given, and the model has room."""
 OPTIONS = (
     "constraint",
     "generation_kwargs",
@@ -206,13 +206,19 @@ class Sampler:
     ) -> SamplerOutput:
         """Completes texts or chats, or a single one of either.
 
-        Args: input_strings: texts, or lists of messages, which take the chat template. max_generation_steps: tokens;
-            None = 256, or what the model leaves. max_prompt_length: tokens; None = what the model takes. echo: text
-            and tokens begin with the prompt's. temperature, top_p, top_k, forbidden_tokens, eos_tokens (None = the
-            model's): as in RolloutConfig. beam_size: beams to search with; num_generations gives the best of them.
-            seed: None = another for each call. apply_chat_template: for texts too. on_long_prompt: "error" or
-            "truncate_left". options: min_p, repetition_penalty, min_tokens, stop, constraint, logprob_support,
-            generation_kwargs.
+        Args:
+            input_strings: texts, or lists of messages, which take the chat template.
+            max_generation_steps: tokens; None = 256, or the rest of the context length.
+            max_prompt_length: tokens; None = what the model takes.
+            echo: text and tokens begin with the prompt's.
+            temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.
+            beam_size: beams to search with; num_generations gives the best of them.
+            seed: of the draws; None = another for each call. pad_output: pad arrays to the longest completion.
+            return_logits, return_logprobs: fill these fields of SamplerOutput.
+            num_generations: completions of each prompt.
+            apply_chat_template: for texts too.
+            on_long_prompt: "error" or "truncate_left".
+            options: min_p, repetition_penalty, min_tokens, stop, constraint, logprob_support, generation_kwargs.
         Raises: ConfigError: options that are unknown or contradict each other. DataError: a prompt that is too long.
         """
         sampling = self.sampling(
@@ -259,7 +265,7 @@ class Sampler:
         kwargs = dict(given.pop("generation_kwargs", {}))
         if beam_size is not None:
             if "num_beams" in kwargs:
-                raise ConfigError("beam_size and generation_kwargs' num_beams are one option; keep one")
+                raise ConfigError("beam_size and generation_kwargs' num_beams are the same option; keep one")
             kwargs["num_beams"] = beam_size
         checked_options(dict.fromkeys(kwargs))
         for name in ("eos_tokens", "forbidden_tokens"):
@@ -313,8 +319,8 @@ class Sampler:
         wanted = sampling.max_tokens if given else max(1, sampling.min_tokens)
         if length + wanted > self.longest:
             raise DataError(
-                f"prompt {longest.row} has {length} tokens, and {wanted} to come make {length + wanted}, but there is "
-                f"room for {self.longest}; shorten the prompt (max_prompt_length={max(1, self.longest - wanted)} with "
+                f"prompt {longest.row} has {length} tokens; with {wanted} new ones that is {length + wanted}, over the "
+                f"limit of {self.longest}; shorten the prompt (max_prompt_length={max(1, self.longest - wanted)} with "
                 "on_long_prompt='truncate_left'), or ask for fewer new tokens"
             )
         rooms = [self.longest - len(p.tokens) for p in prompts]
@@ -331,15 +337,17 @@ class Sampler:
     ) -> list[Group]:
         """Completes prompts, ids in and ids out.
 
-        Args: prompts: encoded. sampling: of all prompts, or of each, as `fitted` gives them: they may differ in
-            max_tokens. seed: with a prompt's place and the generation, the address of its draws. first: place
-            of the first prompt, so that a list that is done in parts draws as it does at once.
+        Args:
+            prompts: encoded.
+            sampling: of all prompts, or of each, as `fitted` gives them: they may differ in max_tokens.
+            seed: with a prompt's place and the generation, the address of its draws.
+            first: place of the first prompt, so that a list that is done in parts draws as it does at once.
         Returns: a group for each prompt.
         """
         any_of = sampling if isinstance(sampling, Sampling) else sampling[0]
         if num_generations > 1 and any_of.temperature == 0 and num_beams(any_of) == 1:
             raise ConfigError(
-                f"temperature=0.0 takes the likeliest token, so {num_generations} generations would be one and the "
+                f"temperature=0.0 takes the likeliest token, so {num_generations} generations would all be the "
                 "same; set a temperature above 0"
             )
         rollouts = Rollouts(self.engine(any_of), next_id=self._next_id)
@@ -348,13 +356,15 @@ class Sampler:
 
     def stream(
         self, prompt: Prompt, sampling: Sampling, *, seed: int | None, place: int = 0, conversation: int | None = None
-    ) -> Iterator[Piece]:
+    ) -> Iterator[PartialOutput]:
         """The tokens of one completion, as they are made; leaving early ends it.
 
-        Args: prompt: encoded. seed, place: the address of its draws, as in `sample`; seed None = another each time.
+        Args:
+            prompt: encoded.
+            seed, place: the address of its draws, as in `sample`; seed None = another each time.
             conversation: calls of one number follow on one another, so that an engine need not encode again what it
-            holds.
-        Returns: pieces; the last has the finish_reason.
+                holds.
+        Returns: PartialOutputs; the last has the finish_reason.
         """
         self._next_id += 1
         request = Request(
@@ -406,7 +416,7 @@ class Sampler:
             if (state[n].shape, state[n].dtype) != (own[n].shape, own[n].dtype)
         ]
         if wrong:
-            raise ConfigError(f"transformer_state is another model's: {'; '.join(sorted(wrong)[:4])}")
+            raise ConfigError(f"transformer_state does not fit this model: {'; '.join(sorted(wrong)[:4])}")
         with torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(state[name])

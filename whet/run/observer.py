@@ -1,8 +1,8 @@
 """Observers: who is told of a run's events, and what they may ask of it.
 
 Observers are told in the order in which they were given. One that raises ends the run as an error, with nothing lost:
-the step under way is finished, evaluated where that is due and saved, and then the error is raised with a note of where
-to go on. Meanwhile the observer is told nothing more. An error in on_run_begin is raised at once.
+the current step is finished, evaluated where that is due and saved, and then the error is raised with a note of where
+to resume. Meanwhile the observer is told nothing more. An error in on_run_begin is raised at once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("whet")
 
 @dataclass(kw_only=True)
 class Control:
-    """What observers ask of a run: done when the step under way is finished, each flag then cleared."""
+    """What observers ask of a run: done when the current step is finished, each flag then cleared."""
 
     stop: bool = False
     """End the run as if the data ended here: with its last checkpoint, evaluation and final model."""

@@ -1,7 +1,7 @@
-"""What a run reads besides its checkpoint: models that nobody trains, configurations, tokenizer, evaluation data, code.
+"""What a run reads besides its checkpoint: read-only models, configurations, tokenizer, evaluation data, code.
 
-A checkpoint notes it (run.pt, "reads"), and a resumed run compares: weights, configurations, tokenizer and evaluation
-data that are others are refused, code that is other is said aloud. Weights count as they lie in memory, so a folder, a
+A checkpoint records it (run.pt, "reads"), and a resumed run compares: different weights, configurations, tokenizer or
+evaluation data are refused, different code is logged. Weights count as they lie in memory, so a folder, a
 hub name and a module are alike. Training data have their own place: data/order.py. Of models that are trained the
 configuration alone counts: their weights are the checkpoint's. The settings are compared here too.
 Left out on purpose: what the user's code imports in its turn, and packages, whose versions environment.json has.
@@ -42,11 +42,11 @@ BLOCK = 2**16
 BLOCKS_AT_ONCE = 256
 """Blocks of one operation away from the CPU."""
 TELL_BYTES = 8 * 2**30
-"""Weights on a CPU of so many bytes take seconds to read, which is then said."""
+"""Weights on a CPU of this many bytes take seconds to read, which is then logged."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio as an int64: its multiples are spread over all words."""
 _NO_MATTER = ("_", "attn_implementation", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-"""What keys of a model's configuration begin with that change nothing of what it computes here."""
+"""Prefixes of keys in a model's configuration that do not change what it computes here."""
 _FREE = (
     "actor.gradient_checkpointing",
     "critic.gradient_checkpointing",
@@ -65,7 +65,7 @@ _FREE = (
     "trainer.pbar_description",
 )
 """Keys that a resumed run may change: they don't change what a step computes. Of the run's length only a learning-rate
-schedule knows, which is made anew over another one, with a warning: see Optim.plan."""
+schedule knows, which is rebuilt for another one, with a warning: see Optim.plan."""
 
 
 def note_reads(
@@ -87,7 +87,7 @@ def note_reads(
     """
     return {
         "models": {
-            role.value: _model(role.value, w.module, w.optim is None and not w.moved) for role, w in workers.items()
+            role.value: _model(role.value, w.module, w.optim is None and not w.replaced) for role, w in workers.items()
         },
         "stop_ids": list(stop_ids),
         "tokenizer": _tokenizer(tokenizer),
@@ -97,36 +97,36 @@ def note_reads(
 
 
 def check_reads(old: Any, new: Mapping[str, Any], *, allow: bool) -> None:
-    """Compares what a checkpoint notes with what is read now; other code is a warning.
+    """Compares what a checkpoint records with what is read now; different code is a warning.
 
-    Args: old: of the checkpoint; None = of an earlier version, which noted nothing. new: as `note_reads` gives it.
+    Args: old: of the checkpoint; None = of an earlier version, which recorded nothing. new: as `note_reads` gives it.
         allow: differences are logged, not refused.
     Raises: CheckpointError: they differ, each difference named; or `old` is not what `note_reads` gives.
     """
     if old is None:
         log.warning(
-            "the checkpoint is of an earlier version of whet, which did not note what a run reads besides it: nothing "
-            "could be compared of the reference, the models' configurations, tokenizer, evaluation data and reward code"
+            "the checkpoint was written by an earlier version of whet, which did not record what a run reads besides "
+            "it: the reference, model configurations, tokenizer, evaluation data and reward code could not be compared"
         )
         return
     changed = "\n  ".join(_changed(old, new))
     if changed and not allow:
         raise CheckpointError(
-            f"what the run reads is not what it was when the checkpoint was written:\n  {changed}\na resumed run goes "
-            "on with the same models, tokenizer and evaluation data; put them back, begin a new run in another "
-            "trainer.run_dir, or set trainer.allow_config_change=true to go on with these changes"
+            f"models, tokenizer or evaluation data differ from the checkpoint's:\n  {changed}\na resumed run needs the "
+            "same ones; put them back, start a new run in another trainer.run_dir, or set "
+            "trainer.allow_config_change=true to continue with these changes"
         )
     if changed:
-        log.warning("resuming though what the run reads has changed:\n  %s", changed)
+        log.warning("models, tokenizer or evaluation data differ from the checkpoint's; continuing:\n  %s", changed)
     for line in _changed_code(_part(old, "code", Mapping), new["code"]):
-        log.warning("%s; the steps from here on are taken with what is there now", line)
+        log.warning("%s; from here on the run uses the current code", line)
 
 
 # ---- what has changed ------------------------------------------------------------------------------------------------
 
 
 def _changed(old: Any, new: Mapping[str, Any]) -> list[str]:
-    """The differences, but for code. A model that one side lacks is not compared: whether it is read is a setting."""
+    """The differences, except in code. A model that one side lacks is not compared: whether it is read is a setting."""
     models, found = _part(old, "models", Mapping), []
     for role, now in new["models"].items():
         if role in models:
@@ -156,18 +156,24 @@ def _changed_model(role: str, before: Mapping[str, Any], now: Mapping[str, Any])
         yield f"{role}: config.{change}"
 
 
+def _size(side: Sequence[Any] | None) -> str:
+    if side is None:
+        return "none"
+    return f"{side[0]} prompts" if side else "?"
+
+
 def _changed_prompts(before: Sequence[Any] | None, now: Sequence[Any] | None) -> str:
-    """In which way evaluation data differ."""
-    sizes = ["none" if side is None else f"{side[0]} prompts" if side else "?" for side in (before, now)]
+    """How evaluation data differ."""
+    sizes = [_size(before), _size(now)]
     if sizes[0] != sizes[1] or before is None or now is None:
         return " -> ".join(sizes)
     if before[1:2] != now[1:2]:
-        return "as many prompts, but one was changed or moved"
+        return "same number of prompts, but one was changed or reordered"
     return "the same prompts, but another column (an answer, say) was changed"
 
 
 def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
-    """What is to be said of functions that are others, and of files that have changed, each once."""
+    """What to log of functions and files that have changed, each once."""
     changed: dict[str, list[str]] = {}
     for what, (file, digest) in new.items():
         if what not in old:
@@ -180,10 +186,10 @@ def _changed_code(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[st
 
 
 def _part(tree: Mapping[str, Any], name: str, kind: Any) -> Any:
-    """An entry of what a checkpoint notes. Raises CheckpointError where it is missing or of another kind."""
+    """An entry of what a checkpoint records. Raises CheckpointError where it is missing or of another kind."""
     if not isinstance(tree, Mapping) or name not in tree or not isinstance(tree[name], kind):
         raise CheckpointError(
-            f"what the checkpoint's run.pt notes of {name!r} is not what whet saves; resume from another step-* folder"
+            f"the entry {name!r} of the checkpoint's run.pt has an unexpected format; resume from another step-* folder"
         )
     return tree[name]
 
@@ -236,12 +242,12 @@ def _nested(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _model(role: str, module: nn.Module, only_read: bool) -> dict[str, Any]:
-    """What is noted of a model."""
+    """What is recorded of a model."""
     config = plain(module.config.to_dict())  # pyright: ignore
     if only_read:
         size = sum(t.numel() * t.element_size() for t in module.parameters() if t.device.type == "cpu")
         if size >= TELL_BYTES:
-            log.info("%s: reading its %.0f GB of weights once, to note which they are", role, size / 1e9)
+            log.info("%s: hashing %.0f GB of weights for the checkpoint's resume check", role, size / 1e9)
     return {
         "weights": weights_digest(module) if only_read else None,
         "dtype": str(next(module.parameters()).dtype),
@@ -287,7 +293,7 @@ def _sums(tensor: Tensor) -> bytes:
 
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """What is noted of a tokenizer: its tokens, its template, and its rules as the versions that are named spell them.
+    """What is recorded of a tokenizer: its tokens, its template, and its rules as the named versions write them.
 
     What an encoding did to it (truncation, padding) is left out.
     """

@@ -28,13 +28,13 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Takes `random_state` back.
+    """Restores `random_state`.
 
     Raises: CheckpointError: it is not what `random_state` gives.
     """
     try:
         kind, keys, place, has_gauss, cached = state["numpy"]
-        if not 0 <= place <= len(keys) == MT_WORDS:  # numpy would read beside its memory
+        if not 0 <= place <= len(keys) == MT_WORDS:  # numpy would read outside its memory
             raise ValueError(f"place {place} of {len(keys)} words")
         random.setstate(state["python"])
         np.random.set_state((kind, np.array(keys, dtype=np.uint32), place, has_gauss, cached))

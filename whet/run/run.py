@@ -187,7 +187,7 @@ class Run:
         self.saved_at = time.monotonic()
 
     def _note_environment(self, resumed: bool) -> None:
-        """Writes environment.json; a resumed run says what is other than it was, since that may move the last bits."""
+        """Writes environment.json; a resumed run logs what changed, since that may change the last bits."""
         assert self.folder is not None
         assert self.stream is not None
         now = {**environment(), **self.roles.describe(), "passes": self.task.planned_passes(self.stream.batch_size)}
@@ -196,7 +196,11 @@ class Run:
         changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
         if changed:
             old, new = ({k: e.get(k) for k in changed} for e in (before, now))
-            log.warning("resumed elsewhere, results may differ in the last bits: %s, now %s", old, new)
+            log.warning(
+                "the environment changed since the checkpoint; results may differ in the last bits: was %s, now %s",
+                old,
+                new,
+            )
         for name, what in now["passes"].items():
             log.info("%s: %s", name, what)
         self.folder.write_json("environment.json", now)
@@ -245,7 +249,7 @@ class Run:
         """Saves what is done; raises what an observer has raised, or that a signal has asked for the end."""
         self.save()
         where = f"checkpoint: {self.checkpoints.root}/step-{self.step:06d}" if self.checkpoints.root else "no run_dir"
-        stopped = f"stopped after step {self.step} ({where}); go on with trainer.resume=latest"
+        stopped = f"stopped after step {self.step} ({where}); resume with trainer.resume=latest"
         self.observers.check(stopped)
         raise KeyboardInterrupt(stopped)
 
@@ -362,7 +366,7 @@ class Run:
             self._tell("on_save", self, folder)
 
     def _compared(self) -> dict[str, Any]:
-        """What a resume compares: the settings, and what from Python stands beside them and has no key there."""
+        """What a resume compares: the settings, and what was given from Python and has no key there."""
         return plain({**self.settings, **self.task.compared()})
 
     def _refuse_old_checkpoints(self) -> None:
@@ -371,11 +375,11 @@ class Run:
         self.checkpoints.open()
         if self.checkpoints.exist():
             raise ConfigError(
-                f"{root} holds the checkpoints of a run; set trainer.resume=latest to go on with it, or another folder"
+                f"{root} holds the checkpoints of a run; set trainer.resume=latest to resume it, or another folder"
             )
 
     def _resume(self) -> int:
-        """Takes up the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
+        """Restores the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
         assert self.config.resume is not None
         self.checkpoints.open()
         checkpoint = self.checkpoints.find(self.config.resume)
@@ -385,8 +389,8 @@ class Run:
         own, root = self.config.run_dir, self.checkpoints.root
         if own is not None and root is not None and checkpoint.resolve().parent != root.resolve() and holds_steps(own):
             raise CheckpointError(
-                f"{checkpoint} is another run's, and {own} holds steps of its own; give another trainer.run_dir, or "
-                "trainer.resume=latest to go on with what lies there"
+                f"{checkpoint} belongs to another run, and {own} holds steps of its own; give another trainer.run_dir, "
+                "or trainer.resume=latest to resume from what lies there"
             )
         self._restore(checkpoint)
         return self.step
@@ -407,7 +411,7 @@ class Run:
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
 
     def _check_settings(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where the configuration is another, listing the differences."""
+        """Raises CheckpointError where the configuration differs, listing the differences."""
         changed = changed_settings(state["settings"], self._compared())
         if not changed:
             return
@@ -415,7 +419,7 @@ class Run:
             raise CheckpointError(
                 "the configuration differs from the checkpoint's:\n  "
                 + "\n  ".join(changed)
-                + "\nresume with the same one, or set trainer.allow_config_change=true to go on with these changes"
+                + "\nresume with the same one, or set trainer.allow_config_change=true to continue with these changes"
             )
         log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))
 

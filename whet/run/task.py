@@ -49,7 +49,7 @@ class Stream(Protocol):
         ...
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Goes on from a place."""
+        """Continues from a place."""
         ...
 
     def __iter__(self) -> Iterator[list[Any]]: ...
@@ -65,7 +65,7 @@ class Task(Observer):
     """Whether `evaluate` has data."""
 
     needs: tuple[str, ...] = ()
-    """Entries of run.pt, of those that `state` gives, without which there is no going on."""
+    """Entries of run.pt, of those that `state` gives, without which the run can't be resumed."""
 
     def settings(self) -> dict[str, Any]:
         """The whole configuration as plain containers: written to the run folder, compared on a resume."""
@@ -101,4 +101,4 @@ class Task(Observer):
         return {}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
-        """Takes them back, the models being loaded. Args: state: the whole of run.pt. step: that is done."""
+        """Restores them, after the models were loaded. Args: state: the whole of run.pt. step: that is done."""

@@ -1,5 +1,5 @@
-"""Checkpoints of a run's roles: every trained worker, every moved one, and the run's own state in one folder, whole or
-absent.
+"""Checkpoints of a run's roles: every trained worker, every read-only one whose weights were replaced, and the run's
+own state in one folder, whole or absent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Checkpoints:
     """Saves and restores the trained roles, and those of the others whose weights are not what was loaded.
 
     Args: root: where the folders lie; None = none are written. trainers: the roles that are trained. workers: all
-        roles; of those that are not trained, the ones with `moved` are saved too.
+        roles; of those that are not trained, the ones with `replaced` weights are saved too.
     Raises: ConfigError: root is empty.
     """
 
@@ -59,7 +59,7 @@ class Checkpoints:
         self._lock: FolderLock | None = None
 
     def open(self) -> None:
-        """Makes the folder, tries it, takes it for this process alone, and clears what a kill has left half written.
+        """Creates the folder, checks that it can be written, locks it, and removes what a kill left half written.
 
         Raises: CheckpointError: it can't be written. ConfigError: another process uses it.
         """
@@ -67,7 +67,7 @@ class Checkpoints:
             self._lock = open_root(self.root)
 
     def close(self) -> None:
-        """Lets others write there."""
+        """Releases the lock."""
         if self._lock is not None:
             self._lock.release()
         self._lock = None
@@ -81,13 +81,13 @@ class Checkpoints:
         return self.root is not None and bool(saved(self.root))
 
     def _is_own(self, folder: Path) -> bool:
-        """Whether a checkpoint lies among those that this run goes on with, under a step's name."""
+        """Whether a checkpoint lies among those of this run, under a step's name."""
         if self.root is None or step_of(folder) is None:
             return False
         return folder.absolute().parent.resolve() == self.root.resolve()
 
     def discard(self, *, after: int) -> None:
-        """Removes the checkpoints of steps that a run resumed before them will take anew.
+        """Removes the checkpoints of steps that a run resumed before them will run again.
 
         Raises: CheckpointError: one of them is another run's, and none is removed; or one can't be removed.
         """
@@ -95,22 +95,22 @@ class Checkpoints:
         for folder in late:
             if run_of(folder) != self.run:
                 raise CheckpointError(
-                    f"{folder} is of a later step, and of another run than the checkpoint that is taken up; move it "
-                    "to another folder first"
+                    f"{folder} is from a later step and belongs to a different run than the checkpoint being resumed; "
+                    "move it to another folder first"
                 )
         for folder in late:
             try:
                 discard(folder)
             except OSError as error:
                 raise CheckpointError(
-                    f"{folder}, of a later step, can't be removed: {error}; set the rights of its folder"
+                    f"{folder}, of a later step, can't be removed: {error}; fix the permissions of its folder"
                 ) from error
 
     def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
         """Writes the checkpoint of a step.
 
-        Args: state: the run's own, plain containers and tensors. tokenizer: beside the weights, so that transformers
-            loads them. keep: folders to keep; None = all.
+        Args: state: the run's own, plain containers and tensors. tokenizer: saved with the weights, so that
+            transformers loads them. keep: folders to keep; None = all.
         Returns: the folder; None where there is no root.
         Raises: CheckpointError: it could not be written, or the folder of that step is another run's.
         """
@@ -122,15 +122,15 @@ class Checkpoints:
                 (folder / role.value).mkdir()
                 trainer.worker.save(folder / role.value)
                 tokenizer.save_pretrained(folder / role.value)
-            for role in moved:
+            for role in replaced:
                 (folder / role.value).mkdir()
                 self.only_read[role].save(folder / role.value)
             updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
             skipped = {role.value: trainer.skipped for role, trainer in self.trainers.items()}
-            own = {"updates": updates, "skipped": skipped, "moved": [role.value for role in moved]}
+            own = {"updates": updates, "skipped": skipped, "moved": [role.value for role in replaced]}
             write_state({**state, **own, "format": RUN_FORMAT}, folder / "run.pt")
 
-        moved = [role for role, worker in self.only_read.items() if worker.moved]
+        replaced = [role for role, worker in self.only_read.items() if worker.replaced]
 
         return publish(self.root, step, write, run=self.run, keep=keep)
 
@@ -150,15 +150,15 @@ class Checkpoints:
     def load(self, folder: Path) -> None:
         """Restores the roles that `save` wrote. Raises CheckpointError where they don't fit.
 
-        Where the checkpoint lies among this run's own, the run goes on as the one that has written it.
+        Where the checkpoint lies among this run's own, the run continues as the one that has written it.
         """
         state = self.state(folder)
         updates = state["updates"]
         counts = [updates.get(role.value) if isinstance(updates, dict) else None for role in self.trainers]
         if not all(type(n) is int and n >= 0 for n in counts):
             raise CheckpointError(
-                f"{folder / 'run.pt'} is not what this version saves: its updates are {updates!r:.80}; resume from "
-                "another"
+                f"{folder / 'run.pt'} has an unexpected format: its updates are {updates!r:.80}; resume from another "
+                "step-* folder"
             )
         earlier = state.get("health", {}).get("skipped", {})  # where earlier versions had it, if at all
         skipped = state.get("skipped", earlier)
@@ -167,38 +167,38 @@ class Checkpoints:
             if trainer.train_steps != updates[role.value]:
                 raise CheckpointError(
                     f"{folder / 'run.pt'} says {updates[role.value]} updates of the {role.value}, its optimizer's "
-                    f"state says {trainer.train_steps}; resume from another"
+                    f"state says {trainer.train_steps}; resume from another step-* folder"
                 )
-        self._load_moved(folder, state.get("moved", ()))  # of which earlier versions saved none
+        self._load_replaced(folder, state.get("moved", ()))  # of which earlier versions saved none
         if self._is_own(folder):
             self.run = run_of(folder)
 
-    def _load_moved(self, folder: Path, moved: Collection[str]) -> None:
-        """Restores the roles that are not trained and were moved.
+    def _load_replaced(self, folder: Path, replaced: Collection[str]) -> None:
+        """Restores the roles that are not trained and whose weights were replaced.
 
-        Raises: CheckpointError: a role has been moved here, and had not been there: what was loaded is gone.
+        Raises: CheckpointError: a role's weights were replaced here and not in the checkpoint: those loaded are gone.
         """
         for role, worker in self.only_read.items():
-            if role.value in moved:
+            if role.value in replaced:
                 worker.load(folder / role.value)
-                worker.moved = True
-            elif worker.moved:
+                worker.replaced = True
+            elif worker.replaced:
                 raise CheckpointError(
-                    f"the {role.value}'s weights have been moved since it was loaded, and {folder} is of before that; "
-                    "make the models anew and resume with them"
+                    f"the {role.value}'s weights were changed after loading (take_weights), but {folder} was written "
+                    "before that; reload the original models, then resume"
                 )
-        for role in sorted(set(moved) - {role.value for role in self.only_read}):
-            log.warning("%s holds the weights of a %s, which this run has none of", folder, role)
+        for role in sorted(set(replaced) - {role.value for role in self.only_read}):
+            log.warning("%s holds the weights of the %s, but this run has no %s", folder, role, role)
 
     def verify(self, folder: Path) -> None:
-        """Checks a checkpoint before it is taken up.
+        """Checks a checkpoint before it is resumed.
 
         Raises: CheckpointError: a file is missing or has changed, or it lies elsewhere and other checkpoints here.
         """
         if self.exist() and not self._is_own(folder):
             raise CheckpointError(
-                f"{folder} is not among the checkpoints in {self.root}, which are another run's; give another "
-                "trainer.checkpoint_root_directory or trainer.run_dir, or trainer.resume=latest to go on with those"
+                f"{folder} is not among the checkpoints in {self.root}, which belong to another run; give another "
+                "trainer.checkpoint_root_directory or trainer.run_dir, or trainer.resume=latest to resume those"
             )
         files = ("model.safetensors", "config.json", "optimizer.safetensors", "state.pt")
         verify(folder, ["run.pt", *(f"{role.value}/{name}" for role in self.trainers for name in files)])
@@ -207,7 +207,7 @@ class Checkpoints:
     def state(folder: Path, needs: Collection[str] = ()) -> dict[str, Any]:
         """The run's own state in a checkpoint.
 
-        Args: needs: entries that the reader can't do without, besides those that every run writes.
+        Args: needs: entries that the reader requires, besides those that every run writes.
         Raises: CheckpointError: it is not what `save` wrote, or of another step than its folder.
         """
         return read_run_state(folder / "run.pt", needs)

@@ -5,7 +5,7 @@
                                   its moments     on the device during the optimizer's step
 
 What a trained model computes with stays where it is: the engine reads it, and gradients are made from it. A bf16 actor
-with AdamW and a bf16 reference so take 2 of their 16 bytes a parameter while they roll out.
+with AdamW and a bf16 reference thus take 2 of their 16 bytes a parameter during the rollout.
 The copies are exact. Left out on purpose: moving layer by layer, or while something else runs.
 """
 
@@ -72,7 +72,7 @@ class Offload:
                 t.data = self.copy(t.data, self.device)
 
     def forget(self) -> None:
-        """Holds nothing any more; what lies on the host stays there as long as others hold it."""
+        """Holds nothing from now on; what lies on the host stays there as long as others hold it."""
         self._held.clear()
 
 
@@ -148,7 +148,7 @@ class OffloadPlacement(Placement):
         return list(self.module.parameters()) if self._trained is None else []
 
     def _masters(self) -> list[Tensor]:
-        """The masters beside the model; where it computes in fp32 its own weights are, and stay."""
+        """The master weights, apart from the model's own; where it computes in fp32 they are its own, and stay."""
         if self._trained is None:
             return []
         return [m for name, m in self._trained.masters.items() if m is not self._trained.params[name]]

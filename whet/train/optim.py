@@ -1,6 +1,6 @@
 """The optimizer of one model: fp32 masters, schedule, clipping, and its state in safetensors.
 
-Where the module computes in fp32 its parameters are the masters. Where it computes in bf16, fp32 masters lie beside
+Where the module computes in fp32 its parameters are the masters. Where it computes in bf16, fp32 masters lie next to
 the optimizer, gradients are added to them in fp32 as each one is made, and after a step the module's own parameters
 are written in place, so that an engine which reads them has nothing to fetch.
 """
@@ -40,10 +40,12 @@ _TRIAL_UPDATES = 1_000_000
 class Optim:
     """Masters, optimizer, schedule and clipping of one module.
 
-    Args: module: whose parameters with requires_grad are trained. config: an OptimConfig, or a factory
-        `f(parameters) -> torch.optim.Optimizer`, which then has a constant rate of its own and no clipping.
-        dtype: what the module is to compute in; None = as it does. norm: of all gradients together, as a placement
-        knows them.
+    Args:
+        module: whose parameters with requires_grad are trained.
+        config: an OptimConfig, or a factory `f(parameters) -> torch.optim.Optimizer`, which then has a constant rate of
+            its own and no clipping.
+        dtype: what the module is to compute in; None = as it does.
+        norm: of all gradients together, as a placement knows them.
     """
 
     def __init__(
@@ -88,7 +90,7 @@ class Optim:
     def plan(self, total_updates: int | None) -> None:
         """Tells the schedule how many updates there will be; `total_steps` of the configuration comes first.
 
-        The first time after `load`, a total other than the saved one makes the schedule anew over it, at the number of
+        The first time after `load`, a total other than the saved one rebuilds the schedule for it, at the number of
         updates taken.
         """
         taken_up, self._taken_up = self._taken_up, False
@@ -160,8 +162,8 @@ class Optim:
             return [[name_of[id(p)] for p in group["params"]] for group in self.optimizer.param_groups]
         except KeyError:
             raise CheckpointError(
-                f"{type(self.optimizer).__name__} holds a parameter that is none of the model's, so its state can't be "
-                "kept by name; save no checkpoints, or make the optimizer of the parameters that the factory is given"
+                f"{type(self.optimizer).__name__} holds a parameter that is not one of the model's parameters, so its "
+                "state can't be saved by name; save no checkpoints, or build it from the parameters its factory gets"
             ) from None
 
     def save(self, path: Path) -> dict[str, Any]:
@@ -195,7 +197,10 @@ class Optim:
         """
         needs = ("kind", "made", "groups", "plain", "wrapped", "schedule", "updates", "total_updates")
         if missing := [n for n in needs if n not in rest]:
-            raise CheckpointError(f"{path.parent}/state.pt is not what this version saves: no {', '.join(missing)}")
+            raise CheckpointError(
+                f"{path.parent}/state.pt has an unexpected format: no {', '.join(missing)}; resume from another step-* "
+                "folder"
+            )
         kind = type(self.optimizer).__name__
         if rest["kind"] != kind:
             raise CheckpointError(
@@ -260,7 +265,7 @@ def total_norm(grads: Sequence[Tensor]) -> float:
 
 
 def _scale(grads: list[Tensor], factor: float) -> None:
-    """Multiplies gradients in place; in two goes where the factor would lose digits, or vanish, as a float32."""
+    """Multiplies gradients in place; in two steps where the factor would lose digits, or vanish, as a float32."""
     tiny = factor < torch.finfo(torch.float32).tiny
     for _ in range(2 if tiny else 1):
         torch._foreach_mul_(grads, math.sqrt(factor) if tiny else factor)
@@ -321,5 +326,5 @@ def _check_schedule(c: OptimConfig) -> None:
         except Exception as error:  # transformers checks few of its arguments: they fail where they are used
             raise ConfigError(
                 f"optim.schedule={c.schedule!r} with optim.schedule_kwargs={dict(c.schedule_kwargs)!r} can't be "
-                f"stepped: {type(error).__name__}: {error}; mend the arguments, or take another schedule"
+                f"stepped: {type(error).__name__}: {error}; fix the arguments, or use another schedule"
             ) from error

@@ -1,9 +1,9 @@
 """An optimizer's state in a checkpoint: plain tensors under the names of the parameters that they belong to.
 
     optimizer.safetensors   "model.norm.weight.exp_avg": [D] ...     "<parameter>.<key>", any order
-    state.pt, "optim"       groups: [{"params": [names], "lr": ...}], what is no tensor, the place in the schedule
+    state.pt, "optim"       groups: [{"params": [names], "lr": ...}], what is not a tensor, the place in the schedule
 
-A name says what a number is of whatever the groups of an optimizer are, so that parts of it can be read. Files of
+A name identifies a number whatever the groups of an optimizer are, so that parts of it can be read. Files of
 format 1 name a parameter by its place among the groups; they are read in the order that the optimizer has here.
 """
 
@@ -77,7 +77,9 @@ def whole_state(
 ) -> dict[str, dict[str, Any]]:
     """What `flat_state` took apart.
 
-    Args: tensors, plain, wrapped: what it returned. parameters: the names that there may be.
+    Args:
+        tensors, plain, wrapped: what it returned.
+        parameters: the names that there may be.
     Returns: by parameter, its entries.
     Raises: CheckpointError: a class that is not in WRAPPED, one whose package is not installed, another name.
 
@@ -135,7 +137,7 @@ def saved_state(
 
     Args:
         path: optimizer.safetensors.
-        rest: "optim" of the state.pt beside it.
+        rest: "optim" of the state.pt next to it.
         groups: the names of the parameters of each group of the optimizer here.
 
     Returns:

@@ -2,11 +2,11 @@
 
     adamw        decoupled decay, fused where torch has a kernel (CPU, CUDA, Apple, Intel); the default
     adam         the same, but decay joins the gradient
-    sgd          with momentum where optim.momentum says so
+    sgd          with momentum where optim.momentum is above 0
     adamw8bit    adamw whose moments take a byte a number (torchao; pip install 'whet[quant]')
 
 The 8-bit moments are quantised in blocks of 256 by a dynamic map; tensors of less than 4096 numbers, and those whose
-size is no multiple of 256, keep fp32 moments. Masters stay fp32 with each of them. Left out on purpose: optimizers
+size is not a multiple of 256, keep fp32 moments. Masters stay fp32 with each of them. Left out on purpose: optimizers
 whose state is paged to the host, which `offload_to_cpu` does for all of these, and schedule-free ones.
 """
 
@@ -89,10 +89,10 @@ def _fused(groups: Groups) -> bool:
 
 
 def _made(factory: Any, name: str, tensors: Any, **rate: float) -> torch.optim.Optimizer:
-    """What a factory makes. Raises ConfigError where it is none, fails, or makes something else."""
+    """What a factory makes. Raises ConfigError where it is not callable, fails, or makes something else."""
     call = f"factory({'groups, lr=...' if rate else 'parameters'}) -> torch.optim.Optimizer"
     if not callable(factory):
-        raise ConfigError(f"{name} is no function but {factory!r:.80}; give one that is called as {call}")
+        raise ConfigError(f"{name} is not a function but {factory!r:.80}; give one that is called as {call}")
     try:
         made = factory(tensors, **rate)
     except Exception as error:  # a factory is the user's own code

@@ -1,4 +1,4 @@
-"""From what a loss says of each token to metrics: summed on the device, read once, merged by kind.
+"""From a loss's values per token to metrics: summed on the device, read once, merged by kind.
 
 Dim letters: s tokens of a micro-batch.
 """
@@ -18,7 +18,7 @@ __all__ = ["REDUCTIONS", "Metrics", "Reductions", "labels_of", "metrics_of", "re
 Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
 REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
-"""What becomes of a metric per token: over the tokens of the mask; the sum under the token weights, as the loss; the
+"""How a metric per token is reduced: over the tokens of the mask; the sum under the token weights, as the loss; the
 mean, largest and least of the means of sequences."""
 
 

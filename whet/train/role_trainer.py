@@ -69,9 +69,13 @@ class DataHooks:
 class RoleTrainer:
     """Updates one model: loss, token weights, hooks, metrics.
 
-    Args: worker: the model. loss: per token. loss_agg_mode, loss_agg_norm: how token losses become one number where a
-        batch comes without weights. accumulate: batches of `update_all` that make one optimizer step. role: whose
-        model it is. The actor's metrics have their plain names, those of another role begin with its own: critic/loss.
+    Args:
+        worker: the model.
+        loss: per token.
+        loss_agg_mode, loss_agg_norm: how token losses become one number where a batch comes without weights.
+        accumulate: batches of `update_all` that make one optimizer step.
+        role: whose model it is. The actor's metrics have their plain names, those of another role begin with its own:
+            critic/loss.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class RoleTrainer:
         """Metrics of the loss that are logged of updates on policy alone."""
         self.listeners: list[Callable[[RoleTrainer, Metrics], Any]] = []
         """Told of each update and its metrics, after the hooks."""
-        self._moved_version: int | None = None
+        self._updated_version: int | None = None
         self._hooks = TrainingHooks()
         self._data_hooks = DataHooks()
         self._input_fn: Callable[[Any], Any] = lambda x: x
@@ -151,7 +155,7 @@ class RoleTrainer:
     def with_rl_metrics_to_log(
         self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]], *, on_policy: Collection[str] = ()
     ) -> RoleTrainer:
-        """Sets what becomes of the loss's metrics; one that isn't named is logged as its mean.
+        """Sets how the loss's metrics are named and reduced; one that isn't named is logged as its mean.
 
         Args: metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
             "sequence_mean", ...); several of them, logged as name/how; or {label: how}. on_policy: those that mean
@@ -208,9 +212,9 @@ class RoleTrainer:
         return self.worker.updates
 
     @property
-    def moved(self) -> bool:
-        """Whether an update has moved the weights since they got their version."""
-        return self._moved_version == self.worker.version
+    def updated_since_sync(self) -> bool:
+        """Whether the weights were updated since they got their policy version."""
+        return self._updated_version == self.worker.version
 
     def stale_versions(self, batch: TokenBatch) -> list[int]:
         """The policy versions of trained tokens, other than the model's own now."""
@@ -218,7 +222,7 @@ class RoleTrainer:
 
     def is_on_policy(self, batch: TokenBatch) -> bool:
         """Whether all trained tokens of a batch come from the weights as they are."""
-        return not self.moved and not self.stale_versions(batch)
+        return not self.updated_since_sync and not self.stale_versions(batch)
 
     def _reductions(self, batch: TokenBatch) -> Reductions:
         """What becomes of the loss's metrics on a batch: nothing, of one that means nothing there."""
@@ -232,7 +236,7 @@ class RoleTrainer:
             batch: the whole mini-batch, with `weights`, or they are made here.
             keep: gives the sequences that are run, Long [M], from the weighted mini-batch: those left out have no
                 gradient, and have been counted in the weights. None = all.
-            report: (metrics, whole, run) -> metrics, where those of the part that was run are to speak of the whole.
+            report: (metrics, whole, run) -> metrics, where those of the part that was run have to stand for the whole.
 
         Returns: the loss's metrics, grad_norm, learning_rate, optim/skipped, under the role's prefix.
         Raises: TrainingError: the tenth update in a row whose gradient is not finite.
@@ -247,7 +251,7 @@ class RoleTrainer:
         if metrics["optim/skipped"].value:
             self._note_skipped(metrics)
         else:
-            self.skipped, self._moved_version = 0, self.worker.version
+            self.skipped, self._updated_version = 0, self.worker.version
         if report is not None:
             metrics = report(metrics, whole, run)
         metrics = self._prefixed(metrics)
@@ -257,19 +261,19 @@ class RoleTrainer:
         return metrics
 
     def load(self, folder: Path, *, skipped: int = 0) -> None:
-        """Takes up the model and optimizer that its worker saved. Raises CheckpointError where they don't fit.
+        """Restores the model and optimizer that its worker saved. Raises CheckpointError where they don't fit.
 
         Args: skipped: updates in a row that had been skipped by then.
         """
         self.worker.load(folder)
         self.skipped = skipped
-        self._moved_version = None  # checkpoints are written between steps
+        self._updated_version = None  # checkpoints are written between steps
 
     def _prefixed(self, metrics: Metrics) -> Metrics:
         return {f"{self.prefix}{name}": metric for name, metric in metrics.items()}
 
     def _note_skipped(self, metrics: Metrics) -> None:
-        """Says that an update was skipped; ends a run in which all are."""
+        """Logs a skipped update; ends the run after MAX_SKIPPED in a row."""
         self.skipped += 1
         which = f"the {self.role.value}'s update {self.train_steps + 1}"
         numbers = f"loss {metrics['loss'].value:.6g}, learning rate {metrics['learning_rate'].value:.6g}"
@@ -282,7 +286,7 @@ class RoleTrainer:
             )
 
     def update_all(self, batches: Iterable[Any]) -> Metrics:
-        """One optimizer step for every `accumulate` batches of a data set; a rest makes a last, smaller one."""
+        """One optimizer step for every `accumulate` batches of a data set; a remainder makes a last, smaller one."""
         metrics: Metrics = {}
         held: list[TokenBatch] = []
         for item in batches:
@@ -312,7 +316,7 @@ class RoleTrainer:
 
 
 def lower_rate(role: Role = Role.ACTOR) -> str:
-    """How a run that went wrong is taken up again with a lower learning rate, for messages.
+    """How to resume a run that went wrong with a lower learning rate, for messages.
 
     >>> lower_rate(Role.CRITIC)[:70]
     'resume from an earlier checkpoint (trainer.resume=<its step-* folder>)'

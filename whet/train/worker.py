@@ -1,8 +1,8 @@
-"""ModelWorker: one model with its optimizer, and the verbs that learners are written in.
+"""ModelWorker: one model with its optimizer, and the methods that learners call.
 
 Everything about micro-batches, packing, shared prefixes, mixed precision and (later) FSDP, tensor and context
-parallelism happens behind these verbs; a loss sees whole sequences in fp32 or better. Rule 1 of the design lives here:
-`forward_backward` runs (weights * loss).sum().backward() for each micro-batch and nothing else divides.
+parallelism happens behind these methods; a loss sees whole sequences in fp32 or better. Rule 1 of the design is kept
+here: `forward_backward` runs (weights * loss).sum().backward() for each micro-batch and nothing else divides.
 
 Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 """
@@ -47,7 +47,7 @@ megabytes of it."""
 
 
 class ModelWorker:
-    """One model behind verbs: logprobs, values, forward_backward, optim_step, weights, state.
+    """One model behind a few methods: logprobs, values, forward_backward, optim_step, weights, state.
 
     Args:
         loaded: the model, as models.load_model gives it.
@@ -77,7 +77,10 @@ class ModelWorker:
         placement: Placement | None = None,
     ) -> None:
         if loaded.is_view and optim is not None:
-            raise ConfigError(f"{loaded.name} is a view, which is only read: give its owner's worker the optimizer")
+            raise ConfigError(
+                f"{loaded.name} is a read-only view of another model (its adapter switched off), so it can't be "
+                "trained; give the optimizer to that model's worker"
+            )
         self.loaded = loaded
         self.given = given
         self.support = support or Support()
@@ -87,7 +90,7 @@ class ModelWorker:
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
         self.version = 0
-        self.moved = False
+        self.replaced = False
         """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
         self.cost = model_cost(loaded.module)
         """By which the micro-batches of a batch are made alike."""
@@ -123,8 +126,8 @@ class ModelWorker:
         return next(self.module.parameters()).dtype
 
     @property
-    def paths(self) -> dict[str, str]:
-        """What its attention and its layers run on, with the reason; see models.backends."""
+    def backends(self) -> dict[str, str]:
+        """Which implementation runs its attention and its layers, and why; see models.backends."""
         own = training_backends(self.loaded)
         if self.fast_layers is None:
             own["layers"] = f"the model's own ({type(self.placement).__name__} holds parameters in parts)"
@@ -154,8 +157,11 @@ class ModelWorker:
     ) -> TokenStats:
         """Log-probability (and entropy) of every completion token.
 
-        Args: batch: N sequences. entropy: also the entropy of the distribution before each token, in nats.
-            support: instead of the worker's own. max_sequences: sequences of one forward pass at most.
+        Args:
+            batch: N sequences.
+            entropy: also the entropy of the distribution before each token, in nats.
+            support: instead of the worker's own.
+            max_sequences: sequences of one forward pass at most.
         Returns: TokenStats of [S], detached, on the CPU.
         """
         names = ("logprobs", "entropy") if entropy else ("logprobs",)
@@ -168,7 +174,7 @@ class ModelWorker:
         return values
 
     def scores(self, batch: TokenBatch) -> Tensor:
-        """What a value head says of the state at the last token of each sequence: [N], detached, on the CPU.
+        """The value head's score at the last token of each sequence: [N], detached, on the CPU.
 
         Raises: ConfigError: the model has no value head.
         """
@@ -212,13 +218,11 @@ class ModelWorker:
         entropy: bool,
         want: Collection[str] | None = None,
     ) -> TokenStats:
-        """What the model says of the targets of one forward pass."""
+        """The model's statistics of the targets of one forward pass."""
         allowed = self._allowed(batch, micro, support)
         with self._layers():
             return self.placement.forward(
-                lambda: token_stats(
-                    self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want
-                )
+                lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want)
             )
 
     def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
@@ -269,7 +273,7 @@ class ModelWorker:
             loss: per token, [s], where the batch has `weights`; per unit, [u], where it has `unit_weights`.
             entropy: give the loss the entropy.
             scores: give the loss the scores, of a model with a value head.
-            reductions: what becomes of a loss's metric: name -> {label: how}, how one of REDUCTIONS; its mean under its
+            reductions: how a loss's metric is reduced: name -> {label: how}, how one of REDUCTIONS; its mean under its
                 own name if not named.
         Returns: "loss" (the sum) and the loss's metrics, over the tokens of the mask, or over the units with a trained
             token.
@@ -299,13 +303,13 @@ class ModelWorker:
         all_weights = all_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
-        token, per_sequence = (
-            {name: c.to(self.device) for name, c in columns.items()} for columns in (batch.token, batch.per_sequence)
-        )
+        token_columns = {name: c.to(self.device) for name, c in batch.token_columns.items()}
+        sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
         shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
             self.placement.sync(i == len(shared) - 1)
-            x = loss_inputs(token, per_sequence, micro, self._stats(batch, micro, self.support, entropy=entropy))
+            stats = self._stats(batch, micro, self.support, entropy=entropy)
+            x = loss_inputs(token_columns, sequence_columns, micro, stats)
             found, values = loss(x)
             weights = all_weights.index_select(0, micro.units if per_unit else micro.token_index).to(found.dtype)
             check_shapes(found, values, weights, per_unit)
@@ -356,27 +360,29 @@ class ModelWorker:
 
     @torch.no_grad()
     def take_weights(self, weights: Iterable[tuple[str, Tensor]], share: float = 1.0) -> None:
-        """Moves a model that is only read towards others' weights: p <- p + share (w - p), in place.
+        """Takes another model's weights into one that is only read: p <- p + share (w - p), in place.
 
-        Args: weights: (name, tensor), as `named_weights` gives them. share: 1 = takes them as they are.
+        share=1 copies them. A smaller share after each step keeps an exponential moving average with decay 1 - share.
+
+        Args: weights: (name, tensor), as `named_weights` gives them. share: between 0 and 1, 1 = a copy.
         Raises: ConfigError: the model is trained, or has no parameter of that name.
         """
         if self.optim is not None:
-            raise ConfigError("take_weights is for a model that is only read; this one has an optimizer of its own")
+            raise ConfigError("take_weights is for a model that is only read (a reference); this one has an optimizer")
         own = dict(self.module.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
         for name, weight in weights:
             if name not in own:
-                raise ConfigError(f"{name} is no parameter of this model; the two have to be of one architecture")
+                raise ConfigError(f"this model has no parameter {name}; both models must have the same architecture")
             if id(own[name]) not in seen:  # a shared tensor comes under each of its names
                 own[name].lerp_(weight.to(own[name]), share)
             seen.add(id(own[name]))
-        self.moved = True
+        self.replaced = True
 
     def save(self, folder: Path) -> None:
         """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
 
-        The weights lie under the module's own names beside its config.json, so transformers loads the folder too.
+        The weights lie under the module's own names next to its config.json, so transformers loads the folder too.
         """
         with self.placement.during("save"):
             masters = None if self.optim is None else self.optim.masters_by_name()
@@ -428,22 +434,25 @@ def _weights(batch: TokenBatch) -> tuple[Tensor, bool]:
     """The weights of the batch, and whether they are of units."""
     if (batch.weights is None) == (batch.unit_weights is None):
         raise DataError(
-            "the batch has no weights; make them once for the whole of it: RoleTrainer.weighted(batch)"
+            "the batch has no loss weights; call RoleTrainer.weighted(batch) once per optimizer step"
             if batch.weights is None
-            else "the batch has weights and unit_weights; a loss is per token or per unit: set one of them to None"
+            else "the batch has both weights and unit_weights; a loss is per token or per unit: set one of them to None"
         )
     return (batch.weights, False) if batch.unit_weights is None else (batch.unit_weights, True)  # pyright: ignore
 
 
 def loss_inputs(
-    token: Mapping[str, Tensor], per_sequence: Mapping[str, Tensor], micro: MicroBatch, stats: TokenStats
+    token_columns: Mapping[str, Tensor],
+    sequence_columns: Mapping[str, Tensor],
+    micro: MicroBatch,
+    stats: TokenStats,
 ) -> LossInputs:
-    """A micro-batch's part of the columns, with what the model says of its tokens.
+    """A micro-batch's part of the columns, with the model's statistics of its tokens.
 
     Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
     through 0 * NaN, its gradient.
     """
-    part = {name: c.index_select(0, micro.token_index) for name, c in token.items()}
+    part = {name: c.index_select(0, micro.token_index) for name, c in token_columns.items()}
     mask = part.pop("mask")
 
     def kept(x: Tensor) -> Tensor:
@@ -461,8 +470,8 @@ def loss_inputs(
         unit_of=micro.unit_of,
         num_sequences=len(micro.sequences),
         num_units=len(micro.units),
-        token={name: kept(c) for name, c in part.items()},
-        per_sequence={name: c.index_select(0, micro.sequences) for name, c in per_sequence.items()},
+        token_columns={name: kept(c) for name, c in part.items()},
+        sequence_columns={name: c.index_select(0, micro.sequences) for name, c in sequence_columns.items()},
     )
 
 

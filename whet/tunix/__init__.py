@@ -1,1 +1,1 @@
-"""What whet has because Tunix has it: padded arrays, verbs and records, and the table of its fields."""
+"""What whet has because Tunix has it: padded arrays, methods and records, and the table of its fields."""

@@ -1,9 +1,9 @@
-"""Tunix's configuration, field by field, and what becomes of each here: the source of docs/from-tunix.md.
+"""Tunix's configuration, field by field, and what each is here: the source of docs/from-tunix.md.
 
     python -m whet.tunix.fields > docs/from-tunix.md
 
-A state is "same" (name, default and meaning), "other" (a different default or a narrower meaning, said in the note),
-"no effect" (accepted, because whet does without) or "refused" (raises ConfigError with the reason).
+A state is "same" (name, default and meaning), "other" (a different default or a narrower meaning, see the note),
+"no effect" (accepted, because whet does not need it) or "refused" (raises ConfigError with the reason).
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "num_iterations": Field(1),
         "beta": Field(0.04),
         "kl_loss_mode": Field(
-            "kl", note="warns with beta: the gradient of k1 does not know the reference; low_var_kl does"
+            "kl", note="warns with beta: the gradient of k1 does not depend on the reference; low_var_kl does"
         ),
         "epsilon": Field(0.2),
         "epsilon_high": Field(None, note="a real field; there it is read where it happens to be set"),
@@ -171,7 +171,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         **{name: Field(None, "refused", reason) for name, reason in _OWN_REFUSED.items()},
     },
     TrainingConfig: {
-        "eval_every_n_steps": Field(REQUIRED, "other", "0 by default: never"),
+        "eval_every_n_steps": Field(REQUIRED, "other", "0 by default: only before the first and after the last step"),
         "max_steps": Field(None, "other", "global steps (rollouts) everywhere; None is allowed"),
         "gradient_accumulation_steps": Field(None),
         "checkpoint_root_directory": Field(None, "other", "None = checkpoints/ of the run folder, if there is one"),
@@ -183,7 +183,11 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "max_inflight_computations": Field(2, "no effect", "a step ends before the next begins"),
         "metrics_prefix": Field(""),
         "pbar_description": Field("Training"),
-        "max_seq_token_per_tpu": Field(None, "other", "read into max_tokens_per_microbatch; None = 16384"),
+        "max_seq_token_per_tpu": Field(
+            None,
+            "other",
+            "read into max_tokens_per_microbatch; None = 16384 on a GPU; about 1536, up to 2048, on a CPU",
+        ),
         "max_segments_per_packed_row": Field(None, "other", "sequences of a micro-batch"),
         "max_logp_positions_per_packed_row": Field(None, "refused", "only completion positions are computed anyway"),
     },
@@ -191,9 +195,9 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "actor_optimizer": Field(REQUIRED, "other", "an OptimConfig, a torch optimizer factory or its reference"),
         "critic_optimizer": Field(None, "other", "the same; None = as the actor's"),
         "mini_batch_size": Field(None),
-        "train_micro_batch_size": Field(None, "other", "an upper bound beside the token budget"),
+        "train_micro_batch_size": Field(None, "other", "an upper bound, besides the token budget"),
         "rollout_micro_batch_size": Field(None),
-        "compute_logps_micro_batch_size": Field(None, "other", "an upper bound beside the token budget"),
+        "compute_logps_micro_batch_size": Field(None, "other", "an upper bound, besides the token budget"),
         "compute_logps_chunk_size": Field(0, "no effect", "logits are always made a chunk at a time"),
     },
     ClusterConfig: {
@@ -243,7 +247,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "trace_dir": Field(None, "other", "None = the run folder; trace.json opens in Perfetto"),
     },
 }
-"""Configuration class -> Tunix's field -> what became of it."""
+"""Configuration class -> Tunix's field -> what it is here."""
 
 _INTRO = """# From Tunix
 

@@ -1,6 +1,6 @@
-"""Tunix's verbs of RLCluster: text or padded arrays in, padded arrays out; each works on its own.
+"""Tunix's methods of RLCluster: text or padded arrays in, padded arrays out; each works on its own.
 
-A mixin below the cluster, so that the cluster itself speaks of prompts, groups and batches alone.
+A mixin below the cluster, so that the cluster itself deals with prompts, groups and batches only.
 
 Dim letters: B rows, P prompt, C completion.
 """
@@ -161,9 +161,11 @@ class TunixVerbs:
     ) -> Tensor:
         """Log-probabilities under a role's model.
 
-        Args: prompt_tokens: [B, P], left-padded with pad_id. completion_tokens: [B, C]; what follows the first eos_id
-            is padding. micro_batch_size: rows of one forward pass; None = by token budget. temperature: of the whole
-            distribution, without top-p and the like; None = the rollout's own support.
+        Args:
+            prompt_tokens: [B, P], left-padded with pad_id.
+            completion_tokens: [B, C]; what follows the first eos_id is padding.
+            micro_batch_size: rows of one forward pass; None = by token budget.
+            temperature: of the whole distribution, without top-p and the like; None = the rollout's own support.
         Returns: [B, C], float32, 0 at padding.
         """
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
@@ -241,7 +243,7 @@ class TunixVerbs:
     # ---- metrics -------------------------------------------------------------------------------------------------
 
     def buffer_metrics(self, metrics: Mapping[str, tuple[Any, Any]], mode: Mode = Mode.TRAIN) -> None:
-        """Adds metrics, name -> (value, aggregation), to the step that is under way."""
+        """Adds metrics, name -> (value, aggregation), to the current step."""
         self._metrics.add(metrics, mode, self.global_steps)
 
     def buffer_metrics_async(self, metrics: Mapping[str, tuple[Any, Any]], mode: Mode, step: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import DataError, nearest
-from whet.types.columns import Columns, Required
+from whet.types.columns import Columns, RequiredColumn
 from whet.types.loss import LossInputs
 from whet.types.records import Group, TrainExample
 
@@ -42,37 +42,37 @@ class TokenBatch(Columns):
     """Long [J]: the group of each trajectory."""
     rewards: Tensor
     """Float64 [J]: the weighted sum of the reward functions; NaN = no function applied."""
-    token: Mapping[str, Tensor]
+    token_columns: Mapping[str, Tensor]
     """[S ...] each: the columns per token, by name; see whet.types.columns for the well-known ones."""
-    per_sequence: Mapping[str, Tensor] = field(default_factory=dict)
+    sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
     """[N ...] each: the columns per sequence, by name."""
     unit_of: Tensor = None  # pyright: ignore[reportAssignmentType]
     """Long [N], from 0: sequences of one unit stay in one micro-batch; by default each sequence is its own."""
     unit_weights: Tensor | None = None
     """Float [U]: of a loss that returns one number per unit, made once per optimizer step in place of `weights`."""
 
-    tokens = Required()
+    tokens = RequiredColumn()
     """Long [S]."""
-    mask = Required()
+    mask = RequiredColumn()
     """Bool [S]: True = trained."""
-    sampler_logprobs = Required()
+    sampler_logprobs = RequiredColumn()
     """Float [S]: what the engine reported."""
-    versions = Required()
+    versions = RequiredColumn()
     """Int [S]: policy version of each token, -1 = not sampled."""
 
     def __post_init__(self) -> None:
         if self.unit_of is None:
             object.__setattr__(self, "unit_of", torch.arange(len(self.ends)))
-        token = {name: c for name, c in self.token.items() if c is not None}
-        object.__setattr__(self, "token", token)
-        object.__setattr__(self, "per_sequence", dict(self.per_sequence))
+        columns = {name: c for name, c in self.token_columns.items() if c is not None}
+        object.__setattr__(self, "token_columns", columns)
+        object.__setattr__(self, "sequence_columns", dict(self.sequence_columns))
         for name in ("tokens", "mask", "sampler_logprobs", "versions"):
-            if name not in token:
+            if name not in columns:
                 raise DataError(f"the batch has no {name}; every batch has tokens, mask, sampler_logprobs and versions")
-        size, number = len(token["tokens"]), len(self.ends)
-        for name, column in token.items():
+        size, number = len(columns["tokens"]), len(self.ends)
+        for name, column in columns.items():
             _check(name, column, size, f"tokens, {size}")
-        for name, column in {**self.per_sequence, "unit_of": self.unit_of}.items():
+        for name, column in {**self.sequence_columns, "unit_of": self.unit_of}.items():
             _check(name, column, number, f"sequences, {number}")
         if number and self.unit_of.min() < 0:
             raise DataError(f"unit_of has {int(self.unit_of.min())}; units are counted from 0")
@@ -153,14 +153,14 @@ class TokenBatch(Columns):
             a column of another length than the batch.
         """
         fields = {n: c for n, c in changes.items() if n in self._fields()}
-        held = {"token": dict(self.token), "per_sequence": dict(self.per_sequence), **fields}
+        held = {"token_columns": dict(self.token_columns), "sequence_columns": dict(self.sequence_columns), **fields}
         for name in changes.keys() - fields.keys():
             if name not in (known := self._names()):
                 raise DataError(
                     f"unknown column {name!r}{nearest(name, [*known, *self._fields()]) or '.'} A column of your own is "
                     f"set by batch.with_token_columns({name}=...) or batch.with_sequence_columns({name}=...)"
                 )
-            columns = held["per_sequence" if name in self.per_sequence else "token"]
+            columns = held["sequence_columns" if name in self.sequence_columns else "token_columns"]
             columns.pop(name, None)
             if changes[name] is not None:
                 columns[name] = changes[name]
@@ -172,7 +172,7 @@ class TokenBatch(Columns):
         Args: columns: [S ...] each, on the CPU, in the order of `tokens`.
         Raises: DataError: another length, or a name that means something else.
         """
-        return self._with("token", columns)
+        return self._with("token_columns", columns)
 
     def with_sequence_columns(self, **columns: Tensor) -> TokenBatch:
         """A copy with columns per sequence under names of your own: a loss reads them as x.need(name), [n ...].
@@ -180,14 +180,14 @@ class TokenBatch(Columns):
         Args: columns: [N ...] each, on the CPU, in the order of `ends`.
         Raises: DataError: another length, or a name that means something else.
         """
-        return self._with("per_sequence", columns)
+        return self._with("sequence_columns", columns)
 
     def _with(self, kind: str, columns: Mapping[str, Tensor]) -> TokenBatch:
         known = self.well_known()
         taken = {*dir(type(self)), *self._fields(), *dir(LossInputs), *(f.name for f in dataclasses.fields(LossInputs))}
-        taken = taken - set(known) if kind == "token" else taken
+        taken = taken - set(known) if kind == "token_columns" else taken
         for name in columns:
-            other = self.per_sequence if kind == "token" else self.token
+            other = self.sequence_columns if kind == "token_columns" else self.token_columns
             if name in taken or name in other or not name.isidentifier():
                 raise DataError(f"a column can't be named {name!r}: it means something else here; choose another name")
         return dataclasses.replace(self, **{kind: {**getattr(self, kind), **columns}})
@@ -221,8 +221,8 @@ class TokenBatch(Columns):
             trajectory_of=trajectory_of,
             group_of=group_of,
             rewards=self.rewards.index_select(0, trajectories),
-            token={name: c.index_select(0, places) for name, c in self.token.items()},
-            per_sequence={name: c.index_select(0, sequences) for name, c in self.per_sequence.items()},
+            token_columns={name: c.index_select(0, places) for name, c in self.token_columns.items()},
+            sequence_columns={name: c.index_select(0, sequences) for name, c in self.sequence_columns.items()},
             unit_of=unit_of,
             unit_weights=None if self.unit_weights is None else self.unit_weights.index_select(0, units),
         )
@@ -251,8 +251,8 @@ class TokenBatch(Columns):
             trajectory_of=shifted("trajectory_of", [len(b.group_of) for b in batches]),
             group_of=shifted("group_of", [b.num_groups for b in batches]),
             rewards=torch.cat([b.rewards for b in batches]),
-            token=_cat_columns([b.token for b in batches]),
-            per_sequence=_cat_columns([b.per_sequence for b in batches]),
+            token_columns=_cat_columns([b.token_columns for b in batches]),
+            sequence_columns=_cat_columns([b.sequence_columns for b in batches]),
             unit_of=shifted("unit_of", [b.num_units for b in batches]),
             unit_weights=_cat_columns(weights).get("unit_weights"),
         )
@@ -299,7 +299,7 @@ class TokenBatch(Columns):
             trajectory_of=torch.tensor(trajectory_of),
             group_of=torch.tensor(group_of),
             rewards=total,
-            token={
+            token_columns={
                 "tokens": _joined([c.tokens for c in completions], torch.long),
                 "mask": versions >= 0,
                 "sampler_logprobs": _joined([c.logprobs for c in completions], torch.float32),
@@ -354,7 +354,7 @@ class TokenBatch(Columns):
             trajectory_of=torch.arange(len(prompts)),
             group_of=torch.tensor([places[p] for p in prompts]),
             rewards=torch.full((len(prompts),), torch.nan, dtype=torch.float64),
-            token={
+            token_columns={
                 "tokens": example.completion_ids.cpu()[inside].long(),
                 "mask": mask,
                 "sampler_logprobs": torch.zeros(len(mask)) if old is None else old,

@@ -46,8 +46,8 @@ class LossInputs(Columns):
     """n."""
     num_units: int
     """u."""
-    token: Mapping[str, Tensor]
-    per_sequence: Mapping[str, Tensor]
+    token_columns: Mapping[str, Tensor]
+    sequence_columns: Mapping[str, Tensor]
 
     def __init__(
         self,
@@ -61,19 +61,19 @@ class LossInputs(Columns):
         unit_of: Tensor | None = None,
         num_sequences: int | None = None,
         num_units: int | None = None,
-        token: Mapping[str, Tensor] | None = None,
-        per_sequence: Mapping[str, Tensor] | None = None,
+        token_columns: Mapping[str, Tensor] | None = None,
+        sequence_columns: Mapping[str, Tensor] | None = None,
         **columns: Tensor | None,
     ) -> None:
-        """`columns` are well-known ones (advantages, ...); others are given in `token` or `per_sequence`.
+        """`columns` are well-known ones (advantages, ...); others are given in `token_columns` or `sequence_columns`.
 
         Raises: DataError: a name that is not well known.
         """
         known = self.well_known()
         if wrong := [name for name in columns if name not in known]:
             raise DataError(
-                f"unknown column {wrong[0]!r}{nearest(wrong[0], known) or '.'} One of your own is given in token= or "
-                "per_sequence="
+                f"unknown column {wrong[0]!r}{nearest(wrong[0], known) or '.'} One of your own is given in "
+                "token_columns= or sequence_columns="
             )
         if num_sequences is None:
             num_sequences = int(sequence.max()) + 1 if len(sequence) else 0
@@ -81,7 +81,7 @@ class LossInputs(Columns):
             unit_of = torch.arange(num_sequences, device=sequence.device)
         if num_units is None:
             num_units = int(unit_of.max()) + 1 if len(unit_of) else 0
-        given = {**(token or {}), **columns}
+        given = {**(token_columns or {}), **columns}
         values = {
             "sequence": sequence,
             "mask": mask,
@@ -92,8 +92,8 @@ class LossInputs(Columns):
             "unit_of": unit_of,
             "num_sequences": num_sequences,
             "num_units": num_units,
-            "token": {name: c for name, c in given.items() if c is not None},
-            "per_sequence": dict(per_sequence or {}),
+            "token_columns": {name: c for name, c in given.items() if c is not None},
+            "sequence_columns": dict(sequence_columns or {}),
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -104,13 +104,14 @@ class LossInputs(Columns):
         return self.unit_of.index_select(0, self.sequence)
 
     def _names(self) -> list[str]:
-        besides = {f.name for f in dataclasses.fields(self)} - {"token", "per_sequence", "num_sequences", "num_units"}
+        others = {"token_columns", "sequence_columns", "num_sequences", "num_units"}
+        besides = {f.name for f in dataclasses.fields(self)} - others
         return sorted({*super()._names(), *besides, "unit"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenStats:
-    """What a model says of each token: [s] of a micro-batch, or [S] of a whole batch; scores are [n] or [N]."""
+    """What a model computes of each token: [s] of a micro-batch, or [S] of a whole batch; scores are [n] or [N]."""
 
     logprobs: Tensor | None = None
     entropy: Tensor | None = None

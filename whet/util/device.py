@@ -1,8 +1,9 @@
 """The device that a model lies on, as the process sees it: which is the current one, what it holds, what it gives back.
 
-torch's allocator keeps freed blocks of a GPU for itself. It finds most of them again, but nobody else can: not another
-process, not an engine with an allocator of its own, not the next phase of a step where its blocks are larger. And what
-a CUDA graph worked in is given back in no other way. On a CPU nothing here does anything; heap.py is its counterpart.
+torch's allocator keeps freed blocks of a GPU for itself. It finds most of them again, but no other user of the GPU
+can: not another process, not an engine with an allocator of its own, not the next phase of a step where its blocks are
+larger. And what a CUDA graph worked in is given back in no other way. On a CPU nothing here does anything; memory.py
+is its counterpart.
 Left out on purpose: settings of the allocator, which are read once, when the process starts.
 """
 

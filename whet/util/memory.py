@@ -16,7 +16,7 @@ __all__ = ["release_freed_memory"]
 
 
 def release_freed_memory() -> bool:
-    """Gives freed memory back to the system: some milliseconds, and as much again where it is needed anew.
+    """Gives freed memory back to the system: some milliseconds, and as much again when it is next needed.
 
     Returns: whether anything was given back; False too where malloc is not glibc's.
     Source: malloc_trim(3).

@@ -15,7 +15,7 @@ __all__ = ["check_hub", "folders_here", "hub_silence", "model_folder"]
 HELD = ("config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError"}
-"""Classes of the hub client's errors, whichever HTTP library it has, that say that nobody answered."""
+"""Classes of the hub client's errors, whichever HTTP library it has, that mean that the hub did not answer."""
 
 
 def model_folder(source: str | Path) -> str:
@@ -56,17 +56,17 @@ def model_folder(source: str | Path) -> str:
     what = "is a run that has not finished" if run else "holds checkpoints, and no model itself"
     if whole:
         newest = max(whole, key=lambda p: p.name)
-        raise ConfigError(f"{named} {what}; go on with trainer.resume=latest, or give its newest checkpoint: {newest}")
+        raise ConfigError(f"{named} {what}; resume with trainer.resume=latest, or give its newest checkpoint: {newest}")
     if run:
         raise ConfigError(f"{named} {what}, and it has no checkpoint; give the model that it began with")
     return str(folder)
 
 
 def check_hub(name: str) -> None:
-    """Asks the hub once for a name that is no folder and not in its cache, before transformers asks for half a minute.
+    """Asks the hub once for a name that is not a folder and not in its cache: transformers would try for half a minute.
 
-    Raises: ConfigError: nobody answers, there is no such model, or no name looks like that. Whatever else goes wrong is
-        left to transformers.
+    Raises: ConfigError: the hub does not answer, there is no such model, or no name looks like that. Whatever else goes
+        wrong is left to transformers.
     """
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
@@ -95,7 +95,7 @@ def check_hub(name: str) -> None:
 
 
 def folders_here() -> list[str]:
-    """Names of the folders beside which a relative path begins, for messages; none where it may not be read."""
+    """Names of the folders in the working folder, for messages; none where it may not be read."""
     return [name for name in _inside(Path()) if Path(name).is_dir()]
 
 
@@ -108,7 +108,7 @@ def _inside(folder: Path) -> list[str]:
 
 
 def hub_silence(error: BaseException) -> str | None:
-    """Why nobody answered, if that is what an error of the hub's client says; None = somebody did, or who knows.
+    """Why the hub did not answer, if that is what an error of its client says; None = it did, or that is unknown.
 
     >>> hub_silence(ConnectionError("refused")), hub_silence(KeyError())
     ('refused', None)

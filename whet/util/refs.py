@@ -1,6 +1,6 @@
 """References to the user's own code: "package.module:name" and "folder/file.py:name".
 
-Left out on purpose: entry points and plugins. A reference says where the thing lies.
+Left out on purpose: entry points and plugins. A reference names where the object lies.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def is_ref(text: str) -> bool:
 def resolve_ref(text: str, kind: str) -> Any:
     """The object that a reference names.
 
-    Modules and files beside the working folder are found too: that folder (of a file: its own) joins the end of
+    Modules and files in the working folder are found too: that folder (of a file: its own) joins the end of
     sys.path, so it hides nothing and the user's own imports work. A file is run once, however often it is named.
 
     Args: text: "package.module:name" or "file.py:name"; the name may have dots. kind: what is looked for, for messages.
@@ -46,11 +46,9 @@ def resolve_ref(text: str, kind: str) -> Any:
     3.0
     """
     if not is_ref(text):
-        raise ConfigError(f"{kind} {shown(text)} is no reference; write package.module:name or path/to/file.py:name")
+        raise ConfigError(f"{kind} {shown(text)} is not a reference; write package.module:name or path/to/file.py:name")
     place, _, name = text.rpartition(":")
-    module = (
-        _from_file(Path(place), text, kind) if place.endswith(".py") else _from_name(place, text, kind)
-    )
+    module = _from_file(Path(place), text, kind) if place.endswith(".py") else _from_name(place, text, kind)
     found: Any = module
     for part in name.split("."):
         try:
@@ -85,12 +83,12 @@ def _from_file(path: Path, text: str, kind: str) -> ModuleType:
     try:
         path = path.expanduser()
         there = path.is_file()
-        beside = [p.name for p in path.parent.glob("*.py")] if not there and path.parent.is_dir() else []
+        others = [p.name for p in path.parent.glob("*.py")] if not there and path.parent.is_dir() else []
     except (OSError, RuntimeError) as error:  # a name too long, a folder that may not be read, no such user
         why = shown(str(error))
         raise ConfigError(f"{kind} {shown(text)}: can't look for {shown(str(path))}: {why}; check the path") from error
     if not there:
-        raise ConfigError(f"{kind} {text!r}: no file {path}{nearest(path.name, beside) or '; check the path'}")
+        raise ConfigError(f"{kind} {text!r}: no file {path}{nearest(path.name, others) or '; check the path'}")
     path = path.resolve()
     for module in list(sys.modules.values()):
         if isinstance(module, ModuleType) and vars(module).get("__file__") == str(path):
@@ -122,8 +120,8 @@ def _from_name(place: str, text: str, kind: str) -> ModuleType:
             raise _failed(text, kind, f"importing {place}", error) from error  # what it imports is not there
         parent, _, last = missing.rpartition(".")
         folders = vars(sys.modules[parent]).get("__path__", []) if parent else None  # a module has none
-        beside = [info.name for info in pkgutil.iter_modules(folders)]
-        hint = nearest(last, beside) or "; is it installed?"
+        others = [info.name for info in pkgutil.iter_modules(folders)]
+        hint = nearest(last, others) or "; is it installed?"
         raise ConfigError(f"{kind} {text!r}: no module {missing!r}{hint}") from error
     except (Exception, SystemExit) as error:
         raise _failed(text, kind, f"importing {place}", error) from error

@@ -1,7 +1,7 @@
-"""Output that never fails: nobody's work ends because nobody reads what is printed about it.
+"""Output that never fails: no work ends because what is printed about it can't be written.
 
-A reader that has gone, a terminal that was closed, a full disk under a log: what is written then is lost, and that is
-all. Left out on purpose: programs whose output is the result. For them a lost line is an error, or, where the reader of
+A reader that has gone, a terminal that was closed, a full disk under a log: what is written then is lost, nothing else
+is. Left out on purpose: programs whose output is the result. For them a lost line is an error, or, where the reader of
 a pipe has seen enough, the end.
 """
 
@@ -19,7 +19,7 @@ __all__ = ["Stderr", "bury", "open_descriptors", "unfailing", "unread"]
 
 
 class _Unfailing(io.FileIO):
-    """A descriptor whose writes succeed, whatever becomes of them."""
+    """A descriptor whose writes succeed, wherever they end up."""
 
     def write(self, data: Any, /) -> int:
         """Writes what the system takes."""
@@ -37,7 +37,7 @@ class _Unfailing(io.FileIO):
 def unfailing(*names: str) -> Iterator[None]:
     """Inside, standard streams take all that is written to them, by whoever.
 
-    Args: names: "stdout", "stderr". One that is no file (a test's, a notebook's) stays as it is.
+    Args: names: "stdout", "stderr". One that is not a file (a test's, a notebook's) stays as it is.
     """
     with ExitStack() as stack:
         for name in names:
@@ -85,7 +85,7 @@ class Stderr:
         return len(text)
 
     def flush(self) -> None:
-        """Hands on what was written."""
+        """Passes on what was written."""
         with suppress(OSError, ValueError):
             self._now().flush()
 

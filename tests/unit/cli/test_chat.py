@@ -15,7 +15,7 @@ from whet.cli.chat import Chat, _lines, chat
 from whet.config.generate import ChatConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
-from whet.rollout.base import Piece
+from whet.rollout.base import PartialOutput
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def test_answers_that_are_text_make_the_ids_of_the_template(sampler, asked, monk
     end = sampler.eos_ids[0]
     answer = np.array([*b"good day", end], np.int32)
     empty = np.zeros(9, np.float32)
-    done = Piece(id=0, tokens=answer, logprobs=empty, versions=empty.astype(np.int32), finish_reason="stop")
+    done = PartialOutput(id=0, tokens=answer, logprobs=empty, versions=empty.astype(np.int32), finish_reason="stop")
     with monkeypatch.context() as m:
         m.setattr(Sampler, "stream", lambda *_, **__: iter([done]))
         assert say(c, "hi") == "good day"
@@ -138,13 +138,13 @@ def test_a_stopped_answer_stays_as_far_as_it_went(sampler):
 def test_a_conversation_that_outgrows_the_model_is_an_error_that_names_the_way_on(sampler, asked):
     c = talk(sampler, system_prompt="be", max_tokens=8)
     said = []
-    with pytest.raises(DataError, match=r"there is room for 256.*; /reset forgets what was said before"):
+    with pytest.raises(DataError, match=r"over the limit of 256.*; /reset forgets what was said before"):
         for i in range(8):
             said.append(say(c, f"{i}" * 20))
     assert all(len(tokens) + 8 <= 256 for tokens, _ in asked)
     assert len(said) > 1 and len(c.messages) == 1 + 2 * len(said)  # what did not fit is not part of it
     c.reset()
-    with pytest.raises(DataError, match="there is room for 256"):
+    with pytest.raises(DataError, match="over the limit of 256"):
         say(c, "x" * 300)
     assert c.messages == [{"role": "system", "content": "be"}]
     assert say(c, "still here") is not None

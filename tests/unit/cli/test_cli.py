@@ -7,7 +7,7 @@ import types
 import pytest
 
 from whet._version import __version__
-from whet.cli import VERBS, main
+from whet.cli import COMMANDS, main
 from whet.config import RunConfig
 from whet.errors import ConfigError, DataError
 
@@ -19,8 +19,8 @@ def whole():
 
 
 @pytest.fixture
-def verbs(monkeypatch):
-    """whet.cli.commands with verbs that only note what they were called with."""
+def called(monkeypatch):
+    """whet.cli.commands with commands that only note what they were called with."""
     calls = []
     fake = types.SimpleNamespace(grpo=lambda config: calls.append(config), demo=lambda words: calls.append(words))
     monkeypatch.setitem(sys.modules, "whet.cli.commands", fake)
@@ -36,38 +36,38 @@ def failing(monkeypatch, error):
     monkeypatch.setattr("whet.cli.commands.grpo", fail)
 
 
-def test_grpo_is_given_the_checked_configuration(verbs):
+def test_grpo_is_given_the_checked_configuration(called):
     assert main(["grpo", *WHOLE, "algo.beta=0.0"]) == 0
-    assert verbs == [RunConfig(**whole(), algo={"beta": 0.0})]
+    assert called == [RunConfig(**whole(), algo={"beta": 0.0})]
 
 
-def test_the_demo_is_given_its_words(verbs):
-    assert main(["demo", "seed=3"]) == 0 and verbs == [["seed=3"]]
+def test_the_demo_is_given_its_words(called):
+    assert main(["demo", "seed=3"]) == 0 and called == [["seed=3"]]
 
 
-def test_profile_is_a_flag_of_both_verbs_that_train(verbs):
+def test_profile_is_a_flag_of_both_commands_that_train(called):
     assert main(["grpo", "--profile", *WHOLE]) == 0 and main(["demo", "--profile", "seed=3"]) == 0
-    assert verbs == [RunConfig(**whole(), trainer={"profile": True}), ["trainer.profile=true", "seed=3"]]
+    assert called == [RunConfig(**whole(), trainer={"profile": True}), ["trainer.profile=true", "seed=3"]]
 
 
-def test_print_config_prints_yaml_and_runs_nothing(verbs, capsys, tmp_path):
+def test_print_config_prints_yaml_and_runs_nothing(called, capsys, tmp_path):
     assert main(["grpo", "--print_config", *WHOLE]) == 0
     text = capsys.readouterr().out
     (tmp_path / "c.yaml").write_text(text)
-    assert verbs == [] and main(["grpo", "--config", str(tmp_path / "c.yaml")]) == 0
-    assert verbs == [RunConfig(**whole())]
+    assert called == [] and main(["grpo", "--config", str(tmp_path / "c.yaml")]) == 0
+    assert called == [RunConfig(**whole())]
 
 
 @pytest.mark.parametrize("words", [[], ["-h"], ["--help"], ["help"]])
-def test_help_lists_every_verb(words, capsys):
+def test_help_lists_every_command(words, capsys):
     assert main(words) == 0
     text = capsys.readouterr().out
-    assert all(f"\n  {verb}" in text for verb in VERBS)
+    assert all(f"\n  {command}" in text for command in COMMANDS)
 
 
-@pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_has_help(verb, capsys):
-    status = main([verb, "--help"])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help(command, capsys):
+    status = main([command, "--help"])
     assert status == 0 and capsys.readouterr().out.strip()
 
 
@@ -81,26 +81,26 @@ def test_the_version(capsys):
     assert main(["version"]) == 0 and capsys.readouterr().out == f"whet {__version__}\n"
 
 
-def test_an_unknown_verb_names_the_nearest(capsys):
+def test_an_unknown_command_names_the_nearest(capsys):
     assert main(["grop"]) == 2
     known = "chat, demo, generate, grpo, version"
-    assert capsys.readouterr().err == f"whet: unknown verb 'grop'; did you mean grpo? Known: {known}\n"
+    assert capsys.readouterr().err == f"whet: unknown command 'grop'; did you mean grpo? Known: {known}\n"
 
 
-def test_wrong_keys_are_one_message_with_status_2(verbs, capsys):
+def test_wrong_keys_are_one_message_with_status_2(called, capsys):
     assert main(["grpo", "actor.lrr=3", "trainer.max_steps=0"]) == 2
     out = capsys.readouterr()
-    assert out.out == "" and "Traceback" not in out.err and verbs == []
+    assert out.out == "" and "Traceback" not in out.err and called == []
     assert out.err.splitlines()[0] == "whet grpo:" and len(out.err.splitlines()) == 3
 
 
-def test_whet_debug_shows_where_an_error_came_from(verbs, monkeypatch):
+def test_whet_debug_shows_where_an_error_came_from(called, monkeypatch):
     monkeypatch.setenv("WHET_DEBUG", "1")
     with pytest.raises(ConfigError):
         main(["grpo", "actor.lrr=3"])
 
 
-def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(verbs, monkeypatch, capsys):
+def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(called, monkeypatch, capsys):
     failing(monkeypatch, DataError("no column 'prompt'"))
     assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "whet grpo: no column 'prompt'\n"
     failing(monkeypatch, ZeroDivisionError())
@@ -108,12 +108,12 @@ def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(verbs, monkeypatch,
         main(["grpo", *WHOLE])
 
 
-def test_ctrl_c_is_status_130(verbs, monkeypatch, capsys):
+def test_ctrl_c_is_status_130(called, monkeypatch, capsys):
     failing(monkeypatch, KeyboardInterrupt())
     assert main(["grpo", *WHOLE]) == 130 and "Traceback" not in capsys.readouterr().err
 
 
-def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(verbs, monkeypatch, capsys):
+def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(called, monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["version"]) == 0 and main(["grpo", "x=1"]) == 2
@@ -123,7 +123,7 @@ def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(verbs, mon
 
 
 @pytest.mark.parametrize("rank", ["x", "1"])  # what is left in an environment silences nothing
-def test_a_rank_of_no_job_of_several_speaks(verbs, monkeypatch, capsys, rank):
+def test_a_rank_of_no_job_of_several_speaks(called, monkeypatch, capsys, rank):
     monkeypatch.setenv("RANK", rank)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     assert main(["grpo", "x=1"]) == 2 and "x" in capsys.readouterr().err
@@ -153,16 +153,22 @@ def test_the_package_runs_as_a_program():
         (["demo", "--profil"], "unknown flag --profil; did you mean --profile?"),
         (["grpo", "--print-conf"], "unknown flag --print-conf; did you mean --print_config?"),
         (["grpo", "--confg", "run.yaml"], "unknown flag --confg; did you mean --config?"),
-        (["generate", "--profile", "model=m"], "no --profile here; it is for whet demo and whet grpo"),
-        (["demo", "--print-config"], "no --print-config here; it is for whet chat and whet generate and whet grpo"),
+        (
+            ["generate", "--profile", "model=m"],
+            "--profile is not an option of whet generate; only of whet demo and whet grpo",
+        ),
+        (
+            ["demo", "--print-config"],
+            "--print-config is not an option of whet demo; only of whet chat and whet generate and whet grpo",
+        ),
     ],
 )
-def test_a_flag_that_is_misspelt_or_another_verbs_is_named_and_takes_no_value(verbs, capsys, words, said):
-    assert main(words) == 2 and verbs == []
+def test_a_flag_that_is_misspelt_or_another_commands_is_named_and_takes_no_value(called, capsys, words, said):
+    assert main(words) == 2 and called == []
     assert capsys.readouterr().err == f"whet {words[0]}: {said}\n"
 
 
-def test_keys_whose_names_are_near_a_flags_are_keys(verbs, capsys):
+def test_keys_whose_names_are_near_a_flags_are_keys(called, capsys):
     from whet.config.generate import GenerateConfig, load_sampled
 
     assert load_sampled(GenerateConfig, ["--prompts", "a.jsonl"]).prompts == "a.jsonl"
@@ -170,7 +176,7 @@ def test_keys_whose_names_are_near_a_flags_are_keys(verbs, capsys):
     assert capsys.readouterr().err == "whet generate: no model; write model=<folder, run folder or hub name>\n"
 
 
-def test_a_section_given_at_the_top_is_named_where_it_lies(verbs, capsys):
+def test_a_section_given_at_the_top_is_named_where_it_lies(called, capsys):
     assert main(["grpo", *WHOLE, "constraint={regex: a}"]) == 2
     assert capsys.readouterr().err == "whet grpo: unknown key constraint; did you mean rollout.constraint?\n"
     assert main(["grpo", *WHOLE, "constraint.regex=a"]) == 2
@@ -212,21 +218,21 @@ def dead(monkeypatch):
         stream.close()
 
 
-def test_training_goes_on_whatever_becomes_of_what_it_prints(verbs, monkeypatch, dead):
+def test_training_goes_on_whatever_becomes_of_what_it_prints(called, monkeypatch, dead):
     def prints(_):
         for _ in range(2):
             print("to nobody", flush=True)
             print("to nobody", file=sys.stderr, flush=True)
-        verbs.append("done")
+        called.append("done")
 
     monkeypatch.setattr("whet.cli.commands.grpo", prints)
     monkeypatch.setattr("whet.cli.commands.demo", prints)
     dead()
-    assert main(["grpo", *WHOLE]) == main(["demo"]) == 0 and verbs == ["done", "done"]
+    assert main(["grpo", *WHOLE]) == main(["demo"]) == 0 and called == ["done", "done"]
 
 
 @pytest.mark.parametrize("prints", [True, False])
-def test_a_broken_pipe_of_a_run_itself_is_no_success(verbs, monkeypatch, dead, prints):
+def test_a_broken_pipe_of_a_run_itself_is_no_success(called, monkeypatch, dead, prints):
     def fails(_):
         if prints:
             print("to nobody", flush=True)
@@ -238,16 +244,14 @@ def test_a_broken_pipe_of_a_run_itself_is_no_success(verbs, monkeypatch, dead, p
         main(["grpo", *WHOLE])
 
 
-def test_with_a_dead_stderr_the_status_is_what_it_would_be(verbs, monkeypatch, dead):
+def test_with_a_dead_stderr_the_status_is_what_it_would_be(called, monkeypatch, dead):
     failing(monkeypatch, KeyboardInterrupt("stopped after step 3"))
     dead()
     assert main(["grpo", *WHOLE]) == 130 and main(["grop"]) == 2
 
 
 @pytest.mark.parametrize("words", [["version"], ["grpo", "--help"], ["grpo", "--print_config", *WHOLE]])
-def test_what_only_prints_ends_quietly_where_nobody_reads_on_and_in_words_on_a_full_disk(
-    words, dead, monkeypatch
-):
+def test_what_only_prints_ends_quietly_where_nobody_reads_on_and_in_words_on_a_full_disk(words, dead, monkeypatch):
     dead()
     assert main(words) == 0
     monkeypatch.setattr(sys, "stderr", said := io.StringIO())

@@ -160,7 +160,7 @@ def test_functions_are_taken_where_names_are():
         ),
         ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps should be None"),
         ({"profiler_options": {"profile_steps": 3}}, "profiler_options.profile_steps; did you mean profiler_steps"),
-        ({"resume": "latest"}, "set run_dir"),
+        ({"resume": "latest"}, "resume='latest' needs run_dir"),
         ({"max_seq_token_per_tpu": 0}, "must be a positive integer. Got: 0"),
         ({"max_seq_token_per_tpu": 5, "max_tokens_per_microbatch": 5}, "give it once"),
         ({"checkpointing_options": {"max_keep": 3}}, "did you mean max_to_keep"),
@@ -174,8 +174,8 @@ def test_training_ranges(given, message):
     ("given", "sizes"),
     [
         ({}, (32, 32, 32, 32, 32)),
-        ({"mini_batch_size": np.int64(8)}, (32, 8, 8, 8, 8)),
-        ({"mini_batch_size": 8, "train_micro_batch_size": 2}, (32, 8, 2, 2, 2)),
+        ({"mini_batch_size": np.int64(8)}, (32, 8, 8, 32, 8)),
+        ({"mini_batch_size": 8, "train_micro_batch_size": 2}, (32, 8, 2, 32, 2)),
         (
             {
                 "mini_batch_size": 8,
@@ -228,7 +228,7 @@ def test_a_token_budget_below_the_longest_sequence_is_refused_with_both_numbers(
     rollout = RolloutConfig(max_prompt_length=30, max_tokens_to_generate=20)
     made = ClusterConfig(rollout_config=rollout, training_config=RLTrainingConfig(max_tokens_per_microbatch=50))
     assert made.token_budget("cpu") == made.token_budget("cuda") == 50
-    with pytest.raises(ConfigError, match=r"max_tokens_per_microbatch 49 .* of 50 tokens.* set it to 50 or more"):
+    with pytest.raises(ConfigError, match=r"max_tokens_per_microbatch=49 .* 50 tokens.* set it to 50 or more"):
         ClusterConfig(rollout_config=rollout, training_config=RLTrainingConfig(max_tokens_per_microbatch=49))
 
 

@@ -11,9 +11,7 @@ from whet.run.provenance import changed_settings
 def test_each_field_is_read_under_tunix_name_and_under_its_own():
     assert len(FLAT) == len(dataclasses.fields(VLLMOptions)) + len(dataclasses.fields(SGLangOptions))
     flat = RolloutConfig(rollout_vllm_max_num_seqs=8, rollout_sglang_jax_page_size=16, temperature=0.5)
-    own = RolloutConfig(
-        vllm=VLLMOptions(max_num_seqs=8), sglang=SGLangOptions(page_size=16), temperature=0.5
-    )
+    own = RolloutConfig(vllm=VLLMOptions(max_num_seqs=8), sglang=SGLangOptions(page_size=16), temperature=0.5)
     assert flat == own and flat.vllm.max_num_seqs == 8 and flat.sglang.page_size == 16
     tree = {"rollout": {"vllm": {"hbm_utilization": 0.4}, "rollout_vllm_async_scheduling": True}}
     assert check(RunConfig, tree).rollout.vllm == VLLMOptions(hbm_utilization=0.4, async_scheduling=True)
@@ -33,7 +31,7 @@ def test_a_dump_has_the_sections_and_reads_back():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"vllm": {"max_num_seqs": 8}, "rollout_vllm_max_num_seqs": 8}, r"are one key; give it once, as vllm\."),
+        ({"vllm": {"max_num_seqs": 8}, "rollout_vllm_max_num_seqs": 8}, r"are the same key; give it once, as vllm\."),
         ({"rollout_vllm_tpu_backend_type": "jax"}, "there is no TPU back end"),
         ({"rollout_vllm_max_num_seq": 8}, "rollout_vllm_max_num_seq"),
         ({"vllm": {"max_num_seq": 8}}, r"vllm\.max_num_seq; did you mean .*max_num_seqs"),

@@ -85,7 +85,7 @@ def test_shorthands_work_on_the_command_line_and_in_files(tmp_path):
 
 def test_a_section_is_no_shorthand():
     assert load_run(["data={path: d, batch_size: 2}"]).data.batch_size == 2
-    assert "actor.lr and actor.optim.lr are one key" in message("actor={lr: 1, optim: {lr: 2}}")
+    assert "actor.lr and actor.optim.lr are the same key" in message("actor={lr: 1, optim: {lr: 2}}")
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,10 @@ def test_a_section_is_no_shorthand():
         ("trainer.seed=-1", "trainer.seed must be an integer between 0 and 2**63 - 1, got -1"),
         ("rollout.top_k=9223372036854775808", "rollout.top_k must be an integer of 64 bits, -2**63 to 2**63 - 1, got"),
         ("actor.eps=1e39", "actor.optim.eps must be between -3.4e+38 and 3.4e+38, what fp32 holds, got 1e+39"),
-        ("actor.eps=1e-39", "actor.optim.eps must be 0 or further from it than 1.2e-38, as fp32 has it, got 1e-39"),
+        (
+            "actor.eps=1e-39",
+            "actor.optim.eps must be 0 or at least 1.2e-38 in magnitude, which fp32 can hold, got 1e-39",
+        ),
         ("rollout.temperature=-1", "rollout.temperature must not be negative, got -1.0; 0.0 is greedy"),
         ("rollout.temperature=1e-7", "rollout.temperature must be 0.0 (greedy) or between 1e-06 and 1e+06"),
         ("rollout.eval.temperature=1e7", "rollout.eval.temperature must be 0.0 (greedy) or between"),

@@ -99,7 +99,7 @@ def test_another_encoding_than_utf8_is_named_with_its_line(folder, name, text):
     refused(name, rf"{name} can't be read as .*: line 3 is not UTF-8: byte 0xe9 at column \d+; convert it to UTF-8")
     for encoding in ("utf-16", "utf-16-le"):
         (folder / name).write_bytes(text.encode(encoding))
-        refused(name, rf"{name} is not UTF-8: it looks like UTF-16, or is no text; convert it")
+        refused(name, rf"{name} is not UTF-8: it looks like UTF-16, or is not text; convert it")
 
 
 def test_a_header_in_another_encoding_is_named_too(folder):
@@ -202,7 +202,7 @@ class Closed:
 @pytest.mark.parametrize(
     ("rows", "says"),
     [
-        (numbers(3), r"^the data can't be read from row 3 on: KeyError: 'gone'; mend what makes the rows$"),
+        (numbers(3), r"^the data can't be read from row 3 on: KeyError: 'gone'; fix what makes the rows$"),
         (numbers(0), r"from row 0 on: KeyError: 'gone'"),
         (Again(), r"from row 3 on: KeyError: 'gone'"),
         (Places([{"prompt": "a"}] * 4), r"from row 3 on: KeyError: 'gone'"),
@@ -217,7 +217,7 @@ def test_rows_that_raise_name_the_row(rows, says):
 
 def test_functions_that_raise_are_named(folder):
     (folder / "mine.py").write_text("def rows():\n    raise KeyError('x')\ndef needs(a):\n    return []\n")
-    refused("mine.py:rows", r"^data set 'mine.py:rows' can't be read: KeyError: 'x'; mend the function")
+    refused("mine.py:rows", r"^data set 'mine.py:rows' can't be read: KeyError: 'x'; fix the function")
     refused("mine.py:needs", r"^data set 'mine.py:needs' can't be read: TypeError: .*without arguments")
 
 
@@ -261,8 +261,8 @@ def test_a_hub_that_nobody_reaches_is_asked_once_and_said_at_once(online, monkey
     with pytest.raises(DataError) as error:
         load_rows("some/set")
     assert str(error.value) == (
-        "'some/set' is no file or folder here; no folder some, and the hub can't be reached (no route); check the name "
-        "and the network; HF_HUB_OFFLINE=1 takes what was downloaded before and asks nobody"
+        "'some/set' is not a file or folder here; no folder some, and the hub can't be reached (no route); check the "
+        "name and the network; HF_HUB_OFFLINE=1 uses only the cache"
     )
     assert asked == [("some/set", 10)]
     assert "asking the hub for a data set of that name" in caplog.text
@@ -282,7 +282,8 @@ def test_a_hub_that_answers_is_left_to_datasets_whatever_it_raises(online, monke
 
     monkeypatch.setattr(HfApi, "dataset_info", refuses)
     monkeypatch.setattr(datasets, "load_dataset", refuses)
-    with pytest.raises(DataError, match=r"'some/set' is no file .*split 'train': RuntimeError: gated; check the name"):
+    said = r"'some/set' is not a file .*split 'train': RuntimeError: gated; check the name"
+    with pytest.raises(DataError, match=said):
         load_rows("some/set")
 
 

@@ -223,11 +223,11 @@ def test_a_state_of_rows_whose_other_columns_were_edited_is_refused(before, afte
     state = stream_of(*before).state()
     assert all(type(value) is int for value in state.values())
     stream_of(*before).restore(state)
-    with pytest.raises(CheckpointError, match=r"the prompts are, but another column \(an answer, say\) was changed"):
+    with pytest.raises(CheckpointError, match=r"same prompts, but another column \(an answer, say\) was changed"):
         stream_of(*after).restore(state)
     del state["columns_digest"]  # as earlier versions saved it
     stream_of(*after).restore(state)
-    with pytest.raises(CheckpointError, match="a prompt was changed or moved"):
+    with pytest.raises(CheckpointError, match="same number of rows, but a prompt was changed or reordered"):
         stream_of(*before, prompt="q").restore(state)
 
 
@@ -342,7 +342,7 @@ def test_a_place_that_no_run_comes_to_is_refused(kind, crafted):
     take(stream, 1)
     if kind == "stream" and crafted == {"batch": 3}:
         crafted = {"batch": 5}  # with prompts dropped, 3 batches of 4 rows that were read can't be told from 1
-    with pytest.raises(CheckpointError, match="is none that a run comes to: epoch "):
+    with pytest.raises(CheckpointError, match="data position is invalid: epoch "):
         fresh().restore({**stream.state(), **crafted})
 
 

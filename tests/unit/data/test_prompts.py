@@ -136,9 +136,9 @@ def test_rows_that_are_no_prompts_are_refused(tokenizer, row, says):
         ([{"role": "user", "content": None}], "row 4, message 0: role 'user' with content None"),
         ([{"role": "user", "content": 3}], "row 4, message 0: role 'user' with content 3"),
         ([{"role": "user", "content": "a"}, {"role": 7, "content": "b"}], "row 4, message 1: role 7"),
-        ([{"role": "user", "content": "\ud800"}], "row 4, message 0.*no valid text"),
-        ("a\ud800b", "row 4, column 'prompt'.*no valid text"),
-        (b"\xff", "row 4, column 'prompt'.*no valid text"),
+        ([{"role": "user", "content": "\ud800"}], "row 4, message 0.*not valid text"),
+        ("a\ud800b", "row 4, column 'prompt'.*not valid text"),
+        (b"\xff", "row 4, column 'prompt'.*not valid text"),
     ],
 )
 def test_contents_that_are_no_text_are_refused_by_row(tokenizer, value, says):

@@ -160,7 +160,7 @@ def test_what_is_missing_is_named_with_the_nearest(folder, monkeypatch):
         raise ConnectionError("couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(DataError, match=r"'org/name' is no file or folder here.*ConnectionError: couldn't reach"):
+    with pytest.raises(DataError, match=r"'org/name' is not a file or folder here.*ConnectionError: couldn't reach"):
         load_rows("org/name")
 
 

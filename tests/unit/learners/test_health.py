@@ -142,7 +142,7 @@ def test_a_policy_that_draws_evenly_is_said(caplog, support, choices, monkeypatc
     assert said(caplog) == []
     watch(health, 21, 30, sample(), {"entropy/token_mean": math.log(choices)})
     (text,) = said(caplog)
-    assert text.startswith(f"for 10 steps, since step 21: the policy draws evenly from all {choices} tokens")
+    assert text.startswith(f"for 10 steps, since step 21: the policy samples nearly uniformly from {choices} tokens")
 
 
 def test_how_many_tokens_can_be_drawn():

@@ -50,7 +50,7 @@ def test_a_roles_own_optimizer_is_used_and_two_are_refused(tmp_path):
     made = RLCluster(actor=role, tokenizer="byte", cluster_config=ClusterConfig())
     assert made.actor.optim.optimizer.param_groups[0]["lr"] == 0.5
     both = ClusterConfig(training_config=RLTrainingConfig(actor_optimizer=OptimConfig(lr=0.1)))
-    with pytest.raises(ConfigError, match=r"actor\.optim and training_config\.actor_optimizer both give one"):
+    with pytest.raises(ConfigError, match=r"actor\.optim and training_config\.actor_optimizer both set an optimizer"):
         RLCluster(actor=role, tokenizer="byte", cluster_config=both)
 
 

@@ -70,10 +70,10 @@ def test_only_the_first_update_of_fresh_tokens_is_on_policy():
     step = made.assign_advantages(made.batch(made.reward(step)))
     first, second = made.minibatches(step)
     seen = [f"{differs}/max" in made.update(step, first).metrics]
-    assert trainer.moved and not trainer.is_on_policy(second)
+    assert trainer.updated_since_sync and not trainer.is_on_policy(second)
     seen.append(f"{differs}/max" in made.update(step, second).metrics)
     made.cluster.sync_weights()
-    assert not trainer.moved and trainer.stale_versions(step.batch) == [0]
+    assert not trainer.updated_since_sync and trainer.stale_versions(step.batch) == [0]
     made.update(step, first)  # the weights have a version of their own now, and these tokens are of the one before
     seen.append(f"{differs}/max" in made.update(step, first).metrics)
     assert seen == [True, False, False]

@@ -9,7 +9,7 @@ from helpers import cluster, length_reward, rows, tiny_model
 
 from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
-from whet.models import backends as paths
+from whet.models import backends
 from whet.models.backends import training_backends
 from whet.models.load import load_model
 from whet.native.build import Unavailable
@@ -33,8 +33,8 @@ def test_a_cpu_names_the_compiler_or_who_serves_in_the_kernels_place():
 
 
 def test_the_reason_is_said_where_there_are_no_kernels(monkeypatch):
-    monkeypatch.setattr(paths, "kernels_for", lambda device, dtype: Unavailable("no compiler"))
-    monkeypatch.setattr(paths, "layer_kernels", lambda: Unavailable("no compiler"))
+    monkeypatch.setattr(backends, "kernels_for", lambda device, dtype: Unavailable("no compiler"))
+    monkeypatch.setattr(backends, "layer_kernels", lambda: Unavailable("no compiler"))
     said = training_backends(load_model(tiny_model()))
     assert said == {"attention": "torch (no compiler)", "layers": "torch (no compiler)"}
 
@@ -48,8 +48,8 @@ def test_a_resumed_run_says_that_its_kernels_are_other(tmp_path, monkeypatch, ca
     train(1)
     noted = json.loads((tmp_path / "environment.json").read_text())
     assert set(noted["training"]["actor"]) == {"attention", "layers"}
-    monkeypatch.setattr(paths, "layer_kernels", lambda: Unavailable("no compiler today"))
+    monkeypatch.setattr(backends, "layer_kernels", lambda: Unavailable("no compiler today"))
     with caplog.at_level(logging.WARNING, "whet"):
         train(2, resume="latest")
-    assert "resumed elsewhere" in caplog.text and "no compiler today" in caplog.text
+    assert "the environment changed since the checkpoint" in caplog.text and "no compiler today" in caplog.text
     assert torch.get_num_threads() == noted["threads"]

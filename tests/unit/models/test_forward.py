@@ -198,5 +198,5 @@ def test_values_are_of_the_state_before_each_token():
 def test_packed_rows_for_a_model_that_takes_none_are_refused():
     loaded = load_model(tiny("Falcon", num_kv_heads=1))
     micro = plan_micro_batches(BATCH, max_tokens=1000)[0]
-    with pytest.raises(ConfigError, match="plan with packable=False"):
+    with pytest.raises(ConfigError, match="build the micro-batches with packable=False"):
         token_stats(loaded, micro)

@@ -70,7 +70,7 @@ def test_a_family_without_a_classifier_has_critics_too(tmp_path):
 
 
 def old_critic(folder):
-    """A critic as earlier releases saved it: the score head in the place of the language head."""
+    """A critic as earlier releases saved it: the score head in the place of the LM head."""
     model = tiny("Qwen3", tie_word_embeddings=False)
     model.save_pretrained(folder)
     state = load_file(folder / "model.safetensors")

@@ -142,7 +142,7 @@ def test_without_a_home_they_are_built_for_the_process_and_this_is_said(folder, 
         assert number() == 1
     said = [r.getMessage() for r in caplog.records]
     assert said[0] == (
-        "native kernels can't be kept and are built for this process alone: Could not determine home directory."
+        "native kernels can't be cached and are built for this process only: Could not determine home directory."
     )
     assert said[1].startswith("building native kernels (number) with ")
 
@@ -159,7 +159,7 @@ def test_a_relative_cache_folder_is_none(given, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", given)
     assert build.cache_folder() == tmp_path / "home" / ".cache" / "whet"
     monkeypatch.setenv("HOME", "home")
-    with pytest.raises(OSError, match="HOME=home is no absolute path"):
+    with pytest.raises(OSError, match="HOME=home is not an absolute path"):
         build.cache_folder()
 
 

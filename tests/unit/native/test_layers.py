@@ -448,7 +448,10 @@ def test_without_a_compiler_torch_does_it_and_the_reason_is_said_once(fresh, cac
         for _ in range(2):
             got = {"gated": fast_layers._gate(x, up), "norm": fast_layers._norm(x, w, EPSILON)[0]}
             near(got, {name: want[name] for name in got}, torch.float32)
-    said = "norms, gates and gradients of weights in training runs through torch: no C++ compiler (g++) is installed"
+    said = (
+        "norms, gates and gradients of weights in training: using torch instead of the C++ kernels: "
+        "no C++ compiler (g++) is installed"
+    )
     assert [r.getMessage() for r in caplog.records] == [said]
 
 
@@ -514,7 +517,10 @@ def test_a_trial_sees_no_mode_of_who_asks_and_a_note_is_said_once(fresh, caplog)
     with caplog.at_level(logging.INFO, "whet"):
         for reason in ("they differ", "they differ", "no compiler"):
             build.note("adding", reason)
-    said = ["adding runs through torch: they differ", "adding runs through torch: no compiler"]
+    said = [
+        "adding: using torch instead of the C++ kernels: they differ",
+        "adding: using torch instead of the C++ kernels: no compiler",
+    ]
     assert [r.getMessage() for r in caplog.records] == said
 
 

@@ -526,7 +526,7 @@ def test_without_a_compiler_torch_attends_and_the_reason_is_said_once(fresh, cac
         for _ in range(2):
             out, by_kernels = served(SegmentLayout(*tree), *qkv)
     assert not by_kernels and torch.equal(out, SegmentLayout(*tree, attention="plain").attend(0, *qkv, **PLAIN))
-    said = "attention of training runs through torch: no C++ compiler (g++) is installed"
+    said = "attention of training: using torch instead of the C++ kernels: no C++ compiler (g++) is installed"
     assert [r.getMessage() for r in caplog.records] == [said]
 
 

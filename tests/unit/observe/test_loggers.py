@@ -123,7 +123,7 @@ def test_unknown_names_and_things_are_refused(tmp_path):
         Loggers(["tensorbord"], folder=tmp_path)
     with pytest.raises(ConfigError, match="did you mean wandb"):
         Loggers([], options=MetricsLoggerOptions(backend_kwargs={"wandbb": {}}))
-    with pytest.raises(ConfigError, match="is no function either"):
+    with pytest.raises(ConfigError, match="is not a function either"):
         Loggers([3])
     with pytest.raises(ConfigError, match=r"set trainer.run_dir"):
         Loggers(["jsonl"])

@@ -14,8 +14,8 @@ MASK = tensor([True, True, False, True, True, True])
 UNIT = tensor([0, 0, 0, 1, 1, 1])
 
 
-def agg(mode, loss=LOSS, mask=MASK, unit_of=UNIT, **kw):
-    return aggregate(loss, token_weights(mask, unit_of, mode, **kw)).item()
+def agg(mode, loss=LOSS, mask=MASK, trajectory=UNIT, **kw):
+    return aggregate(loss, token_weights(mask, trajectory, mode, **kw)).item()
 
 
 @pytest.mark.parametrize(
@@ -52,11 +52,11 @@ def test_nothing_to_train_gives_zero(mode):
 
 def test_units_with_nothing_to_train_are_not_counted():
     # rows [.1, .2] and [.3, .4] with the second masked: 1 unit, .3 / 1; with norm 4 .3 / 4
-    loss, mask, unit_of = tensor([0.1, 0.2, 0.3, 0.4]), tensor([True, True, False, False]), tensor([0, 0, 1, 1])
-    assert agg("seq-mean-token-sum", loss, mask, unit_of) == pytest.approx(0.3)
-    assert agg("sequence-mean-token-sum-norm", loss, mask, unit_of, norm=4) == pytest.approx(0.075)
-    assert agg("sequence-mean-token-mean", loss, mask, unit_of) == pytest.approx(0.15)
-    assert agg("sequence-mean-token-mean", loss, mask, unit_of, num_units=2) == pytest.approx(0.075)
+    loss, mask, trajectory = tensor([0.1, 0.2, 0.3, 0.4]), tensor([True, True, False, False]), tensor([0, 0, 1, 1])
+    assert agg("seq-mean-token-sum", loss, mask, trajectory) == pytest.approx(0.3)
+    assert agg("sequence-mean-token-sum-norm", loss, mask, trajectory, norm=4) == pytest.approx(0.075)
+    assert agg("sequence-mean-token-mean", loss, mask, trajectory) == pytest.approx(0.15)
+    assert agg("sequence-mean-token-mean", loss, mask, trajectory, num_units=2) == pytest.approx(0.075)
 
 
 def test_masked_out_tokens_weigh_nothing_whatever_their_loss():
@@ -79,9 +79,9 @@ def test_half_precision_loss_is_summed_in_fp32():
 @pytest.mark.parametrize("mode", sorted(LOSS_AGG_MODES))
 def test_parts_of_a_batch_add_up_to_the_whole(mode):
     g = torch.Generator().manual_seed(0)
-    unit_of = torch.arange(9).repeat_interleave(torch.tensor([1, 5, 2, 8, 3, 1, 9, 4, 7]))
+    trajectory = torch.arange(9).repeat_interleave(torch.tensor([1, 5, 2, 8, 3, 1, 9, 4, 7]))
     loss = torch.randn(40, generator=g, dtype=torch.float64)
-    weights = token_weights(torch.rand(40, generator=g) < 0.6, unit_of, mode, norm=9)
+    weights = token_weights(torch.rand(40, generator=g) < 0.6, trajectory, mode, norm=9)
     parts = sum(aggregate(a, b) for a, b in zip(loss.split(7), weights.split(7), strict=True))
     torch.testing.assert_close(parts, aggregate(loss, weights))
 
@@ -115,5 +115,5 @@ def test_token_scale_asks_for_norm_and_unknown_modes_list_the_known():
 
 
 def test_a_function_serves_as_a_mode():
-    weights = token_weights(MASK, UNIT, lambda mask, unit_of, norm, num_units: unit_of + norm, norm=2)
+    weights = token_weights(MASK, UNIT, lambda mask, trajectory, norm, num_units: trajectory + norm, norm=2)
     assert weights.tolist() == [2, 2, 0, 3, 3, 3]

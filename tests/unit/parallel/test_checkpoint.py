@@ -75,7 +75,7 @@ def test_a_changed_byte_or_a_missing_file_of_a_checkpoint_is_seen(tmp_path):
     verify(folder)
     file = folder / "actor" / "file"
     file.write_text("weight5")  # as long as before
-    with pytest.raises(CheckpointError, match=r"actor/file is not what was written: .*earlier step-\* folder"):
+    with pytest.raises(CheckpointError, match=r"actor/file has changed since it was written: .*earlier step-\* folder"):
         verify(folder)
     file.unlink()
     with pytest.raises(CheckpointError, match="actor/file is missing from its checkpoint"):
@@ -139,7 +139,7 @@ def test_sweeping_takes_half_written_folders_and_nothing_else(tmp_path):
 
 def test_a_latest_that_is_a_folder_is_an_error_when_the_root_is_opened(tmp_path):
     (tmp_path / "latest").mkdir()
-    with pytest.raises(CheckpointError, match=r"latest is a folder, and has to be a file"):
+    with pytest.raises(CheckpointError, match=r"latest is a folder, but must be a file"):
         open_root(tmp_path)
     (tmp_path / "latest").rmdir()
     open_root(tmp_path).release()
@@ -151,7 +151,7 @@ def test_latest_is_the_pointer_and_without_it_the_highest_step(tmp_path, caplog)
         publish(tmp_path, step, write())
     (tmp_path / "latest").write_text("step-000001\n")
     assert find_checkpoint("latest", tmp_path).name == "step-000001"
-    assert "step-000002, which is newer, is not taken up" in caplog.text
+    assert "the newer step-000002 is ignored" in caplog.text
     (tmp_path / "latest").unlink()
     assert find_checkpoint("latest", tmp_path).name == "step-000002"
     (tmp_path / "latest").write_text("step-000009\n")  # gone
@@ -163,7 +163,7 @@ def test_a_newest_checkpoint_that_is_gone_is_said(tmp_path, caplog):
         publish(tmp_path, step, write())
     discard(tmp_path / "step-000002")
     assert find_checkpoint("latest", tmp_path).name == "step-000001"
-    assert f"{tmp_path}/latest names 'step-000002', which is gone; taking {tmp_path}/step-000001" in caplog.text
+    assert f"{tmp_path}/latest points to 'step-000002', which is gone; using {tmp_path}/step-000001" in caplog.text
 
 
 @pytest.mark.parametrize("pointer", [True, False])
@@ -174,20 +174,20 @@ def test_a_newest_checkpoint_without_its_state_is_not_passed_over(tmp_path, poin
     (folders[1] / "run.pt").unlink()
     with pytest.raises(CheckpointError) as error:
         find_checkpoint("latest", tmp_path)
-    said = f"{folders[1]}/run.pt is missing from the newest checkpoint; put it back, or trainer.resume={folders[0]}"
-    assert str(error.value).startswith(said)
+    said = f"{folders[1]}/run.pt is missing from the newest checkpoint; put it back, or resume with "
+    assert str(error.value).startswith(f"{said}trainer.resume={folders[0]}")
     (tmp_path / "step-000007").mkdir()  # nobody's
     with pytest.raises(CheckpointError, match=r"step-000002/run\.pt is missing from the newest checkpoint"):
         find_checkpoint("latest", tmp_path)
     (folders[0] / "run.pt").unlink()
-    with pytest.raises(CheckpointError, match="begin anew in another folder"):
+    with pytest.raises(CheckpointError, match="start a new run in another folder"):
         find_checkpoint("latest", tmp_path)
 
 
 def test_a_path_is_taken_as_it_is_and_must_be_a_checkpoint(tmp_path):
     folder = publish(tmp_path, 1, write())
     assert find_checkpoint(str(folder), None) == folder
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: .*run\.pt is missing; give a step-\* folder"):
+    with pytest.raises(CheckpointError, match=r"is not a checkpoint: .*run\.pt is missing; give a step-\* folder"):
         find_checkpoint(str(tmp_path), None)
     with pytest.raises(CheckpointError, match="needs a run_dir"):
         find_checkpoint("latest", None)
@@ -226,7 +226,9 @@ def test_what_a_name_stands_for_is_on_the_disk_before_it_gets_the_name(tmp_path,
 
 def test_a_folder_that_cannot_be_written_is_an_error_when_it_is_opened(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match=r"can't be written to .*file/c: .*Not a directory.*; set its rights or"):
+    with pytest.raises(
+        CheckpointError, match=r"can't be written to .*file/c: .*Not a directory.*; fix its permissions or"
+    ):
         open_root(tmp_path / "file" / "c")
     for where, name in ((Path, "touch"), (Path, "rename"), (shutil, "rmtree")):
 
@@ -251,7 +253,9 @@ def test_no_run_takes_or_removes_what_another_has_written(tmp_path):
     assert run_of(publish(tmp_path, 2, write("again"), run="a")) == "a"
     assert (tmp_path / "step-000002" / "actor" / "file").read_text() == "a"  # its own: a step's state is one
     for run in ("b", None):
-        with pytest.raises(CheckpointError, match=r"step-000002 is not this run's: .*give each run a .*of its own"):
+        with pytest.raises(
+            CheckpointError, match=r"step-000002 belongs to another run, .*give each run a .*of its own"
+        ):
             publish(tmp_path, 2, write("b"), run=run)
     for step in (3, 4, 5):
         publish(tmp_path, step, write("b"), run="b", keep=1)
@@ -266,7 +270,8 @@ def test_what_has_the_name_of_a_checkpoint_and_is_none_is_moved_aside(tmp_path, 
         sweep(tmp_path)
         assert find_checkpoint("latest", tmp_path).name == "step-000001"
     assert names(tmp_path) == ["latest", "step-000001", "step-000002-2.broken", "step-000002.broken"]
-    assert "step-000002 is no checkpoint, since files of it have gone; it is kept as step-000002.broken" in caplog.text
+    said = "step-000002 is not a checkpoint, since files of it are missing; it is kept as step-000002.broken"
+    assert said in caplog.text
     (tmp_path / "step-000003").mkdir()  # while a run goes on
     folder = publish(tmp_path, 3, write(), keep=2)
     assert (folder / "run.pt").is_file() and (tmp_path / "step-000003.broken").is_dir()
@@ -289,7 +294,7 @@ def test_the_move_of_latest_that_fails_is_an_error_in_words(tmp_path, monkeypatc
         raise OSError(errno.EACCES, os.strerror(errno.EACCES))
 
     monkeypatch.setattr(Path, "replace", refused)
-    with pytest.raises(CheckpointError, match=r"latest can't be written: .*Permission denied; make room or set"):
+    with pytest.raises(CheckpointError, match=r"latest can't be written: .*Permission denied; make room or fix"):
         publish(tmp_path, 2, write())
     assert names(tmp_path) == ["latest", "step-000001", "step-000002"]
 
@@ -323,7 +328,7 @@ def test_a_full_disk_is_one_whichever_library_meets_it(tmp_path, error):
         (folder / "half").write_text("half")
         raise error
 
-    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*those before it stay\. Make room or"):
+    with pytest.raises(CheckpointError, match=r"step 2 could not be written to .*earlier ones are kept\. Make room or"):
         publish(tmp_path / "c", 2, full)
     with pytest.raises(CheckpointError, match=r"final could not be written: .*; make room or .*resume=latest"):
         write_folder(tmp_path / "final", full)
@@ -354,7 +359,7 @@ def test_sums_that_are_gone_are_said_and_other_files_that_are_gone_refused(tmp_p
     assert not caplog.text
     (folder / "sums.json").unlink()
     verify(folder, ["actor/file"])
-    assert "step-000001 has no sums.json: whether its files are as they were written can't be told" in caplog.text
+    assert "step-000001 has no sums.json, so its files can't be checked for changes" in caplog.text
     with pytest.raises(CheckpointError, match=r"actor/other is missing from its checkpoint; resume from an earlier"):
         verify(folder, ["actor/file", "actor/other"])
 
@@ -366,10 +371,10 @@ def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(t
     (folder / "sums.json").write_text(json.dumps(whole["sums"]))  # names and checksums alone
     verify(folder)
     (folder / "actor" / "file").write_text("other")
-    with pytest.raises(CheckpointError, match="actor/file is not what was written"):
+    with pytest.raises(CheckpointError, match="actor/file has changed since it was written"):
         verify(folder)
     (folder / "sums.json").write_text(json.dumps({**whole, "format": 3}))
-    with pytest.raises(CheckpointError, match=r"sums\.json has format 3, .*knows formats 1 to 2; go on with"):
+    with pytest.raises(CheckpointError, match=r"sums\.json has format 3, .*reads formats 1 to 2; resume with"):
         verify(folder)
     (folder / "sums.json").write_text(json.dumps({"format": 2}))
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(no mapping"):
@@ -380,7 +385,7 @@ def test_sums_of_earlier_versions_are_compared_and_those_of_later_ones_refused(t
 def test_sums_name_no_file_outside(tmp_path, name):
     folder = publish(tmp_path, 1, write())
     (folder / "sums.json").write_text(f'{{"{name}": "00"}}')
-    with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(.* is no file of the checkpoint\)"):
+    with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(.* is not a file of the checkpoint\)"):
         verify(folder)
     (folder / "sums.json").write_text("[" * 200_000)
     with pytest.raises(CheckpointError, match=r"sums\.json can't be read \(it is nested too deep\)"):
@@ -470,7 +475,7 @@ def test_a_state_file_that_is_cut_short_or_pickled_is_named_with_the_fix(tmp_pat
 @pytest.mark.parametrize("content", [3, [1], None, torch.zeros(2)], ids=["number", "list", "none", "tensor"])
 def test_a_state_file_that_holds_no_dict_is_refused(tmp_path, content):
     torch.save(content, tmp_path / "run.pt")
-    with pytest.raises(CheckpointError, match=r"run\.pt is not what this version saves: a .*, not a dict"):
+    with pytest.raises(CheckpointError, match=r"run\.pt has an unexpected format: a .*, not a dict"):
         read_state(tmp_path / "run.pt")
 
 

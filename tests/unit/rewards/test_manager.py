@@ -119,7 +119,7 @@ def test_rewards_that_groups_bring_count_with_weight_one_and_a_second_call_chang
     out = manager(groups, [["", ""], ["", ""]])
     assert out.total.tolist() == [10.5, 20.0, 30.0, 40.0]
     assert manager(out.groups, [["", ""], ["", ""]]).total.tolist() == [10.5, 20.0, 30.0, 40.0]
-    with pytest.raises(DataError, match=r"brings .* rewards 'env'"):
+    with pytest.raises(DataError, match=r"has rewards 'env' of shape \[3\] for 2 trajectories"):
         manager([group(rewards={"env": np.zeros(3)}), group()], [["", ""], ["", ""]])
 
 
@@ -129,6 +129,14 @@ def test_functions_of_one_name_get_a_suffix():
     )
     out = manager([group()], [["", ""]])
     assert {n: v[0] for n, v in out.groups[0].rewards.items()} == {"f": 1, "f_2": 2, "f_2_2": 3, "f_3": 4}
+
+
+@pytest.mark.parametrize("name", ["max", "mean", "min", "sum"])
+def test_a_reward_that_would_hide_a_metric_over_all_functions_is_refused(name):
+    with pytest.raises(ConfigError, match=rf"named '{name}', but the metric rewards/{name} .*; rename it"):
+        RewardManager(fixed([1, 2], name))
+    with pytest.raises(DataError, match=rf"named '{name}', but the metric rewards/{name} .*; rename it"):
+        RewardManager(fixed([1, 2]))([group(rewards={name: np.zeros(2)})], [["", ""]])
 
 
 def test_failures_are_raised_or_counted():
@@ -185,7 +193,7 @@ def test_equal_rewards_have_a_standard_deviation_of_exactly_zero():
         (["exact_match"], {"weights": [1, 2]}, r"2 reward weights for 1 reward functions \(exact_match\)"),
         (["exact_match"], {"weights": [NAN]}, "reward weight nan"),
         (["exact_match"], {"on_error": "skip"}, "unknown on_error"),
-        (["exact_match"], {"timeout_s": 0}, "timeout_s 0"),
+        (["exact_match"], {"timeout_s": 0}, "timeout_s must be above 0, got 0"),
         (["exact_mach"], {}, "did you mean exact_match"),
         ([3], {}, "got int 3"),
     ],

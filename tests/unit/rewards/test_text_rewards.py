@@ -71,7 +71,7 @@ def test_last_number(text, answer, score):
 
 
 def test_last_number_needs_a_number_in_the_answer():
-    with pytest.raises(DataError, match="'four' holds no number"):
+    with pytest.raises(DataError, match="'four' contains no number"):
         one(last_number, "4", "four")
 
 

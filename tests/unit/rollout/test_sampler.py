@@ -167,7 +167,7 @@ def test_without_a_length_a_completion_takes_what_the_model_leaves(tokenizer):
     for engine in ("vanilla", "hf"):
         out = Sampler(model, tokenizer, rollout_engine=engine)("abcdef", eos_tokens=[1])
         assert [len(t) for t in out.tokens] == [14] and out.finish_reason == ["length"]
-    with pytest.raises(DataError, match="prompt 1 has 6 tokens, and 15 to come make 21, but there is room for 20"):
+    with pytest.raises(DataError, match="prompt 1 has 6 tokens; with 15 new ones that is 21, over the limit of 20"):
         Sampler(model, tokenizer)(["a", "abcdef"], 15)
     with pytest.raises(DataError, match="prompt 0 has 30 tokens"):
         Sampler(model, tokenizer)("x" * 30)
@@ -184,7 +184,7 @@ def test_each_prompt_of_a_call_has_its_own_room(tokenizer):
 def test_a_cache_size_bounds_prompt_and_completion_together(tokenizer):
     small = Sampler(tiny_model(), tokenizer, CacheConfig(cache_size=12))
     assert len(small("abcdef", eos_tokens=[1]).tokens[0]) == 6
-    with pytest.raises(ValueError, match="there is room for 12"):
+    with pytest.raises(ValueError, match="over the limit of 12;"):
         small("abcdef", 7)
 
 
@@ -192,12 +192,12 @@ def test_a_cache_size_bounds_prompt_and_completion_together(tokenizer):
     ("options", "words"),
     [
         ({"top_p": 0.9}, "temperature=0.0 takes the likeliest token, so top_p=0.9 would do nothing"),
-        ({"num_generations": 2}, "2 generations would be one and the same"),
+        ({"num_generations": 2}, "2 generations would all be the same"),
         ({"temperature": 1.0, "top_kk": 3}, "unknown sampling option 'top_kk'; did you mean top_k"),
         ({"temperature": -1.0}, "temperature must not be negative"),
         ({"beam_size": 2, "temperature": 1.0}, "num_beams=2 searches, it does not draw"),
         ({"beam_size": 2, "top_p": 0.5}, "top_p=0.5 would do nothing"),
-        ({"beam_size": 2, "generation_kwargs": {"num_beams": 3}}, "are one option; keep one"),
+        ({"beam_size": 2, "generation_kwargs": {"num_beams": 3}}, "are the same option; keep one"),
         ({"generation_kwargs": {"num_bemas": 3}}, "did you mean num_beams"),
     ],
 )

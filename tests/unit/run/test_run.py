@@ -208,7 +208,7 @@ def test_a_run_that_is_asked_to_stop_saves_its_step_and_says_where(make, tmp_pat
     for root, said in ((tmp_path, rf"stopped after step 1 \(checkpoint: {tmp_path}/checkpoints/step-000001\)"),
                        (None, r"stopped after step 1 \(no run_dir\)")):  # fmt: skip
         run = Run(make(run_dir=root and str(root)), rows(8))
-        with pytest.raises(KeyboardInterrupt, match=said + "; go on with trainer.resume=latest"), run:
+        with pytest.raises(KeyboardInterrupt, match=said + "; resume with trainer.resume=latest"), run:
             run._stop.asked = True
             step(run)
     assert saved(tmp_path) == ["step-000001"] and not (tmp_path / "final").exists()
@@ -370,7 +370,7 @@ def test_a_checkpoint_is_compared_with_its_sums_before_anything_of_it_is_taken(m
     path = tmp_path / "checkpoints" / "step-000001" / "actor" / "config.json"  # which nothing else reads
     path.write_text(path.read_text() + " ")
     again = Run(make(run_dir=str(tmp_path), resume="latest"), rows(8))
-    with pytest.raises(CheckpointError, match=r"config\.json is not what was written"):
+    with pytest.raises(CheckpointError, match=r"config\.json has changed since it was written"):
         again._open()
     assert again.step == 0
 

@@ -147,7 +147,7 @@ def test_masked_tokens_give_no_gradient_even_where_the_loss_is_nan():
 
 
 def test_a_batch_without_weights_is_refused():
-    with pytest.raises(DataError, match="no weights"):
+    with pytest.raises(DataError, match="no loss weights"):
         make().forward_backward(random_batch((3, [6])), clipped_surrogate)
 
 

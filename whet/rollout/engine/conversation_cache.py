@@ -1,6 +1,6 @@
 """The KV of finished sequences, held for the next turn of their conversation.
 
-A turn's prompt begins with what the turn before it held: prompt and completion, but for the last token, whose KV was
+A turn's prompt begins with what the turn before it held: prompt and completion, except the last token, whose KV was
 never made. The engine copies that part into the new prompt's row and encodes the rest.
 Left out on purpose: a search among all prompts. What is reused follows from the conversation a request names, so what
 else has gone through the engine changes no bit of it.

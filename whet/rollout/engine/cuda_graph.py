@@ -1,11 +1,11 @@
 """Decode steps of fixed shape, so that a CUDA graph of one can be replayed: launches cost nothing then.
 
-A step is captured per bucket of rows; rows beyond the live ones are padding, whose state is zero and whose draws nobody
-reads. Whatever a step reads lies at a fixed address; where an address changes (a store has grown), a new graph is
+A step is captured per bucket of rows; rows beyond the live ones are padding: their state is zero and their draws are
+not read. Whatever a step reads lies at a fixed address; where an address changes (a store has grown), a new graph is
 captured and the old ones are forgotten. On a CPU nothing is captured, and the same steps run one by one.
 
-Graphs of one StepGraphs share the memory that they work in, a pool, and the stream that they are captured on; nobody
-else has either. The pool lives from the first capture until the graphs are forgotten, which happens to all at once: a
+Graphs of one StepGraphs share the memory that they work in, a pool, and the stream that they are captured on; nothing
+else uses either. The pool lives from the first capture until the graphs are forgotten, which happens to all at once: a
 pool without graphs is dead, and to destroy a graph may free what others of its stream still use.
 Left out on purpose: capture over several plans, with penalties or truncation: those steps run eagerly.
 """
@@ -96,7 +96,7 @@ class StepGraphs:
 
     @property
     def path(self) -> str:
-        """What runs, in words."""
+        """Which implementation runs the steps, and why."""
         if self.refusal:
             return f"eager ({self.refusal})"
         mark = ", experimental" if self.device.type == "cuda" else ""
@@ -144,7 +144,7 @@ class StepGraphs:
         return graph, out
 
     def _give_up(self, error: BaseException) -> None:
-        """Says why nothing is captured any more. Raises: what was no failure of the capture: Ctrl-C."""
+        """Logs why nothing is captured any more. Raises: what was not a failure of the capture: Ctrl-C."""
         if not isinstance(error, Exception):
             raise error
         what = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -156,7 +156,7 @@ class StepGraphs:
         log.warning("decode steps are no longer captured, which makes a rollout several times slower: %s", what)
 
     def clear(self) -> None:
-        """Forgets all graphs; their memory is free as soon as nobody holds what they returned."""
+        """Forgets all graphs; their memory is free as soon as nothing holds what they returned."""
         if self.device.type == "cuda" and any(self._graphs.values()):
             torch.cuda.synchronize(self.device)  # after an interrupt a replay may still run
         self._graphs.clear()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from whet.errors import ConfigError, EngineError
 from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
-from whet.rollout.base import EngineCaps, EngineStats, Output, Piece, Request, Sampling
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
 from whet.rollout.constraint import Grammars
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
 from whet.rollout.engine.rows import LiveRows
@@ -88,7 +88,7 @@ class EmbeddedEngine:
         self._runner = Runner(
             self._model.loaded, max_batch=max_batch, prefill_tokens=prefill_tokens, fast=fast, native=native
         )
-        if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.paths["trunk"] == "fused":
+        if self._runner.device.type == "cuda" and kv_cache_tokens is None and self.backends["trunk"] == "fused":
             self._runner.fix_shapes()  # padding rows hold KV too, which a bounded cache does not count
         self._scheduler = Scheduler(max_batch=max_batch, kv_cache_tokens=kv_cache_tokens)
         self._plans: list[SamplingPlan] = []
@@ -148,7 +148,7 @@ class EmbeddedEngine:
             again with what they have made.
         """
         if self._asleep:
-            raise EngineError("the engine sleeps; call wake() first")
+            raise EngineError("the engine is asleep; call wake() first")
         self._model.check_whole()
         try:
             with self._runner.forward.running():
@@ -425,7 +425,7 @@ class EmbeddedEngine:
         self._runner.forward.drop()
         self._finished, self._closed = [], True
 
-    def peek(self, ids: Iterable[int]) -> dict[int, Piece]:
+    def peek(self, ids: Iterable[int]) -> dict[int, PartialOutput]:
         """All tokens made so far, without computing.
 
         Args: ids: of requests; those that are not in flight are passed over.
@@ -464,7 +464,7 @@ class EmbeddedEngine:
         return self._runner.forward.bytes
 
     @property
-    def paths(self) -> dict[str, str]:
+    def backends(self) -> dict[str, str]:
         """What runs, in words, with the reason where something stepped aside; never chosen by the clock."""
         steps = "eager" if self._runner.graphs is None else self._runner.graphs.path
-        return {**self._runner.forward.paths, "steps": steps}
+        return {**self._runner.forward.backends, "steps": steps}

@@ -32,8 +32,8 @@ class ModuleForward:
     def __init__(self, loaded: LoadedModel, reason: str) -> None:
         self.loaded = loaded
         self.device = _device(loaded)
-        self.paths = {"trunk": f"module ({reason})", "products": "torch", "kernels": "torch"}
-        """What runs, in words."""
+        self.backends = {"trunk": f"module ({reason})", "products": "torch", "kernels": "torch"}
+        """Which implementation runs each part, and why."""
         self.bytes = 0
         """Memory of what is derived from the weights."""
         self.epoch = 0
@@ -65,7 +65,7 @@ class ModuleForward:
         """Positions must be below this. Nothing to do here."""
 
     def refresh(self, *, force: bool) -> None:
-        """Takes note of new weights. Nothing to do here."""
+        """Is told of new weights. Nothing to do here."""
 
     def drop(self) -> None:
         """Frees what is derived from the weights. Nothing to do here."""
@@ -80,12 +80,12 @@ class FusedForward:
         found = trunk.kernels
         self.kernels = None if isinstance(found, Unavailable) else found
         """Those of a decode step; None = torch's."""
-        self.paths = {
+        self.backends = {
             "trunk": "fused",
             "products": "native, packed" if self.kernels else "torch",
             "kernels": f"native ({self.kernels.compiler})" if self.kernels else f"torch ({found})",
         }
-        """What runs, in words."""
+        """Which implementation runs each part, and why."""
         self._trunk = trunk
         self._head = Product([loaded.module.get_output_embeddings()], kernels=self.kernels)  # pyright: ignore
         self._weights = list(loaded.module.parameters())
@@ -141,7 +141,7 @@ class FusedForward:
         return sum(product.bytes for product in (*self._trunk.products(), self._head))
 
     def _state(self) -> tuple[tuple[int, int], ...]:
-        """Where the weights lie and how often they were written: sees most changes that nobody announced."""
+        """Where the weights lie and how often they were written: shows most changes that were not announced."""
         return tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._weights)
 
     def _kind(self) -> list[tuple[object, ...]]:
@@ -158,7 +158,7 @@ def make_forward(loaded: LoadedModel, *, fast: bool, native: bool) -> ModuleForw
     """The fastest right way from ids to logits.
 
     Args: loaded: a packable model. fast: False = the module itself. native: False = torch's kernels alone.
-    Returns: what runs; its `paths` say why.
+    Returns: what runs; its `backends` say why.
     """
     if not fast:
         return ModuleForward(loaded, "fast=False")

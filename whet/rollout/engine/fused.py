@@ -143,7 +143,7 @@ class FusedTrunk:
         trunk: Any = module.get_decoder()  # pyright: ignore
         wrong = {n for n, _ in trunk.named_children()} ^ {"embed_tokens", "layers", "norm", "rotary_emb"}
         if wrong or type(trunk.embed_tokens) is not nn.Embedding:
-            raise _UnfitError(f"its trunk differs in {', '.join(sorted(wrong)) or 'its embedding'}")
+            raise _UnfitError(f"its decoder stack differs in {', '.join(sorted(wrong)) or 'its embedding'}")
         self._module, self._trunk = module, trunk
         self._norm = _Norm(trunk.norm)
         self.epoch = 0
@@ -301,9 +301,7 @@ def _parts(module: nn.Module, known: set[str], optional: set[str] = frozenset())
     return parts
 
 
-def _block(
-    number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: Kernels | None
-) -> _Block:
+def _block(number: int, layer: nn.Module, options: dict[str, Any], *, size: int, kernels: Kernels | None) -> _Block:
     """Takes one layer apart."""
     parts = _parts(layer, BLOCK)
     attention = _parts(parts["self_attn"], ATTENTION_PARTS, ATTENTION_NORMS)

@@ -1,7 +1,7 @@
 """A decode step's tables for the native kernels: which row asks which prompt, and where everything lies.
 
 Dim legend: n live rows, H query heads, K KV heads, D head size, d hidden size.
-Left out on purpose: copies. The stores stay as they are; only addresses are written down, anew when one has moved.
+Left out on purpose: copies. The stores stay as they are; only addresses are written down, again when one has changed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class NativeLayout(Layout):
         self.step = StepTable()
         """Of the step that `begin` has set."""
         self._kept: dict[str, Any] = {}
-        """Whatever a table points into, but for the stores."""
+        """Whatever a table points into, except the stores."""
         self._layers: ctypes.Array[LayerTable] | None = None
         self._prompts: list[tuple[KVStore, np.ndarray]] = []
         """Stores asked, each with the slots of its groups."""
@@ -80,7 +80,9 @@ class NativeLayout(Layout):
     ) -> None:
         """Works out who asks which prompt; to be called whenever the rows or the prompts' places have changed.
 
-        Args: stores: by bucket. buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
+        Args:
+            stores: by bucket.
+            buckets, slots, lengths: int [n], each row's prompt: its bucket, its row there, tokens.
             rows: None: steps have no padding.
         """
         assert rows is None, f"a native step has no padding, {rows} rows were asked for"
@@ -99,7 +101,9 @@ class NativeLayout(Layout):
     def begin(self, position: Tensor, made: Tensor, *, longest: int, furthest: int, equal: bool) -> None:
         """Sets one step.
 
-        Args: position: Long [n], of the new tokens. made: Long [n], own tokens before them.
+        Args:
+            position: Long [n], of the new tokens.
+            made: Long [n], own tokens before them.
             longest, furthest, equal: what DecodeLayout asks about all rows; the kernels look at each row's own.
         """
         del longest, furthest, equal

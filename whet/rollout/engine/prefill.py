@@ -124,7 +124,7 @@ class PrefillLayout(Layout):
 
 
 def _with_sinks(o: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """What is left beside sinks. Args: o [B, H, T, D]. lse [B, H, T]. sinks [H]; None = there are none."""
+    """What the sinks leave of the output. Args: o [B, H, T, D]. lse [B, H, T]. sinks [H]; None = there are none."""
     if sinks is None:
         return o
     return o * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1).to(o.dtype)

@@ -35,11 +35,16 @@ def sample_rows(
 ) -> tuple[Tensor, Tensor]:
     """Draws one token for each row.
 
-    Args: logits [n, V]. plan: shared by the rows. u: float64 [n], the numbers of their draws. position: Long [n],
-        completion tokens before this place. seen: Bool [n, V], tokens that stand before it; needed with a repetition
-        penalty only. allowed: uint8 [n, W], the tokens that a constraint allows, a bit each; needed with one only.
+    Args:
+        logits: [n, V].
+        plan: shared by the rows.
+        u: float64 [n], the numbers of their draws.
+        position: Long [n], completion tokens before this place.
+        seen: Bool [n, V], tokens that stand before it; needed with a repetition penalty only.
+        allowed: uint8 [n, W], the tokens that a constraint allows, a bit each; needed with one only.
         scores: fp32 [n, V], what is drawn from where transformers' processors made it of the logits; None = what the
-        plan's support makes of them.
+            plan's support makes of them.
+
     Returns: (Long [n] tokens, fp32 [n] logprobs under the reported support). At temperature 0 the token is the
         likeliest one and its logprob is taken at temperature 1.
 

@@ -17,7 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from whet.errors import EngineError
-from whet.rollout.base import Output, Piece, Request
+from whet.rollout.base import Output, PartialOutput, Request
 from whet.rollout.constraint import Matcher
 from whet.rollout.engine.conversation_cache import CachedSequence, ConversationCache, common_length
 from whet.rollout.engine.kv_cache import padded_length
@@ -64,11 +64,11 @@ class SequenceState:
         """int32: all tokens to prefill: the request's, then those of its spans."""
         return np.concatenate([self.request.tokens, *(p.tokens for p in self.spans)]).astype(np.int32)
 
-    def piece(self, *current: VersionSpan) -> Piece:
+    def piece(self, *current: VersionSpan) -> PartialOutput:
         """What it has drawn so far. Args: current: the span that is not yet one of its own."""
         parts = [*self.spans, *current]
         versions = (np.full(len(p.tokens), p.version, np.int32) for p in parts)
-        return Piece(
+        return PartialOutput(
             id=self.request.id,
             tokens=np.concatenate([np.zeros(0, np.int32), *(p.tokens for p in parts)]).astype(np.int32),
             logprobs=np.concatenate([np.zeros(0, np.float32), *(p.logprobs for p in parts)]).astype(np.float32),

@@ -26,9 +26,11 @@ class EngineModel:
         if isinstance(model, nn.Module):
             model = load_model(model, device=next(model.parameters()).device)
         if model.lm_head.kind == "none":
-            raise ConfigError(f"{model.name} is a critic: it has no language head to generate with; give the actor")
+            raise ConfigError(f"{model.name} is a critic: it has no LM head to generate with; give the actor")
         if model.is_view:
-            raise ConfigError(f"{model.name} is a view, which is only read; give the model itself")
+            raise ConfigError(
+                f"{model.name} is a read-only view of another model (its adapter switched off); pass that model"
+            )
         if not model.packable:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(model.reasons)}; use engine 'hf'")
         self.loaded = copy.deepcopy(model) if own_weights else model  # with its heads and adapter
