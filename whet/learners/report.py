@@ -167,8 +167,10 @@ def of_whole_batch(
         metric = metrics.get(name)
         if isinstance(metric, Mean) and how in ("mean", "sequence_mean"):
             metrics[name] = Mean(metric.sum, metric.count + (tokens if how == "mean" else sequences))
-        elif isinstance(metric, Min | Max):
-            metrics[name] = metric.merge(type(metric)(0.0))
+        elif isinstance(metric, Min):
+            metrics[name] = metric.merge(Min(0.0))
+        elif isinstance(metric, Max):
+            metrics[name] = metric.merge(Max(0.0))
     if isinstance(mean := metrics.get("entropy"), Mean) and run.weights.sum() > 0:
         metrics["entropy"] = Mean(mean.sum * float(whole.weights.sum() / run.weights.sum()), mean.count)
     return metrics

@@ -80,9 +80,7 @@ def make_engine(
         spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
             called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
             cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
-        loaded: the policy.
-        config: the rollout's.
-        decode: ids to text.
+        loaded: the policy. config: the rollout's. decode: ids to text.
         samplings: of each mode, what the engine will be asked for; those of other packages check it now.
         generation_kwargs: names of transformers' options that it will be asked for besides.
         grammars: those of the tokenizer, where the caller has them already.
