@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
+from whet.data.plans import Plans
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
@@ -98,6 +99,7 @@ class RLCluster(TunixVerbs):
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = grammars_of(policy, self.tokenizer)
         self._masks = Masks(self._grammars)
+        self._plans = Plans()
         support, allowed = self._drawn_from()
         add = functools.partial(self._add, support=support, allowed=allowed)
         self._workers: dict[Role, ModelWorker] = {}
@@ -181,6 +183,7 @@ class RLCluster(TunixVerbs):
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
             placement=placement,
+            plans=self._plans,
         )
         empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
 
@@ -342,6 +345,7 @@ class RLCluster(TunixVerbs):
     def sync_weights(self) -> None:
         """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
         self.actor.version += 1
+        self._plans.drop()
         self._give_back()
         with self.trace.span("weight_sync"):
             self._rollouts.sync()

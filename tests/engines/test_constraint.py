@@ -10,10 +10,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import random_batch
 from tiny import VOCABULARY, build, drain, requests, run
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from whet.data.packing import plan_micro_batches
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError, EngineError, WhetError
 from whet.ops.support import Support, allowed_tokens, support_logits
@@ -421,6 +423,16 @@ def test_masks_of_a_batch_are_made_once_until_they_are_dropped(grammars, monkeyp
     masks.drop()
     masks.of(s, *batch)
     assert sum(made) == 3 * sum(map(len, distinct)) and masks.bytes > 0
+
+
+def test_the_masks_of_a_micro_batch_read_nothing_from_the_device(grammars, monkeypatch):
+    batch, masks = random_batch((3, [4, 2]), (2, [5]), masked=True), Masks(grammars)
+    (micro,) = plan_micro_batches(batch, max_tokens=100)
+    monkeypatch.setattr(masks, "of", lambda *given: given)
+    s = sampling("(ab)+0?")
+    _, tokens, sequence, sampled = masks.of_targets(s, micro.to("meta"))  # a number of this device can't be read
+    assert tokens.tolist() == batch.tokens[micro.token_index].tolist() and sequence.tolist() == micro.sequence.tolist()
+    assert sampled.tolist() == batch.mask[micro.token_index].tolist() and not sampled.all()
 
 
 def test_kept_masks_refuse_what_was_not_drawn_under_the_constraint_each_time(grammars):

@@ -116,18 +116,28 @@ def first_fit(
         cap: most cost of a bin; with one the most expensive item comes first, and an item over it has a bin of its own.
     Returns: the bins in the order in which they were begun.
     """
-    size = (lambda u: (-u.tokens, u.sequences)) if cap == NO_CAP else (lambda u: (-u.cost, u.sequences))
+    size = (lambda u: (-u.tokens, u.sequences)) if cap == NO_CAP else _by_cost
+    return _filled(sorted(items, key=size), max_tokens, max_sequences, cap)
+
+
+def _by_cost(item: PackItem) -> tuple[int, tuple[int, ...]]:
+    """Sorts the most expensive item first."""
+    return -item.cost, item.sequences
+
+
+def _filled(items: Sequence[PackItem], max_tokens: int, max_sequences: int, cap: int) -> list[list[PackItem]]:
+    """First fit in the order given."""
+    needs = np.array([(u.tokens, len(u.sequences), u.cost) for u in items], dtype=np.int64)
+    left = np.tile(np.array([[max_tokens], [max_sequences], [cap]], dtype=np.int64), len(items))
     bins: list[list[PackItem]] = []
-    left = np.empty((3, len(items)), dtype=np.int64)  # tokens, sequences, cost
-    for item in sorted(items, key=size):
-        needs = np.array([item.tokens, len(item.sequences), item.cost])
-        fits = (left[:, : len(bins)] >= needs[:, None]).all(0)
-        b = int(fits.argmax()) if fits.any() else len(bins)
+    for item, need in zip(items, needs):
+        fits = np.logical_and.reduce(left[:, : len(bins) + 1] >= need[:, None])  # the last one is still empty
+        b = int(fits.argmax())
+        b = b if fits[b] else len(bins)
         if b == len(bins):
             bins.append([])
-            left[:, b] = max_tokens, max_sequences, cap
         bins[b].append(item)
-        left[:, b] -= needs
+        left[:, b] -= need
     return bins
 
 
@@ -141,7 +151,8 @@ def pack(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list
     if not items:
         return []
     cost = lambda b: sum(u.cost for u in b)
-    return level(lambda cap: first_fit(items, max_tokens, max_sequences, cap), cost)
+    whole, ordered = first_fit(items, max_tokens, max_sequences), sorted(items, key=_by_cost)
+    return level(lambda cap: whole if cap == NO_CAP else _filled(ordered, max_tokens, max_sequences, cap), cost)
 
 
 def pad(items: Sequence[PackItem], max_tokens: int, max_sequences: int) -> list[list[PackItem]]:

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -125,16 +126,15 @@ def plan_micro_batches(
 
 def _sequence_bins(work: _Work, saturating_tokens: int | None) -> list[list[PackItem]]:
     """Groups, or parts of them, as micro-batches: few, then of like cost. Every sequence may go anywhere."""
-    groups, trees = _groups(work, range(len(work.lengths)))
+    ids, trees = _groups(work, range(len(work.lengths)))
+    groups = [_group(work, group) for group in ids]
 
+    @functools.cache
     def items(split: Split, token_budget: int) -> list[PackItem]:
         found = [item for tree in trees for item in tree.items(split, token_budget, work.max_sequences, work.cost)]
-        for ids in groups:
-            found += _parts(work, ids, split, token_budget, work.max_sequences)
-        return found
+        return found + [item for group in groups for item in group.items(split, token_budget, work.max_sequences)]
 
-    whole = [int(work.prefix_lengths[ids[0]] + work.lengths[ids].sum()) for ids in groups]
-    unsplit = max([*whole, *(int(tree.lengths.sum()) for tree in trees)], default=1)
+    unsplit = max([*(group.tokens for group in groups), *(int(tree.lengths.sum()) for tree in trees)], default=1)
     longest = int((work.prefix_lengths + work.lengths).max(initial=1))
     budgets = _budgets(longest, unsplit, saturating_tokens, work.max_tokens)
     budget = _least(budgets, lambda n: sum(item.cost for item in items(first_fit, n)))
@@ -203,7 +203,7 @@ def _laid(work: _Work, ids: Sequence[int]) -> PackItem:
     """Sequences as one item, whatever it takes: each group and each tree whole, end to end."""
     groups, trees = _groups(work, ids)
     parts = [item for tree in trees for item in tree.items(first_fit, NO_CAP, NO_CAP, work.cost)]
-    parts += [item for group in groups for item in _parts(work, group, first_fit, NO_CAP, NO_CAP)]
+    parts += [item for group in groups for item in _group(work, group).items(first_fit, NO_CAP, NO_CAP)]
     members = tuple(i for item in parts for i in item.sequences)
     return PackItem(members, sum(u.tokens for u in parts), sum(u.cost for u in parts), parts=tuple(parts))
 
@@ -247,18 +247,35 @@ def _least(budgets: Sequence[int], cost: Callable[[int], int]) -> int:
     return next(budget for budget, c in zip(budgets, costs) if c <= min(costs) * (1 + REPEATS))
 
 
-def _parts(work: _Work, ids: Sequence[int], split: Split, token_budget: int, max_sequences: int) -> list[PackItem]:
-    """The sequences of one prefix as one item, or as several that each repeat the prefix."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Group:
+    """Sequences of one prefix; what no budget changes."""
+
+    prefix: int
+    """Tokens."""
+    prefix_cost: int
+    own: list[PackItem]
+    """What each sequence adds to the prefix."""
+    tokens: int
+    """Of all, the prefix once."""
+
+    def items(self, split: Split, token_budget: int, max_sequences: int) -> list[PackItem]:
+        """The sequences as one item, or as several that each repeat the prefix."""
+        whole = self.tokens <= token_budget and len(self.own) <= max_sequences  # then any split makes one part
+        items = []
+        for part in [self.own] if whole else split(self.own, token_budget - self.prefix, max_sequences):
+            members = tuple(sorted(u.sequences[0] for u in part))
+            tokens, cost = sum(u.tokens for u in part), sum(u.cost for u in part)
+            items.append(PackItem(members, self.prefix + tokens, self.prefix_cost + cost))
+        return items
+
+
+def _group(work: _Work, ids: Sequence[int]) -> _Group:
+    """The sequences `ids`, which have one prefix."""
     cost, prefix = work.cost, int(work.prefix_lengths[ids[0]])
     lengths = work.lengths[ids].tolist()
-    own = [PackItem((i,), c, cost.of(c, above=prefix, targets=c + 1)) for i, c in zip(ids, lengths)]
-    items = []
-    for part in split(own, token_budget - prefix, max_sequences):
-        members = tuple(sorted(u.sequences[0] for u in part))
-        items.append(
-            PackItem(members, prefix + sum(u.tokens for u in part), cost.of(prefix) + sum(u.cost for u in part))
-        )
-    return items
+    own = [PackItem((i,), n, cost.of(n, above=prefix, targets=n + 1)) for i, n in zip(ids, lengths)]
+    return _Group(prefix=prefix, prefix_cost=cost.of(prefix), own=own, tokens=prefix + sum(lengths))
 
 
 def _check_limits(**limits: int | None) -> None:
@@ -318,38 +335,53 @@ def _groups(work: _Work, ids: Sequence[int]) -> tuple[list[list[int]], list[Pref
 # ---- how they lie in it ----------------------------------------------------------------------------------------------
 
 
+class _Part(NamedTuple):
+    """An item by itself: token ids, its segments, and of each sequence what `_micro` calls its states."""
+
+    ids: np.ndarray
+    lengths: list[int]
+    parents: list[int]
+    states: list[np.ndarray]
+
+
 def _packed(work: _Work, items: Sequence[PackItem], multiple: int, attention: str) -> MicroBatch:
-    """One row: each item a prefix followed by its completions, or a tree; a lone sequence is a single segment."""
-    ids, lengths, parents, sequences = [], [], [], []
+    """One row: the items end to end."""
+    items = [part for whole in items for part in whole.parts or (whole,)]
+    lengths: list[int] = []
+    parents: list[int] = []
     states: list[np.ndarray] = []
-    place = 0
-    for item in (part for whole in items for part in whole.parts or (whole,)):
-        runs = [work.run(i) for i in item.sequences]
-        prefix, root = runs[0][0], len(lengths)
-        sequences += item.sequences
-        if item.tree:
-            tree = build_tree([np.concatenate(run) for run in runs])
-            states += [place + places[len(p) - 1 :] for places, (p, _) in zip(tree.places, runs)]
-            lengths += tree.lengths
-            parents += [p if p < 0 else root + p for p in tree.parents]
-            ids.append(tree.ids)
-            place += len(tree.ids)
-            continue
-        lengths.append(len(prefix))
-        parents.append(-1)
-        last = place + len(prefix) - 1
-        place += len(prefix)
-        for _, c in runs:
-            states.append(np.concatenate([[last], np.arange(place, place + len(c))]))
-            place += len(c)
-            if len(c):
-                lengths.append(len(c))
-                parents.append(root)
-        if len(runs) == 1:
-            lengths[root:], parents[root:] = [len(prefix) + len(runs[0][1])], [-1]
-        ids += [prefix, *(c for _, c in runs)]
+    ids, place = [], 0
+    for item in items:
+        part = (_tree_part if item.tree else _group_part)([work.run(i) for i in item.sequences])
+        parents += [p if p < 0 else len(lengths) + p for p in part.parents]
+        lengths += part.lengths
+        states += [place + s for s in part.states]
+        ids.append(part.ids)
+        place += len(part.ids)
     layout = SegmentLayout(lengths, parents, attention=attention, multiple=multiple)
+    sequences = [i for item in items for i in item.sequences]
     return _micro(work, np.concatenate(ids)[None], sequences, states, layout=layout)
+
+
+def _tree_part(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Part:
+    """Sequences as a tree."""
+    tree = build_tree([np.concatenate(run) for run in runs])
+    states = [places[len(prefix) - 1 :] for places, (prefix, _) in zip(tree.places, runs)]
+    return _Part(tree.ids, tree.lengths, tree.parents, states)
+
+
+def _group_part(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Part:
+    """A prefix followed by the completions that it has; a lone sequence is a single segment."""
+    prefix, completions = runs[0][0], [c for _, c in runs]
+    ids = np.concatenate([prefix, *completions])
+    states, place = [], len(prefix)
+    for c in completions:
+        states.append(np.concatenate([[len(prefix) - 1], np.arange(place, place + len(c))]))
+        place += len(c)
+    if len(runs) == 1:
+        return _Part(ids, [len(ids)], [-1], states)
+    own = [len(c) for c in completions if len(c)]
+    return _Part(ids, [len(prefix), *own], [-1, *[0] * len(own)], states)
 
 
 def _padded(work: _Work, sequences: list[int]) -> MicroBatch:

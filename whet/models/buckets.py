@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from whet.models.sdpa import masked_attention
+from whet.ops.masked import fp32_or_wider
 
 __all__ = ["Bucket", "BucketRow", "segment_positions"]
 
@@ -225,7 +226,7 @@ def _explicit(
     sinks: Tensor | None,
 ) -> Tensor:
     """Attention with its scores held, in fp32 or better: what torch's operator does not support."""
-    dtype = torch.promote_types(q.dtype, torch.float32)
+    dtype = fp32_or_wider(q.dtype)
     groups = k.shape[1]
     heads = q.to(dtype).unflatten(1, (groups, -1))  # [m KV H/KV n D]
     scores = heads @ (k.to(dtype) * scale)[:, :, None].transpose(-1, -2)

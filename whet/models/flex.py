@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 from whet.models.buckets import BucketRow, segment_positions
+from whet.ops.masked import fp32_or_wider
 from whet.util.device import on_device
 
 __all__ = ["FlexCase", "FlexRow", "flex_failed", "flex_refusal", "walk"]
@@ -212,7 +213,7 @@ class FlexRow:
         gap = self.padded - self.tokens
         if gap:
             q, k, v = (F.pad(x, (0, 0, 0, gap)) for x in (q, k, v))
-        wide = torch.promote_types(q.dtype, torch.float32)
+        wide = fp32_or_wider(q.dtype)
         cap = None if softcap is None else torch.full((q.shape[1],), softcap, dtype=wide, device=q.device)
         run = _attention if q.device.type == "cpu" else _compiled()
         with torch._dynamo.config.patch(recompile_limit=COMPILED):

@@ -207,7 +207,7 @@ def _first_places(micro: MicroBatch, vocab: int) -> tuple[Tensor, Tensor]:
     ends, lengths = batch.ends.tolist(), batch.lengths.tolist()
     first = torch.full((len(micro.sequences), vocab), torch.iinfo(torch.int32).max, dtype=torch.int32, device=device)
     prefixes = []
-    for row, i in zip(first, micro.sequences.tolist()):
+    for row, i in zip(first, micro.on_host.sequences.tolist()):
         prefix = batch.prefix(i)
         prefixes.append(len(prefix))
         ids = torch.cat([prefix, batch.tokens[ends[i] - lengths[i] : ends[i]]]).to(device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from whet.models.products import chunks, linear, weight_grad
-from whet.ops.masked import to_fp32
+from whet.ops.masked import fp32_or_wider, to_fp32
 
 __all__ = ["CHUNK_BYTES", "HELD_BYTES", "linear_logprob"]
 
@@ -76,7 +76,7 @@ def linear_logprob(
     >>> linear_logprob(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), entropy=True)[0]     # log 1/4
     tensor([-1.3863])
     """
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = fp32_or_wider(hidden.dtype)
     size = weight.shape[0] * dtype.itemsize
     held = hidden.shape[0] * size <= held_bytes
     rows = max(1, hidden.shape[0] if held else chunk_bytes // size)
@@ -92,7 +92,7 @@ class _LinearLogprob(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _LogprobOptions
     ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        dtype = fp32_or_wider(hidden.dtype)
         logprobs = hidden.new_empty(len(hidden), dtype=dtype)
         entropies = torch.zeros_like(logprobs)
         z = None

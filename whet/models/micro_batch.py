@@ -51,11 +51,18 @@ class MicroBatch:
     """Long [n]: the place of the hidden state at each sequence's last token, where that token is run."""
     batch: TokenBatch
     """What `token_index`, `sequences` and `units` count in; on the CPU."""
+    host: MicroBatch | None = None
+    """Of one that was moved to a device: as it was on the CPU."""
 
     @property
     def num_tokens(self) -> int:
         """Places of input_ids, padding included: what the forward pass costs."""
         return self.input_ids.numel()
+
+    @property
+    def on_host(self) -> MicroBatch:
+        """The same on the CPU: reading integers there waits for no device."""
+        return self.host or self
 
     def to(self, device: torch.device | str) -> MicroBatch:
         """The same on a device."""
@@ -63,4 +70,4 @@ class MicroBatch:
             return self
         columns = {f.name: vars(self)[f.name] for f in dataclasses.fields(self)}
         moved = {name: x.to(device) for name, x in columns.items() if isinstance(x, Tensor)}
-        return dataclasses.replace(self, layout=self.layout and self.layout.to(device), **moved)
+        return dataclasses.replace(self, layout=self.layout and self.layout.to(device), host=self.on_host, **moved)

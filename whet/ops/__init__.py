@@ -17,6 +17,7 @@ from whet.ops.corrections import mismatch_metrics, truncated_weights
 from whet.ops.kl import KL_MODES, kl_divergence
 from whet.ops.logprobs import entropy, selective_log_softmax
 from whet.ops.masked import (
+    fp32_or_wider,
     masked_column,
     masked_mean,
     masked_sum,
@@ -68,6 +69,7 @@ __all__ = [
     "draw",
     "entropy",
     "estimate",
+    "fp32_or_wider",
     "greedy",
     "group_relative",
     "group_spread",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, lookup_error
+from whet.ops.masked import to_fp32
 
 __all__ = ["KL_MODES", "kl_divergence"]
 
@@ -65,6 +66,5 @@ def kl_divergence(logprobs: Tensor, ref_logprobs: Tensor, *, mode: str, clamp: f
         raise lookup_error("KL mode", mode, KL_MODES)
     if clamp is not None and not clamp > 0:
         raise ConfigError(f"the KL clamp {clamp!r} must be positive; None = no clamp")
-    dtype = torch.promote_types(torch.promote_types(logprobs.dtype, ref_logprobs.dtype), torch.float32)
-    kl = KL_MODES[mode](logprobs.to(dtype) - ref_logprobs.to(dtype))
+    kl = KL_MODES[mode](to_fp32(logprobs) - to_fp32(ref_logprobs))
     return kl if clamp is None else kl.clamp(-clamp, clamp)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 __all__ = [
+    "fp32_or_wider",
     "masked_column",
     "masked_mean",
     "masked_sum",
@@ -23,6 +24,15 @@ __all__ = [
 ]
 
 
+def fp32_or_wider(dtype: torch.dtype) -> torch.dtype:
+    """What sums and differences of numbers of a floating dtype are made in: fp32, or float64 for float64.
+
+    >>> fp32_or_wider(torch.bfloat16), fp32_or_wider(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
 def to_fp32(x: Tensor) -> Tensor:
     """The same numbers in fp32, or in float64 where they are: what sums and differences are made in.
 
@@ -31,7 +41,7 @@ def to_fp32(x: Tensor) -> Tensor:
     >>> to_fp32(torch.ones(1, dtype=torch.bfloat16)).dtype, to_fp32(torch.ones(1, dtype=torch.float64)).dtype
     (torch.float32, torch.float64)
     """
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(fp32_or_wider(x.dtype))
 
 
 def masked_column(x: Tensor, mask: Tensor) -> Tensor:
@@ -85,7 +95,7 @@ def masked_var(x: Tensor, mask: Tensor, unbiased: bool = True) -> Tensor:
     tensor(4.3333)
     """
     kept = mask.bool().expand_as(x)
-    return _var(_centred(x, kept), kept, unbiased).to(_float(x))
+    return _var(_centred(x, kept), kept, unbiased).to(fp32_or_wider(x.dtype))
 
 
 def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
@@ -102,7 +112,7 @@ def masked_whiten(x: Tensor, mask: Tensor) -> Tensor:
     """
     kept = mask.bool().expand_as(x)
     centred = _centred(x, kept)
-    return (centred * (_var(centred, kept, unbiased=True) + 1e-8).rsqrt()).to(_float(x))
+    return (centred * (_var(centred, kept, unbiased=True) + 1e-8).rsqrt()).to(fp32_or_wider(x.dtype))
 
 
 def segment_sum(x: Tensor, segments: Tensor, num: int) -> Tensor:
@@ -154,11 +164,6 @@ def _centred(x: Tensor, kept: Tensor) -> Tensor:
 def _var(centred: Tensor, kept: Tensor, unbiased: bool) -> Tensor:
     """0-d: the variance of numbers that are already centred, and 0 where masked out."""
     return centred.square().sum() / (kept.sum() - int(unbiased)).clamp(min=1)
-
-
-def _float(x: Tensor) -> torch.dtype:
-    """The dtype of results: fp32, or float64 for float64."""
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _summable(x: Tensor) -> Tensor:

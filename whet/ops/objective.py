@@ -134,7 +134,7 @@ def off_policy_mask(x: LossInputs, *, off_policy_mask_threshold: float) -> Tenso
     if not off_policy_mask_threshold >= 0:
         raise ConfigError(f"off_policy_mask_threshold {off_policy_mask_threshold!r} must be at least 0; None = off")
     gap = masked_column(x.need("sampler_logprobs"), x.mask) - masked_column(x.logprobs, x.mask).detach()
-    drift = segment_mean(gap, x.mask, x.sequence, len(x.sequence)).index_select(0, x.sequence)
+    drift = segment_mean(gap, x.mask, x.sequence, x.num_sequences).index_select(0, x.sequence)
     return ((x.need("advantages") >= 0) | (drift <= off_policy_mask_threshold)).to(gap.dtype)
 
 

@@ -147,8 +147,7 @@ def _log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     clipped = log_ratio.clamp(-20.0, 20.0)
     if level == "token":
         return log_ratio, clipped
-    # A sequence has at least one token, so there are at most s of them: no count is read back from the device.
-    means = segment_mean(clipped.detach(), x.mask, x.sequence, len(x.sequence)).index_select(0, x.sequence)
+    means = segment_mean(clipped.detach(), x.mask, x.sequence, x.num_sequences).index_select(0, x.sequence)
     return log_ratio, (logprobs - logprobs.detach() + torch.where(x.mask, means, 0.0)).clamp(max=10.0)
 
 

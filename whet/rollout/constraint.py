@@ -23,7 +23,7 @@ import torch
 from whet.errors import ConfigError, DataError, EngineError
 from whet.models.micro_batch import MicroBatch
 from whet.rollout.base import Constraint, Request, Sampling
-from whet.types import FinishReason, TokenBatch
+from whet.types import FinishReason
 
 __all__ = ["Grammars", "Masks", "Matcher"]
 
@@ -300,11 +300,11 @@ class Masks:
         """Memory of the distinct masks."""
         return sum(row.nbytes for row in self._rows)
 
-    def of_targets(self, sampling: Sampling, batch: TokenBatch, micro: MicroBatch) -> torch.Tensor:
+    def of_targets(self, sampling: Sampling, micro: MicroBatch) -> torch.Tensor:
         """The masks of a micro-batch's targets. Args: sampling: that they were drawn under. Returns: uint8 [s, W]."""
-        at = micro.token_index.cpu()
-        tokens, sequence, versions = (x.cpu().numpy() for x in (micro.targets, micro.sequence, batch.versions[at]))
-        return self.of(sampling, tokens, sequence, versions >= 0)
+        micro = micro.on_host
+        sampled = micro.batch.versions[micro.token_index] >= 0
+        return self.of(sampling, micro.targets.numpy(), micro.sequence.numpy(), sampled.numpy())
 
     def of(self, sampling: Sampling, tokens: np.ndarray, sequence: np.ndarray, sampled: np.ndarray) -> torch.Tensor:
         """What `Grammars.replay` gives, arguments and errors alike; sequences are whole."""

@@ -28,7 +28,12 @@ def labels_of(name: str, reductions: Reductions) -> Mapping[str, str]:
 
 
 def reduced(
-    values: Mapping[str, Tensor], mask: Tensor, weights: Tensor, reductions: Reductions, sequence: Tensor
+    values: Mapping[str, Tensor],
+    mask: Tensor,
+    weights: Tensor,
+    reductions: Reductions,
+    sequence: Tensor,
+    num_sequences: int,
 ) -> tuple[list[tuple[str, str]], list[Tensor]]:
     """Per-token metrics over the mask, under the labels that `reductions` gives them, as numbers on the device.
 
@@ -40,7 +45,7 @@ def reduced(
         for label, how in labels_of(name, reductions).items():
             labels.append((label, how))
             if how.startswith("sequence_"):
-                found += _over_sequences(value, mask, sequence, how)
+                found += _over_sequences(value, mask, sequence, num_sequences, how)
                 labels += [(label, "count")] if how == "sequence_mean" else []
             elif how == "max":
                 found.append(torch.where(mask, value, -torch.inf).max())
@@ -52,9 +57,8 @@ def reduced(
     return labels, found
 
 
-def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, how: str) -> list[Tensor]:
+def _over_sequences(value: Tensor, mask: Tensor, sequence: Tensor, number: int, how: str) -> list[Tensor]:
     """The means of sequences over their trained tokens: their largest, their least, or their sum and their count."""
-    number = len(sequence)  # there are at most so many sequences: no count is read back from the device
     means, there = segment_mean(value, mask, sequence, number), segment_count(mask, sequence, number) > 0
     if how == "sequence_max":
         return [torch.where(there, means, -torch.inf).max()]

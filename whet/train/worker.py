@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from whet.config import OptimConfig, RoleConfig
 from whet.data.balance import model_cost
-from whet.data.packing import plan_micro_batches
+from whet.data.plans import Plans
 from whet.errors import ConfigError, DataError
 from whet.metrics import Last, Mean, Sum, merge
 from whet.models.backends import training_backends
@@ -39,7 +39,7 @@ from whet.types import LossInputs, TokenBatch, TokenStats
 __all__ = ["REDUCTIONS", "Allowed", "Loss", "Metrics", "ModelWorker", "Reductions"]
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
-Allowed = Callable[[TokenBatch, MicroBatch], Tensor]
+Allowed = Callable[[MicroBatch], Tensor]
 """Gives uint8 [s, W], the tokens that each target of a micro-batch was drawn from, a bit each."""
 BF16_MULTIPLE = 32
 """Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
@@ -60,6 +60,7 @@ class ModelWorker:
         max_sequences: sequences of a micro-batch at most; None = no limit but the token budget.
         given: what the worker is made from, for the run's settings; None = a module.
         placement: where its tensors lie; None = on the model's device, in one process.
+        plans: of micro-batches, shared with workers that run the same batches; None = its own.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class ModelWorker:
         max_sequences: int | None = None,
         given: RoleConfig | None = None,
         placement: Placement | None = None,
+        plans: Plans | None = None,
     ) -> None:
         if loaded.is_view and optim is not None:
             raise ConfigError(
@@ -89,6 +91,7 @@ class ModelWorker:
         self.saturating_tokens = saturating_tokens
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
+        self.plans = plans or Plans()
         self.version = 0
         self.replaced = False
         """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
@@ -196,7 +199,7 @@ class ModelWorker:
         apart = batch.replace(unit_of=None, unit_weights=None)  # what is read of a sequence needs no other
         want = {*names} - {"entropy"}
         for micro, counts in self.placement.share(self.micro_batches(apart, max_sequences, "scores" in names)):
-            stats = self._stats(batch, micro, support, entropy="entropy" in names, want=want)
+            stats = self._stats(micro, support, entropy="entropy" in names, want=want)
             for name in names:
                 column = getattr(stats, name)
                 size, at = (
@@ -210,25 +213,19 @@ class ModelWorker:
         return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather(out).items()})
 
     def _stats(
-        self,
-        batch: TokenBatch,
-        micro: MicroBatch,
-        support: Support,
-        *,
-        entropy: bool,
-        want: Collection[str] | None = None,
+        self, micro: MicroBatch, support: Support, *, entropy: bool, want: Collection[str] | None = None
     ) -> TokenStats:
         """The model's statistics of the targets of one forward pass."""
-        allowed = self._allowed(batch, micro, support)
+        allowed = self._allowed(micro, support)
         with self._layers():
             return self.placement.forward(
                 lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want)
             )
 
-    def _allowed(self, batch: TokenBatch, micro: MicroBatch, support: Support) -> Tensor | None:
+    def _allowed(self, micro: MicroBatch, support: Support) -> Tensor | None:
         """What a constraint allows at each target, where it matters."""
         matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
-        return self.allowed(batch, micro) if matters and self.allowed else None
+        return self.allowed(micro) if matters and self.allowed else None
 
     def _layers(self) -> AbstractContextManager[None]:
         """Around forward and backward passes."""
@@ -242,18 +239,18 @@ class ModelWorker:
         Args: max_sequences: of one pass. at_end: run completions to their last token, for scores.
         Raises: DataError: a sequence or a unit over the token budget.
         """
-        return plan_micro_batches(
+        planned = self.plans.of(
             batch,
             max_tokens=self.max_tokens,
             max_sequences=max_sequences,
             packable=self.loaded.packable,
             at_end=at_end,
             cost=self.cost,
-            device=self.device,
             attention=self.loaded.attention,
             saturating_tokens=self.saturating_tokens,
             multiple=BF16_MULTIPLE if self.device.type == "cpu" and self.dtype == torch.bfloat16 else 1,
         )
+        return [micro.to(self.device) for micro in planned]
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -299,19 +296,21 @@ class ModelWorker:
     def _run(
         self, batch: TokenBatch, loss: Loss, entropy: bool, scores: bool, reductions: Reductions, *, backward: bool
     ) -> Metrics:
-        all_weights, per_unit = _weights(batch)
-        all_weights = all_weights.to(self.device)
+        per_unit = _is_per_unit(batch)
+        unit_weights = None if batch.unit_weights is None else batch.unit_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
-        token_columns = {name: c.to(self.device) for name, c in batch.token_columns.items()}
+        carried = {name: c for name, c in batch.token_columns.items() if name != "tokens"}  # a micro-batch has these
+        token_columns = {name: c.to(self.device) for name, c in carried.items()}
         sequence_columns = {name: c.to(self.device) for name, c in batch.sequence_columns.items()}
         shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
             self.placement.sync(i == len(shared) - 1)
-            stats = self._stats(batch, micro, self.support, entropy=entropy)
+            stats = self._stats(micro, self.support, entropy=entropy)
             x = loss_inputs(token_columns, sequence_columns, micro, stats)
             found, values = loss(x)
-            weights = all_weights.index_select(0, micro.units if per_unit else micro.token_index).to(found.dtype)
+            weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)
+            weights = weights.to(found.dtype)
             check_shapes(found, values, weights, per_unit)
             total = aggregate(found, weights if counts else torch.zeros_like(weights))
             if backward:
@@ -319,10 +318,12 @@ class ModelWorker:
                     total.backward()
             if not counts:
                 continue
-            counted, of = (
-                (trained_units(x), torch.arange(x.num_units, device=self.device)) if per_unit else (x.mask, x.sequence)
+            counted, of, number = (
+                (trained_units(x), torch.arange(x.num_units, device=self.device), x.num_units)
+                if per_unit
+                else (x.mask, x.sequence, x.num_sequences)
             )
-            named, sums = reduced(values, counted, weights, reductions, of)
+            named, sums = reduced(values, counted, weights, reductions, of, number)
             labels.append(named)
             numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
@@ -430,15 +431,15 @@ class ModelWorker:
         self.placement.release()
 
 
-def _weights(batch: TokenBatch) -> tuple[Tensor, bool]:
-    """The weights of the batch, and whether they are of units."""
+def _is_per_unit(batch: TokenBatch) -> bool:
+    """Whether the weights of the batch are of units."""
     if (batch.weights is None) == (batch.unit_weights is None):
         raise DataError(
             "the batch has no loss weights; call RoleTrainer.weighted(batch) once per optimizer step"
             if batch.weights is None
             else "the batch has both weights and unit_weights; a loss is per token or per unit: set one of them to None"
         )
-    return (batch.weights, False) if batch.unit_weights is None else (batch.unit_weights, True)  # pyright: ignore
+    return batch.unit_weights is not None
 
 
 def loss_inputs(
@@ -455,6 +456,7 @@ def loss_inputs(
     part = {name: c.index_select(0, micro.token_index) for name, c in token_columns.items()}
     mask = part.pop("mask")
 
+    # The ops of whet.ops mask too, since they are also called without a worker. Here it is for a loss of the user's.
     def kept(x: Tensor) -> Tensor:
         if not x.is_floating_point():
             return x
@@ -470,7 +472,7 @@ def loss_inputs(
         unit_of=micro.unit_of,
         num_sequences=len(micro.sequences),
         num_units=len(micro.units),
-        token_columns={name: kept(c) for name, c in part.items()},
+        token_columns={"tokens": micro.targets, **{name: kept(c) for name, c in part.items()}},
         sequence_columns={name: c.index_select(0, micro.sequences) for name, c in sequence_columns.items()},
     )
 

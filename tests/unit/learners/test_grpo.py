@@ -7,6 +7,7 @@ import torch
 from helpers import END, cluster, gap, length_reward, random_batch, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
+from whet.data import plans as plans_module
 from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner, with_signal
 from whet.learners.step import Step
@@ -429,6 +430,31 @@ def test_a_step_is_the_same_however_its_passes_are_cut(monkeypatch):
     assert rewards.count(rewards[0]) == len(settings)  # the same draws
     assert passes[0] == 1 and passes[1] == 4 and passes[2] == 2 and passes[3] == 1 and passes[4] > 4
     assert max(gap(found[0], other) for other in found[1:]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("training", "advantages_of_0", "plans"),
+    [
+        ({}, False, 1),  # scoring by actor and reference, and both updates
+        ({}, True, 2),  # an update leaves sequences out, the next one the same
+        ({"compute_logps_micro_batch_size": 1}, False, 2),  # scoring within another limit
+        ({"mini_batch_size": 2}, False, 5),  # scoring, and every mini-batch of both iterations
+    ],
+)
+def test_a_batch_is_planned_once_for_the_passes_that_run_it_within_the_same_limits(
+    monkeypatch, training, advantages_of_0, plans
+):
+    made = learner(
+        cluster(reference=tiny_model(1), max_steps=1, **training),
+        beta=0.05,
+        use_rollout_logps=False,
+        num_iterations=2,
+    )
+    if advantages_of_0:
+        monkeypatch.setattr("whet.learners.grpo.trained", lambda batch: torch.arange(2, batch.num_sequences))
+    calls = watch(monkeypatch, plans_module, "plan_micro_batches")
+    made.train(rows(4))
+    assert len(calls) == plans
 
 
 # ---- metrics -------------------------------------------------------------------------------------------------------

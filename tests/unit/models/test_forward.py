@@ -176,6 +176,12 @@ def test_float64_stays_float64():
         assert token_stats(loaded, micro, support=support, entropy=True).entropy.dtype == torch.float64
 
 
+def test_what_a_repetition_penalty_needs_reads_nothing_from_the_device():
+    micro = plan_micro_batches(BATCH, max_tokens=1000)[0]
+    first, before = forward._first_places(micro.to("meta"), VOCAB)  # a number of this device can't be read
+    assert first.shape == (len(micro.sequences), VOCAB) and before.shape == micro.position.shape
+
+
 def test_values_are_of_the_state_before_each_token():
     model = tiny()
     critic = load_model(model, role="critic")

@@ -91,7 +91,7 @@ def test_the_numbers_of_a_micro_batch_stay_on_the_device():
         ["mean", "max", "min", "weighted"],
     )
     with Waits() as waits:
-        labels, found = reduced({"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}}, torch.arange(3))
+        labels, found = reduced({"x": x}, mask, torch.ones(3), {"x": {how: how for how in hows}}, torch.arange(3), 3)
     assert waits.count == 0 and [how for _, how in labels] == hows
     assert [float(n) for n in found] == [2.0, -1.0, 1.0, -2.0, -1.0]  # the count first
 
@@ -112,6 +112,16 @@ def test_no_micro_batch_waits_for_the_device():
     with Waits() as waits:  # transformers' making of masks included
         worker.forward_backward(batch, clipped_surrogate, reductions=REDUCTIONS, entropy=True)
     assert len(micros) > 1 and waits.count == 0
+
+
+def test_a_batch_that_was_scored_in_inference_mode_can_be_trained_on():
+    batch = weighted(random_batch(*SHAPES))
+    worker, other = make(exact_model()), make(exact_model())
+    with torch.inference_mode():
+        worker.logprobs(batch)
+    for w in (worker, other):
+        w.forward_backward(batch, clipped_surrogate)
+    assert gap(gradients(worker), gradients(other)) == 0
 
 
 def test_a_micro_batch_without_trained_tokens_has_no_part_in_means_and_extremes():
