@@ -6,7 +6,7 @@ import functools
 
 import numpy as np
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from whet.cluster import RLCluster
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
@@ -46,6 +46,17 @@ def tiny_model(seed=0, *, gain=4.0, dtype=torch.float32, **fields):
             else:
                 p.add_(torch.randn_like(p) * 0.1)
     return model.to(dtype)
+
+
+def exact_model():
+    """A tiny Phi in float64; its norms stay there, whereas Qwen3's go through fp32."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = PhiForCausalLM(PhiConfig(vocab_size=VOCABULARY, **sizes))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(4) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
+    return model.double()
 
 
 def prompt(tokens, row=0, **columns):

@@ -194,12 +194,12 @@ class RLCluster(TunixVerbs):
             return make_engine(
                 config.rollout_engine,
                 self.actor.loaded,
-                config=self.get_rollout_config(Mode.TRAIN),
+                config=self.rollout_for(Mode.TRAIN),
                 decode=self.decode,
                 tokenizer=self.tokenizer,
                 grammars=self._grammars,
                 mesh=(config.role_to_mesh or {}).get(Role.ROLLOUT),
-                generation_kwargs={name for mode in Mode for name in self.get_rollout_config(mode).generation_kwargs},
+                samplings=[self.sampling(mode) for mode in Mode],
             )
 
     def _placement(self, device: torch.device) -> Placement:
@@ -246,13 +246,13 @@ class RLCluster(TunixVerbs):
         self.worker(Role.CRITIC)
         return self._trainers[Role.CRITIC]
 
-    def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
+    def rollout_for(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
         """The rollout configuration of a mode; evaluation takes training's where none was given."""
         return self.cluster_config.rollout_for(mode)
 
     def sampling(self, mode: Mode = Mode.TRAIN) -> Sampling:
         """The engine's sampling parameters of a mode."""
-        return sampling_of(self.get_rollout_config(mode), self.eos_ids, self.tokenizer)
+        return sampling_of(self.rollout_for(mode), self.eos_ids, self.tokenizer)
 
     @property
     def pad_id(self) -> int:
@@ -265,7 +265,7 @@ class RLCluster(TunixVerbs):
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
         """What turns data rows into Prompts under a mode's limits; `options` are PromptEncoder's."""
-        config = self.get_rollout_config(mode)
+        config = self.rollout_for(mode)
         return PromptEncoder(
             self.tokenizer,
             chat_template_kwargs=config.chat_template_kwargs,
@@ -320,7 +320,7 @@ class RLCluster(TunixVerbs):
         """
         domain = mode.value if isinstance(mode, Mode) else mode
         own = Mode(domain) if domain in ("train", "eval") else Mode.TRAIN
-        config = self.get_rollout_config(own)
+        config = self.rollout_for(own)
         base = next(s for s in (seed, config.seed, self.training_config.seed) if s is not None)
         self._masks.drop()
         with self.actor.rollout_weights():

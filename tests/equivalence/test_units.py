@@ -5,8 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import forest, gap, one_by_one, random_batch
-from transformers import PhiConfig, PhiForCausalLM
+from helpers import exact_model, forest, gap, one_by_one, random_batch
 
 from whet.config import OptimConfig
 from whet.errors import ConfigError, DataError
@@ -28,15 +27,9 @@ def splits(batch):
     }
 
 
-def exact_model(role="actor"):
-    """A tiny Phi in float64; its norms stay there."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = PhiForCausalLM(PhiConfig(vocab_size=264, **sizes))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
-    loaded = load_model(model.double(), role=role)
+def exact(role="actor"):
+    """The exact model in a role, a critic's head drawn at random."""
+    loaded = load_model(exact_model(), role=role)
     if role == "critic":
         with torch.no_grad():
             loaded.score_head.weight.copy_(torch.randn(1, 32, dtype=torch.float64))
@@ -122,7 +115,7 @@ def compare(loaded, batch, loss, margins, **options):
 
 @pytest.mark.parametrize("shape", BATCHES)
 def test_a_loss_per_unit_has_the_gradient_of_the_whole_in_any_split(shape):
-    batch, loaded = BATCHES[shape](), exact_model()
+    batch, loaded = BATCHES[shape](), exact()
     logprobs = torch.where(batch.mask, one_by_one(loaded.module, batch) / 20, 0.0)
     sequences = segment_sum(logprobs, batch.sequence, batch.num_sequences)
     compare(loaded, batch, preference, segment_sum(sequences * batch.sign, batch.unit_of, batch.num_units))
@@ -130,14 +123,14 @@ def test_a_loss_per_unit_has_the_gradient_of_the_whole_in_any_split(shape):
 
 @pytest.mark.parametrize("shape", BATCHES)
 def test_a_reward_models_loss_reads_the_scores_with_gradient_in_any_split(shape):
-    batch, loaded = BATCHES[shape](), exact_model("critic")
+    batch, loaded = BATCHES[shape](), exact("critic")
     margins = segment_sum(plain_scores(loaded, batch) * batch.sign, batch.unit_of, batch.num_units)
     compare(loaded, batch, bradley_terry, margins, scores=True)
 
 
 @pytest.mark.parametrize("shape", BATCHES)
 def test_scores_are_those_of_each_sequence_alone(shape):
-    batch, loaded = BATCHES[shape](), exact_model("critic")
+    batch, loaded = BATCHES[shape](), exact("critic")
     with torch.no_grad():
         want = plain_scores(loaded, batch)
     longest = int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).max())
@@ -154,12 +147,12 @@ def test_scores_are_those_of_each_sequence_alone(shape):
 
 def test_scores_of_a_model_without_a_value_head_are_refused():
     with pytest.raises(ConfigError, match="load the model with role='critic'"):
-        make(exact_model()).scores(random_batch((3, [2])))
+        make(exact()).scores(random_batch((3, [2])))
 
 
 def test_the_weights_say_which_form_a_loss_has_and_another_shape_is_refused():
     batch = pairs(random_batch((3, [4, 2]), (2, [3, 5])))
-    worker = make(exact_model())
+    worker = make(exact())
     with pytest.raises(
         DataError, match=r"the loss has shape \[14\], and the batch has unit_weights.*per unit, \[u\] = \[2\]"
     ):
@@ -178,13 +171,13 @@ def test_the_weights_say_which_form_a_loss_has_and_another_shape_is_refused():
 
 def test_a_trainer_weighs_units_alike():
     batch = pairs(random_batch((3, [4, 2]), (2, [3, 5]), (6, [1, 1]))).replace(unit_weights=None)
-    trainer = RoleTrainer(make(exact_model()), loss=nll).with_loss_fn(preference, loss_per="unit")
+    trainer = RoleTrainer(make(exact()), loss=nll).with_loss_fn(preference, loss_per="unit")
     assert trainer.weighted(batch).unit_weights.tolist() == [0.0, 0.5, 0.5]  # the first pair is masked out
     trainer.with_loss_fn(preference, loss_agg_units="all")
     assert trainer.weighted(batch).unit_weights.tolist() == [0.0] + [1 / 3] * 2
     assert trainer.weighted(batch).weights is None
     assert trainer.update(batch)["margin"].count == 2
-    critic = RoleTrainer(make(exact_model("critic")), loss=nll).with_loss_fn(
+    critic = RoleTrainer(make(exact("critic")), loss=nll).with_loss_fn(
         bradley_terry, loss_per="unit", scores=True
     )
     first = critic.update(batch)["loss"].value

@@ -52,6 +52,16 @@ def crossings(root=ROOT):
                 yield f"{path.relative_to(root)}:{line} ({part}) imports {module}"
 
 
+def imported(folder, forbidden):
+    """What of the forbidden a folder of whet imports, as "file:line module"."""
+    return [
+        f"{path.name}:{line} {module}"
+        for path in (ROOT / "whet" / folder).rglob("*.py")
+        for line, module in imports(path)
+        if module.startswith(forbidden)
+    ]
+
+
 def test_every_part_of_whet_has_a_layer():
     parts = {p.stem for p in (ROOT / "whet").iterdir() if p.suffix == ".py" or (p / "__init__.py").is_file()}
     assert parts - {"__init__"} <= set(RANK), "give the new part a place in LAYERS"
@@ -82,13 +92,7 @@ def test_ops_import_only_torch_types_errors_and_the_standard_library():
 
 def test_learners_know_neither_parallelism_nor_engines():
     forbidden = ("whet.parallel", "torch.distributed", "whet.rollout.engine", "whet.rollout.hf", "whet.rollout.vllm")
-    bad = [
-        f"{path.name}:{line} {module}"
-        for path in (ROOT / "whet" / "learners").rglob("*.py")
-        for line, module in imports(path)
-        if module.startswith(forbidden)
-    ]
-    assert bad == []
+    assert imported("learners", forbidden) == []
 
 
 def test_config_and_cli_import_nothing_heavy_anywhere():
@@ -101,10 +105,4 @@ def test_config_and_cli_import_nothing_heavy_anywhere():
 
 def test_a_run_knows_no_learner_no_cluster_and_no_reward():
     forbidden = ("whet.learners", "whet.cluster", "whet.rewards", "whet.rollout", "whet.data")
-    bad = [
-        f"{path.name}:{line} {module}"
-        for path in (ROOT / "whet" / "run").rglob("*.py")
-        for line, module in imports(path)
-        if module.startswith(forbidden)
-    ]
-    assert bad == []
+    assert imported("run", forbidden) == []

@@ -14,16 +14,18 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode
 from whet.errors import ConfigError
-from whet.learners.report import engine_metrics, rewarded_metrics, trajectory_advantages
+from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.metrics import flat
@@ -32,9 +34,11 @@ from whet.rewards.metric_fns import call_metric_fns
 from whet.rollout.options import check_trainable
 from whet.run.observer import Observer
 from whet.run.run import Run
-from whet.types import Group, TokenBatch
+from whet.types import Group, Prompt, TokenBatch
 
 __all__ = ["RLLearner"]
+
+log = logging.getLogger("whet")
 
 _STAGES = {
     "sample": ("step",),
@@ -145,6 +149,9 @@ class RLLearner:
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
+        own = type(self)
+        if eval_ds is not None and own.sample is not RLLearner.sample and own.rollout is RLLearner.rollout:
+            log.info("evaluation completes prompts by %s.rollout, not by its `sample`", own.__name__)
         task = RLTask(self, eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         perf = self.cluster.perf_config
@@ -153,13 +160,23 @@ class RLLearner:
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def sample(self, step: Step) -> Step:
-        """Completes the prompts of a step, num_generations times each: `groups`, `versions`."""
+        """Makes the groups of a step, its prompts completed by `rollout`: `groups`, `versions`."""
         before = self.cluster.rollout.stats()
         with self.cluster.trace.span("rollout"):
-            groups = self.cluster.sample(step.prompts, num_generations=self.num_generations, step=step.index)
-        versions = {int(v) for g in groups for c in g.completions for v in c.versions if v >= 0}
+            groups = self.rollout(step.prompts, step=step.index, mode=step.mode)
+        versions = np.unique(np.concatenate([np.empty(0, int), *(c.versions for g in groups for c in g.completions)]))
         done = self.cluster.rollout.stats().since(before)
-        return step.replace(groups=groups, versions=tuple(sorted(versions))).log(engine_metrics(done))
+        return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log(engine_metrics(done))
+
+    def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode) -> Sequence[Group]:
+        """Completes prompts, in training and in evaluation alike: the place for episodes of your own.
+
+        Args: prompts: encoded. step: under which the draws are addressed. mode: whose sampling parameters, and whose
+            number of completions: `num_generations_of(mode)`.
+        Returns: a group for each prompt.
+        """
+        number = self.num_generations_of(mode)
+        return self.cluster.sample(prompts, num_generations=number, step=step, mode=mode)
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
@@ -196,8 +213,10 @@ class RLLearner:
         """Logs the step, evaluates and saves where they are due."""
         if self.metric_fns:
             self._call_metric_fns(step)
-        row = {**flat(step.metrics), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
-        run.end_step(step, row, num_tokens=step.need_batch().num_tokens)
+        batch = step.need_batch()  # whose rewards are what was trained on, however a `batch` stage has shaped them
+        found = {**step.metrics, **total_metrics(batch)}
+        row = {**flat(found), **self.cluster.take_metrics(step.index, Mode.TRAIN)}
+        run.end_step(step, row, num_tokens=batch.num_tokens)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
@@ -217,6 +236,13 @@ class RLLearner:
     def num_generations(self) -> int:
         """G: completions of each prompt in training."""
         return 1
+
+    def num_generations_of(self, mode: Mode) -> int:
+        """Completions of each prompt in a mode: an evaluation's own number, or 1 where it is greedy, or training's."""
+        if mode is Mode.TRAIN:
+            return self.num_generations
+        config = self.cluster.rollout_for(mode)
+        return config.num_generations_eval or (1 if config.temperature == 0 else self.num_generations)
 
     def num_updates(self, num_groups: int) -> int:
         """Optimizer steps that a step of so many groups makes: passes times mini-batches."""
@@ -252,17 +278,12 @@ class RLLearner:
         return 1
 
     def _call_metric_fns(self, step: Step) -> None:
-        inputs, batch = step.need_rewarded().inputs, step.need_batch()
+        batch = step.need_batch()
         found = call_metric_fns(
             self.metric_fns,
-            inputs.prompts,
-            inputs.completions,
-            advantages=trajectory_advantages(batch).tolist(),
+            step.need_rewarded().inputs,
+            advantages=batch.trajectory_advantages.tolist(),
             rewards=batch.rewards.tolist(),
-            completion_ids=inputs.completion_ids,
-            trajectory_ids=inputs.trajectory_ids,
-            mode=inputs.mode,
-            **inputs.columns,
         )
         self.cluster.buffer_metrics(found, Mode.TRAIN)
 

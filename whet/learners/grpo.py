@@ -26,16 +26,22 @@ from whet.learners.objective import (
     advantage_inputs,
     make_estimator,
     make_objective,
-    ratio_level,
+    policy_loss,
     resolve_name,
-    surrogate_name,
 )
 from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
 from whet.learners.step import Step
 from whet.metrics import Max, Mean
-from whet.ops import LOSS_AGG_MODES, POLICY_LOSSES, estimate, masked_column, mismatch_metrics, segment_sum
+from whet.ops import (
+    LOSS_AGG_MODES,
+    estimate,
+    masked_column,
+    metrics_without_advantage,
+    mismatch_metrics,
+    segment_sum,
+)
 from whet.run.observer import Observer
-from whet.train.worker import Metrics
+from whet.train.reductions import Metrics, labels_of
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["GRPOLearner", "GrpoLearner"]
@@ -61,6 +67,8 @@ _METRICS = {
     "sequence_clip_ratio/region": {"clip_ratio/region_mean": "sequence_mean"},
 }
 """How the loss's metrics are named and reduced: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
+_ON_POLICY = ("sampling/sampling_logp_difference",)
+"""How far trainer and sampler are apart: once the weights have moved, how far those have moved is in it."""
 
 
 class GRPOLearner(RLLearner):
@@ -96,7 +104,7 @@ class GRPOLearner(RLLearner):
             observers=observers,
         )
         c = algo_config
-        if rl_cluster.get_rollout_config().temperature == 0:
+        if rl_cluster.rollout_for().temperature == 0:
             raise ConfigError(
                 "rollout.temperature=0 draws the same completion num_generations times: all completions of a group are "
                 "equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
@@ -115,16 +123,17 @@ class GRPOLearner(RLLearner):
                 c.kl_loss_mode,
                 c.beta,
             )
-        self.skips = surrogate_name(c) in POLICY_LOSSES and not self.needs_reference and c.entropy_coef == 0
+        self.zero_metrics = metrics_without_advantage(policy_loss(c))
+        self.skips = self.zero_metrics is not None and not self.needs_reference and c.entropy_coef == 0
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
-            norm = float(rl_cluster.get_rollout_config().max_tokens_to_generate)
+            norm = float(rl_cluster.rollout_for().max_tokens_to_generate)
         trainer = rl_cluster.actor_trainer
         trainer.with_loss_fn(
             self.loss, loss_agg_mode=mode, loss_agg_norm=norm, loss_agg_units=c.loss_agg_units, entropy=True
         )
-        trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions})
+        trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions}, on_policy=_ON_POLICY)
         for worker in rl_cluster.workers.values():
             worker.set_max_sequences(
                 training=self._sequences(self.config.train_micro_batch_size),
@@ -238,13 +247,14 @@ class GRPOLearner(RLLearner):
             return step.log(self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole))
 
     def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
-        level = ratio_level(self.objective)
-        return {**skipped_metrics(whole, run), **of_whole_batch(found, whole, run, level=level)}
+        reductions = self.cluster.actor_trainer.reductions
+        zero = {k: how for name in self.zero_metrics or () for k, how in labels_of(name, reductions).items()}
+        return {**skipped_metrics(whole, run), **of_whole_batch(found, whole, run, zero=zero)}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective at each token, as the configuration composes it: [s], and its metrics."""
         loss, metrics = self.objective(x)
-        if self.cluster.actor_trainer.on_policy and x.sampler_logprobs is not None:
+        if x.sampler_logprobs is not None:
             metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
         if x.entropy is not None:
             metrics["entropy"] = x.entropy.detach()

@@ -16,12 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from torch import nn
 
 from whet.cluster import RLCluster
 from whet.config import Role
-from whet.ops import Support
+from whet.ops import Support, group_spread
 from whet.train.role_trainer import lower_rate
 from whet.types import TokenBatch
 
@@ -131,17 +130,12 @@ class Health:
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """What a resumed run needs to warn as this one would: since when each warning lasts, and each role's skipped
-        updates in a row, the tenth of which ends the run.
-        """
-        skipped = {role.value: trainer.skipped for role, trainer in self.cluster.trainers.items()}
-        return {"since": {name: list(found) for name, found in self._since.items()}, "skipped": skipped}
+        """What a resumed run needs to warn as this one would: since when each warning lasts."""
+        return {"since": {name: list(found) for name, found in self._since.items()}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; an empty one, of a checkpoint of an earlier version, starts from nothing."""
         self._since = {name: (int(first), int(count)) for name, (first, count) in state.get("since", {}).items()}
-        for role, trainer in self.cluster.trainers.items():
-            trainer.skipped = int(state.get("skipped", {}).get(role.value, 0))
 
 
 def most_choices(support: Support, vocabulary: int) -> int | None:
@@ -173,18 +167,14 @@ def _no_gradient(row: Mapping[str, float]) -> bool | None:
 
 
 def _differ(batch: TokenBatch) -> bool:
-    """Whether two rewards of a group differ. As ops.group_spread, which refuses infinities; here nothing is refused."""
-    each: dict[int, set[float]] = {}
-    for group, reward in zip(batch.group_of.tolist(), batch.rewards.tolist(), strict=True):
-        if not math.isnan(reward):
-            each.setdefault(group, set()).add(reward)
-    return any(len(rewards) > 1 for rewards in each.values())
+    """Whether two rewards of a group differ."""
+    return bool(group_spread(batch.rewards, batch.group_of).any())
 
 
 def _silence(seen: Seen) -> str:
     """Why no token has an advantage, and what to look at."""
     group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
-    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {seen.rewarded.total[0]}"
+    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {float(seen.batch.rewards[0])}"
     return f"nothing is learned from the rewards: {_cause(seen)}. {said}. See completions/ for all of them"
 
 
@@ -195,9 +185,9 @@ def _cause(seen: Seen) -> str:
             "no completion ended by itself, and algo.mask_truncated_completions leaves those out; raise "
             "rollout.max_tokens_to_generate, or switch it off"
         )
-    none = int(np.isnan(rewarded.total).sum())
+    none, number = int(batch.rewards.isnan().sum()), len(batch.rewards)
     functions = ", ".join(rewarded.names) or "the reward functions"
-    if none == len(rewarded.total):
+    if none == number:
         failed = [n for n in rewarded.names if f"rewards/{n}/errors" in seen.row]
         if failed:
             return (
@@ -213,7 +203,7 @@ def _cause(seen: Seen) -> str:
             "the completions of each group are all the same, and so are their rewards: the policy has collapsed or "
             f"rollout.temperature is too low; raise it, or {lower_rate(Role.ACTOR)}"
         )
-    some = f" ({none} of {len(rewarded.total)} are None)" if none else ""
+    some = f" ({none} of {number} are None)" if none else ""
     return (
         f"the rewards within each group are all equal{some}; check {functions} and algo.reward_weights, raise "
         "algo.num_generations or rollout.temperature, or bring prompts that are neither too hard nor too easy"

@@ -36,9 +36,8 @@ __all__ = [
     "advantage_inputs",
     "make_estimator",
     "make_objective",
-    "ratio_level",
+    "policy_loss",
     "resolve_name",
-    "surrogate_name",
     "with_fields",
 ]
 
@@ -97,20 +96,15 @@ def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> Adv
     )
 
 
-def ratio_level(objective: Objective) -> str:
-    """What has one importance ratio: a "token", or a whole "sequence"."""
-    surrogate = objective.surrogate
-    return surrogate.keywords.get("level", "token") if isinstance(surrogate, functools.partial) else "token"
-
-
-def surrogate_name(config: GRPOConfig) -> Any:
-    """The policy loss of a configuration, as it was given. Raises ConfigError: two fields choose it."""
+def policy_loss(config: GRPOConfig) -> Callable[..., Any]:
+    """The policy loss of a configuration. Raises ConfigError: two fields choose it, or nothing has this name."""
     if config.loss_algo != "grpo" and config.policy_loss_fn != "grpo":
         raise ConfigError(
             f"loss_algo={config.loss_algo!r} and policy_loss_fn={config.policy_loss_fn!r} both choose the loss; "
             "leave one at 'grpo'"
         )
-    return config.loss_algo if config.policy_loss_fn == "grpo" else config.policy_loss_fn
+    name = config.loss_algo if config.policy_loss_fn == "grpo" else config.policy_loss_fn
+    return resolve_name(name, POLICY_LOSSES, "policy loss")
 
 
 def make_objective(config: GRPOConfig) -> Objective:
@@ -119,7 +113,7 @@ def make_objective(config: GRPOConfig) -> Objective:
     factors = [] if config.sampler_is is None else [resolve_name(config.sampler_is, CORRECTIONS, "sampler_is")]
     factors += [resolve_name(name, TOKEN_MASKS, "loss mask") for name in config.loss_masks]
     return Objective(
-        surrogate=with_fields(resolve_name(surrogate_name(config), POLICY_LOSSES, "policy loss"), config),
+        surrogate=with_fields(policy_loss(config), config),
         factors=tuple(with_fields(fn, config) for fn in factors),
         kl=with_fields(reference_kl, config),
         beta=config.beta,

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
-from whet.ops import segment_count, segment_mean
+from whet.ops import group_spread
+from whet.rewards.manager import sample_std
 from whet.rollout.base import EngineStats
 from whet.types import Group, TokenBatch
 
@@ -23,12 +23,13 @@ __all__ = [
     "advantage_metrics",
     "completion_columns",
     "engine_metrics",
+    "known_by_group",
     "of_whole_batch",
     "rewarded_metrics",
     "rollout_metrics",
     "skipped_metrics",
     "spread",
-    "trajectory_advantages",
+    "total_metrics",
 ]
 
 
@@ -53,9 +54,37 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
 
 
 def rewarded_metrics(rewarded: Rewarded) -> dict[str, Metric]:
-    """Rewards and completions of a batch: what training and evaluation both log."""
-    applied = rewarded.total[~np.isnan(rewarded.total)]
-    return {**rewarded.metrics, **spread("rewards/score", applied), **rollout_metrics(rewarded.groups)}
+    """What the reward functions said, and the completions: what training and evaluation both log."""
+    return {**rewarded.metrics, **rollout_metrics(rewarded.groups)}
+
+
+def total_metrics(batch: TokenBatch) -> dict[str, Metric]:
+    """The rewards that a batch is trained on; NaN (no function applied) is left out everywhere.
+
+    Tunix's: rewards/score/{mean,max,min}. TRL's: reward, the mean; reward_std, the standard deviation (n - 1) over the
+    whole batch; frac_reward_zero_std, the share of groups whose rewards are all equal. whet's:
+    reward_std_within_groups, the mean over groups of the standard deviation in a group (n - 1; 0 for a group of one).
+    Standard deviations merge across batches as means.
+    """
+    parts = known_by_group(batch)
+    known = np.concatenate([*parts, np.empty(0)])
+    equal = len(parts) - int(group_spread(batch.rewards, batch.group_of).sum())
+    return {
+        **spread("rewards/score", known),
+        "reward": Mean(float(known.sum()), len(known)),
+        "reward_std": Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0),
+        "reward_std_within_groups": Mean(float(sum(sample_std(part) for part in parts)), len(parts)),
+        "frac_reward_zero_std": Mean(float(equal), len(parts)),
+    }
+
+
+def known_by_group(batch: TokenBatch) -> list[np.ndarray]:
+    """The rewards of each group that has any, in order, without those that are NaN: float64."""
+    known = ~batch.rewards.isnan()
+    rewards, group_of = batch.rewards[known].numpy(), batch.group_of[known].numpy()
+    order = np.argsort(group_of, kind="stable")
+    bounds = np.flatnonzero(np.diff(group_of[order])) + 1
+    return [part for part in np.split(rewards[order], bounds) if len(part)]
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
@@ -91,7 +120,7 @@ def engine_metrics(done: EngineStats) -> dict[str, Metric]:
 def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
     """Advantages of trajectories, rewards/advantage/*, and of trained tokens, advantage/*, both as in Tunix."""
     assert batch.advantages is not None
-    each = trajectory_advantages(batch)
+    each = batch.trajectory_advantages.numpy()
     each = each[~np.isnan(each)]
     tokens = batch.advantages[batch.mask].double().numpy()
     found = {
@@ -113,17 +142,19 @@ def skipped_metrics(whole: TokenBatch, run: TokenBatch) -> dict[str, Metric]:
     }
 
 
-def of_whole_batch(found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, level: str) -> dict[str, Metric]:
+def of_whole_batch(
+    found: Mapping[str, Metric], whole: TokenBatch, run: TokenBatch, *, zero: Mapping[str, str]
+) -> dict[str, Metric]:
     """An update's metrics as those of the whole mini-batch, where sequences without signal were not run.
 
-    A clip takes nothing from an advantage of 0, so such tokens count as unclipped; entropy is that of the tokens run,
-    under the weights of all; other means are over the tokens run.
+    What is 0 without an advantage (a clip takes nothing from it) counts the tokens that were not run as 0; entropy is
+    that of the tokens run, under the weights of all; other means are over the tokens run.
 
     Args:
         found: of the update.
         whole: the mini-batch, with its weights.
         run: the part of it that was run.
-        level: of the importance ratio, "token" or "sequence": what the clip ratios count.
+        zero: the metrics that are 0 without an advantage, and how each was reduced (one of worker.REDUCTIONS).
     """
     assert whole.weights is not None
     assert run.weights is not None
@@ -132,23 +163,17 @@ def of_whole_batch(found: Mapping[str, Metric], whole: TokenBatch, run: TokenBat
         return dict(found)
     sequences = len(whole.sequence[whole.mask].unique()) - len(run.sequence[run.mask].unique())
     metrics = dict(found)
-    for name in ("clip_ratio/high_mean", "clip_ratio/low_mean", "clip_ratio/region_mean", "pg_clipfrac"):
-        if isinstance(mean := metrics.get(name), Mean):
-            unclipped = sequences if level == "sequence" and name != "pg_clipfrac" else tokens
-            metrics[name] = Mean(mean.sum, mean.count + unclipped)
-    if "clip_ratio/low_min" in metrics:
-        metrics["clip_ratio/low_min"] = Min(0.0)
+    for name, how in zero.items():
+        metric = metrics.get(name)
+        if isinstance(metric, Mean) and how in ("mean", "sequence_mean"):
+            metrics[name] = Mean(metric.sum, metric.count + (tokens if how == "mean" else sequences))
+        elif isinstance(metric, Min):
+            metrics[name] = metric.merge(Min(0.0))
+        elif isinstance(metric, Max):
+            metrics[name] = metric.merge(Max(0.0))
     if isinstance(mean := metrics.get("entropy"), Mean) and run.weights.sum() > 0:
         metrics["entropy"] = Mean(mean.sum * float(whole.weights.sum() / run.weights.sum()), mean.count)
     return metrics
-
-
-def trajectory_advantages(batch: TokenBatch) -> np.ndarray:
-    """The advantage of each trajectory: float64 [J], the mean over its trained tokens; NaN where it has none."""
-    assert batch.advantages is not None
-    trajectory, number = batch.trajectory, len(batch.group_of)
-    means = segment_mean(batch.advantages.double(), batch.mask, trajectory, number)
-    return means.masked_fill(segment_count(batch.mask, trajectory, number) == 0, torch.nan).numpy()
 
 
 def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
@@ -162,10 +187,11 @@ def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str,
         "completion": [text for texts in rewarded.texts for text in texts],
         "tokens": [c.tokens for _, c in pairs],
         "logprobs": [c.logprobs for _, c in pairs],
-        "reward": rewarded.total[trajectories].tolist(),
+        "reward": batch.rewards.numpy()[trajectories].tolist(),
         "finish_reason": [c.finish_reason for _, c in pairs],
         "version": [int(c.versions.max()) for _, c in pairs],
+        "info": [c.info for _, c in pairs],
     }
     if batch.advantages is not None:
-        columns["advantage"] = trajectory_advantages(batch)[trajectories].tolist()
+        columns["advantage"] = batch.trajectory_advantages.numpy()[trajectories].tolist()
     return columns, {name: values[trajectories] for name, values in sorted(rewarded.table.items())}

@@ -16,7 +16,7 @@ from whet.data.order import PromptStream, digests
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.learners.health import Health
-from whet.learners.report import completion_columns, rewarded_metrics, spread
+from whet.learners.report import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
 from whet.learners.step import Step
 from whet.metrics import Mean, Metric, flat, merge
 from whet.rewards.manager import Rewarded, RewardManager
@@ -24,7 +24,7 @@ from whet.rollout.requests import check_prompt_lengths
 from whet.run.observer import Observed
 from whet.run.provenance import note_reads
 from whet.run.task import Task
-from whet.types import Prompt, TokenBatch
+from whet.types import Group, Prompt, TokenBatch
 from whet.util.refs import is_ref
 
 __all__ = ["RLTask"]
@@ -44,9 +44,8 @@ class Learner(Protocol):
     metric_fns: list[Callable[..., Any]]
     reward_manager: Any
 
-    @property
-    def num_generations(self) -> int:
-        """G: completions of each prompt in training."""
+    def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode) -> Sequence[Group]:
+        """Completes prompts."""
         ...
 
     def reward(self, step: Step) -> Step:
@@ -131,7 +130,7 @@ class RLTask(Task):
         return prompts
 
     def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
-        config = self.cluster.get_rollout_config(mode)
+        config = self.cluster.rollout_for(mode)
         check_prompt_lengths(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
 
     def _encoder(self, mode: Mode) -> PromptEncoder:
@@ -155,7 +154,7 @@ class RLTask(Task):
             **{name: dump_tree(given) for name, given in roles.items() if given is not None},
             "algo": dump_tree(learner.algo_config),
             "data": dump_tree(learner.data),
-            "rollout": dump_tree(cluster.get_rollout_config(Mode.TRAIN)),
+            "rollout": dump_tree(cluster.rollout_for(Mode.TRAIN)),
             "rollout_engine": dump_tree(cluster.cluster_config.rollout_engine),
             "trainer": dump_tree(learner.config),
         }
@@ -164,7 +163,7 @@ class RLTask(Task):
         """What was given from Python and has no key in the settings."""
         rollout, evaluation = self.cluster.cluster_config.rollout_config, {}
         if isinstance(rollout, dict):  # else the section's own `eval` says how evaluation differs
-            usual, own = (dump_tree(self.cluster.get_rollout_config(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
+            usual, own = (dump_tree(self.cluster.rollout_for(mode)) for mode in (Mode.TRAIN, Mode.EVAL))
             evaluation = {name: value for name, value in own.items() if value != usual[name]}
         given = {"data_shuffle_seed": self.learner.data_shuffle_seed, "rollout_config[Mode.EVAL]": evaluation}
         return {"from Python": given}
@@ -225,23 +224,21 @@ class RLTask(Task):
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
     def evaluate(self, run: Observed, step: int) -> dict[str, float]:
-        """Rolls out the whole evaluation set and rewards it.
+        """Rolls out the whole evaluation set as the learner does, and rewards it.
 
         Returns: the row that is logged: rewards/score/{mean,max,min}, each function's, lengths.
         """
         learner, cluster = self.learner, self.cluster
         self.prepare()
         prompts = self._eval_prompts or []
-        config = cluster.get_rollout_config(Mode.EVAL)
-        generations = config.num_generations_eval or (1 if config.temperature == 0 else learner.num_generations)
         started = time.monotonic()
         with cluster.trace.span("eval"):
-            groups = cluster.sample(prompts, num_generations=generations, step=step, mode=Mode.EVAL)
+            groups = learner.rollout(prompts, step=step, mode=Mode.EVAL)
             found = learner.reward(Step(index=step, prompts=prompts, groups=groups, mode=Mode.EVAL))
         rewarded = found.need_rewarded()
         batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
         row = {
-            **flat(_evaluation_metrics(rewarded, generations)),
+            **flat(_evaluation_metrics(rewarded, batch)),
             **cluster.take_metrics(step, Mode.EVAL),
             "time/eval": time.monotonic() - started,
         }
@@ -272,13 +269,13 @@ class RLTask(Task):
             )
 
 
-def _evaluation_metrics(rewarded: Rewarded, generations: int) -> dict[str, Metric]:
+def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metric]:
     """Rewards and completions; the best of each group; the accuracy where all rewards are 0 or 1."""
-    metrics, total = rewarded_metrics(rewarded), rewarded.total
-    each = np.split(total, range(generations, len(total), generations))
-    known = [g[~np.isnan(g)] for g in each]
-    best = np.array([g.max() for g in known if len(g)])
-    metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best) if generations > 1 else {})
+    metrics, total = {**rewarded_metrics(rewarded), **total_metrics(batch)}, batch.rewards.numpy()
+    generations = int(batch.group_of.bincount().max())  # of the largest group
+    if generations > 1:
+        best = np.array([rewards.max() for rewards in known_by_group(batch)])
+        metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best))
     if np.isin(total, (0.0, 1.0)).all():
         metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
     return metrics

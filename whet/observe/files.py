@@ -194,7 +194,7 @@ def finite(value: object) -> float | None:
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
-    """JSON that every reader takes: NaN and infinities become null, numpy's numbers plain ones.
+    """JSON that every reader takes: NaN and infinities become null, numpy's numbers and arrays plain ones.
 
     Args: value: nested dicts, lists and scalars. indent: spaces, for people.
     """
@@ -208,8 +208,8 @@ def _plain(value: Any) -> Any:
         return [_plain(v) for v in value]
     if value is None or isinstance(value, str | bool | int):
         return value
-    if hasattr(value, "item"):
-        return _plain(value.item())
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     return str(value)

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from whet.config import diff, dump, dump_tree
-from whet.config.engines import nested
+from whet.config import dump
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.observe.files import (
     append_to,
@@ -35,29 +34,9 @@ from whet.observe.files import (
 )
 from whet.observe.lock import FolderLock
 
-__all__ = ["RunFolder", "changed_settings", "holds_steps"]
+__all__ = ["RunFolder", "holds_steps"]
 
 log = logging.getLogger("whet")
-
-_FREE = (
-    "actor.gradient_checkpointing",
-    "critic.gradient_checkpointing",
-    "reference.gradient_checkpointing",
-    "offload_to_cpu",
-    "trainer.max_steps",
-    "trainer.num_epochs",
-    "trainer.resume",
-    "trainer.allow_config_change",
-    "trainer.run_dir",
-    "trainer.loggers",
-    "trainer.metrics_logging_options",
-    "trainer.perf_metrics_options",
-    "trainer.profile",
-    "trainer.checkpointing_options",
-    "trainer.pbar_description",
-)
-"""Keys that a resumed run may change: they don't change what a step computes. Of the run's length only a learning-rate
-schedule knows, which is rebuilt for another one, with a warning: see Optim.plan."""
 
 _COMPLETIONS = re.compile(r"(?:train|eval)-([0-9]+)\.parquet", re.ASCII)
 
@@ -240,8 +219,8 @@ class RunFolder:
             step: the global step.
             mode: "train" or "eval".
             columns: a sequence each: row, generation, prompt (text, or messages), completion (text), tokens (ids),
-                logprobs, reward, advantage, finish_reason, version; all but `advantage` are required, and NaN or None
-                becomes null.
+                logprobs, reward, advantage, finish_reason, version, info (a mapping, written as JSON; empty ones become
+                null); all but `advantage` and `info` are required, and NaN or None becomes null.
             rewards: per function, "exact" -> "reward/exact".
         Returns: the file.
         Raises: DataError: a column is missing, unknown, or of another length.
@@ -257,34 +236,6 @@ class RunFolder:
         }
         write_atomic(path, lambda file: pq.write_table(table, file, **options))
         return path
-
-
-def changed_settings(old: Any, new: Any) -> list[str]:
-    """How a resumed run's configuration differs in what its steps compute.
-
-    Args: old, new: configurations, or their trees.
-    Returns: "key: old -> new" for each key that differs; left out are those that change no step, such as
-        trainer.max_steps, and sections that one side lacks: an earlier version noted fewer, and of a model that is
-        given as a module nothing is known.
-
-    >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
-    ['trainer.seed: 0 -> 1']
-    >>> changed_settings({"rollout_engine": "vanilla"}, {"rollout_engine": "embedded"})  # Tunix's name of it
-    []
-    """
-    old, new = (_nested(dump_tree(side)) for side in (old, new))
-    names = [side.get("rollout_engine") for side in (old, new)]
-    if names in (["vanilla", "embedded"], ["embedded", "vanilla"]):  # Tunix's name and whet's, of one engine
-        new = {**new, "rollout_engine": names[0]}
-    shared = old.keys() & new.keys()
-    old, new = ({k: v for k, v in side.items() if k in shared} for side in (old, new))
-    return [change for change in diff(old, new) if not change.startswith(_FREE)]
-
-
-def _nested(tree: dict[str, Any]) -> dict[str, Any]:
-    """Settings with the engines' fields in their sections, where earlier versions had them flat."""
-    rollout = tree.get("rollout")
-    return {**tree, "rollout": nested(rollout)} if isinstance(rollout, Mapping) else tree
 
 
 def holds_steps(path: str | Path) -> bool:
@@ -365,8 +316,9 @@ def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) ->
         "advantage": pa.float64(),
         "finish_reason": pa.string(),
         "version": pa.int32(),
+        "info": pa.string(),
     }
-    if missing := [n for n in types if n not in columns and n != "advantage"]:
+    if missing := [n for n in types if n not in columns and n not in ("advantage", "info")]:
         raise DataError(f"completions lack the columns {', '.join(missing)}")
     if unknown := [n for n in columns if n not in types]:
         raise DataError(f"completions have unknown columns {', '.join(unknown)}; known: {', '.join(types)}")
@@ -380,6 +332,8 @@ def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) ->
         if name == "reward":
             for fn, values in rewards.items():
                 arrays[f"reward/{fn}"] = pa.array(_numbers(values), pa.float64())
+        if name == "info":
+            given[name] = [to_json(info) if info else None for info in given[name]]
         values = _numbers(given[name]) if kind == pa.float64() else [_text(v) for v in given[name]]
         arrays[name] = pa.array(values, kind)
     return pa.table(arrays)

@@ -36,7 +36,13 @@ from whet.ops.objective import (
     reference_kl,
     truncated_importance,
 )
-from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, nll
+from whet.ops.policy_losses import (
+    POLICY_LOSSES,
+    clipped_surrogate,
+    metrics_without_advantage,
+    nll,
+    zero_without_advantage,
+)
 from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
 from whet.ops.uniform import address_key, uniform
 from whet.ops.value_losses import VALUE_LOSSES, clipped_value
@@ -75,6 +81,7 @@ __all__ = [
     "masked_var",
     "masked_whiten",
     "mean_only",
+    "metrics_without_advantage",
     "mismatch_metrics",
     "nll",
     "off_policy_mask",
@@ -90,4 +97,5 @@ __all__ = [
     "truncated_weights",
     "uniform",
     "unit_weights",
+    "zero_without_advantage",
 ]

@@ -190,18 +190,19 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def group_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Which groups have signal: two rewards that differ, so that some advantage is not 0.
 
-    Args: rewards [N], NaN = not applicable. group_ids: Long [N], 0..num_groups-1.
+    Args: rewards [N], NaN = not applicable; infinite ones may be compared. group_ids: Long [N], 0..num_groups-1.
     Returns: Bool [num_groups], num_groups = the largest id + 1.
-    Raises: DataError: an infinite reward, or shapes that differ.
+    Raises: DataError: shapes that differ.
     Source: the filter of DAPO's dynamic sampling, arXiv:2503.14476.
 
     >>> from torch import tensor
     >>> group_spread(tensor([1., 0., 5., 5.]), tensor([0, 0, 1, 1]))
     tensor([ True, False])
     """
-    r, given, _, _ = _grouped(rewards, group_ids)
+    _check_shapes(rewards, group_ids)
+    r = rewards.detach().double()
     num = int(group_ids.max()) + 1 if len(group_ids) else 0
-    return _spread(r, given, group_ids, num)
+    return _spread(r, ~r.isnan(), group_ids, num)
 
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
@@ -214,15 +215,19 @@ ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
 
 def _grouped(rewards: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor, int]:
     """Rewards in float64, which are not NaN, dense group ids and how many there are."""
-    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
-        shapes = f"{list(rewards.shape)} and {list(group_ids.shape)}"
-        raise DataError(f"rewards and group_ids have shapes {shapes}; give one of each per completion: [N] and [N]")
+    _check_shapes(rewards, group_ids)
     r = rewards.detach().double()
     if r.isinf().any():
         at = int(r.isinf().nonzero()[0])
         raise DataError(f"reward {at} is {r[at].item()}; rewards must be finite, or NaN for not applicable")
     ids, groups = torch.unique(group_ids, return_inverse=True)
     return r, ~r.isnan(), groups, len(ids)
+
+
+def _check_shapes(rewards: Tensor, group_ids: Tensor) -> None:
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        shapes = f"{list(rewards.shape)} and {list(group_ids.shape)}"
+        raise DataError(f"rewards and group_ids have shapes {shapes}; give one of each per completion: [N] and [N]")
 
 
 def _spread(r: Tensor, given: Tensor, groups: Tensor, num: int) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,12 +20,40 @@ from whet.errors import ConfigError, lookup_error
 from whet.ops.masked import masked_column, segment_mean
 from whet.types import LossInputs
 
-__all__ = ["POLICY_LOSSES", "clipped_surrogate", "nll"]
+__all__ = ["POLICY_LOSSES", "clipped_surrogate", "metrics_without_advantage", "nll", "zero_without_advantage"]
 
 LossOutput = tuple[Tensor, dict[str, Tensor]]
 """(loss [s], {metric: [s]})."""
+LossFn = TypeVar("LossFn", bound=Callable[..., Any])
 
 
+def zero_without_advantage(*metrics: str) -> Callable[[LossFn], LossFn]:
+    """Declares of a policy loss that where the advantage is 0 it has no gradient, and that these metrics are 0 there.
+
+    A learner need not run sequences without an advantage then: it counts their tokens in the means of these metrics.
+    Args: metrics: names, as the loss returns them.
+    Returns: what marks the loss and gives it back.
+
+    >>> @zero_without_advantage("far")
+    ... def reinforce(x):
+    ...     return -x.need("advantages") * x.logprobs, {"far": (x.logprobs < -5) & (x.advantages > 0)}
+    >>> metrics_without_advantage(reinforce), metrics_without_advantage(nll)
+    (('far',), None)
+    """
+
+    def declare(loss: LossFn) -> LossFn:
+        loss.zero_without_advantage = metrics  # pyright: ignore[reportFunctionMemberAccess]
+        return loss
+
+    return declare
+
+
+def metrics_without_advantage(loss: Callable[..., Any]) -> tuple[str, ...] | None:
+    """What a loss has declared by zero_without_advantage; None = nothing, so it may have a gradient anywhere."""
+    return getattr(loss, "zero_without_advantage", None)
+
+
+@zero_without_advantage("clip_ratio/high", "clip_ratio/low", "clip_ratio/region", "pg_clipfrac", "pg_clipfrac_lower")
 def clipped_surrogate(
     x: LossInputs,
     *,
@@ -101,7 +130,10 @@ def nll(x: LossInputs) -> LossOutput:
 
 POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
     "grpo": clipped_surrogate,
-    "gspo-token": partial(clipped_surrogate, level="sequence"),
+    "gspo-token": zero_without_advantage(
+        *("sequence_clip_ratio/high", "sequence_clip_ratio/low", "sequence_clip_ratio/region"),
+        *("pg_clipfrac", "pg_clipfrac_lower"),
+    )(partial(clipped_surrogate, level="sequence")),
     "ppo": clipped_surrogate,
 }
 """fn(x: LossInputs, **kw) -> (loss [s], metrics), by name."""

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from whet.data.prompts import GIVEN
 from whet.errors import ConfigError, RewardError, nearest
 from whet.rewards.values import OnError, checked_rewards, said
 
@@ -45,8 +46,8 @@ LOG = logging.getLogger(__name__)
 RewardFn = Callable[..., Any]
 LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to report which functions were late."""
-GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompts", "rewards", "trajectory_ids")
-"""What functions are offered besides the columns of the data."""
+EACH = ("prompts", "completions", "completion_ids", "trajectory_ids")
+"""What functions are offered of each trajectory besides the columns of the data; `GIVEN` is all besides those."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,22 +78,14 @@ class RewardInputs:
     @classmethod
     def cat(cls, parts: Sequence[RewardInputs]) -> RewardInputs:
         """The inputs of several calls as those of one; a column that a part has not is None there."""
-        joined = {
-            name: [x for part in parts for x in getattr(part, name)]
-            for name in ("prompts", "completions", "completion_ids", "trajectory_ids")
-        }
+        joined = {name: [x for part in parts for x in getattr(part, name)] for name in EACH}
         known = dict.fromkeys(name for part in parts for name in part.columns)
         columns = {n: [x for p in parts for x in p.columns.get(n, [None] * len(p.prompts))] for n in known}
         return replace(parts[0], columns=columns, **joined)
 
     def offered(self) -> dict[str, Any]:
         """Every keyword with its value; the lists are new ones, so that a function may change its own."""
-        own = {
-            "prompts": self.prompts,
-            "completions": self.completions,
-            "completion_ids": self.completion_ids,
-            "trajectory_ids": self.trajectory_ids,
-        }
+        own = {name: getattr(self, name) for name in EACH}
         lists = {name: list(values) for name, values in {**self.columns, **own}.items()}
         return {**self.extras, **lists, "mode": self.mode}
 
@@ -207,8 +200,7 @@ def call_rewards(
 
 def _own(word: str, value: Any, inputs: RewardInputs) -> Any:
     """An argument that a function may change as it likes: no entry is shared with anyone."""
-    shared = word not in inputs.columns and word not in ("prompts", "completions", "completion_ids")
-    return value if shared else copied(value)
+    return copied(value) if word in inputs.columns or word in EACH else value
 
 
 def copied(values: Any) -> Any:

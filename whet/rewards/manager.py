@@ -20,7 +20,15 @@ from whet.rewards.text import REWARDS
 from whet.types import Group
 from whet.util.refs import is_ref, resolve_ref
 
-__all__ = ["REWARD_MANAGERS", "RewardManager", "Rewarded", "resolve_reward", "resolve_reward_manager", "reward_metrics"]
+__all__ = [
+    "REWARD_MANAGERS",
+    "RewardManager",
+    "Rewarded",
+    "resolve_reward",
+    "resolve_reward_manager",
+    "reward_metrics",
+    "sample_std",
+]
 
 RESERVED = frozenset({"max", "mean", "min", "sum"})
 """Names that no reward may have: rewards/<name> is a metric over all functions."""
@@ -30,15 +38,17 @@ RESERVED = frozenset({"max", "mean", "min", "sum"})
 class Rewarded:
     """What a reward manager returns.
 
-    Example: one group of two, exact_match of weight 1: total = [1., 0.], metrics["reward"] = Mean(1.0, 2).
+    Example: one group of two, exact_match of weight 1: total = [1., 0.], metrics["rewards/sum"] = Mean(1.0, 2).
     """
 
     groups: list[Group]
     """The groups, with `rewards` filled."""
     total: np.ndarray
-    """float64 [J]: the weighted sum of what applied; NaN = no function applied."""
+    """float64 [J]: the weighted sum of what applied; NaN = no function applied. A batch is made of it, and from then on
+    TokenBatch.rewards counts, which the batch stage may have shaped.
+    """
     metrics: dict[str, Metric]
-    """By name."""
+    """By name: of each function, not of the total."""
     names: tuple[str, ...] = ()
     """The functions, in order."""
     weights: Mapping[str, float] = dataclasses.field(default_factory=dict)
@@ -48,10 +58,13 @@ class Rewarded:
     inputs: RewardInputs
     """What the functions saw: prompts, completions and columns, J of each."""
 
-    @property
-    def table(self) -> dict[str, np.ndarray]:
-        """Float64 [J] by function, before its weight; NaN where it had no say or a group came without it."""
-        return _table(self.groups, self.names)
+    table: Mapping[str, np.ndarray] = None  # pyright: ignore[reportAssignmentType]
+    """Float64 [J] by function, before its weight; NaN where it had no say or a group came without it. By default the
+    rewards of the groups end to end."""
+
+    def __post_init__(self) -> None:
+        if self.table is None:
+            object.__setattr__(self, "table", _table(self.groups, self.names))
 
     @classmethod
     def cat(cls, parts: Sequence[Rewarded]) -> Rewarded:
@@ -63,12 +76,12 @@ class Rewarded:
             return parts[0]
         groups = [group for part in parts for group in part.groups]
         names = tuple(dict.fromkeys(name for part in parts for name in part.names))
-        total = np.concatenate([part.total for part in parts])
-        of_all = reward_metrics(_table(groups, names), total, _sizes(groups))
+        table = _table(groups, names)
         return cls(
             groups=groups,
-            total=total,
-            metrics={**merge(*(part.metrics for part in parts)), **of_all},
+            total=np.concatenate([part.total for part in parts]),
+            metrics={**merge(*(part.metrics for part in parts)), **reward_metrics(table)},
+            table=table,
             names=names,
             weights={name: weight for part in parts for name, weight in part.weights.items()},
             texts=[texts for part in parts for texts in part.texts],
@@ -86,8 +99,8 @@ class RewardManager:
     >>> c = [Completion(tokens=np.array([52 + i, 256]), logprobs=np.zeros(2), versions=np.zeros(2, int),
     ...      finish_reason="stop", generation=i) for i in range(2)]
     >>> out = RewardManager("exact_match", weights=[2.0])([Group(prompt=p, completions=tuple(c))], [["4", "5"]])
-    >>> out.total, out.groups[0].rewards, out.metrics["reward"].value
-    (array([2., 0.]), {'exact_match': array([1., 0.])}, 1.0)
+    >>> out.total, out.groups[0].rewards, out.metrics["rewards/exact_match"].value
+    (array([2., 0.]), {'exact_match': array([1., 0.])}, 0.5)
     """
 
     def __init__(
@@ -163,51 +176,49 @@ class RewardManager:
         Raises:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
         """
-        inputs, sizes = _inputs(groups, texts, mode, self.algo_fields, extras or {})
+        inputs = _inputs(groups, texts, mode, self.algo_fields, extras or {})
         made, errors = call_rewards(self.fns, inputs, timeout_s=self.timeout_s, on_error=self.on_error)
-        ends = np.cumsum(sizes)
-        filled = []
-        for group, end, size in zip(groups, ends, sizes, strict=True):
-            own = {name: values[end - size : end] for name, values in made.items()}
-            filled.append(dataclasses.replace(group, rewards={**group.rewards, **own}))
-        made = _table(filled, tuple(made))  # with the rewards that groups came with
-        weights = {name: self.weights.get(name, 1.0) for name in made}
-        total = _weighted(made, weights)
-        metrics = reward_metrics(made, total, sizes)
+        table = {**made, **{name: r for name, r in _table(groups).items() if name not in made}}  # what groups came with
+        cut = {name: np.split(values, np.cumsum(_sizes(groups))[:-1]) for name, values in made.items()}
+        filled = [
+            dataclasses.replace(group, rewards={**group.rewards, **{name: parts[i] for name, parts in cut.items()}})
+            for i, group in enumerate(groups)
+        ]
+        weights = {name: self.weights.get(name, 1.0) for name in table}
+        metrics = reward_metrics(table)
         metrics |= {f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count}
         return Rewarded(
             groups=filled,
-            total=total,
+            total=_weighted(table, weights),
             metrics=metrics,
-            names=tuple(made),
+            table=table,
+            names=tuple(table),
             weights=weights,
             texts=texts,
             inputs=inputs,
         )
 
 
-def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: Sequence[int]) -> dict[str, Metric]:
-    """What is logged of a batch's rewards; NaN (not applicable) is left out everywhere.
+def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
+    """What is logged of the functions' rewards; NaN (not applicable) is left out everywhere.
 
     Tunix's: rewards/<f>, the mean of one function; rewards/{sum,mean,min,max}: of a trajectory over its functions,
-    unweighted; then the mean (sum, mean), least and greatest of the batch. TRL's: rewards/<f>/{mean,std}; reward, the
-    mean of the totals; reward_std, their standard deviation (n - 1) over the whole batch; frac_reward_zero_std, the
-    share of groups whose totals are all equal. whet's: reward_std_within_groups, the mean over groups of the standard
-    deviation of the totals in a group (n - 1; 0 for a group of one). Standard deviations merge across batches as means.
+    unweighted; then the mean (sum, mean), least and greatest of the batch. TRL's: rewards/<f>/{mean,std}. Standard
+    deviations merge across batches as means.
 
-    Args: rewards: float64 [J] per function. total: float64 [J]. sizes: trajectories per group, sum J.
+    Args: rewards: float64 [J] per function.
     Returns: name -> metric.
     Source: Tunix rl/reward_manager.py, TRL GRPOTrainer; Tunix logs NaN for min and max where one is NaN, whet doesn't.
 
-    >>> m = reward_metrics({"f": np.array([1.0, 0.0, 1.0, 1.0])}, np.array([1.0, 0.0, 1.0, 1.0]), [2, 2])
-    >>> m["rewards/f"].value, m["reward"].value, m["reward_std"].value, m["frac_reward_zero_std"].value
-    (0.75, 0.75, 0.5, 0.5)
+    >>> m = reward_metrics({"f": np.array([1.0, 0.0, 1.0, 1.0])})
+    >>> m["rewards/f"].value, m["rewards/f/std"].value
+    (0.75, 0.5)
     """
     metrics: dict[str, Metric] = {}
     for name, values in rewards.items():
         known = values[~np.isnan(values)]
         metrics[f"rewards/{name}"] = metrics[f"rewards/{name}/mean"] = Mean(float(known.sum()), len(known))
-        metrics[f"rewards/{name}/std"] = Mean(_std(known), 1) if len(known) else Mean(0.0, 0)
+        metrics[f"rewards/{name}/std"] = Mean(sample_std(known), 1) if len(known) else Mean(0.0, 0)
     table = np.stack(list(rewards.values()), 1)  # [J f]
     table = table[~np.isnan(table).all(1)]
     if len(table):
@@ -216,13 +227,6 @@ def reward_metrics(rewards: Mapping[str, np.ndarray], total: np.ndarray, sizes: 
         metrics["rewards/mean"] = Mean(float(means.sum()), len(means))
         metrics["rewards/min"] = Min(float(np.nanmin(table)))
         metrics["rewards/max"] = Max(float(np.nanmax(table)))
-    parts = [part[~np.isnan(part)] for part in np.split(total, np.cumsum(sizes)[:-1])]
-    parts = [part for part in parts if len(part)]
-    known = total[~np.isnan(total)]
-    metrics["reward"] = Mean(float(known.sum()), len(known))
-    metrics["reward_std"] = Mean(_std(known), 1) if len(known) else Mean(0.0, 0)
-    metrics["reward_std_within_groups"] = Mean(float(sum(_std(part) for part in parts)), len(parts))
-    metrics["frac_reward_zero_std"] = Mean(float(sum(bool((part == part[0]).all()) for part in parts)), len(parts))
     return metrics
 
 
@@ -305,15 +309,13 @@ def _inputs(
     mode: Any,
     algo_fields: Mapping[str, Any],
     extras: Mapping[str, Any],
-) -> tuple[RewardInputs, list[int]]:
-    """What the functions are offered, and the trajectories of each group."""
+) -> RewardInputs:
+    """What the functions are offered."""
     if len(texts) != len(groups) or any(len(t) != len(g.completions) for t, g in zip(texts, groups, strict=True)):
         raise DataError("texts don't match the groups; give one text for every completion of every group")
     prompts, completions, ids, names, sources = [], [], [], [], []
-    sizes: list[int] = []
     for group, of_group in zip(groups, texts, strict=True):
         last = {c.generation: place for place, c in enumerate(group.completions)}  # first seen first, last fork wins
-        sizes.append(len(last))
         for generation, place in last.items():
             text = of_group[place]
             chat = not isinstance(group.prompt.source, str)
@@ -325,7 +327,7 @@ def _inputs(
     if not prompts:
         raise DataError("no completions to reward; sample at least one per prompt")
     known = dict.fromkeys(name for columns in sources for name in columns)
-    inputs = RewardInputs(
+    return RewardInputs(
         prompts=prompts,
         completions=completions,
         completion_ids=ids,
@@ -335,7 +337,6 @@ def _inputs(
         algo_fields=algo_fields,
         extras=extras,
     )
-    return inputs, sizes
 
 
 def _sizes(groups: Sequence[Group]) -> list[int]:
@@ -343,7 +344,7 @@ def _sizes(groups: Sequence[Group]) -> list[int]:
     return [len({c.generation for c in group.completions}) for group in groups]
 
 
-def _table(groups: Sequence[Group], names: Sequence[str]) -> dict[str, np.ndarray]:
+def _table(groups: Sequence[Group], names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     """Float64 [J] by name: those of `names`, then whatever else a group has."""
     every = dict.fromkeys([*names, *(name for group in groups for name in group.rewards)])
     if taken := sorted(every.keys() & RESERVED):
@@ -366,6 +367,10 @@ def _brought(group: Group, name: str, size: int) -> np.ndarray:
     return values
 
 
-def _std(values: np.ndarray) -> float:
-    """The sample standard deviation; 0 for one value, and exactly 0 for equal ones."""
+def sample_std(values: np.ndarray) -> float:
+    """The sample standard deviation (n - 1); 0 for one value, and exactly 0 for equal ones.
+
+    >>> sample_std(np.array([0.0, 1.0, 1.0, 0.0, 0.5])), sample_std(np.full(3, 0.1))
+    (0.5, 0.0)
+    """
     return 0.0 if len(values) < 2 or (values == values[0]).all() else float(values.std(ddof=1))

@@ -13,26 +13,21 @@ from typing import Any
 import numpy as np
 
 from whet.errors import RewardError
-from whet.rewards.contract import copied, function_name, keywords
+from whet.rewards.contract import RewardInputs, copied, function_name, keywords
 from whet.rewards.values import said, shown
 
 __all__ = ["call_metric_fns"]
 
 
 def call_metric_fns(
-    fns: Sequence[Callable[..., Any]],
-    prompts: Sequence[Any],
-    completions: Sequence[Any],
-    advantages: Any,
-    rewards: Any,
-    **columns: Any,
+    fns: Sequence[Callable[..., Any]], inputs: RewardInputs, *, advantages: Any, rewards: Any
 ) -> dict[str, tuple[Any, Callable[..., Any] | None]]:
     """What the metric functions say of a batch of N trajectories.
 
     Args:
-        fns: called one after the other. prompts, completions [N]: as reward functions see them.
+        fns: called one after the other. inputs: what reward functions see.
         advantages, rewards: one per trajectory (advantages also one per token); NaN where no token is trained, and
-            where no reward function applied. columns: [N] each, and whatever else.
+            where no reward function applied.
 
     Returns:
         name -> (value, aggregation): the aggregation joins the values of a step (e.g. numpy.mean); None = as it is.
@@ -41,16 +36,11 @@ def call_metric_fns(
         ConfigError: a function needs what is not offered. RewardError: it raised, or returned another form, or a name
             that another function gave.
 
-    >>> call_metric_fns([lambda rewards, **kw: {"best": (max(rewards), max)}], ["a"], ["b"], [0.0], [1.0])
+    >>> x = RewardInputs(prompts=["a"], completions=["b"], completion_ids=[[98]], trajectory_ids=["0_0"])
+    >>> call_metric_fns([lambda rewards, **kw: {"best": (max(rewards), max)}], x, advantages=[0.0], rewards=[1.0])
     {'best': (1.0, <built-in function max>)}
     """
-    offered = {
-        **columns,
-        "prompts": prompts,
-        "completions": completions,
-        "advantages": advantages,
-        "rewards": rewards,
-    }
+    offered = {**inputs.offered(), "advantages": advantages, "rewards": rewards}
     metrics: dict[str, tuple[Any, Callable[..., Any] | None]] = {}
     for fn in fns:
         name = function_name(fn)

@@ -70,6 +70,7 @@ def make_engine(
     decode: Callable[[Sequence[int]], str],
     tokenizer: Any,
     mesh: Any = None,
+    samplings: Sequence[Sampling] = (),
     generation_kwargs: Iterable[str] = (),
     grammars: Grammars | None = None,
 ) -> RolloutEngine:
@@ -79,10 +80,9 @@ def make_engine(
         spec: a name from ENGINES, "package.module:Class", a class or a partial. A class with `submit` and `poll` is
             called as cls(loaded, decode=...), "vllm" and "sglang" with config=; one with Tunix's `generate` as
             cls(rollout_actor=..., tokenizer=..., mesh=..., rollout_config=...).
-        loaded: the policy.
-        config: the rollout's.
-        decode: ids to text.
-        generation_kwargs: names of transformers' options that it will be asked for.
+        loaded: the policy. config: the rollout's. decode: ids to text.
+        samplings: of each mode, what the engine will be asked for; those of other packages check it now.
+        generation_kwargs: names of transformers' options that it will be asked for besides.
         grammars: those of the tokenizer, where the caller has them already.
     Returns: the engine. "embedded" becomes "hf" where the model can't take whet's attention layout or transformers'
         options are asked for, with the reason.
@@ -94,7 +94,7 @@ def make_engine(
     if spec == "embedded" and not loaded.packable:
         log.warning("rollout_engine 'embedded' can't run this model (%s); using 'hf'", "; ".join(loaded.reasons))
         spec = "hf"
-    if asked := sorted(generation_kwargs):
+    if asked := sorted({*generation_kwargs, *(name for s in samplings for name, _ in s.generation_kwargs)}):
         checked_options(dict.fromkeys(asked))
         if spec == "embedded":
             log.warning("generation_kwargs (%s) are transformers' own; using 'hf'", ", ".join(asked))
@@ -108,7 +108,7 @@ def make_engine(
     elif spec == "hf":
         options |= {"batch_size": config.max_batch_size, "grammars": grammars or grammars_of(loaded, tokenizer)}
     elif spec in OWN_WEIGHTS:
-        options["config"] = config
+        options |= {"config": config, "samplings": samplings}
     if spec not in ("embedded", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
         log.warning("kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens)
     kind = made.func if isinstance(made, functools.partial) else made

@@ -128,7 +128,8 @@ def completion(*parts: Output | np.ndarray, generation: int, info: Mapping[str, 
         versions=versions.astype(np.int32),
         finish_reason=outputs[-1].finish_reason,
         generation=generation,
-        info={**(info or {}), **({} if logits is None else {"logits": logits})},
+        info=dict(info or {}),
+        logits=logits,
     )
 
 

@@ -59,6 +59,7 @@ class SGLangEngine:
 
     Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
             strings only. config: the rollout's; its section sglang says how the engine is built.
+        samplings: what it will be asked for, checked now; by default the configuration's.
     Raises: EngineError: SGLang is not installed, or it does not compute this model as transformers does. ConfigError: a
         field that it can't carry out.
 
@@ -71,6 +72,7 @@ class SGLangEngine:
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
         config: RolloutConfig | None = None,
+        samplings: Sequence[Sampling] = (),
     ) -> None:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
@@ -82,8 +84,8 @@ class SGLangEngine:
         )
         warn_experimental("rollout_engine 'sglang'")
         _check_config(config)
-        for mode in ("train", "eval"):
-            self._check_sampling(sampling_of(config.for_mode(mode), ()))
+        for sampling in samplings or [sampling_of(config.for_mode(mode), ()) for mode in ("train", "eval")]:
+            self._check_sampling(sampling)
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         limits = [n for n in (max_positions(module), config.sglang.context_length) if n is not None]
         self._positions = min(limits, default=None)

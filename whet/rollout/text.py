@@ -69,7 +69,7 @@ def rollout_output(
     done = [c for g in groups for c in g.completions]
     return RolloutOutput(
         text=[decode(c.tokens) for c in done],
-        logits=[c.info["logits"] for c in done] if logits else None,
+        logits=[c.logits for c in done] if logits else None,  # pyright: ignore[reportArgumentType]
         tokens=[c.tokens for c in done],
         left_padded_prompt_tokens=left_padded([g.prompt.tokens for g in groups for _ in g.completions], pad_id),
         logprobs=[c.logprobs for c in done] if logprobs else None,

@@ -66,6 +66,7 @@ class VLLMEngine:
 
     Args: model: the policy; its config and its weights as they are now are copied. decode: ids -> text, needed for stop
             strings only. config: the rollout's; its section vllm say how vLLM is built.
+        samplings: what it will be asked for, checked now; by default the configuration's.
     Raises: EngineError: vLLM is not installed, or it does not compute this model as transformers does. ConfigError: a
         field that it can't carry out.
 
@@ -78,6 +79,7 @@ class VLLMEngine:
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
         config: RolloutConfig | None = None,
+        samplings: Sequence[Sampling] = (),
     ) -> None:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
@@ -85,8 +87,8 @@ class VLLMEngine:
         self._decode, self._extra = decode, dict(config.vllm.sampling_kwargs)
         _check_config(config)
         self._reports: Literal["drawn", "raw"] = MODES[config.vllm.logprobs_mode]
-        for mode in ("train", "eval"):
-            self._check_sampling(sampling_of(config.for_mode(mode), ()))
+        for sampling in samplings or [sampling_of(config.for_mode(mode), ()) for mode in ("train", "eval")]:
+            self._check_sampling(sampling)
         self._vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._names = Names(module)
         self._flights: dict[int, InFlightRequest] = {}

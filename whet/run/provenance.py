@@ -3,7 +3,7 @@
 A checkpoint records it (run.pt, "reads"), and a resumed run compares: different weights, configurations, tokenizer or
 evaluation data are refused, different code is logged. Weights count as they lie in memory, so a folder, a
 hub name and a module are alike. Training data have their own place: data/order.py. Of models that are trained the
-configuration alone counts: their weights are the checkpoint's.
+configuration alone counts: their weights are the checkpoint's. The settings are compared here too.
 Left out on purpose: what the user's code imports in its turn, and packages, whose versions environment.json has.
 """
 
@@ -22,7 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from whet.config import diff
+from whet.config import diff, dump_tree
+from whet.config.engines import nested
 from whet.errors import CheckpointError, ConfigError
 from whet.util.refs import resolve_ref
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from whet.config import Role
     from whet.train.worker import ModelWorker
 
-__all__ = ["check_reads", "note_reads", "plain", "weights_digest"]
+__all__ = ["changed_settings", "check_reads", "note_reads", "plain", "weights_digest"]
 
 log = logging.getLogger("whet")
 
@@ -46,6 +47,25 @@ _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio as an int64: its multiples are spread over all words."""
 _NO_MATTER = ("_", "attn_implementation", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 """Prefixes of keys in a model's configuration that do not change what it computes here."""
+_FREE = (
+    "actor.gradient_checkpointing",
+    "critic.gradient_checkpointing",
+    "reference.gradient_checkpointing",
+    "offload_to_cpu",
+    "trainer.max_steps",
+    "trainer.num_epochs",
+    "trainer.resume",
+    "trainer.allow_config_change",
+    "trainer.run_dir",
+    "trainer.loggers",
+    "trainer.metrics_logging_options",
+    "trainer.perf_metrics_options",
+    "trainer.profile",
+    "trainer.checkpointing_options",
+    "trainer.pbar_description",
+)
+"""Keys that a resumed run may change: they don't change what a step computes. Of the run's length only a learning-rate
+schedule knows, which is rebuilt for another one, with a warning: see Optim.plan."""
 
 
 def note_reads(
@@ -185,6 +205,37 @@ def plain(tree: Any) -> Any:
     if isinstance(tree, list | tuple):
         return [plain(v) for v in tree]
     return tree if isinstance(tree, str | int | float | bool | None) else repr(tree)
+
+
+# ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def changed_settings(old: Any, new: Any) -> list[str]:
+    """How a resumed run's configuration differs in what its steps compute.
+
+    Args: old, new: configurations, or their trees.
+    Returns: "key: old -> new" for each key that differs; left out are those that change no step, such as
+        trainer.max_steps, and sections that one side lacks: an earlier version noted fewer, and of a model that is
+        given as a module nothing is known.
+
+    >>> changed_settings({"trainer": {"max_steps": 5, "seed": 0}}, {"trainer": {"max_steps": 9, "seed": 1}})
+    ['trainer.seed: 0 -> 1']
+    >>> changed_settings({"rollout_engine": "vanilla"}, {"rollout_engine": "embedded"})  # Tunix's name of it
+    []
+    """
+    old, new = (_nested(dump_tree(side)) for side in (old, new))
+    names = [side.get("rollout_engine") for side in (old, new)]
+    if names in (["vanilla", "embedded"], ["embedded", "vanilla"]):  # Tunix's name and whet's, of one engine
+        new = {**new, "rollout_engine": names[0]}
+    shared = old.keys() & new.keys()
+    old, new = ({k: v for k, v in side.items() if k in shared} for side in (old, new))
+    return [change for change in diff(old, new) if not change.startswith(_FREE)]
+
+
+def _nested(tree: dict[str, Any]) -> dict[str, Any]:
+    """Settings with the engines' fields in their sections, where earlier versions had them flat."""
+    rollout = tree.get("rollout")
+    return {**tree, "rollout": nested(rollout)} if isinstance(rollout, Mapping) else tree
 
 
 # ---- models and tokenizer --------------------------------------------------------------------------------------------

@@ -27,13 +27,13 @@ from whet.observe.environment import environment, noted_environment
 from whet.observe.loggers import Loggers
 from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress
-from whet.observe.store import RunFolder, changed_settings, holds_steps
+from whet.observe.store import RunFolder, holds_steps
 from whet.observe.trace import timeline_folder
 from whet.parallel.ranks import Ranks
 from whet.parallel.run_state import check_storable
 from whet.run.interrupts import Interrupts
 from whet.run.observer import Control, Observer, Observers
-from whet.run.provenance import check_reads, plain
+from whet.run.provenance import changed_settings, check_reads, plain
 from whet.run.random_state import random_state, set_random_state
 from whet.run.task import Roles, Stream, Task
 from whet.train.role_trainer import RoleTrainer

@@ -126,8 +126,9 @@ class Checkpoints:
                 (folder / role.value).mkdir()
                 self.only_read[role].save(folder / role.value)
             updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
-            own = {"format": RUN_FORMAT, "updates": updates, "moved": [role.value for role in replaced]}
-            write_state({**state, **own}, folder / "run.pt")
+            skipped = {role.value: trainer.skipped for role, trainer in self.trainers.items()}
+            own = {"updates": updates, "skipped": skipped, "moved": [role.value for role in replaced]}
+            write_state({**state, **own, "format": RUN_FORMAT}, folder / "run.pt")
 
         replaced = [role for role, worker in self.only_read.items() if worker.replaced]
 
@@ -159,8 +160,10 @@ class Checkpoints:
                 f"{folder / 'run.pt'} has an unexpected format: its updates are {updates!r:.80}; resume from another "
                 "step-* folder"
             )
+        earlier = state.get("health", {}).get("skipped", {})  # where earlier versions had it, if at all
+        skipped = state.get("skipped", earlier)
         for role, trainer in self.trainers.items():
-            trainer.load(folder / role.value)
+            trainer.load(folder / role.value, skipped=skipped.get(role.value, 0))
             if trainer.train_steps != updates[role.value]:
                 raise CheckpointError(
                     f"{folder / 'run.pt'} says {updates[role.value]} updates of the {role.value}, its optimizer's "

@@ -13,13 +13,18 @@ from torch import Tensor
 from whet.metrics import Max, Mean, Metric, Min, Sum
 from whet.ops import segment_count, segment_mean
 
-__all__ = ["REDUCTIONS", "Metrics", "Reductions", "metrics_of", "reduced"]
+__all__ = ["REDUCTIONS", "Metrics", "Reductions", "labels_of", "metrics_of", "reduced"]
 
 Metrics = dict[str, Metric]
 Reductions = Mapping[str, Mapping[str, str]]
 REDUCTIONS = ("mean", "max", "min", "weighted", "sequence_mean", "sequence_max", "sequence_min")
 """How a metric per token is reduced: over the tokens of the mask; the sum under the token weights, as the loss; the
 mean, largest and least of the means of sequences."""
+
+
+def labels_of(name: str, reductions: Reductions) -> Mapping[str, str]:
+    """Under which labels a loss's metric is logged, and how it is reduced; its mean under its own name by default."""
+    return reductions.get(name, {name: "mean"})
 
 
 def reduced(
@@ -37,7 +42,7 @@ def reduced(
     labels, found = [], [mask.sum().double()]
     for name, value in values.items():
         value = value.detach().double()
-        for label, how in reductions.get(name, {name: "mean"}).items():
+        for label, how in labels_of(name, reductions).items():
             labels.append((label, how))
             if how.startswith("sequence_"):
                 found += _over_sequences(value, mask, sequence, num_sequences, how)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ from whet.errors import TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
 from whet.ops.weighting import Weighting
+from whet.train.reductions import Reductions
 from whet.train.worker import REDUCTIONS, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TrainExample
 
@@ -102,8 +103,8 @@ class RoleTrainer:
         self.displayed: tuple[str, ...] = ()
         self.skipped = 0
         """Updates in a row, up to now, whose gradient was not finite."""
-        self.on_policy = False
-        """While an update runs: whether all trained tokens of its mini-batch come from the weights as they are."""
+        self.on_policy_metrics: frozenset[str] = frozenset()
+        """Metrics of the loss that are logged of updates on policy alone."""
         self.listeners: list[Callable[[RoleTrainer, Metrics], Any]] = []
         """Told of each update and its metrics, after the hooks."""
         self._updated_version: int | None = None
@@ -151,11 +152,14 @@ class RoleTrainer:
         self._input_fn = fn
         return self
 
-    def with_rl_metrics_to_log(self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]]) -> RoleTrainer:
+    def with_rl_metrics_to_log(
+        self, metrics: Mapping[str, str | Sequence[str] | Mapping[str, str]], *, on_policy: Collection[str] = ()
+    ) -> RoleTrainer:
         """Sets how the loss's metrics are named and reduced; one that isn't named is logged as its mean.
 
         Args: metrics: name -> one of worker.REDUCTIONS ("mean", "max", "min" over tokens, "weighted" as the loss,
-            "sequence_mean", ...); several of them, logged as name/how; or {label: how}.
+            "sequence_mean", ...); several of them, logged as name/how; or {label: how}. on_policy: those that mean
+            something only where all trained tokens come from the weights as they are; left out of other updates.
         Raises: ConfigError: another word.
         """
         for name, how in metrics.items():
@@ -166,6 +170,7 @@ class RoleTrainer:
                 if h not in REDUCTIONS:
                     raise lookup_error(f"reduction of metric {name}", h, REDUCTIONS)
             self.reductions[name] = dict(labels)
+        self.on_policy_metrics |= set(on_policy)
         return self
 
     def with_tqdm_metrics_to_display(self, names: Iterable[str]) -> RoleTrainer:
@@ -215,6 +220,15 @@ class RoleTrainer:
         """The policy versions of trained tokens, other than the model's own now."""
         return batch.versions[batch.mask & (batch.versions != self.worker.version)].unique().tolist()
 
+    def is_on_policy(self, batch: TokenBatch) -> bool:
+        """Whether all trained tokens of a batch come from the weights as they are."""
+        return not self.updated_since_sync and not self.stale_versions(batch)
+
+    def _reductions(self, batch: TokenBatch) -> Reductions:
+        """What becomes of the loss's metrics on a batch: nothing, of one that means nothing there."""
+        left_out = () if self.is_on_policy(batch) else self.on_policy_metrics
+        return {**self.reductions, **{name: {} for name in left_out}}
+
     def update(self, batch: TokenBatch, *, keep: Keep | None = None, report: Report | None = None) -> Metrics:
         """One optimizer step on one mini-batch: weighs its tokens, selects, runs forward and backward, steps.
 
@@ -230,13 +244,9 @@ class RoleTrainer:
         self._hooks.on_train_step_start(self)
         whole = self.weighted(batch)
         run = whole if keep is None else whole.select(keep(whole))
-        self.on_policy = not self.updated_since_sync and not self.stale_versions(whole)
-        try:
-            metrics = self.worker.forward_backward(
-                run, self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
-            )
-        finally:
-            self.on_policy = False
+        metrics = self.worker.forward_backward(
+            run, self.loss, entropy=self.entropy, scores=self.scores, reductions=self._reductions(whole)
+        )
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._note_skipped(metrics)
@@ -250,9 +260,13 @@ class RoleTrainer:
             listener(self, metrics)
         return metrics
 
-    def load(self, folder: Path) -> None:
-        """Restores the model and optimizer that its worker saved. Raises CheckpointError where they don't fit."""
+    def load(self, folder: Path, *, skipped: int = 0) -> None:
+        """Restores the model and optimizer that its worker saved. Raises CheckpointError where they don't fit.
+
+        Args: skipped: updates in a row that had been skipped by then.
+        """
         self.worker.load(folder)
+        self.skipped = skipped
         self._updated_version = None  # checkpoints are written between steps
 
     def _prefixed(self, metrics: Metrics) -> Metrics:
@@ -289,7 +303,7 @@ class RoleTrainer:
             self._hooks.on_eval_step_start(self)
             batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
             found = self.worker.evaluate(
-                batch, self.loss, entropy=self.entropy, scores=self.scores, reductions=self.reductions
+                batch, self.loss, entropy=self.entropy, scores=self.scores, reductions=self._reductions(batch)
             )
             found = self._prefixed(found)
             self._hooks.on_eval_step_end(self, found)

@@ -59,7 +59,7 @@ class TunixVerbs:
             """Completes prompts."""
             ...
 
-        def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
+        def rollout_for(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
             """The rollout configuration of a mode."""
             ...
 
@@ -104,6 +104,10 @@ class TunixVerbs:
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 
+    def get_rollout_config(self, mode: Mode = Mode.TRAIN) -> RolloutConfig:
+        """The rollout configuration of a mode: `rollout_for`."""
+        return self.rollout_for(mode)
+
     def generate(
         self,
         prompts: Sequence[str] | Sequence[list[Message]],
@@ -130,7 +134,7 @@ class TunixVerbs:
         Returns: a RolloutOutput, one entry per prompt.
         Raises: DataError: no prompts, or one longer than max_prompt_length.
         """
-        config, sampling = self.get_rollout_config(mode), self.sampling(mode)
+        config, sampling = self.rollout_for(mode), self.sampling(mode)
         encoded = encode_texts(self.encoder(mode, apply_chat_template=apply_chat_template), one_or_many(prompts))
         longest = sampling.max_tokens if max_generation_steps is None else max_generation_steps
         sampling = dataclasses.replace(sampling, max_tokens=longest, return_logits=return_logits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -127,6 +128,17 @@ class TokenBatch(Columns):
     def unit(self) -> Tensor:
         """Long [S]: the unit of each token."""
         return self.unit_of.index_select(0, self.sequence)
+
+    @functools.cached_property
+    def trajectory_advantages(self) -> Tensor:
+        """Float64 [J]: the advantage of each trajectory, the mean over its trained tokens; NaN where it has none.
+
+        Raises: DataError: the batch has no advantages yet.
+        """
+        trajectory = self.trajectory[self.mask]
+        sums = torch.zeros(len(self.group_of), dtype=torch.float64)
+        sums.index_add_(0, trajectory, self.need("advantages")[self.mask].double())
+        return sums / trajectory.bincount(minlength=len(sums))
 
     def prefix(self, sequence: int) -> Tensor:
         """Long [P]: the prefix tokens of one sequence."""

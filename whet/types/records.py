@@ -59,7 +59,9 @@ class Completion:
     prefix: np.ndarray | None = None
     """int32 [P']: a fork's own prefix; None = the group's prompt."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Status, turns, tools: to the store, never to the loss."""
+    """Status, turns, tools: to the store, as JSON, never to the loss."""
+    logits: np.ndarray | None = None
+    """float [C, V], where they were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,7 +1,6 @@
 """`whet chat`: the conversation, its commands, and the loop around it."""
 
 import io
-import logging
 import os
 import signal
 import sys
@@ -17,15 +16,6 @@ from whet.config.generate import ChatConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
 from whet.rollout.base import PartialOutput
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    root, own = logging.getLogger(), logging.getLogger("whet")
-    before = root.handlers[:], root.level, own.level
-    yield
-    root.handlers[:], root.level = before[:2]
-    own.setLevel(before[2])
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,4 @@
 import json
-import logging
 import os
 import signal
 import subprocess
@@ -33,16 +32,6 @@ QUICK = [
     "trainer.max_steps=2",
     "algo.beta=0.0",
 ]
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    """The command line sets handlers on the root logger, with a stderr that ends with the test."""
-    root, own = logging.getLogger(), logging.getLogger("whet")
-    before = root.handlers[:], root.level, own.level
-    yield
-    root.handlers[:], root.level = before[:2]
-    own.setLevel(before[2])
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import io
 import json
-import logging
 import subprocess
 import sys
 
@@ -15,15 +14,6 @@ from whet.cli import main
 from whet.cli.generate import generate, visible
 from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
 from whet.errors import ConfigError, DataError
-
-
-@pytest.fixture(autouse=True)
-def logging_as_before():
-    root, own = logging.getLogger(), logging.getLogger("whet")
-    before = root.handlers[:], root.level, own.level
-    yield
-    root.handlers[:], root.level = before[:2]
-    own.setLevel(before[2])
 
 
 def words(model_folder, *more):

@@ -5,7 +5,7 @@ import pytest
 from whet.config import RolloutConfig, RunConfig, SGLangOptions, VLLMOptions, check, dump, load
 from whet.config.engines import FLAT, nested
 from whet.errors import ConfigError
-from whet.observe.store import changed_settings
+from whet.run.provenance import changed_settings
 
 
 def test_each_field_is_read_under_tunix_name_and_under_its_own():

@@ -14,7 +14,6 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.health import AGAIN, Health, most_choices
 from whet.ops import Support, group_relative
 from whet.rewards.manager import RewardManager
-from whet.train.role_trainer import MAX_SKIPPED
 from whet.types import Group, TokenBatch
 
 FINE = {"grad_norm": 1.0, "entropy/token_mean": 2.0}
@@ -165,20 +164,17 @@ def reloaded(state):
 def test_what_is_kept_makes_a_resumed_watch_warn_as_the_uninterrupted_one(tiny, health, caplog):
     watch(health, 1, 50, sample((None, None)))
     watch(health, 51, 57, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0})
-    tiny.actor_trainer.skipped = 4
     state = reloaded(health.state())
     said(caplog)
-    tiny.actor_trainer.skipped = 0
     other = Health(tiny)
     other.restore(state)
-    assert tiny.actor_trainer.skipped == 4 < MAX_SKIPPED
     texts = []
     for one in (health, other):
         watch(one, 58, 60, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0})
         texts.append(said(caplog))
     assert texts[0] == texts[1] and len(texts[0]) == 2
     other.restore({})  # a checkpoint of an earlier version
-    assert other.state() == {"since": {}, "skipped": {"actor": 0}}
+    assert other.state() == {"since": {}}
 
 
 def test_a_resumed_run_says_since_which_step_of_the_whole_run(tmp_path, caplog):

@@ -7,6 +7,7 @@ from helpers import cluster, length_reward, rows, tiny_model
 
 from whet.config import DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
+from whet.ops import zero_without_advantage
 
 EPSILON, BETA = 0.02, 0.2
 
@@ -198,3 +199,23 @@ def test_units_that_divide_the_loss_are_those_trained_or_all(monkeypatch):
         losses[units] = (float(weights.sum()), trained)
     assert losses["trained"][0] == pytest.approx(1.0)
     assert losses["all"][0] == pytest.approx(losses["all"][1] / 16)
+
+
+def test_a_loss_of_ones_own_says_what_is_zero_without_an_advantage_and_is_skipped_there():
+    def push(x):
+        """A clip of its own: what would be pushed up further than it is already."""
+        up = (x.advantages > 0) & (x.logprobs.detach() > -6)
+        return -x.need("advantages") * x.logprobs, {"pushed": up.float(), "own/pushed": up.float()}
+
+    half = lambda completions, completion_ids, **_: [float(i // 4 and len(c)) for i, c in enumerate(completion_ids)]
+    rows_of = []
+    for loss in (push, zero_without_advantage("pushed", "own/pushed")(lambda x: push(x))):
+        c = cluster(rollout={"eos_tokens": tuple(range(180, 264))}, num_epochs=1, lr=0.0)
+        c.actor_trainer.with_rl_metrics_to_log({"own/pushed": {"own/mean": "sequence_mean", "own/least": "min"}})
+        config = GRPOConfig(num_generations=4, beta=0.0, policy_loss_fn=loss)
+        made = GRPOLearner(c, config, half, data=DataConfig(batch_size=2, shuffle=False))
+        rows_of.append(made.train(rows(2)).rows[0])
+    running, skipping = rows_of
+    assert running["skipped/sequences"] == 0 < skipping["skipped/sequences"] and 0 < running["pushed"] < 1
+    for name in ("pushed", "own/mean", "own/least", "loss", "grad_norm"):
+        assert skipping[name] == pytest.approx(running[name], rel=1e-5), name

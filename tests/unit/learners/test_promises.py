@@ -2,17 +2,19 @@
 
 import logging
 
+import pyarrow.parquet
 import pytest
 import torch
-from helpers import cluster, length_reward, random_batch, rows, tiny_model
+from helpers import cluster, completion, length_reward, random_batch, rows, tiny_model
 
 from whet import ClusterConfig, DataConfig, GRPOConfig, GRPOLearner, RLCluster, RLTrainingConfig
-from whet.config import OptimConfig, RoleConfig
+from whet.config import Mode, OptimConfig, RoleConfig
 from whet.errors import ConfigError, DataError
 from whet.learners.step import Step
 from whet.models.load import load_model, save_model
 from whet.ops import token_weights
 from whet.train.worker import ModelWorker
+from whet.types import Group
 
 
 def learner(c=None, *, reward=length_reward, data=None, **algo):
@@ -130,3 +132,50 @@ def test_a_model_with_broken_weights_is_refused_when_it_loads():
         next(model.parameters()).fill_(torch.nan)
     with pytest.raises(ConfigError, match="not finite"):
         load_model(model)
+
+
+def test_rewards_that_a_batch_stage_shapes_are_those_that_are_logged_stored_and_given(tmp_path, caplog):
+    class Shaped(GRPOLearner):
+        def batch(self, step):
+            step = super().batch(step)
+            return step.replace(batch=step.batch.replace(rewards=torch.full_like(step.batch.rewards, 0.25)))
+
+    def noted(rewards):
+        seen.extend(rewards)
+        return {}
+
+    seen = []
+    made = Shaped(
+        cluster(engine="mock", max_steps=3, run_dir=str(tmp_path)),
+        GRPOConfig(num_generations=2, beta=0.0),
+        length_reward,
+        metric_fns=[noted],
+        data=DataConfig(batch_size=2),
+    )
+    row = made.train(rows(2)).rows[-1]
+    assert seen == [0.25] * 12 and row["reward"] == row["rewards/score/max"] == 0.25
+    assert row["reward_std"] == 0.0 and row["frac_reward_zero_std"] == 1.0
+    assert row["rewards/length_reward"] != 0.25  # the function's own
+    stored = pyarrow.parquet.read_table(tmp_path / "completions" / "train-000003.parquet")
+    assert stored["reward"].to_pylist() == [0.25] * 4
+    assert "reward 0.25" in caplog.text  # the warning that nothing is learned
+
+
+def test_a_learner_with_a_rollout_of_its_own_is_evaluated_by_it():
+    class Echo(GRPOLearner):
+        """Two "completions" of each prompt in training, three in evaluation, of as many tokens, and no engine."""
+
+        def rollout(self, prompts, *, step, mode):
+            asked.append((mode, step, len(prompts)))
+            number = 2 if mode is Mode.TRAIN else 3
+            made = tuple(completion([65] * (g + 1), g, version=self.cluster.actor.version) for g in range(number))
+            return [Group(prompt=p, completions=made) for p in prompts]
+
+    asked = []
+    config = GRPOConfig(num_generations=2, beta=0.0)
+    made = Echo(cluster(engine="mock", max_steps=1), config, length_reward, data=DataConfig(batch_size=2))
+    rows_of = made.train(rows(2), rows(5)).rows
+    assert asked == [(Mode.EVAL, 0, 5), (Mode.TRAIN, 1, 2), (Mode.EVAL, 1, 5)]
+    before, step, after = rows_of
+    assert step["completions/tokens"] == 2 * 3 and before["completions/tokens"] == after["completions/tokens"] == 5 * 6
+    assert after["rewards/best_of_3/mean"] == after["rewards/score/max"] > after["reward"]

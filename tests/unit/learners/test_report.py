@@ -1,11 +1,13 @@
 """What is stored of a step: one row for each completion, forks of an episode included."""
 
+import dataclasses
+
 import numpy as np
 import torch
 from helpers import completion, prompt
 
 from whet.learners.objective import advantage_inputs
-from whet.learners.report import completion_columns, rollout_metrics, trajectory_advantages
+from whet.learners.report import completion_columns, rollout_metrics
 from whet.rewards.manager import RewardManager
 from whet.types import Group, TokenBatch
 
@@ -15,11 +17,13 @@ def test_forks_carry_the_rewards_of_their_trajectory_and_the_newest_version():
         return [1.0, 0.0]
 
     forks = (completion([7, 8], version=[3, 4]), completion([9], prefix=[97, 5]), completion([7], 1, version=-1))
+    forks = (dataclasses.replace(forks[0], info={"status": "won"}), *forks[1:])
     rewarded = RewardManager(exact)([Group(prompt=prompt("a"), completions=forks)], [["x", "y", "z"]])
     batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
     columns, rewards = completion_columns(rewarded, batch)
     assert columns["reward"] == [1.0, 1.0, 0.0] and np.array_equal(rewards["exact"], [1.0, 1.0, 0.0])
     assert columns["version"] == [4, 0, -1] and columns["generation"] == [0, 0, 1]
+    assert columns["info"] == [{"status": "won"}, {}, {}]
 
 
 def test_a_reward_that_only_some_groups_came_with_is_nan_for_the_others():
@@ -40,7 +44,8 @@ def test_the_advantage_of_a_trajectory_is_the_mean_over_its_trained_tokens():
     group = Group(prompt=prompt("a"), completions=(*forks, last))
     batch = TokenBatch.from_groups([group], [1.0, 0.0, 0.5])
     batch = batch.replace(advantages=torch.tensor([9.0, 1.0, 2.0, 3.0, 6.0, 0.1, 0.1, 7.0, 7.0]))
-    assert np.array_equal(trajectory_advantages(batch), [3.0, np.float32(0.1), np.nan], equal_nan=True)
+    assert np.array_equal(batch.trajectory_advantages, [3.0, np.float32(0.1), np.nan], equal_nan=True)
+    assert batch.trajectory_advantages is batch.trajectory_advantages  # made once
     rewarded = RewardManager(lambda completions: [1.0, 0.0, 0.5])([group], [["w", "x", "y", "z"]])
     columns, _ = completion_columns(rewarded, batch)
     assert np.array_equal(columns["advantage"], [3.0, 3.0, np.float32(0.1), np.nan], equal_nan=True)

@@ -64,18 +64,21 @@ def test_a_stage_changes_neither_its_step_nor_the_learner():
 
 def test_only_the_first_update_of_fresh_tokens_is_on_policy():
     made = learner(cluster(mini_batch_size=1, lr=1e-2))
-    trainer, encode, seen = made.cluster.actor_trainer, made.cluster.encoder(), []
-    trainer.with_loss_fn(lambda x: (seen.append(trainer.on_policy), made.loss(x))[1])
+    trainer, encode = made.cluster.actor_trainer, made.cluster.encoder()
+    differs = "sampling/sampling_logp_difference"  # of sampler and trainer, on policy alone: later it is the update's
     step = made.sample(Step(index=1, prompts=[encode(row, i) for i, row in enumerate(rows(2))]))
     step = made.assign_advantages(made.batch(made.reward(step)))
     first, second = made.minibatches(step)
-    made.update(step, first)
-    assert trainer.updated_since_sync and not trainer.on_policy
-    made.update(step, second)
+    seen = [f"{differs}/max" in made.update(step, first).metrics]
+    assert trainer.updated_since_sync and not trainer.is_on_policy(second)
+    seen.append(f"{differs}/max" in made.update(step, second).metrics)
     made.cluster.sync_weights()
     assert not trainer.updated_since_sync and trainer.stale_versions(step.batch) == [0]
     made.update(step, first)  # the weights have a version of their own now, and these tokens are of the one before
+    seen.append(f"{differs}/max" in made.update(step, first).metrics)
     assert seen == [True, False, False]
+    weighted = trainer.weighted(first)
+    assert differs in made.cluster.actor.forward_backward(weighted, made.loss, entropy=True)  # the same loss, the same
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from whet.config import RunConfig, read_yaml
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.observe import RunFolder
 from whet.observe.files import to_json, write_atomic
-from whet.observe.store import changed_settings
+from whet.run.provenance import changed_settings
 
 
 def columns(n=2, **other):
@@ -121,12 +121,14 @@ def test_completions_read_back_with_pandas_and_datasets(tmp_path):
         rewards = {"exact": np.array([1.0, math.nan]), "length": [0.0, None]}
         chat = [{"role": "user", "content": "é"}]
         given = columns(prompt=["a", chat], completion=["x", "\ud800"], reward=[1.0, math.nan])
+        given["info"] = [{"status": "won", "turns": np.int64(3), "path": np.array([1.0, math.nan])}, {}]
         path = folder.write_completions(step=12, mode="eval", columns=given, rewards=rewards)
     assert path == tmp_path / "completions" / "eval-000012.parquet"
     table = pd.read_parquet(path)
     assert list(table) == [
         "step", "row", "generation", "prompt", "completion", "tokens", "logprobs", "reward/exact", "reward/length",
         "reward", "advantage", "finish_reason", "version",
+        "info",
     ]  # fmt: skip
     assert table["step"].tolist() == [12, 12] and table["tokens"][0].tolist() == [52, 256]
     assert table["logprobs"][1].tolist() == [-0.5, -0.25] and table["completion"].tolist() == ["x", "?"]
@@ -135,6 +137,8 @@ def test_completions_read_back_with_pandas_and_datasets(tmp_path):
         True,
     ]
     assert json.loads(table["prompt"][1]) == chat
+    assert json.loads(table["info"][0]) == {"status": "won", "turns": 3, "path": [1.0, None]}
+    assert table["info"].isna().tolist() == [False, True]
     assert pq.read_metadata(path).row_group(0).column(0).compression == "ZSTD"
 
 

@@ -233,6 +233,12 @@ def test_a_column_that_cannot_be_copied_is_handed_on_as_it_is(thing):
     assert call(lambda thing: [float(thing[0] is thing[1])] * 2, inputs)[0]["f"].tolist() == [1.0, 1.0]
 
 
+def measured(fns, prompts=("p",), rewards=(1.0,)):
+    """What metric functions say of one trajectory."""
+    one = RewardInputs(prompts=prompts, completions=["c"], completion_ids=[[99]], trajectory_ids=["0_0"])
+    return call_metric_fns(fns, one, advantages=[0.5], rewards=rewards)
+
+
 def test_what_a_metric_function_changes_reaches_neither_another_nor_the_record():
     chats = [[{"role": "user", "content": "q"}]]
     rewards = [1.0]
@@ -245,7 +251,7 @@ def test_what_a_metric_function_changes_reaches_neither_another_nor_the_record()
     def witness(prompts, rewards):
         return {"seen": (rewards[0] + len(prompts[0][0]["content"]), None)}
 
-    assert call_metric_fns([vandal, witness], chats, ["c"], [0.5], rewards)["seen"][0] == 2.0
+    assert measured([vandal, witness], chats, rewards)["seen"][0] == 2.0
     assert chats[0][0]["content"] == "q" and rewards == [1.0]
 
 
@@ -255,7 +261,7 @@ def test_whatever_a_metric_function_raises_names_it(kind):
         raise kind("stop")
 
     with pytest.raises(RewardError, match=f"metric function broken raised {kind.__name__}"):
-        call_metric_fns([broken], ["p"], ["c"], [0.5], [1.0])
+        measured([broken])
 
 
 def test_an_interrupt_in_a_metric_function_is_the_users():
@@ -263,11 +269,11 @@ def test_an_interrupt_in_a_metric_function_is_the_users():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        call_metric_fns([fn], ["p"], ["c"], [0.5], [1.0])
+        measured([fn])
 
 
 @pytest.mark.parametrize("value", ["text", [Broken()], 1j], ids=["text", "broken", "complex"])
 def test_a_metric_that_is_no_number_names_its_function(value):
     with pytest.raises(RewardError, match=r"metric function lambda returned .* for 'a'.*numbers"):
-        call_metric_fns([lambda rewards: {"a": (value, np.mean)}], ["p"], ["c"], [0.5], [1.0])
-    assert "a" in call_metric_fns([lambda rewards: {"a": (value, None)}], ["p"], ["c"], [0.5], [1.0])
+        measured([lambda rewards: {"a": (value, np.mean)}])
+    assert "a" in measured([lambda rewards: {"a": (value, None)}])

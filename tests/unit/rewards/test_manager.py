@@ -6,6 +6,7 @@ import pytest
 
 from whet.config.enums import Mode
 from whet.errors import ConfigError, DataError, RewardError
+from whet.learners.report import total_metrics
 from whet.metrics import Max, Mean, Min, Sum, flat, merge
 from whet.rewards.manager import (
     REWARD_MANAGERS,
@@ -147,11 +148,17 @@ def test_failures_are_raised_or_counted():
     assert math.isnan(out.metrics["rewards/bad"].value)
 
 
+def metrics(rewards, total, sizes):
+    """What a step logs of its rewards: of the functions, and of what the batch is trained on."""
+    batch = TokenBatch.from_groups([group(i, size=n) for i, n in enumerate(sizes)], total)
+    return {**reward_metrics(rewards), **total_metrics(batch)}
+
+
 def test_metrics_by_hand():
     # totals: group 0 = 1, 3 (sample std sqrt 2), group 1 = 2, 2 (0), group 2 = 5 and one n/a (one value: 0)
     a, b = np.array([1.0, 2, NAN, 2, 5, NAN]), np.array([0.0, 1, 2, 0, NAN, NAN])
     total = np.array([1.0, 3, 2, 2, 5, NAN])
-    m = reward_metrics({"a": a, "b": b}, total, [2, 2, 2])
+    m = metrics({"a": a, "b": b}, total, [2, 2, 2])
     values = flat(m)
     assert values["rewards/a"] == values["rewards/a/mean"] == (1 + 2 + 2 + 5) / 4
     assert values["rewards/a/std"] == pytest.approx(math.sqrt((1.5**2 + 0.5**2 + 0.5**2 + 2.5**2) / 3))
@@ -166,15 +173,15 @@ def test_metrics_by_hand():
 
 
 def test_metrics_where_nothing_applies_are_nan_and_merge_away():
-    nothing = reward_metrics({"a": np.full(2, NAN)}, np.full(2, NAN), [2])
+    nothing = metrics({"a": np.full(2, NAN)}, np.full(2, NAN), [2])
     assert all(math.isnan(value) for value in flat(nothing).values())
-    some = reward_metrics({"a": np.array([1.0, 3.0])}, np.array([1.0, 3.0]), [2])
+    some = metrics({"a": np.array([1.0, 3.0])}, np.array([1.0, 3.0]), [2])
     assert flat(merge(nothing, some)) == flat(some)
 
 
 def test_equal_rewards_have_a_standard_deviation_of_exactly_zero():
     total = np.full(3, 0.1)  # numpy's own std of three times 0.1 is 1.7e-17
-    m = reward_metrics({"a": total}, total, [3])
+    m = metrics({"a": total}, total, [3])
     assert (m["reward_std"].value, m["rewards/a/std"].value, m["frac_reward_zero_std"].value) == (0.0, 0.0, 1.0)
 
 
@@ -249,3 +256,14 @@ def test_parts_judged_apart_are_the_batch_judged_together():
         for name in set(a.rewards) & set(b.rewards):
             np.testing.assert_array_equal(a.rewards[name], b.rewards[name])
     assert Rewarded.cat([whole]) is whole
+
+
+def test_the_table_is_made_once_of_functions_and_of_what_groups_came_with():
+    groups = [group(0, rewards={"env": np.array([0.5, NAN])}), group(1)]
+    out = RewardManager(fixed([1, None, 3, 4]))(groups, [["", ""], ["", ""]])
+    assert out.table is out.table and list(out.table) == ["f", "env"]
+    np.testing.assert_array_equal(out.table["f"], [1, NAN, 3, 4])
+    np.testing.assert_array_equal(out.table["env"], [0.5, NAN, NAN, NAN])
+    by_hand = Rewarded(groups=out.groups, total=out.total, metrics={}, texts=[], inputs=out.inputs)
+    assert set(by_hand.table) == {"f", "env"}
+    np.testing.assert_array_equal(by_hand.table["env"], out.table["env"])

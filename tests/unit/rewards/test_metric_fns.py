@@ -2,11 +2,20 @@ import numpy as np
 import pytest
 
 from whet.errors import ConfigError, RewardError
+from whet.rewards.contract import RewardInputs
 from whet.rewards.metric_fns import call_metric_fns
 
 
-def call(*fns, **columns):
-    return call_metric_fns(fns, ["p"], ["c"], np.array([0.5]), np.array([1.0]), **columns)
+def call(*fns, extras=None, **columns):
+    inputs = RewardInputs(
+        prompts=["p"],
+        completions=["c"],
+        completion_ids=[[99]],
+        trajectory_ids=["0_0"],
+        columns=columns,
+        extras=extras or {},
+    )
+    return call_metric_fns(fns, inputs, advantages=np.array([0.5]), rewards=np.array([1.0]))
 
 
 def test_arguments_come_by_keyword_and_by_name():
@@ -17,6 +26,13 @@ def test_arguments_come_by_keyword_and_by_name():
         return {"answer": (answer, None)}
 
     assert call(full, named, answer=[3]) == {"n": (6.5, np.mean), "answer": ([3], None)}
+
+
+def test_they_are_offered_what_reward_functions_are_extras_too():
+    def full(trajectory_ids, completion_ids, mode, judge):
+        return {"seen": ((trajectory_ids, completion_ids, mode, judge), None)}
+
+    assert call(full, extras={"judge": "strict"})["seen"][0] == (["0_0"], [[99]], "train", "strict")
 
 
 @pytest.mark.parametrize(

@@ -360,5 +360,6 @@ def test_logits_of_a_single_turn_travel_with_it():
         finish_reason="stop",
         logits=np.zeros((1, 4)),
     )
-    assert completion(shown, generation=0).info["logits"].shape == (1, 4)
-    assert completion(shown, ANSWER, generation=0).info == {}
+    assert completion(shown, generation=0).logits.shape == (1, 4)
+    several = completion(shown, ANSWER, generation=0)
+    assert several.logits is None and several.info == {}

@@ -316,8 +316,8 @@ def test_an_evaluation_of_right_and_wrong_has_an_accuracy_and_the_best_of_each_g
     worth[4] = 0.5
     assert "accuracy" not in run.evaluate(7)
     assert [(r["step"], r["mode"]) for r in run.rows] == [(7, "eval")] * 3
-    evaluation = dataclasses.replace(run.roles.get_rollout_config(), num_generations_eval=1)
-    monkeypatch.setattr(run.roles, "get_rollout_config", lambda mode: evaluation)
+    evaluation = dataclasses.replace(run.roles.rollout_for(), num_generations_eval=1)
+    monkeypatch.setattr(run.roles, "rollout_for", lambda mode: evaluation)
     worth[:] = [1.0, 0.0, 0.0]
     assert not any("best_of" in name for name in run.evaluate(8))
 

@@ -155,3 +155,25 @@ def test_imitation_that_is_resumed_equals_the_uninterrupted(tmp_path):
     run = resumed.train(ROWS)
     assert resumed.task.seen == 16 and numbers(run) == numbers(expected)
     assert same(weights_of(resumed.roles.worker.module), weights_of(whole.roles.worker.module))
+
+
+def test_the_skipped_updates_in_a_row_of_a_supervised_run_are_in_its_checkpoint(tmp_path):
+    def broken(x):
+        return x.logprobs * torch.nan, {}
+
+    def run(**fields):
+        learner = SFTLearner(config(tmp_path, **fields))
+        learner.roles.trainers[Role.ACTOR].loss = broken
+        learner.train(ROWS)
+        return learner.roles.trainers[Role.ACTOR].skipped
+
+    assert run(max_steps=6) == 6
+    assert run(max_steps=6, resume="latest") == 6  # the tenth would end the run
+    path = tmp_path / "checkpoints" / "step-000006" / "run.pt"
+    state = torch.load(path, weights_only=True)
+    skipped = state.pop("skipped")
+    (path.parent / "sums.json").unlink()
+    torch.save({**state, "health": {"since": {}, "skipped": skipped}}, path)  # where an earlier version had it
+    assert run(max_steps=6, resume="latest") == 6
+    torch.save(state, path)  # where an earlier version saved none
+    assert run(resume="latest") == 2

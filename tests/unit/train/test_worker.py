@@ -2,9 +2,9 @@ import json
 
 import pytest
 import torch
-from helpers import END, gap, one_by_one, random_batch, same, tiny_model, weights_of
+from helpers import END, exact_model, gap, one_by_one, random_batch, same, tiny_model, weights_of
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, PhiConfig, PhiForCausalLM
+from transformers import AutoModelForCausalLM
 
 from whet.config import OptimConfig
 from whet.errors import CheckpointError, DataError
@@ -27,17 +27,6 @@ def weighted(batch, mode="token-mean"):
 def make(model=None, *, dtype=None, role="actor", **options):
     options = {"optim": OptimConfig(lr=1e-2), **options}
     return ModelWorker(load_model(tiny_model() if model is None else model, role=role), dtype=dtype, **options)
-
-
-def exact_model():
-    """A tiny Phi in float64; its norms stay there, whereas Qwen3's go through fp32."""
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = PhiForCausalLM(PhiConfig(vocab_size=264, **sizes))
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(4) if p.dim() > 1 else p.add_(torch.randn_like(p) * 0.1)
-    return model.double()
 
 
 def gradients(worker):
