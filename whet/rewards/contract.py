@@ -16,6 +16,7 @@ import functools
 import inspect
 import logging
 import math
+import signal
 import threading
 import time
 import traceback
@@ -310,11 +311,16 @@ class _Loop:
 
 
 def _like_here(run: Callable[[], None]) -> Callable[[], None]:
-    """The same to be run in another thread, with this thread's context variables, gradient mode and CUDA device."""
+    """The same to be run in another thread, with this thread's context variables, gradient mode and CUDA device.
+
+    SIGINT and SIGHUP are blocked there, and so in the programs that it starts: a terminal sends them to all, and the
+    result of an interrupted program is no reward. This process hears them on its main thread.
+    """
     context, grad = contextvars.copy_context(), torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     def there() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
         if device is not None:
             torch.cuda.set_device(device)
         with torch.set_grad_enabled(grad):

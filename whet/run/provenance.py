@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from whet.config import Role
     from whet.train.worker import ModelWorker
 
-__all__ = ["changed_settings", "check_reads", "note_reads", "plain", "weights_digest"]
+__all__ = ["changed_settings", "check_reads", "check_settings", "note_reads", "plain", "weights_digest"]
 
 log = logging.getLogger("whet")
 
@@ -208,6 +208,23 @@ def plain(tree: Any) -> Any:
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
+
+
+def check_settings(old: Any, new: Any, *, allow: bool) -> None:
+    """Compares a checkpoint's settings with a resumed run's.
+
+    Args: old, new: as changed_settings has them. allow: log the differences instead of refusing them.
+    Raises: CheckpointError: they differ in what a step computes; with the differences.
+    """
+    changed = changed_settings(old, new)
+    if changed and not allow:
+        raise CheckpointError(
+            "the configuration differs from the checkpoint's:\n  "
+            + "\n  ".join(changed)
+            + "\nresume with the same one, or set trainer.allow_config_change=true to continue with these changes"
+        )
+    if changed:
+        log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))
 
 
 def changed_settings(old: Any, new: Any) -> list[str]:

@@ -14,6 +14,7 @@ signal, an observer's wish, the time of a checkpoint) is decided for all of them
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,11 +30,12 @@ from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress
 from whet.observe.store import RunFolder, holds_steps
 from whet.observe.trace import timeline_folder
+from whet.parallel.checkpoint import run_of
 from whet.parallel.ranks import Ranks
 from whet.parallel.run_state import check_storable
 from whet.run.interrupts import Interrupts
 from whet.run.observer import Control, Observer, Observers
-from whet.run.provenance import changed_settings, check_reads, plain
+from whet.run.provenance import check_reads, check_settings, plain
 from whet.run.random_state import random_state, set_random_state
 from whet.run.task import Roles, Stream, Task
 from whet.train.role_trainer import RoleTrainer
@@ -96,6 +98,8 @@ class Run:
         self._stop = Interrupts()
         self._begun = False
         self._saved_step = 0
+        self._finished: tuple[tuple[int, ...], dict[str, Any]] | None = None
+        """What a checkpoint of the last finished step would hold, and the updates made by then; None = it is saved."""
 
     # ---- opening -------------------------------------------------------------------------------------------------
 
@@ -191,6 +195,8 @@ class Run:
         assert self.folder is not None
         assert self.stream is not None
         now = {**environment(), **self.roles.describe(), "passes": self.task.planned_passes(self.stream.batch_size)}
+        if self.checkpoints.root is not None:
+            now["run"] = self.checkpoints.run
         before = noted_environment(self.folder.path)
         parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "training", "rollout")
         changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
@@ -276,6 +282,8 @@ class Run:
         self._show(row)
         self._tell("on_step_end", self, step)
         self._do_what_is_due()
+        unsaved = self.checkpoints.root is not None and self._saved_step != self.step
+        self._finished = (self._updates(), copy.deepcopy(self._state())) if unsaved else None
 
     def _show(self, row: Mapping[str, float]) -> None:
         shown = {n: row[n] for n in self.trainer.displayed if n in row}
@@ -344,26 +352,51 @@ class Run:
         """Writes a checkpoint of the step just finished."""
         if self.checkpoints.root is None:
             return
+        folder = self._write(self._state())
+        self.saved_at, self._finished = time.monotonic(), None
+        if self._saved_step != self.step:  # else it was there already
+            self._saved_step = self.step
+            self._tell("on_save", self, folder)
+
+    def _state(self) -> dict[str, Any]:
+        """What run.pt holds of the step just finished, but for what every checkpoint has."""
         assert self.stream is not None
-        options = self.config.checkpointing_options or CheckpointingOptions()
         own = self.task.state()
         check_storable(own, "the state of the run")
-        state = {
+        return {
             **own,
             "step": self.step,
             "tokens": self.tokens,
             "stream": self.stream.state(),
-            "settings": self._compared(),
-            "reads": self.reads,
             "random": random_state(),
         }
+
+    def _write(self, state: Mapping[str, Any]) -> Path | None:
+        options = self.config.checkpointing_options or CheckpointingOptions()
+        whole = {**state, "settings": self._compared(), "reads": self.reads}
         with self.roles.trace.span("checkpoint"):
             tokenizer = self.roles.tokenizer
-            folder = self.checkpoints.save(self.step, state, tokenizer=tokenizer, keep=options.max_to_keep)
-        self.saved_at = time.monotonic()
-        if self._saved_step != self.step:  # else it was there already
-            self._saved_step = self.step
-            self._tell("on_save", self, folder)
+            return self.checkpoints.save(state["step"], whole, tokenizer=tokenizer, keep=options.max_to_keep)
+
+    def _updates(self) -> tuple[int, ...]:
+        """Grows with every update of a role: weights and optimizers are as they were while it is the same."""
+        return tuple(trainer.train_steps for trainer in self.roles.trainers.values())
+
+    def _save_finished(self, error: BaseException) -> None:
+        """Saves the steps before the one that failed, if it has updated nothing yet; its own error stays the run's."""
+        if isinstance(error, KeyboardInterrupt):
+            if self._finished is not None:
+                log.warning("stopped at once: there is no checkpoint of step %d", self.step)
+            return
+        if self._finished is None or self._finished[0] != self._updates():
+            return
+        state = self._finished[1]
+        try:
+            folder = self._write(state)
+        except WhetError as second:
+            log.warning("the %d steps before the error could not be saved: %s", state["step"], second)
+        else:
+            log.warning("the %d steps before the error are saved: %s", state["step"], folder)
 
     def _compared(self) -> dict[str, Any]:
         """What a resume compares: the settings, and what was given from Python and has no key there."""
@@ -387,18 +420,20 @@ class Run:
             log.info("resume=latest: no checkpoint in %s yet; starting from the beginning", self.checkpoints.root)
             return -1
         own, root = self.config.run_dir, self.checkpoints.root
-        if own is not None and root is not None and checkpoint.resolve().parent != root.resolve() and holds_steps(own):
-            raise CheckpointError(
-                f"{checkpoint} belongs to another run, and {own} holds steps of its own; give another trainer.run_dir, "
-                "or trainer.resume=latest to resume from what lies there"
-            )
+        if own is not None and root is not None and holds_steps(own):
+            written_by, here = run_of(checkpoint), noted_environment(own).get("run")
+            if checkpoint.resolve().parent != root.resolve() or (None not in (written_by, here) and written_by != here):
+                raise CheckpointError(
+                    f"{checkpoint} belongs to another run, and {own} holds steps of its own; give another "
+                    "trainer.run_dir, or resume from the checkpoints that lie there"
+                )
         self._restore(checkpoint)
         return self.step
 
     def _restore(self, checkpoint: Path) -> None:
         self.checkpoints.verify(checkpoint)
         state = self.checkpoints.state(checkpoint, self.task.needs)
-        self._check_settings(state)
+        check_settings(state["settings"], self._compared(), allow=self.config.allow_config_change)
         assert self.stream is not None
         assert self.reads is not None
         check_reads(state.get("reads"), self.reads, allow=self.config.allow_config_change)
@@ -410,19 +445,6 @@ class Run:
         self.checkpoints.discard(after=self.step)
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
 
-    def _check_settings(self, state: Mapping[str, Any]) -> None:
-        """Raises CheckpointError where the configuration differs, listing the differences."""
-        changed = changed_settings(state["settings"], self._compared())
-        if not changed:
-            return
-        if not self.config.allow_config_change:
-            raise CheckpointError(
-                "the configuration differs from the checkpoint's:\n  "
-                + "\n  ".join(changed)
-                + "\nresume with the same one, or set trainer.allow_config_change=true to continue with these changes"
-            )
-        log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))
-
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -430,6 +452,8 @@ class Run:
         try:
             if kind is None:
                 self._finish()
+            elif error is not None:
+                self._save_finished(error)
             if self._begun:
                 self._tell("on_run_end", self, error)
         finally:
