@@ -4,13 +4,16 @@ from pathlib import Path
 
 import pytest
 
+from whet.cli.commands import recipe_path
 from whet.config import load_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 
 
-def test_there_are_recipes():
+def test_there_are_recipes_and_the_command_line_finds_them():
     assert RECIPES
+    for path in RECIPES:
+        assert recipe_path(path.name).samefile(path)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)

@@ -247,7 +247,7 @@ def stories(folder: Path, last: int, count: int = 4) -> list[str]:
 
 def recipe_path(name: str) -> Path:
     """A recipe of whet: next to the package in a checkout, inside it in a wheel."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     found = [p for p in (here.parent / "recipes" / name, here / "recipes" / name) if p.is_file()]
     if not found:
         raise ConfigError(f"recipe {name} is not in {here / 'recipes'}; reinstall whet")

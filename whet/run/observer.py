@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from whet.config import TrainingConfig
-from whet.errors import ConfigError
+from whet.errors import ConfigError, nearest
 from whet.observe.store import RunFolder
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
@@ -72,6 +72,15 @@ class Observer:
     ...     def on_step_end(self, run, step):
     ...         run.control.stop = run.rows[-1]["reward"] > 0.9
     """
+
+    def __init_subclass__(cls) -> None:
+        events = [name for name in vars(Observer) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and name not in events:
+                raise ConfigError(
+                    f"{cls.__name__}.{name} is not an event, and would never be called"
+                    f"{nearest(name, events) or '; events are ' + ', '.join(events)}"
+                )
 
     def on_run_begin(self, run: Observed) -> None:
         """The run is open and, where it was asked to, resumed: `run.step` steps are done. An error here ends it."""

@@ -485,6 +485,8 @@ def trained_units(x: LossInputs) -> Tensor:
 def check_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, per_unit: bool) -> None:
     """Raises DataError where a loss, or a metric, is not one number for each of the weights."""
     for name, x in {"the loss": loss, **{f"its metric {n!r}": m for n, m in metrics.items()}}.items():
+        if not isinstance(x, Tensor):
+            raise DataError(f"{name} is a {type(x).__name__}; return a tensor with one number per token or unit")
         if x.shape != weights.shape:
             kind, letter, way = ("unit", "u", "unit_weights") if per_unit else ("token", "s", "weights")
             raise DataError(

@@ -204,3 +204,11 @@ def test_a_checkpoint_without_a_learners_state_is_read_and_what_it_cannot_hold_i
     assert made.coefficient == 1.0 and "saved no state of Adaptive" in caplog.text
     with pytest.raises(CheckpointError, match=r"learner\[0\]\['f'\] is builtin_function_or_method"):
         check_storable([{"f": len}], "learner")
+
+
+def test_a_misspelt_event_is_refused_where_the_class_is_written():
+    with pytest.raises(ConfigError, match=r"Mine\.on_steps_end is not an event.*did you mean on_step_end"):
+
+        class Mine(Observer):
+            def on_steps_end(self, run, step):
+                pass
