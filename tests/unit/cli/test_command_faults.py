@@ -1,9 +1,11 @@
 """Faults on the way in and out of the commands: expressions, files that are taken or full, sums that are none."""
 
 import json
+import sys
 
 import pytest
 
+from whet.cli import main
 from whet.config import load_run
 from whet.config.generate import GenerateConfig, load_sampled
 from whet.errors import CheckpointError, ConfigError
@@ -79,3 +81,18 @@ def test_what_a_killed_command_has_left_stops_no_later_one(tmp_path):
         file.write("new\n")
         assert out.read_text() == "old\n"
     assert out.read_text() == "new\n" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_reward_that_closes_a_stream_ends_no_run(tmp_path, monkeypatch, model_folder, name):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
+    (tmp_path / "closes.py").write_text(
+        f"import sys\ndef reward(completions, **_):\n    sys.{name}.close()\n    return [1.0] * len(completions)\n"
+    )
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, open(tmp_path / stream, "w"))
+    run, sections = tmp_path / "run", ("rollout.max_tokens_to_generate=2", "data.batch_size=2", "trainer.max_steps=2")
+    words = [f"model={model_folder}", f"data={tmp_path / 'rows.jsonl'}", f"reward={tmp_path / 'closes.py'}:reward"]
+    assert main(["grpo", *words, f"trainer.run_dir={run}", *sections, "actor.dtype=float32", "algo.beta=0.0"]) == 0
+    assert (run / "final" / "run.json").is_file()
+    assert f"final model: {run / 'final'}" in (tmp_path / "stderr").read_text()
