@@ -21,6 +21,7 @@ from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 from whet.models.load import load_model
+from whet.models.modes import max_positions
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
 from whet.models.types import LoadedModel
@@ -101,7 +102,8 @@ class RLCluster(TunixVerbs):
         self._masks = Masks(self._grammars)
         self._plans = Plans()
         support, allowed = self._drawn_from()
-        add = functools.partial(self._add, support=support, allowed=allowed)
+        positions = max_positions(policy.module)  # of the one that samples: no role is given longer sequences
+        add = functools.partial(self._add, support=support, allowed=allowed, positions=positions)
         self._workers: dict[Role, ModelWorker] = {}
         add(Role.ACTOR, actor, policy, config.actor_optimizer)
         for role, model, optimizer in (
@@ -148,6 +150,7 @@ class RLCluster(TunixVerbs):
         *,
         support: Support,
         allowed: Allowed,
+        positions: int | None,
     ) -> None:
         """Gives a role its worker. A module keeps its dtype."""
         given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
@@ -164,11 +167,11 @@ class RLCluster(TunixVerbs):
             )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         usual = self.training_config.token_budget(loaded.module.device.type)
-        budget = self.cluster_config.token_budget(loaded.module.device.type)
+        budget = self.cluster_config.token_budget(loaded.module.device.type, positions)
         if budget > usual and not self._workers:
             log.info(
-                "max_tokens_per_microbatch raised from the default %d to %d to fit max_prompt_length + "
-                "max_tokens_to_generate",
+                "max_tokens_per_microbatch raised from the default %d to %d to fit the longest sequence "
+                "(max_prompt_length + max_tokens_to_generate, or the model's positions)",
                 usual,
                 budget,
             )

@@ -620,13 +620,18 @@ def test_what_loading_left_is_given_back_before_the_engine_looks_for_memory(monk
 def test_a_default_token_budget_that_grows_is_logged_once(caplog):
     long = {"max_prompt_length": 2000, "max_tokens_to_generate": 100}
     with caplog.at_level("INFO", "whet"):
-        made = cluster(reference=tiny_model(1), rollout=long)
+        made = cluster(tiny_model(max_position_embeddings=4096), reference=tiny_model(1), rollout=long)
         given = cluster(max_tokens_per_microbatch=200)
         cluster()
     assert [w.saturating_tokens for w in (*made.workers.values(), given.actor)] == [1536, 1536, None]
     assert [w.max_tokens for w in made.workers.values()] == [2176, 2176]
     grown = [r.message for r in caplog.records if "max_tokens_per_microbatch" in r.message]
-    assert len(grown) == 1 and "2176 instead of 2048" in grown[0]
+    assert len(grown) == 1 and "from the default 2048 to 2176" in grown[0]
+
+
+def test_the_token_budget_of_a_limit_beyond_the_models_positions_stays_the_default():
+    made = cluster(reference=tiny_model(1, max_position_embeddings=64), rollout={"max_prompt_length": 10**7})
+    assert [w.max_tokens for w in made.workers.values()] == [2048, 2048]
 
 
 def expecting(c):

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from whet.cli.generate import open_sampler, sampling_keys, show
+from whet.cli.generate import OutputError, open_sampler, sampling_keys, show
 from whet.config.base import check
 from whet.config.generate import ChatConfig, check_model
 from whet.config.loader import tree
@@ -156,7 +156,10 @@ class Chat:
 
 
 def chat(config: ChatConfig) -> None:
-    """Talks with a person at a terminal, or answers the lines of a pipe."""
+    """Talks with a person at a terminal, or answers the lines of a pipe.
+
+    Raises: ConfigError: no model, no standard input. OutputError: an answer can't be printed.
+    """
     check_model(config)
     if sys.stdin is None:
         raise ConfigError("a chat reads standard input, which is closed; run it in a terminal, or pipe lines in")
@@ -173,6 +176,8 @@ def chat(config: ChatConfig) -> None:
                     return
                 else:
                     _tell(told)
+            except OutputError:
+                raise
             except WhetError as error:
                 _tell(str(error))
 

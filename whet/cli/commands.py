@@ -66,15 +66,15 @@ def grpo(config: RunConfig) -> dict[str, Any]:
         _settle_threads(config)
         config = _with_model(config, folder)
         learner, train_ds, eval_ds = build(config)
+        try:
+            run = learner.train(train_ds, eval_ds)
+        finally:
+            learner.cluster.close()
     except BaseException:
         if not named:
             with suppress(OSError):
-                folder.rmdir()  # nothing was written, only the name taken
+                folder.rmdir()  # where nothing was written, only the name taken
         raise
-    try:
-        run = learner.train(train_ds, eval_ds)
-    finally:
-        learner.cluster.close()
     summary = summarise(run, config, time.monotonic() - started)
     try:
         write_atomic(folder / "summary.json", (to_json(summary, indent=1) + "\n").encode("utf-8", "replace"))

@@ -23,9 +23,13 @@ from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
 from whet.types import Group, Prompt
 
-__all__ = ["generate", "open_sampler", "sampling_keys", "show", "visible"]
+__all__ = ["OutputError", "generate", "open_sampler", "sampling_keys", "show", "visible"]
 
 log = logging.getLogger("whet")
+
+
+class OutputError(ConfigError):
+    """Standard output can't be written: what is made from here on would be made for nobody."""
 
 
 def generate(config: GenerateConfig) -> int:
@@ -34,6 +38,7 @@ def generate(config: GenerateConfig) -> int:
     Args: config: the whole configuration.
     Returns: the number of completions.
     Raises: ConfigError: no model or no prompts, an output file that exists. DataError: a prompt that is too long.
+        KeyboardInterrupt: it was stopped; with what lies in the output file.
     """
     check_model(config)
     inputs = _inputs(config)
@@ -113,16 +118,21 @@ def visible(text: str) -> str:
 
 
 def show(text: str) -> None:
-    """Writes text that appears at once, `visible` in a terminal."""
-    sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
-    sys.stdout.flush()
+    """Writes text that appears at once, `visible` in a terminal. Raises OutputError where that is not possible."""
+    try:
+        sys.stdout.write(visible(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OutputError(f"standard output can't be written: {error}; make room, or send it elsewhere") from error
 
 
 def _inputs(config: GenerateConfig) -> list[Any]:
     """The prompts as they were given: texts, or lists of messages."""
     if config.prompts is not None:
         rows = each(load_rows(config.prompts, split=config.split, limit=config.limit), config.prompts)
-        return [row[find_prompt_column(row, config.prompt_column)] for row in rows]
+        return [row[find_prompt_column(row, config.prompt_column, i)] for i, row in enumerate(rows)]
     if not config.prompt:
         raise ConfigError('no prompt; write prompt="..." or prompts=<json, jsonl, csv, parquet or arrow file>')
     return [_standard_input() if p == "-" else p for p in config.prompt][: config.limit]
@@ -171,11 +181,26 @@ def _opened(path: Path, overwrite: bool) -> Iterator[TextIO]:
         file.close()
         if replaces:
             place.replace(path)
+    except KeyboardInterrupt as stop:
+        with suppress(OSError):
+            file.close()
+        raise KeyboardInterrupt(f"stopped; {_left(path, replaces=replaces, device=device)}") from stop
     finally:
         with suppress(OSError):  # what the disk did not take was said at its line
             file.close()
         if replaces:
             place.unlink(missing_ok=True)
+
+
+def _left(path: Path, *, replaces: bool, device: bool) -> str:
+    """What a command that was stopped has left where it wrote."""
+    if replaces:
+        return f"{path} is as it was before"
+    if device:
+        return f"{path} was given what was made"
+    with path.open("rb") as file:
+        whole = sum(line.endswith(b"\n") for line in file)
+    return f"{path} holds {_plural(whole)}"
 
 
 def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) -> list[Prompt]:

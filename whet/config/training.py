@@ -395,17 +395,20 @@ class ClusterConfig:
             raise ConfigError("role_to_logical_axis_rule must be None: parameters are sharded by mesh axis")
         self.token_budget("cpu")  # refused here, before a model is loaded
 
-    def token_budget(self, device: str) -> int:
+    def token_budget(self, device: str, positions: int | None = None) -> int:
         """Tokens of one micro-batch on a kind of device, enough for the longest sequence of training's rollout.
 
+        Args: device: "cpu" or another. positions: of the model that samples, which no sequence is longer than; None =
+            not known, or without a bound.
         Raises: ConfigError: max_tokens_per_microbatch is set and below that.
 
-        >>> long = RolloutConfig(max_prompt_length=2000, max_tokens_to_generate=100)
-        >>> ClusterConfig(rollout_config=long).token_budget("cpu")
+        >>> long = RolloutConfig(max_prompt_length=9000, max_tokens_to_generate=100)
+        >>> ClusterConfig(rollout_config=long).token_budget("cpu", positions=2100)
         2176
         """
         rollout = self.rollout_for(Mode.TRAIN)
-        return self.training_config.token_budget(device, rollout.max_prompt_length + rollout.max_tokens_to_generate)
+        longest = rollout.max_prompt_length + rollout.max_tokens_to_generate
+        return self.training_config.token_budget(device, longest if positions is None else min(longest, positions))
 
     def rollout_for(self, mode: Mode | str) -> RolloutConfig:
         """The sampling of a mode.

@@ -27,11 +27,11 @@ GIVEN = ("advantages", "completions", "completion_ids", "mode", "prompts", "rewa
 """Keywords that reward and metric functions are given besides the columns: no column may have such a name."""
 
 
-def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None) -> str:
+def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None, row: int | None = None) -> str:
     """The column that holds the prompts.
 
     Args: columns: what a row has. prompt_column: the one to take; None = prompt, prompts, messages or
-        question, whichever is there, in this order.
+        question, whichever is there, in this order. row: whose columns they are, for the message.
     Raises: DataError: it is not there; the message lists the columns and the nearest.
 
     >>> find_prompt_column(["answer", "messages"])
@@ -44,9 +44,10 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None)
             return name
     columns = [str(name) for name in columns]
     hint = next((near for word in wanted if (near := nearest(word, columns))), "")
+    way = "name it in prompt_column" if not row else "give this row one, or leave it out"  # those before it had one
     raise DataError(
-        f"no prompt column ({' or '.join(wanted)}) among the columns {', '.join(columns)}{hint}"
-        f"{'' if hint.endswith('?') else ';'} name it in prompt_column"
+        f"{'' if row is None else f'row {row}: '}no prompt column ({' or '.join(wanted)}) among the columns "
+        f"{', '.join(columns)}{hint}{'' if hint.endswith('?') else ';'} {way}"
     )
 
 
@@ -113,7 +114,7 @@ class PromptEncoder:
         """
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
-        name = find_prompt_column(row, self.prompt_column)
+        name = find_prompt_column(row, self.prompt_column, number)
         self._refuse(row, name, number)
         source = _source(row[name], name, number)
         tokens = self._tokens(source, number)

@@ -60,6 +60,8 @@ class RunFolder:
         if not str(path).strip():
             raise ConfigError(f"the run folder's name is empty, {str(path)!r}; give trainer.run_dir=runs/a or the like")
         self.path = Path(path).absolute()  # a reward function may change the working folder
+        parts = (self.path, self.path / "completions", self.path / "metrics.jsonl")
+        self._made = [part for part in parts if not os.path.lexists(part)]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             (self.path / "completions").mkdir(exist_ok=True)
@@ -82,7 +84,7 @@ class RunFolder:
             except OSError as error:
                 raise unwritable(self.path, error) from error
         except BaseException:
-            self._lock.release()
+            self._let_go()
             raise
 
     def __enter__(self) -> RunFolder:
@@ -96,7 +98,22 @@ class RunFolder:
         if not self._metrics.closed:
             with suppress(OSError):  # what a full disk did not take was said when it was written
                 self._metrics.close()
-            self._lock.release()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Lets others open the folder; what a run that never began has made there is taken away."""
+        rows, completions = self.path / "metrics.jsonl", self.path / "completions"
+        with suppress(OSError):  # what holds something stays
+            others = {p.name for p in self.path.iterdir()} - {".lock", rows.name, completions.name}
+            if not others and not (rows.exists() and rows.stat().st_size):
+                if completions in self._made:
+                    completions.rmdir()
+                if rows in self._made:
+                    rows.unlink(missing_ok=True)
+        self._lock.release()
+        if self.path in self._made:
+            with suppress(OSError):
+                self.path.rmdir()
 
     @property
     def checkpoints(self) -> Path:

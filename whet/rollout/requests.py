@@ -192,6 +192,17 @@ def _check_arrays(request: Request) -> None:
         )
 
 
+def _way_to_fit(length: int, positions: int, max_tokens: int) -> str:
+    """What to set so that a prompt of `length` tokens and its completion fit."""
+    cut = "with on_long_prompt drop or truncate_left"
+    if max_tokens < positions:
+        return f"set rollout.max_prompt_length to {positions - max_tokens} {cut}, or lower max_tokens_to_generate"
+    alone = "max_tokens_to_generate alone leaves no room for a prompt; set it to"
+    if length < positions:
+        return f"{alone} {positions - length} or less, as this one needs"
+    return f"{alone} {positions - 1} or less, and rollout.max_prompt_length to what is left {cut}"
+
+
 def check_prompt_lengths(prompts: Iterable[Prompt], module: nn.Module, max_tokens: int) -> None:
     """Refuses a prompt that the model could never complete.
 
@@ -214,12 +225,10 @@ def check_prompt_lengths(prompts: Iterable[Prompt], module: nn.Module, max_token
     for p in prompts:
         length, highest = len(p.tokens), int(p.tokens.max())
         if positions is not None and length + max_tokens > positions:
-            room = max(positions - max_tokens, 0)
             raise DataError(
                 f"row {p.row}: {length} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = "
-                f"{length + max_tokens}, but the model has {positions} positions (max_position_embeddings); set "
-                f"rollout.max_prompt_length to {room} with on_long_prompt drop or truncate_left, or lower "
-                "max_tokens_to_generate"
+                f"{length + max_tokens}, but the model has {positions} positions (max_position_embeddings); "
+                f"{_way_to_fit(length, positions, max_tokens)}"
             )
         if highest >= vocabulary:
             raise DataError(

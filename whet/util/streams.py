@@ -33,6 +33,15 @@ class _Unfailing(io.FileIO):
         return memoryview(data).nbytes if written is None else written
 
 
+class _Open(io.TextIOWrapper):
+    """A standard stream that is shared by all: who closes it (a reward function) has only written for the last time."""
+
+    def close(self) -> None:
+        """Passes on what was written."""
+        with suppress(ValueError):  # its buffer was closed, or taken away
+            self.flush()
+
+
 @contextmanager
 def unfailing(*names: str) -> Iterator[None]:
     """Inside, standard streams take all that is written to them, by whoever.
@@ -54,8 +63,8 @@ def _replaced(name: str) -> Iterator[None]:
         options = {"line_buffering": old.line_buffering, "write_through": old.write_through}
         raw.name = f"<{name}>"
         buffer: Any = raw if plain else io.BufferedWriter(raw)
-        new = io.TextIOWrapper(buffer, old.encoding, "backslashreplace", **options)
-    except (AttributeError, OSError):
+        new = _Open(buffer, old.encoding, "backslashreplace", **options)
+    except (AttributeError, OSError, ValueError):  # ValueError: it was closed
         yield
         return
     with suppress(OSError):
@@ -64,7 +73,7 @@ def _replaced(name: str) -> Iterator[None]:
     try:
         yield
     finally:
-        new.flush()
+        new.close()
         if unread(new):
             _to_nowhere(raw.fileno())  # else Python, too, fails with it as it ends
         if vars(sys)[name] is new:
@@ -134,7 +143,7 @@ def bury(stream: Any) -> None:
     """Flushes a stream; where that fails, what it holds is dropped, lest Python fails with it as it ends."""
     try:
         stream.flush()
-    except OSError:
+    except (AttributeError, OSError, ValueError):  # ValueError: it was closed; AttributeError: it is None by now
         with suppress(OSError, ValueError, AttributeError):
             _to_nowhere(stream.fileno())
 

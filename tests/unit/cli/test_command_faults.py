@@ -1,12 +1,16 @@
 """Faults on the way in and out of the commands: expressions, files that are taken or full, sums that are none."""
 
+import io
 import json
+import sys
 
 import pytest
 
+from whet.cli import main
+from whet.cli.generate import generate
 from whet.config import load_run
 from whet.config.generate import GenerateConfig, load_sampled
-from whet.errors import CheckpointError, ConfigError
+from whet.errors import CheckpointError, ConfigError, DataError
 from whet.parallel.checkpoint import verify
 
 
@@ -79,3 +83,54 @@ def test_what_a_killed_command_has_left_stops_no_later_one(tmp_path):
         file.write("new\n")
         assert out.read_text() == "old\n"
     assert out.read_text() == "new\n" and len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_reward_that_closes_a_stream_ends_no_run(tmp_path, monkeypatch, model_folder, name):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n' * 2)
+    (tmp_path / "closes.py").write_text(
+        f"import sys\ndef reward(completions, **_):\n    sys.{name}.close()\n    return [1.0] * len(completions)\n"
+    )
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, stream, open(tmp_path / stream, "w"))
+    run, sections = tmp_path / "run", ("rollout.max_tokens_to_generate=2", "data.batch_size=2", "trainer.max_steps=2")
+    words = [f"model={model_folder}", f"data={tmp_path / 'rows.jsonl'}", f"reward={tmp_path / 'closes.py'}:reward"]
+    assert main(["grpo", *words, f"trainer.run_dir={run}", *sections, "actor.dtype=float32", "algo.beta=0.0"]) == 0
+    assert (run / "final" / "run.json").is_file()
+    assert f"final model: {run / 'final'}" in (tmp_path / "stderr").read_text()
+
+
+def test_a_row_without_a_prompt_is_named(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"answer": 1}\n')
+    with pytest.raises(DataError, match="row 1: no prompt column"):
+        generate(GenerateConfig(model="m", prompts=str(tmp_path / "rows.jsonl")))
+
+
+def test_an_answer_that_standard_output_cannot_take_ends_the_chat_in_one_line(monkeypatch, model_folder, capsys):
+    monkeypatch.setattr(sys, "stdin", lines := io.StringIO("hi\nnever\n"))
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(["chat", f"model={model_folder}", "max_tokens=4"]) == 2
+    *_, said = capsys.readouterr().err.splitlines()
+    assert said.startswith("whet chat: standard output can't be written: [Errno 28] No space left on device; make room")
+    assert lines.read() == "never\n"
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_command_that_is_stopped_says_what_lies_in_its_file(tmp_path, monkeypatch, there):
+    from whet import Sampler
+
+    out, sample = tmp_path / "o.jsonl", Sampler.sample
+
+    def once(self, *args, **options):
+        if options["first"]:
+            raise KeyboardInterrupt
+        return sample(self, *args, **options)
+
+    monkeypatch.setattr(Sampler, "sample", once)
+    if there:
+        out.write_text("mine\n")
+    said = f"stopped; {out} is as it was before" if there else f"stopped; {out} holds 1 completion"
+    with pytest.raises(KeyboardInterrupt, match=f"^{said}$"):
+        _run(tmp_path, monkeypatch, out=str(out), overwrite=there, batch_size=1)
+    assert len(out.read_text().splitlines()) == 1

@@ -224,6 +224,12 @@ def test_the_default_token_budget_grows_to_the_longest_sequence(prompt, new, cpu
     assert [made.token_budget(d) for d in ("cpu", "cuda")] == [cpu, cuda]
 
 
+@pytest.mark.parametrize(("positions", "budget"), [(128, 2048), (4000, 4096), (10**6, 16512), (None, 16512)])
+def test_the_default_token_budget_grows_no_further_than_the_models_positions(positions, budget):
+    made = ClusterConfig(rollout_config=RolloutConfig(max_prompt_length=16000, max_tokens_to_generate=500))
+    assert made.token_budget("cpu", positions) == budget
+
+
 def test_a_token_budget_below_the_longest_sequence_is_refused_with_both_numbers():
     rollout = RolloutConfig(max_prompt_length=30, max_tokens_to_generate=20)
     made = ClusterConfig(rollout_config=rollout, training_config=RLTrainingConfig(max_tokens_per_microbatch=50))

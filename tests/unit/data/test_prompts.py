@@ -38,6 +38,14 @@ def test_missing_prompt_column_lists_the_columns_and_the_nearest(columns, wanted
     assert says in str(error.value)
 
 
+def test_a_row_without_a_prompt_is_named(tokenizer):
+    encode = PromptEncoder(tokenizer)
+    with pytest.raises(DataError, match=r"^row 0: no prompt column .* columns answer; name it in prompt_column$"):
+        encode({"answer": 4}, 0)
+    with pytest.raises(DataError, match=r"^row 3: no prompt column .* columns answer; give this row one, or leave"):
+        encode({"answer": 4}, 3)
+
+
 def test_plain_text_is_encoded_without_a_template(tokenizer):
     prompt = PromptEncoder(tokenizer)({"prompt": "2+2="}, 3)
     assert prompt.tokens.tolist() == [50, 43, 50, 61]

@@ -234,6 +234,27 @@ def test_two_runs_in_one_folder_are_refused_naming_the_holder(tmp_path):
     RunFolder(tmp_path, resume_step=0).close()
 
 
+def test_a_run_that_never_began_leaves_no_folder_and_takes_nothing_that_it_did_not_make(tmp_path):
+    def refused():
+        raise ConfigError("the checkpoints are in use")
+
+    new, empty = tmp_path / "new", tmp_path / "empty"
+    RunFolder(new).close()
+    with pytest.raises(ConfigError, match="in use"):
+        RunFolder(new, resume_step=refused)
+    assert not new.exists()
+    empty.mkdir()
+    RunFolder(empty).close()
+    assert not list(empty.iterdir())
+    (empty / "completions").mkdir()
+    (empty / "metrics.jsonl").touch()
+    RunFolder(empty).close()
+    assert len(list(empty.iterdir())) == 2
+    with RunFolder(new) as folder:
+        folder.write_json("environment.json", {})
+    assert sorted(p.name for p in new.iterdir()) == ["completions", "environment.json", "metrics.jsonl"]
+
+
 def _hold(path, ready):
     RunFolder(path)
     multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,), daemon=False).start()

@@ -1,6 +1,7 @@
 """Output that nobody reads, or that no disk takes, is no error to whoever writes it."""
 
 import io
+import operator
 import os
 import subprocess
 import sys
@@ -53,6 +54,32 @@ def test_a_stream_that_is_no_file_stays_as_it_is(monkeypatch):
     monkeypatch.setattr(sys, "stdout", stream := io.StringIO())
     with unfailing("stdout"):
         assert sys.stdout is stream and not unread(stream)
+
+
+@pytest.mark.parametrize("name", ["stdout", "stderr"])
+def test_a_stream_that_somebody_closes_takes_what_is_written_all_the_same(monkeypatch, tmp_path, name):
+    monkeypatch.setattr(sys, name, stream := open(tmp_path / "out", "w"))
+    with unfailing("stdout", "stderr"):
+        getattr(sys, name).close()
+        print("heard", file=getattr(sys, name))
+    assert getattr(sys, name) is stream and (tmp_path / "out").read_text() == "heard\n"
+
+
+@pytest.mark.parametrize("take", ["buffer.close", "buffer.raw.close", "detach"])
+def test_a_stream_whose_parts_are_taken_away_ends_without_an_error(monkeypatch, tmp_path, take):
+    monkeypatch.setattr(sys, "stdout", stream := open(tmp_path / "out", "w"))
+    with unfailing("stdout"):
+        part = operator.attrgetter(take)(sys.stdout)()  # held: what is detached closes when it goes
+    assert sys.stdout is stream and (part is None) == (take != "detach")
+
+
+def test_a_stream_that_was_closed_before_stays_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "stdout", stream := open(tmp_path / "out", "w"))
+    stream.close()
+    with unfailing("stdout"):
+        assert sys.stdout is stream
+    bury(stream)
+    bury(None)
 
 
 @pytest.mark.parametrize("make", [dead_pipe, full_disk])
