@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import numpy as np
+import pytest
 import torch
 from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -16,6 +17,11 @@ from whet.types import Completion, Group, Prompt, TokenBatch
 
 VOCABULARY = 264
 END, PAD = 256, 257
+
+
+def full(*values):
+    """A set of parameters that `make check-full` alone runs."""
+    return pytest.param(*values, marks=pytest.mark.full)
 
 
 def tiny_model(seed=0, *, gain=4.0, dtype=torch.float32, **fields):

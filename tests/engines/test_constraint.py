@@ -475,7 +475,7 @@ def test_an_engine_without_grammars_refuses_a_constraint(model):
 
 def test_transformers_own_options_and_a_constraint_are_refused_together(model, grammars):
     both = sampling("a", generation_kwargs=(("no_repeat_ngram_size", 2),))
-    with pytest.raises(ConfigError, match=r"\(no_repeat_ngram_size\) do not go together with a constraint"):
+    with pytest.raises(ConfigError, match=r"no_repeat_ngram_size=2: they do not go together with a constraint"):
         HFEngine(model, grammars=grammars).submit(requests(PROMPT, both))
 
 

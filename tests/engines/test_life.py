@@ -1,5 +1,6 @@
 """The embedded engine's life: turns of a conversation, new weights under way, little memory, what it counts."""
 
+
 from dataclasses import replace
 
 import numpy as np
@@ -445,3 +446,19 @@ def test_what_was_drawn_before_changes_no_bit_in_half_precision(form):
     assert used._runner.own.length == fresh._runner.own.length < long
     for i, o in want.items():
         assert got[i].tokens.tolist() == o.tokens.tolist() and got[i].logprobs.tolist() == o.logprobs.tolist()
+
+
+@pytest.mark.parametrize("form", [{}, {"native": False}], ids=["native", "torch"])
+def test_min_tokens_count_from_the_first_token_also_where_a_sequence_is_taken_up_again(form):
+    model, stops = build(gain=3.0), tuple(range(0, VOCABULARY, 6))
+    work = requests(prompts((3, 9)), Sampling(max_tokens=40, min_tokens=20, stop_ids=stops), group=2)
+    want = run(EmbeddedEngine(model, **form), work)
+    assert any(20 < len(o.tokens) < 40 for o in want.values())
+    engine = EmbeddedEngine(model, **form)
+    engine.submit(work)
+    assert engine.poll(timeout_s=0.0) == [] and all(0 < len(p.tokens) < 20 for p in engine.peek(range(4)).values())
+    engine.update(0)  # the same weights: nothing may change
+    got = drain(engine)
+    for i, o in want.items():
+        assert got[i].tokens.tolist() == o.tokens.tolist()
+        np.testing.assert_allclose(got[i].logprobs, o.logprobs, atol=1e-5)

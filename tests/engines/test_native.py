@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from builds import BUILDS, compiler
+from helpers import full
 from tiny import build, prompts, requests, run
 
 from whet.errors import EngineError
@@ -353,11 +354,11 @@ def test_without_a_compiler_the_reason_is_said_and_torch_decodes(cache, tmp_path
 @pytest.mark.parametrize(
     ("old", "new", "part"),
     [
-        ("x / (1.0f + exponential(-x))", "x / (1.1f + exponential(-x))", "gates"),
-        ("sum(squares) / width", "sum(squares) / (width + 1)", "norms"),
+        full("x / (1.0f + exponential(-x))", "x / (1.1f + exponential(-x))", "gates"),
+        full("sum(squares) / width", "sum(squares) / (width + 1)", "norms"),
         ("made + 1, size", "made, size", "attention"),
-        ("fused(high, one, a[r][1])", "fused(low, one, a[r][1])", "products"),
-        ("all(4.1665795894e-2f)", "all(4.2e-1f)", "gates"),
+        full("fused(high, one, a[r][1])", "fused(low, one, a[r][1])", "products"),
+        full("all(4.1665795894e-2f)", "all(4.2e-1f)", "gates"),
     ],
 )
 def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, old, new, part):
@@ -370,7 +371,7 @@ def test_kernels_that_compute_something_else_are_not_used(cache, rewrite, old, n
     ("old", "new", "reason"),
     [
         ("load(y + c + size / 2), load(sin", "load(y + c), load(sin", "a decode step differs by"),
-        ("norm(h, more, (const T*)l.after", "norm(h, (T*)nullptr, (const T*)l.after", "a decode step differs by"),
+        full("norm(h, more, (const T*)l.after", "norm(h, (T*)nullptr, (const T*)l.after", "a decode step differs by"),
         ("    int64_t window;  ", "    int64_t window, more;  ", "tables.h and decode.py name different fields"),
     ],
 )

@@ -119,7 +119,7 @@ def test_a_base_rollout_that_breaks_its_word_is_an_error():
     engine = BaseRolloutAdapter(Echo(), decode=decode, rollout_config=RolloutConfig(return_logprobs=True))
     with pytest.raises(EngineError, match="return_logprobs=False"):
         run(engine, requests(prompts((2,)), Sampling()))
-    with pytest.raises(EngineError, match=r"min_p 0\.1"):
+    with pytest.raises(EngineError, match=r"min_p=0\.1"):
         BaseRolloutAdapter(Echo(), decode=decode).submit(requests(prompts((2,)), Sampling(min_p=0.1)))
 
 

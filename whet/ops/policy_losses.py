@@ -49,7 +49,11 @@ def zero_without_advantage(*metrics: str) -> Callable[[LossFn], LossFn]:
 
 
 def metrics_without_advantage(loss: Callable[..., Any]) -> tuple[str, ...] | None:
-    """What a loss has declared by zero_without_advantage; None = nothing, so it may have a gradient anywhere."""
+    """What a loss has declared by zero_without_advantage; None = nothing, so it may have a gradient anywhere.
+
+    >>> metrics_without_advantage(clipped_surrogate)[:2], metrics_without_advantage(nll)
+    (('clip_ratio/high', 'clip_ratio/low'), None)
+    """
     return getattr(loss, "zero_without_advantage", None)
 
 

@@ -1,5 +1,6 @@
 """`whet chat`: the conversation, its commands, and the loop around it."""
 
+
 import io
 import os
 import signal
@@ -263,3 +264,26 @@ def test_a_next_turn_encodes_only_what_is_new(tokenizer):
     say(c, "y")
     second = engine.stats().since(first)
     assert second.reused > 60 and second.prefilled < 40
+
+
+def test_no_turn_draws_with_the_numbers_of_another(sampler, monkeypatch):
+    seen, stream = [], Sampler.stream
+
+    def noting(self, prompt, *args, **options):
+        seen.append((options["seed"], options["place"]))
+        return stream(self, prompt, *args, **options)
+
+    monkeypatch.setattr(Sampler, "stream", noting)
+    c = talk(sampler, temperature=1.0)
+    for text in ("hi", "and?", "so?"):
+        say(c, text)
+    assert seen == [(1, 0), (1, 1), (1, 2)]
+
+
+def test_a_turn_that_did_not_fit_leaves_no_trace(sampler):
+    c = talk(sampler)
+    say(c, "hi")
+    before = (c.messages, c._held.tolist(), c._text)
+    with pytest.raises(DataError, match="over the limit of 256"):
+        say(c, "x" * 300)
+    assert (c.messages, c._held.tolist(), c._text) == before  # its text too: else the next turn is encoded all again

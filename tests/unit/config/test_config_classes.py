@@ -1,3 +1,4 @@
+
 import dataclasses
 import pickle
 
@@ -348,3 +349,11 @@ def test_a_misspelt_keyword_of_a_schema_would_mean_nothing_and_is_refused(schema
 )
 def test_names_of_properties_and_data_are_no_keywords(schema):
     assert ConstraintConfig(json_schema=schema).json_schema == schema
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("kv_cache_tokens", 4096), ("max_batch_size", 4), ("sglang", {}), ("vllm", {})]
+)
+def test_what_evaluation_shares_with_training_is_not_overridden_for_it(name, value):
+    with pytest.raises(ConfigError, match=rf"eval\.{name} belongs to the engine, .*; set rollout\.{name}"):
+        RolloutConfig(eval={name: value})

@@ -1,3 +1,4 @@
+
 import pytest
 import torch
 from helpers import random_batch
@@ -58,3 +59,12 @@ def test_another_token_unit_or_limit_is_another_plan(planned):
 def test_a_batch_without_sequences_has_no_micro_batches():
     batch = random_batch(*SHAPES)
     assert Plans().of(batch.select(torch.arange(0)), **LIMITS) == []
+
+
+def test_the_same_completions_after_other_prompts_are_another_plan():
+    batch, plans = random_batch((5, [4, 4]), (5, [4, 4])), Plans()
+    swapped = batch.replace(prefix_of=batch.prefix_of[torch.tensor([2, 1, 0, 3])])
+    assert not torch.equal(swapped.prefix_of, batch.prefix_of)
+    for b in (batch, swapped):
+        found, want = plans.of(b, **LIMITS), plan_micro_batches(b, **LIMITS)
+        assert [m.input_ids.tolist() for m in found] == [m.input_ids.tolist() for m in want]

@@ -69,9 +69,9 @@ def test_a_view_is_only_read_and_only_of_a_model_with_an_adapter():
     loaded = load_model(adapted())
     with pytest.raises(ConfigError, match="no adapter to switch off"):
         load_model(tiny("Qwen3")).base_view()
-    with pytest.raises(ConfigError, match="only read"):
+    with pytest.raises(ConfigError, match="read-only view"):
         ModelWorker(loaded.base_view(), optim=OptimConfig())
-    with pytest.raises(ConfigError, match="only read"):
+    with pytest.raises(ConfigError, match="read-only view"):
         EmbeddedEngine(loaded.base_view())
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from builds import BUILDS, built
+from helpers import full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -462,12 +463,12 @@ FP32, BF16 = "in torch.float32 differ from torch's on this machine", "in torch.b
     ("old", "new", "reason"),
     [
         ("round_as(load(a + c) * r[i], kind) * load(w + c)", "load(a + c) * r[i]", FP32),
-        ("* share * share * share / d", "* share * share / d", FP32),
-        ("fused(load(b + c) * share, load(a + c), load(of_part + c))", "load(b + c) * share * load(a + c)", FP32),
-        ("fused(a, 1.0f - s, all(1.0f))", "all(1.0f)", FP32),
-        ("store(g + c, slope * open);", "", FP32),
-        ("store(y + c, round_as(silu(load(gate + c)), kind) * load(up + c))", "store(y + c, load(up + c))", FP32),
-        ("if (y) store(y + c, open * b);", "if (y) store(y + c, open);", FP32),
+        full("* share * share * share / d", "* share * share / d", FP32),
+        full("fused(load(b + c) * share, load(a + c), load(of_part + c))", "load(b + c) * share * load(a + c)", FP32),
+        full("fused(a, 1.0f - s, all(1.0f))", "all(1.0f)", FP32),
+        full("store(g + c, slope * open);", "", FP32),
+        full("store(y + c, round_as(silu(load(gate + c)), kind) * load(up + c))", "store(y + c, load(up + c))", FP32),
+        full("if (y) store(y + c, open * b);", "if (y) store(y + c, open);", FP32),
         ("rows, to, in, add || from > 0);", "rows, to, in, false);", "gradients of weights differ from torch's"),
         ("return load(bits);", "return load(bits) * 1.1f;", BF16),
         ("void whet_gated_back(", "void whet_back(", "loading them failed: "),

@@ -8,6 +8,7 @@ import logging
 import pytest
 import torch
 from builds import BUILDS, built
+from helpers import full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -534,8 +535,8 @@ def test_without_a_compiler_torch_attends_and_the_reason_is_said_once(fresh, cac
     ("old", "new", "reason"),
     [
         ("seen.sums[r] *= less[r];", "", "attention in torch.float32 differs from the formula on this machine"),
-        ("- deltas[r + k]", "", "attention in torch.float32 differs from the formula on this machine"),
-        ("ahead - c.window + 1", "ahead - c.window", "attention in torch.float32 differs from the formula"),
+        full("- deltas[r + k]", "", "attention in torch.float32 differs from the formula on this machine"),
+        full("ahead - c.window + 1", "ahead - c.window", "attention in torch.float32 differs from the formula"),
         ("threads, stripes, window;", "threads, stripes, window, more;", "segments.cpp and segments.py name different"),
         ("int64_t whet_room(", "int64_t whet_space(", "loading them failed: "),
     ],

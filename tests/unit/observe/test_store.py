@@ -1,3 +1,4 @@
+
 import fcntl
 import json
 import math
@@ -346,3 +347,44 @@ def test_an_atomic_write_is_on_the_disk_before_it_takes_its_name_and_so_is_the_n
     for content in (b"new", lambda file: file.write(b"new")):
         write_atomic(tmp_path / "x.json", content)
         assert tmp_path.stat().st_ino in sizes
+
+
+def test_damaged_rows_are_kept_on_the_disk_before_the_file_is_written_without_them(tmp_path, monkeypatch):
+    with RunFolder(tmp_path) as folder:
+        folder.log(step=1, mode="train", version=0, values={})
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write("not json\n")
+    synced, sync = {}, os.fsync
+
+    def noted(handle):
+        state = os.fstat(handle)
+        synced[state.st_ino] = state.st_size
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with RunFolder(tmp_path, resume_step=1):
+        (kept,) = tmp_path.glob("metrics.damaged-*.jsonl")
+        assert synced.get(kept.stat().st_ino) == kept.stat().st_size > 0
+
+
+@pytest.mark.parametrize(("step", "stays"), [(1, False), (2, True), (3, True)])
+def test_a_resume_keeps_the_model_and_the_summary_of_its_own_step(tmp_path, step, stays):
+    with RunFolder(tmp_path) as folder:
+        for n in (1, 2, 3):
+            folder.log(step=n, mode="train", version=n, values={})
+        folder.write_json("summary.json", {"steps": 2})
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "run.json").write_text('{"step": 2}')
+    with RunFolder(tmp_path, resume_step=step):
+        assert ((tmp_path / "final").is_dir(), (tmp_path / "summary.json").is_file()) == (stays, stays)
+
+
+def test_an_old_model_that_a_kill_left_beside_the_new_one_goes(tmp_path):
+    with RunFolder(tmp_path) as folder:
+        folder.log(step=1, mode="train", version=1, values={})
+    for name in ("final", f".tmp-{'0' * 16}-final.old"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text(name)
+    with RunFolder(tmp_path, resume_step=1):
+        assert (tmp_path / "final" / "file").read_text() == "final"
+        assert not list(tmp_path.glob(".tmp-*"))

@@ -1,3 +1,4 @@
+
 import functools
 import math
 
@@ -157,3 +158,10 @@ def test_an_estimator_that_gives_something_else_is_refused(bad, said):
 
 def test_a_number_that_is_not_finite_at_a_masked_token_is_nothing():
     assert estimate(lambda x: torch.where(x.mask, 1.0, torch.nan), step()).tolist() == [1, 1, 0, 1, 1, 1]
+
+
+def test_batch_scale_leaves_out_rewards_that_do_not_apply():
+    rewards, groups = tensor([0.0, NAN, 1, 3, 4, NAN]), tensor([0, 0, 0, 1, 1, 1])
+    got = group_relative(rewards, groups, scale="batch", eps=0.0)
+    # of the four that are there: mean 2, squares 4 + 1 + 1 + 4 = 10, / 3, root 1.825742; group means .5 and 3.5
+    assert got.tolist() == pytest.approx([-0.273861, 0, 0.273861, -0.273861, 0.273861, 0], abs=1e-6)

@@ -1,3 +1,4 @@
+
 import math
 
 import numpy as np
@@ -62,3 +63,10 @@ def test_an_empty_mask_gives_zeros(n):
 def test_threshold_must_be_positive():
     with pytest.raises(ConfigError, match="sampler_is_threshold 0 must be positive"):
         truncated_weights(tensor([0.0]), tensor([0.0]), mask=tensor([True]), threshold=0)
+
+
+def test_a_weight_of_exactly_the_threshold_is_not_clipped():
+    # an engine that is exact to the bit, under a threshold of 1: nothing is cut
+    same = tensor([-1.0, -2.0])
+    found = mismatch_metrics(same, same, mask=torch.tensor([True, True]), threshold=1.0)
+    assert found["sampler_is/frac_clipped_at_threshold"] == 0 and found["sampler_is/weight_max"] == 1

@@ -1,3 +1,4 @@
+
 import functools
 import math
 
@@ -120,3 +121,25 @@ def test_an_entropy_bonus_needs_the_entropy():
             LossInputs(sequence=x.sequence, mask=x.mask, logprobs=x.logprobs, advantages=x.advantages)
         )
 
+
+def test_the_drift_of_a_sequence_is_a_mean_over_its_trained_tokens_alone():
+    # one trained token of three: its gap of .8 is over .5, a third of it would not be
+    x = LossInputs(
+        sequence=tensor([0, 0, 0]),
+        mask=tensor([True, False, False]),
+        logprobs=tensor([-1.8, -1.0, -1.0]),
+        sampler_logprobs=tensor([-1.0, -1.0, -1.0]),
+        advantages=tensor([-1.0, -1.0, -1.0]),
+    )
+    assert off_policy_mask(x, off_policy_mask_threshold=0.5).tolist() == [0, 0, 0]
+
+
+def test_a_completion_without_an_advantage_is_not_a_bad_one():
+    x = LossInputs(
+        sequence=tensor([0]),
+        mask=tensor([True]),
+        logprobs=tensor([-9.0]),
+        sampler_logprobs=tensor([-1.0]),
+        advantages=tensor([0.0]),
+    )
+    assert off_policy_mask(x, off_policy_mask_threshold=0.5).tolist() == [1]

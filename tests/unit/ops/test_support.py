@@ -1,3 +1,4 @@
+
 import math
 
 import pytest
@@ -199,3 +200,16 @@ def test_each_row_is_drawn_on_its_own():
 
 def test_greedy_takes_the_lowest_of_equal_ids():
     assert greedy(tensor([[0.0, 5.0, 5.0], [1.0, -INF, 0.0]])).tolist() == [1, 0]
+
+
+@pytest.mark.parametrize("how", ["forbidden", "held back", "constrained"])
+def test_min_p_is_a_share_of_the_likeliest_token_that_may_come(how):
+    # probabilities .9 .08 .02; token 0 may not come, and .02 is a quarter of .08
+    logits = tensor([[math.log(0.9), math.log(0.08), math.log(0.02)]])
+    support, more = {
+        "forbidden": (Support(min_p=0.2, forbidden_ids=(0,)), {}),
+        "held back": (Support(min_p=0.2, min_tokens=1, stop_ids=(0,)), {}),
+        "constrained": (Support(min_p=0.2, constrained=True), {"allowed": tensor([[0b110]], dtype=torch.uint8)}),
+    }[how]
+    got = support_logits(logits, support, position=tensor([0]), **more)
+    assert got.isinf().tolist() == [[True, False, False]]

@@ -1,3 +1,4 @@
+
 import math
 
 import numpy as np
@@ -117,3 +118,22 @@ def test_token_scale_asks_for_norm_and_unknown_modes_list_the_known():
 def test_a_function_serves_as_a_mode():
     weights = token_weights(MASK, UNIT, lambda mask, trajectory, norm, num_units: trajectory + norm, norm=2)
     assert weights.tolist() == [2, 2, 0, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("mode", "norm", "expected"),
+    [
+        ("seq-mean-token-sum", None, 1 / 4),
+        ("sequence-mean-token-scale", 5, 1 / (5 * 4)),
+        ("sequence-mean-token-sum-norm", None, 1 / 4),
+    ],
+)
+def test_a_given_number_of_units_takes_the_place_of_those_counted(mode, norm, expected):
+    mask, trajectory = torch.ones(3, dtype=torch.bool), tensor([0, 0, 1])
+    weights = token_weights(mask, trajectory, mode, norm=norm, num_units=4)
+    assert weights.tolist() == pytest.approx([expected] * 3)
+
+
+def test_a_negative_weight_counts():
+    # a batch may come with weights of its own
+    assert aggregate(tensor([1.0, 3.0, torch.nan]), tensor([0.5, -0.5, 0.0])).item() == -1

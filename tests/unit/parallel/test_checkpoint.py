@@ -1,3 +1,4 @@
+
 import errno
 import json
 import os
@@ -5,11 +6,13 @@ import pickle
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers import same, tiny_model, weights_of
 from torch import nn
 
+from whet.config import Role
 from whet.errors import CheckpointError, ConfigError
 from whet.parallel import checkpoint as module
 from whet.parallel.checkpoint import (
@@ -29,6 +32,7 @@ from whet.parallel.checkpoint import (
     write_state,
 )
 from whet.parallel.comm import rank, require_single_process, world_size
+from whet.parallel.run_state import check_storable
 
 
 def write(text="x"):
@@ -525,3 +529,21 @@ def test_variables_of_torchruns_that_are_empty_count_as_unset(monkeypatch):
         monkeypatch.setenv(name, "")
     assert (rank(), world_size()) == (0, 1)
     require_single_process()
+
+
+def test_an_exported_folder_is_on_the_disk_with_its_name_before_the_old_one_goes(tmp_path, monkeypatch):
+    fill = lambda text: lambda folder: (folder / "file").write_text(text)
+    write_folder(tmp_path / "final", fill("old"))
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda handle: (synced.append(os.fstat(handle).st_ino), sync(handle))[1])
+    write_folder(tmp_path / "final", fill("new"))
+    final = tmp_path / "final"
+    assert {final.stat().st_ino, (final / "file").stat().st_ino} <= {*synced}
+    assert synced[-1] == tmp_path.stat().st_ino  # the rename itself
+
+
+@pytest.mark.parametrize("key", [Role.ACTOR, np.int64(3), (1, Role.ACTOR)], ids=["enum", "numpy", "in a tuple"])
+def test_a_key_that_a_checkpoint_could_not_be_read_with_is_refused_when_the_run_opens(key):
+    with pytest.raises(CheckpointError, match=r"a key of learner\.state\(\)\['by'\].* which a checkpoint can't hold"):
+        check_storable({"by": {key: 1.0}}, "learner.state()")
+    check_storable({"by": {"actor": 1.0, 3: 2.0, (1, "actor"): 3.0}}, "learner.state()")

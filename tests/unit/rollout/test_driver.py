@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from whet.errors import DataError, EngineError
-from whet.rollout.base import Output, Request, Sampling
-from whet.rollout.driver import Episode, Rollouts, completion, single_turn, single_turns
+from whet.rollout.base import Output, PartialOutput, Request, Sampling
+from whet.rollout.driver import Episode, Rollouts, completion, single_turn, single_turns, stream
 from whet.rollout.engine import EmbeddedEngine
 from whet.rollout.hf import HFEngine
 from whet.rollout.mock import MockEngine
@@ -363,3 +363,42 @@ def test_logits_of_a_single_turn_travel_with_it():
     assert completion(shown, generation=0).logits.shape == (1, 4)
     several = completion(shown, ANSWER, generation=0)
     assert several.logits is None and several.info == {}
+
+
+def test_draws_of_a_group_that_has_ended_and_was_not_yet_given_are_refused_too():
+    row = [Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)]
+    rollouts = Rollouts(EmbeddedEngine(build(gain=3.0)))
+    rollouts.start(single_turns(row, Sampling(max_tokens=2)))
+    rollouts.run(single_turns(row, Sampling(max_tokens=30), address=(1, 0, 0)))
+    assert rollouts.in_flight == ()  # the first has ended meanwhile
+    with pytest.raises(EngineError, match=r"a group at .* \(0, 0, 0\) is already running"):
+        rollouts.start(single_turns(row, Sampling(max_tokens=2)))
+    assert len(rollouts.ready()) == 1
+    rollouts.start(single_turns(row, Sampling(max_tokens=2)))  # now it may come again
+    assert len(rollouts.ready()) == 1
+
+
+def test_a_group_that_is_cancelled_after_its_end_is_not_given():
+    row = [Prompt(tokens=np.array([5, 6], np.int32), source="", row=0)]
+    rollouts = Rollouts(EmbeddedEngine(build(gain=3.0)))
+    keys = rollouts.start(single_turns(row, Sampling(max_tokens=2)))
+    rollouts.run(single_turns(row, Sampling(max_tokens=30), address=(1, 0, 0)))
+    rollouts.cancel(keys)
+    assert rollouts.ready() == []
+    assert len(rollouts.run(single_turns(row, Sampling(max_tokens=2)))) == 1
+
+
+class Broken(MockEngine):
+    """Has drawn a token from logits that are not finite, and no request of its has ended."""
+
+    def poll(self, timeout_s=None):
+        return []
+
+    def peek(self, ids):
+        one = {"tokens": np.array([7], np.int32), "versions": np.zeros(1, np.int32)}
+        return {i: PartialOutput(id=i, logprobs=np.array([np.nan], np.float32), **one) for i in ids}
+
+
+def test_a_stream_shows_no_token_of_logits_that_are_not_finite():
+    with pytest.raises(EngineError, match="logits are not finite"):
+        next(stream(Broken(vocabulary=VOCABULARY), requests(prompts((3,)), Sampling(max_tokens=4))))

@@ -7,9 +7,11 @@ import logging
 import pytest
 import torch
 from helpers import cluster, length_reward, prompt, tiny_model
+from tokenizers import normalizers
 from torch import nn
 
 from whet.config import DataConfig, GRPOConfig
+from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.rl_task import RLTask
@@ -241,3 +243,50 @@ def test_generators_go_on_where_they_were_and_refuse_what_is_no_state():
     for numpy in ((*w, *rest) for w in wrong):
         with pytest.raises(CheckpointError, match="no state of the generators"):
             set_random_state({**state, "numpy": numpy})
+
+
+def changed(how):
+    tokenizer = byte_tokenizer()
+    how(tokenizer)
+    now, other = provenance._tokenizer(byte_tokenizer()), provenance._tokenizer(tokenizer)
+    return {name for name in now if now[name] != other[name]}
+
+
+@pytest.mark.parametrize(
+    ("how", "parts"),
+    [
+        (lambda t: setattr(t, "eos_token", t.convert_ids_to_tokens(97)), {"vocabulary"}),  # which id ends a text
+        (lambda t: setattr(t, "chat_template", "{{ messages }}"), {"chat_template"}),
+        (lambda t: setattr(t.backend_tokenizer, "normalizer", normalizers.Lowercase()), {"rules"}),
+        (lambda t: t("long", truncation=True, max_length=2, padding="max_length"), set()),  # what an encoding did
+        (lambda t: None, set()),
+    ],
+    ids=["special", "template", "rules", "encoded", "same"],
+)
+def test_each_part_of_a_tokenizer_that_changes_is_in_the_record(how, parts):
+    assert changed(how) == parts
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("actor.gradient_checkpointing", False, True),
+        ("critic.gradient_checkpointing", False, True),
+        ("reference.gradient_checkpointing", False, True),
+        ("offload_to_cpu", False, True),
+        ("trainer.max_steps", 5, 9),
+        ("trainer.num_epochs", 1, 2),
+        ("trainer.resume", None, "latest"),
+        ("trainer.run_dir", "a", "b"),
+        ("trainer.loggers", [], ["wandb"]),
+        ("trainer.checkpointing_options", None, {"max_to_keep": 2}),
+        ("trainer.pbar_description", None, "x"),
+    ],
+)
+def test_what_changes_no_step_may_change_in_a_resume(key, old, new):
+    def tree(value):
+        for part in reversed(key.split(".")):
+            value = {part: value}
+        return value
+
+    assert provenance.changed_settings(tree(old), tree(new)) == []

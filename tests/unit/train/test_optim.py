@@ -1,3 +1,4 @@
+
 import math
 
 import pytest
@@ -516,3 +517,17 @@ def test_an_optimizer_with_a_parameter_of_its_own_says_that_it_cannot_be_saved(t
     optim = Optim(Toy(), lambda parameters: torch.optim.SGD([*parameters, extra], lr=0.1))
     with pytest.raises(CheckpointError, match="SGD holds a parameter that is not one of the model's parameters"):
         optim.save(tmp_path / "o.safetensors")
+
+
+def test_a_changed_total_steps_holds_after_a_resume(tmp_path):
+    def made(total):
+        return Optim(torch.nn.Linear(2, 2), OptimConfig(lr=1.0, schedule="linear", total_steps=total))
+
+    old, new = made(6), made(12)
+    for _ in range(3):
+        for p in old.params.values():
+            p.grad = torch.ones_like(p)
+        old.step()
+    new.load(tmp_path / "o.safetensors", old.save(tmp_path / "o.safetensors"))
+    new.plan(100)  # total_steps comes first
+    assert [new.step()[1] for _ in range(2)] == pytest.approx([9 / 12, 8 / 12])  # of 12 updates 3 are taken

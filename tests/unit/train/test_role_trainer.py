@@ -1,3 +1,4 @@
+
 import pytest
 import torch
 from helpers import completion, gap, one_by_one, prompt, random_batch, same, tiny_model, weights_of
@@ -267,3 +268,14 @@ def test_updates_are_counted_once_and_told():
     t.listeners.append(lambda who, metrics: told.append((who.train_steps, metrics["loss"].value)))
     first = t.update(random_batch((3, [4, 2])))
     assert told == [(1, first["loss"].value)] and t.train_steps == t.worker.updates == t.worker.optim.updates
+
+
+def test_what_was_loaded_is_on_policy_whatever_was_updated_before(tmp_path):
+    worker = ModelWorker(load_model(tiny_model()), optim=OptimConfig(name="sgd", lr=0.1, max_grad_norm=0.0))
+    trainer, batch = RoleTrainer(worker, loss=clipped_surrogate), random_batch((3, [4, 2]))
+    worker.save(tmp_path)
+    assert trainer.is_on_policy(batch)
+    trainer.update(batch)
+    assert not trainer.is_on_policy(batch)
+    trainer.load(tmp_path)  # the weights that drew the batch are back, under the same version
+    assert trainer.is_on_policy(batch)
