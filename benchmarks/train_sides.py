@@ -84,7 +84,7 @@ def whet_batch(job: Job, rows: list[dict[str, Any]], tokenizer: Any, *, skip: bo
     """The rows as the learner would hand them to the worker: advantages, weights, those without signal left out."""
     import numpy as np
 
-    from whet.learners.grpo import with_signal
+    from whet.learners.policy import with_signal
     from whet.ops import ADVANTAGE_ESTIMATORS, token_weights
     from whet.types import Completion, Group, Prompt, TokenBatch
 

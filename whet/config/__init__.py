@@ -1,6 +1,6 @@
 """Configuration: frozen keyword-only dataclasses, checked from Python as from YAML. Imports no torch."""
 
-from whet.config.algo import AlgorithmConfig, GRPOConfig, GrpoConfig
+from whet.config.algo import AlgorithmConfig, GRPOConfig, GrpoConfig, PolicyConfig
 from whet.config.base import check, config, field_docs
 from whet.config.data import DataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
@@ -34,6 +34,7 @@ __all__ = [
     "Mode",
     "OptimConfig",
     "PerfMetricsOptions",
+    "PolicyConfig",
     "ProfilerOptions",
     "RLTrainingConfig",
     "Role",

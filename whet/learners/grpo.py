@@ -11,283 +11,33 @@ run.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
-
 from whet.cluster import RLCluster
-from whet.config import DataConfig, GRPOConfig, Role
-from whet.errors import ConfigError, EngineError
-from whet.learners.base import RLLearner
-from whet.learners.objective import (
-    advantage_inputs,
-    make_estimator,
-    make_objective,
-    policy_loss,
-    resolve_name,
-)
-from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
-from whet.learners.step import Step
-from whet.metrics import Max, Mean
-from whet.ops import (
-    LOSS_AGG_MODES,
-    estimate,
-    masked_column,
-    metrics_without_advantage,
-    mismatch_metrics,
-    segment_sum,
-)
-from whet.run.observer import Observer
-from whet.train.reductions import Metrics, labels_of
-from whet.types import LossInputs, TokenBatch
+from whet.config import GRPOConfig
+from whet.errors import ConfigError
+from whet.learners.policy import PolicyLearner
 
 __all__ = ["GRPOLearner", "GrpoLearner"]
 
-log = logging.getLogger("whet")
 
-_METRICS = {
-    "clip_ratio/high": {"clip_ratio/high_mean": "mean", "clip_ratio/high_max": "sequence_max"},
-    "clip_ratio/low": {"clip_ratio/low_mean": "mean", "clip_ratio/low_min": "sequence_min"},
-    "clip_ratio/region": {"clip_ratio/region_mean": "mean"},
-    "entropy": {"entropy": "weighted", "entropy/token_mean": "mean"},
-    "is_ratio": ("mean", "max", "min"),
-    "kl": {"kl": "mean", "kl_loss": "weighted"},
-    "log_ratio_abs": {"log_ratio/abs_mean": "mean"},
-    "pg_clipfrac_lower": "weighted",
-    "pg_loss": {"pg_loss/surrogate_mean": "mean"},
-    "pg_loss/clipped": {"pg_loss/clipped_mean": "mean"},
-    "pg_loss/corrected": {"unreduced_pg_loss": "weighted", "reduced_pg_loss": "weighted"},
-    "pg_loss/unclipped": {"pg_loss/unclipped_mean": "mean"},
-    "sampling/sampling_logp_difference": ("mean", "max"),
-    "sequence_clip_ratio/high": {"clip_ratio/high_mean": "sequence_mean", "clip_ratio/high_max": "sequence_max"},
-    "sequence_clip_ratio/low": {"clip_ratio/low_mean": "sequence_mean", "clip_ratio/low_min": "sequence_min"},
-    "sequence_clip_ratio/region": {"clip_ratio/region_mean": "sequence_mean"},
-}
-"""How the loss's metrics are named and reduced: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
-_ON_POLICY = ("sampling/sampling_logp_difference",)
-"""How far trainer and sampler are apart: once the weights have moved, how far those have moved is in it."""
-
-
-class GRPOLearner(RLLearner):
+class GRPOLearner(PolicyLearner):
     """Trains the actor by GRPO: see RLLearner for the arguments.
 
-    Raises: ConfigError: beta is not 0 and the cluster has no reference; an unknown loss, estimator or aggregation.
+    Raises: ConfigError: completions of a group can't differ; what PolicyLearner refuses.
 
     Example: GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), reward_fns=[exact]).train(rows)
     """
 
     algo_config: GRPOConfig
 
-    def __init__(
-        self,
-        rl_cluster: RLCluster,
-        algo_config: GRPOConfig,
-        reward_fns: Any,
-        metric_fns: Sequence[Callable[..., Any]] | None = None,
-        data_shuffle_seed: int | None = None,
-        *,
-        data: DataConfig | None = None,
-        settings: dict[str, Any] | None = None,
-        observers: Sequence[Observer] = (),
-    ) -> None:
-        super().__init__(
-            rl_cluster,
-            algo_config,
-            reward_fns,
-            metric_fns,
-            data_shuffle_seed,
-            data=data,
-            settings=settings,
-            observers=observers,
-        )
-        c = algo_config
+    def check(self, rl_cluster: RLCluster) -> None:
+        """Raises ConfigError where all completions of a group would be the same."""
+        super().check(rl_cluster)
         if rl_cluster.rollout_for().temperature == 0:
             raise ConfigError(
                 "rollout.temperature=0 draws the same completion num_generations times: all completions of a group are "
                 "equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
             )
-        if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
-            raise ConfigError(
-                f"beta={c.beta}, force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
-                "RLCluster(reference=...), or set beta=0.0 and force_compute_kl=False"
-            )
-        self.estimator = make_estimator(c)
-        self.objective = make_objective(c)
-        if c.beta and c.kl_clamp_value is None and c.kl_loss_mode in ("kl", "k1"):
-            log.warning(
-                "kl_loss_mode=%r with beta=%s: the gradient of k1 is that of log pi alone, so it does not pull towards "
-                "the reference; kl_loss_mode='low_var_kl' does",
-                c.kl_loss_mode,
-                c.beta,
-            )
-        self.zero_metrics = metrics_without_advantage(policy_loss(c))
-        self.skips = self.zero_metrics is not None and not self.needs_reference and c.entropy_coef == 0
-        mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
-        norm = c.loss_agg_norm
-        if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
-            norm = float(rl_cluster.rollout_for().max_tokens_to_generate)
-        trainer = rl_cluster.actor_trainer
-        trainer.with_loss_fn(
-            self.loss, loss_agg_mode=mode, loss_agg_norm=norm, loss_agg_units=c.loss_agg_units, entropy=True
-        )
-        trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions}, on_policy=_ON_POLICY)
-        for worker in rl_cluster.workers.values():
-            worker.set_max_sequences(
-                training=self._sequences(self.config.train_micro_batch_size),
-                reading=self._sequences(self.config.compute_logps_micro_batch_size),
-            )
-
-    def _sequences(self, prompts: int | None) -> int | None:
-        """Sequences of a micro-batch of so many prompts."""
-        return None if prompts is None else prompts * self.algo_config.num_generations
-
-    # ---- the stages ----------------------------------------------------------------------------------------------
-
-    def batch(self, step: Step) -> Step:
-        """The groups end to end, truncated completions masked where mask_truncated_completions is set."""
-        step = super().batch(step)
-        if not self.algo_config.mask_truncated_completions:
-            return step
-        batch, groups = step.need_batch(), step.need_rewarded().groups
-        whole = torch.tensor([c.finish_reason != "length" for g in groups for c in g.completions])
-        return step.replace(batch=batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence)))
-
-    def score(self, step: Step) -> Step:
-        """Old log-probabilities where several updates follow one rollout, or a token that is trained was drawn from an
-        earlier policy; the reference's where beta is not 0.
-        """
-        c, cluster, batch = self.algo_config, self.cluster, step.need_batch()
-        source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
-        if source == "trainer":
-            with cluster.trace.span("old_logprobs"):
-                batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
-            if c.sampler_is is not None:
-                step = step.log(self._mismatch(batch))
-        elif source == "sampler":
-            batch = batch.replace(old_logprobs=batch.sampler_logprobs)
-        if self.needs_reference:
-            with cluster.trace.span("ref_logprobs"):
-                batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
-        return step.replace(batch=batch)
-
-    def _mismatch(self, batch: TokenBatch) -> Metrics:
-        """How far sampler and trainer are apart."""
-        assert batch.old_logprobs is not None
-        found = mismatch_metrics(
-            batch.old_logprobs,
-            batch.sampler_logprobs,
-            mask=batch.mask,
-            threshold=self.algo_config.sampler_is_threshold,
-        )
-        return {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
-
-    def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
-        """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
-
-        Args: num_groups: of the step. stale: the policy versions of trained tokens, other than the actor's own now.
-        Raises: EngineError: several updates follow a rollout of an engine that reports no logprobs, or tokens are
-            stale.
-        """
-        c, caps = self.algo_config, self.cluster.rollout.caps
-        if c.sampler_is is not None or not c.use_rollout_logps:
-            return "trainer"
-        updates = self.num_updates(num_groups)
-        if caps.logprobs and (stale or updates > 1 or not caps.shared_weights):
-            return "sampler"
-        if stale:
-            raise EngineError(
-                f"the rollout has tokens from policy version(s) {', '.join(map(str, stale))}, the actor is at "
-                f"{self.cluster.actor.version}, and the engine reports no logprobs; the engine must record the version "
-                "passed to update(), or set use_rollout_logps=False to recompute the logprobs"
-            )
-        if updates > 1:
-            raise EngineError(
-                "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
-                f"{updates} updates follow each rollout; set use_rollout_logps=False to recompute them"
-            )
-        return "nowhere"
-
-    def planned_passes(self, num_groups: int) -> dict[str, str]:
-        """What a step runs besides rollout and update, and what it leaves out, each with the reason."""
-        old = {
-            "trainer": "runs: sampler_is, or use_rollout_logps=false, asks for the trainer's own",
-            "sampler": "skipped: the sampler's serve",
-            "nowhere": "skipped: one update follows each rollout, so the ratio is 1 (unless a token is stale)",
-        }
-        found = {
-            "old_logprobs": old[self.old_logprobs_from(num_groups)],
-            "ref_logprobs": "runs: beta or force_compute_kl asks for it"
-            if self.needs_reference
-            else "skipped: beta is 0",
-            "completions with advantage 0": (
-                "skipped: they have no gradient; skipped/tokens counts theirs"
-                if self.skips
-                else "run: the KL, or a loss of your own, may have a gradient there"
-            ),
-        }
-        if self.algo_config.mask_truncated_completions:
-            why = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts theirs"
-            found["truncated completions"] = why
-        return found
-
-    def assign_advantages(self, step: Step) -> Step:
-        """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
-        batch = step.need_batch()
-        batch = batch.replace(advantages=estimate(self.estimator, advantage_inputs(batch, step.rewarded)))
-        return step.replace(batch=batch).log(advantage_metrics(batch))
-
-    def update(self, step: Step, mini: TokenBatch) -> Step:
-        """Updates the actor; sequences that have no gradient are weighed and not run."""
-        self.cluster.release_engine_memory()
-        with self.cluster.trace.span("update"):
-            keep = with_signal if self.skips else trained
-            return step.log(self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole))
-
-    def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
-        reductions = self.cluster.actor_trainer.reductions
-        zero = {k: how for name in self.zero_metrics or () for k, how in labels_of(name, reductions).items()}
-        return {**skipped_metrics(whole, run), **of_whole_batch(found, whole, run, zero=zero)}
-
-    def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
-        """The objective at each token, as the configuration composes it: [s], and its metrics."""
-        loss, metrics = self.objective(x)
-        if x.sampler_logprobs is not None:
-            metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
-        if x.entropy is not None:
-            metrics["entropy"] = x.entropy.detach()
-        return loss, metrics
-
-    # ---- what the configuration implies --------------------------------------------------------------------------
-
-    @property
-    def needs_reference(self) -> bool:
-        """Whether a reference is read: for the loss, or as a metric."""
-        return bool(self.algo_config.beta) or self.algo_config.force_compute_kl
-
-    @property
-    def num_generations(self) -> int:
-        """G: completions of each prompt in training."""
-        return self.algo_config.num_generations
-
-    @property
-    def num_iterations(self) -> int:
-        """Passes over the samples of a step (mu)."""
-        return self.algo_config.num_iterations
-
-
-def with_signal(batch: TokenBatch) -> Tensor:
-    """The sequences with a trained token whose advantage is not 0: Long [M]."""
-    assert batch.advantages is not None
-    size = segment_sum(masked_column(batch.advantages, batch.mask).abs(), batch.sequence, batch.num_sequences)
-    return (size > 0).nonzero().flatten()
-
-
-def trained(batch: TokenBatch) -> Tensor:
-    """The sequences with a token that is trained: Long [M]. All tokens of the others weigh 0, whatever the loss."""
-    return batch.sequence[batch.mask].unique()
 
 
 GrpoLearner = GRPOLearner
+"""Tunix's other spelling."""

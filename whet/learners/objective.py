@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.config import AlgorithmConfig, GRPOConfig
-from whet.errors import ConfigError, lookup_error
+from whet.config import AlgorithmConfig, PolicyConfig
+from whet.errors import lookup_error
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     CORRECTIONS,
@@ -60,7 +60,7 @@ def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[...
 
     >>> def loss(x, *, epsilon=0.5, other=1):
     ...     return epsilon, other
-    >>> with_fields(loss, GRPOConfig(epsilon=0.1))(None)
+    >>> with_fields(loss, PolicyConfig(epsilon=0.1))(None)
     (0.1, 1)
     """
     try:
@@ -96,18 +96,12 @@ def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> Adv
     )
 
 
-def policy_loss(config: GRPOConfig) -> Callable[..., Any]:
-    """The policy loss of a configuration. Raises ConfigError: two fields choose it, or nothing has this name."""
-    if config.loss_algo != "grpo" and config.policy_loss_fn != "grpo":
-        raise ConfigError(
-            f"loss_algo={config.loss_algo!r} and policy_loss_fn={config.policy_loss_fn!r} both choose the loss; "
-            "leave one at 'grpo'"
-        )
-    name = config.loss_algo if config.policy_loss_fn == "grpo" else config.policy_loss_fn
-    return resolve_name(name, POLICY_LOSSES, "policy loss")
+def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
+    """The policy loss of a configuration. Raises ConfigError: nothing has this name."""
+    return resolve_name(config.loss_name, POLICY_LOSSES, "policy loss")
 
 
-def make_objective(config: GRPOConfig) -> Objective:
+def make_objective(config: PolicyConfig) -> Objective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
     resolve_name(config.kl_loss_mode, KL_MODES, "KL mode")
     factors = [] if config.sampler_is is None else [resolve_name(config.sampler_is, CORRECTIONS, "sampler_is")]

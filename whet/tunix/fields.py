@@ -269,8 +269,9 @@ def page() -> str:
     parts = [_INTRO]
     for cls, fields in TUNIX_FIELDS.items():
         theirs = {name for known in TUNIX_FIELDS.values() for name in known}
-        own = [f.name for f in dataclasses.fields(cls) if f.name in vars(cls)["__annotations__"]]
-        ours = [name for name in own if name not in theirs]
+        bases = [base for base in TUNIX_FIELDS if base is not cls and issubclass(cls, base)]
+        inherited = {f.name for base in bases for f in dataclasses.fields(base)}
+        ours = [f.name for f in dataclasses.fields(cls) if f.name not in theirs | inherited]
         rows = [
             f"| `{name}` | `{field.default!r}` | {field.state} | {field.note} |"
             if field.default != REQUIRED

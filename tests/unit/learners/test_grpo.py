@@ -9,7 +9,8 @@ from helpers import END, cluster, gap, length_reward, random_batch, rows, same, 
 from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig
 from whet.data import plans as plans_module
 from whet.errors import ConfigError, EngineError
-from whet.learners.grpo import GRPOLearner, with_signal
+from whet.learners.grpo import GRPOLearner
+from whet.learners.policy import with_signal
 from whet.learners.step import Step
 from whet.ops import clipped_surrogate, group_relative, mean_only, token_weights
 from whet.rollout.base import EngineCaps
@@ -315,7 +316,7 @@ def test_completions_without_a_trained_token_are_not_run_whatever_the_loss(monke
     )
     calls = [watch(monkeypatch, made.cluster.actor, "forward_backward") for made in (leaving, running)]
     found = leaving.train(rows(4)).rows[0]
-    monkeypatch.setattr("whet.learners.grpo.trained", lambda batch: torch.arange(batch.num_sequences))
+    monkeypatch.setattr("whet.learners.policy.trained", lambda batch: torch.arange(batch.num_sequences))
     want = running.train(rows(4)).rows[0]
     part, whole = (args[0] for ((args, _),) in calls)
     assert 0 < part.num_sequences < whole.num_sequences == 16
@@ -451,7 +452,7 @@ def test_a_batch_is_planned_once_for_the_passes_that_run_it_within_the_same_limi
         num_iterations=2,
     )
     if advantages_of_0:
-        monkeypatch.setattr("whet.learners.grpo.trained", lambda batch: torch.arange(2, batch.num_sequences))
+        monkeypatch.setattr("whet.learners.policy.trained", lambda batch: torch.arange(2, batch.num_sequences))
     calls = watch(monkeypatch, plans_module, "plan_micro_batches")
     made.train(rows(4))
     assert len(calls) == plans

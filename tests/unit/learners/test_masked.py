@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import completion, prompt, tiny_model
 from whet import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster
-from whet.learners.grpo import with_signal
+from whet.learners.policy import with_signal
 from whet.learners.step import Step
 from whet.types import Group
 

@@ -1,0 +1,26 @@
+"""The algorithm: the section algo. One class for each choice that an objective is made of, and one for each algorithm.
+
+Names and defaults are Tunix's where Tunix has the field. An algorithm's class is a sum of choices: a new field stands
+with the choice that it belongs to, and a function that asks for a keyword of its name is given it.
+"""
+
+from whet.config.algo.advantage import AdvantageFields
+from whet.config.algo.base import AlgorithmConfig
+from whet.config.algo.correction import CorrectionFields
+from whet.config.algo.entropy import EntropyFields
+from whet.config.algo.grpo import GRPOConfig, GrpoConfig
+from whet.config.algo.kl import KLFields
+from whet.config.algo.policy import PolicyConfig
+from whet.config.algo.surrogate import SurrogateFields
+
+__all__ = [
+    "AdvantageFields",
+    "AlgorithmConfig",
+    "CorrectionFields",
+    "EntropyFields",
+    "GRPOConfig",
+    "GrpoConfig",
+    "KLFields",
+    "PolicyConfig",
+    "SurrogateFields",
+]
