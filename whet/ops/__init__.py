@@ -14,7 +14,7 @@ from whet.ops.advantages import (
     mean_only,
 )
 from whet.ops.corrections import mismatch_metrics, truncated_weights
-from whet.ops.kl import KL_MODES, kl_divergence
+from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, selective_log_softmax
 from whet.ops.masked import (
     fp32_or_wider,
@@ -33,7 +33,6 @@ from whet.ops.objective import (
     TOKEN_MASKS,
     Objective,
     off_policy_mask,
-    reference_kl,
     truncated_importance,
 )
 from whet.ops.policy_losses import (
@@ -61,6 +60,7 @@ __all__ = [
     "LossInputs",
     "Objective",
     "Support",
+    "adapted_beta",
     "address_key",
     "aggregate",
     "allowed_tokens",
@@ -74,6 +74,7 @@ __all__ = [
     "group_relative",
     "group_spread",
     "kl_divergence",
+    "kl_rewards",
     "leave_one_out",
     "masked_column",
     "masked_mean",
@@ -90,6 +91,7 @@ __all__ = [
     "segment_mean",
     "segment_sum",
     "selective_log_softmax",
+    "sequence_mean_kl",
     "support_logits",
     "to_fp32",
     "token_weights",
