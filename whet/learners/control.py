@@ -113,7 +113,7 @@ class Control:
         kl = sequence_mean_kl(each, mask=batch.mask, sequence=batch.sequence, num_sequences=number)
         if c.target_kl is not None:
             self.beta = adapted_beta(used, kl, target_kl=c.target_kl, num_sequences=number, kl_horizon=c.kl_horizon)
-        return {"rewards/reward_kl_penalty": Mean(kl), "kl_coef": Last(used)}
+        return {"kl_sampled": Mean(kl), "kl_coef": Last(used)}
 
     @property
     def moves(self) -> bool:

@@ -290,6 +290,15 @@ class PolicyLearner(RLLearner):
         move_reference(self.cluster, self.algo_config, step.index)
         super().after_step(run, step)
 
+    def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
+        """As RLLearner.new_run. Raises ConfigError: a coefficient moves, and checkpoints would not hold it."""
+        if self.control.moves and "control" not in self.state():
+            raise ConfigError(
+                f"{type(self).__name__}.state() leaves out the coefficients that move (target_kl, "
+                "use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
+            )
+        return super().new_run(train_ds, eval_ds)
+
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:

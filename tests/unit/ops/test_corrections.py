@@ -94,11 +94,11 @@ def test_threshold_must_be_positive():
     x = inputs(tensor([0.0]), tensor([0.0]))
     with pytest.raises(ConfigError, match="sampler_is_threshold 0 must be positive"):
         sampler_importance(x, sampler_is_threshold=0)
-    with pytest.raises(ConfigError, match="rejection_lower 2.0 must be below rejection_threshold 1.001"):
+    with pytest.raises(ConfigError, match=r"rejection_lower 2\.0 must be below rejection_threshold 1\.001"):
         sampler_rejection(x, rejection_lower=2.0)
     with pytest.raises(ConfigError, match="unknown sampler_is_mode 'masked'; did you mean mask"):
         sampler_importance(x, sampler_is_mode="masked")
-    with pytest.raises(ConfigError, match="unknown level .* 'tokens'; did you mean token"):
+    with pytest.raises(ConfigError, match=r"unknown level .* 'tokens'; did you mean token"):
         sampler_log_ratio(x, "tokens")
 
 
