@@ -119,7 +119,7 @@ class RLCluster(TunixVerbs):
             if role in self._workers
         }
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
-        self._rollouts = PolicyRollouts(self._make_engine, self.actor)
+        self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
     def _drawn_from(self) -> tuple[Support, Allowed]:
         """The distribution that training samples from, as the trainer has to know it: support and constraint.

@@ -42,11 +42,11 @@ class Policy(Protocol):
 class PolicyRollouts:
     """A policy's engine, and the driver of its episodes.
 
-    Args: build: makes the engine. policy: whose weights and version it has.
+    Args: build: makes the engine. policy: whose weights and version it has. vocab_size: of its ids; None = unknown.
     """
 
-    def __init__(self, build: Callable[[], RolloutEngine], policy: Policy) -> None:
-        self._build, self._policy = build, policy
+    def __init__(self, build: Callable[[], RolloutEngine], policy: Policy, *, vocab_size: int | None = None) -> None:
+        self._build, self._policy, self._vocab_size = build, policy, vocab_size
         self._driver: Rollouts | None = None
         self._lengths = LengthHistory()
         self._next_id = 0
@@ -57,7 +57,7 @@ class PolicyRollouts:
     def driver(self) -> Rollouts:
         """What plays episodes in the engine, which is built here if it was not yet; it may be released."""
         if self._driver is None:
-            self._driver = Rollouts(self._build(), next_id=self._next_id)
+            self._driver = Rollouts(self._build(), next_id=self._next_id, vocab_size=self._vocab_size)
             if self._policy.version:
                 self._update()
         return self._driver
