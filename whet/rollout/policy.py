@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
-from whet.rollout.driver import Rollouts, single_turns
+from whet.rollout.driver import GroupKey, Rollouts, single_turns
 from whet.rollout.length_history import LengthHistory
 from whet.types import Group, Prompt
 
@@ -74,7 +74,7 @@ class PolicyRollouts:
         sampling: Sampling,
         *,
         num_generations: int,
-        address: tuple[int, int],
+        address: GroupKey,
         at_once: int,
     ) -> list[Group]:
         """Completes prompts.
@@ -84,11 +84,12 @@ class PolicyRollouts:
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.
-            address: (seed, step) of the draws; the prompt's place and the generation are added.
+            address: (seed, step, place of the first prompt in the step) of the draws; the generation is added.
             at_once: prompts given to the engine at once.
         Returns: a group for each prompt, in order.
         """
         self.resume()
+        seed, step, first = address
         expected = self._lengths.of(kind, prompts)
         groups: list[Group] = []
         for start in range(0, len(prompts), at_once):
@@ -97,7 +98,7 @@ class PolicyRollouts:
                     prompts[start : start + at_once],
                     sampling,
                     num_generations=num_generations,
-                    address=(*address, start),
+                    address=(seed, step, first + start),
                     expected=expected[start : start + at_once],
                 )
             )
