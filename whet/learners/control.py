@@ -22,7 +22,10 @@ from whet.metrics import Last, Mean, Metric
 from whet.ops import adapted_beta, kl_rewards, sequence_mean_kl
 from whet.types import TokenBatch
 
-__all__ = ["Control", "move_reference"]
+__all__ = ["MEASURED_ENTROPY", "Control", "move_reference"]
+
+MEASURED_ENTROPY = "entropy/token_mean"
+"""The metric of an update that an adaptive entropy bonus goes by."""
 
 
 class Control:
@@ -96,7 +99,7 @@ class Control:
         Args: found: the update's metrics.
         """
         c = self.config
-        measured = found.get("entropy/token_mean")
+        measured = found.get(MEASURED_ENTROPY)
         if c.use_adaptive_entropy and measured is not None and math.isfinite(measured.value):
             self.entropy = measured.value
             low = self.entropy <= c.entropy_target

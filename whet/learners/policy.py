@@ -21,7 +21,8 @@ from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
 from whet.errors import ConfigError, EngineError
 from whet.learners.base import RLLearner
-from whet.learners.control import Control, move_reference
+from whet.learners.control import MEASURED_ENTROPY, Control, move_reference
+from whet.learners.fill import check_fill, filled
 from whet.learners.mismatch import compare_sampler, with_ess
 from whet.learners.objective import (
     advantage_inputs,
@@ -36,8 +37,12 @@ from whet.ops import (
     LOSS_AGG_MODES,
     entropy_rank,
     estimate,
+    high_entropy_mask,
     masked_column,
     metrics_without_advantage,
+    off_policy_mask,
+    sampler_kl_mask,
+    sampler_rejection,
     sampling_metrics,
     segment_sum,
 )
@@ -54,7 +59,7 @@ _METRICS = {
     "clip_ratio/high": {"clip_ratio/high_mean": "mean", "clip_ratio/high_max": "sequence_max"},
     "clip_ratio/low": {"clip_ratio/low_mean": "mean", "clip_ratio/low_min": "sequence_min"},
     "clip_ratio/region": {"clip_ratio/region_mean": "mean"},
-    "entropy": {"entropy": "weighted", "entropy/token_mean": "mean"},
+    "entropy": {"entropy": "weighted", MEASURED_ENTROPY: "mean"},
     "is_ratio": ("mean", "max", "min"),
     "kl": {"kl": "mean", "kl_loss": "weighted"},
     "log_ratio_abs": {"log_ratio/abs_mean": "mean"},
@@ -103,11 +108,11 @@ class PolicyLearner(RLLearner):
             settings=settings,
             observers=observers,
         )
-        self.check(rl_cluster)
         c = algo_config
         self.estimator = make_estimator(c)
         self.objective = make_objective(c)
         self.control = Control(c)
+        self.check(rl_cluster)
         self.zero_metrics = metrics_without_advantage(policy_loss(c))
         self.skips = not (self.zero_metrics is None or self.needs_reference or self.control.has_entropy_bonus)
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
@@ -128,6 +133,7 @@ class PolicyLearner(RLLearner):
     def check(self, rl_cluster: RLCluster) -> None:
         """Raises ConfigError where cluster and configuration don't fit; warns where nothing would be learned."""
         c = self.algo_config
+        check_fill(self, c, self.config.max_steps)
         if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
             raise ConfigError(
                 f"beta={c.beta}, force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
@@ -138,8 +144,8 @@ class PolicyLearner(RLLearner):
                 "sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
                 "off); give RLCluster(reference=...) a model of its own, or set sync_ref_model=False"
             )
-        compared = {"off-policy", "sampler-kl", "sampler-rejection"} & {m for m in c.loss_masks if isinstance(m, str)}
-        if (c.sampler_is is not None or compared) and not rl_cluster.rollout.caps.logprobs:
+        compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
+        if compares and not rl_cluster.rollout.caps.logprobs:
             raise ConfigError(
                 f"sampler_is={c.sampler_is!r}, loss_masks={list(c.loss_masks)}: the engine reports no logprobs to "
                 "compare with; set sampler_is=None and leave out off-policy, sampler-kl and sampler-rejection"
@@ -157,6 +163,10 @@ class PolicyLearner(RLLearner):
         return None if prompts is None else prompts * self.algo_config.num_generations
 
     # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def fill(self, run: Run, step: Step) -> Step:
+        """Where dynamic_sampling is set, replaces groups that teach nothing by groups of further prompts."""
+        return filled(self, self.algo_config, step, run.more) if self.algo_config.dynamic_sampling else step
 
     def batch(self, step: Step) -> Step:
         """The groups end to end, truncated completions masked where mask_truncated_completions is set."""
@@ -195,7 +205,7 @@ class PolicyLearner(RLLearner):
             stale.
         """
         c, caps = self.algo_config, self.cluster.rollout.caps
-        if c.sampler_is is not None or "sampler-rejection" in c.loss_masks or not c.use_rollout_logps:
+        if c.sampler_is is not None or self.objective.has(sampler_rejection) or not c.use_rollout_logps:
             return "trainer"
         updates, sampled_kl = self.num_updates(num_groups), self.control.needs_sampled_kl
         if caps.logprobs and (stale or updates > 1 or sampled_kl or not caps.shared_weights):
@@ -236,7 +246,7 @@ class PolicyLearner(RLLearner):
                 else "run: the KL, or a loss of your own, may have a gradient there"
             ),
         }
-        if "top-entropy" in self.algo_config.loss_masks:
+        if self.objective.has(high_entropy_mask):
             found["entropy"] = "runs: loss_masks=[top-entropy] asks for it, before each update"
         if self.algo_config.mask_truncated_completions:
             why = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts theirs"
@@ -261,7 +271,7 @@ class PolicyLearner(RLLearner):
 
     def _ranked(self, mini: TokenBatch) -> TokenBatch:
         """The mini-batch with the column entropy_rank, of the policy as it is, where a mask asks for it."""
-        if "top-entropy" not in self.algo_config.loss_masks:
+        if not self.objective.has(high_entropy_mask):
             return mini
         with self.cluster.trace.span("entropy"):
             entropy = self.cluster.actor.logprobs(mini, entropy=True).entropy
@@ -291,7 +301,13 @@ class PolicyLearner(RLLearner):
         super().after_step(run, step)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """As RLLearner.new_run. Raises ConfigError: a coefficient moves, and checkpoints would not hold it."""
+        """As RLLearner.new_run. Raises ConfigError: a coefficient would not move, or checkpoints would not hold it."""
+        labels = labels_of("entropy", self.cluster.actor_trainer.reductions)
+        if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
+            raise ConfigError(
+                f"use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has taken "
+                f'away: {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to what entropy is logged as'
+            )
         if self.control.moves and "control" not in self.state():
             raise ConfigError(
                 f"{type(self).__name__}.state() leaves out the coefficients that move (target_kl, "
