@@ -114,7 +114,7 @@ class Control:
             return {}
         each = self.sampled_kl(batch, -1.0)
         kl = sequence_mean_kl(each, mask=batch.mask, sequence=batch.sequence, num_sequences=number)
-        if c.target_kl is not None:
+        if c.target_kl is not None and not math.isnan(kl):
             self.beta = adapted_beta(used, kl, target_kl=c.target_kl, num_sequences=number, kl_horizon=c.kl_horizon)
         return {"kl_sampled": Mean(kl), "kl_coef": Last(used)}
 
