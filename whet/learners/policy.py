@@ -318,8 +318,8 @@ class PolicyLearner(RLLearner):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The coefficients that move; a learner of your own adds to them: {**super().state(), ...}."""
-        return {"control": self.control.state()}
+        """The coefficients, where one moves; a learner of your own adds to them: {**super().state(), ...}."""
+        return {"control": self.control.state()} if self.control.moves else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; what an earlier version did not save starts as in a new run."""

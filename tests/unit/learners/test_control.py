@@ -156,6 +156,7 @@ def test_a_learner_of_your_own_that_forgets_the_state_is_refused():
             return {}
 
     made = Forgetful(cluster(reference=tiny_model(1)), GRPOConfig(use_adaptive_entropy=True), length_reward)
+    assert Forgetful(cluster(reference=tiny_model(1)), GRPOConfig(), length_reward).train(rows(4)).step == 1
     with pytest.raises(ConfigError, match=r"Forgetful.state\(\) leaves out .* super\(\)"):
         made.train(rows(4))
 
