@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from whet.config.algo.advantage import NEED_GROUPS
 from whet.config.algo.policy import PolicyConfig
 from whet.config.base import config
 from whet.config.fields import Size, Text
@@ -22,7 +23,7 @@ class GRPOConfig(PolicyConfig):
     """
 
     num_generations: Size = 2
-    """G: completions of each prompt."""
+    """G: completions of each prompt; 1 for an advantage_estimator that compares with something other than the group."""
     loss_algo: Literal["grpo", "gspo-token"] | Text = "grpo"
     """Ratio of each token (grpo) or of the whole sequence (gspo-token)."""
 
@@ -31,7 +32,7 @@ class GRPOConfig(PolicyConfig):
         super().__post_init__()
         if self.loss_algo not in ("grpo", "gspo-token"):
             raise ConfigError(f"loss_algo should be either grpo or gspo-token. Received: {self.loss_algo}")
-        if self.num_generations <= 1:
+        if self.num_generations <= 1 and self.advantage_estimator in NEED_GROUPS:
             raise ConfigError(
                 f"num_generations must be greater than 1, got {self.num_generations}: "
                 "a completion is compared with its group"
