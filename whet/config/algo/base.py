@@ -20,7 +20,7 @@ class OverlongBuffer:
 
     >>> OverlongBuffer(overlong_buffer_length=0)
     Traceback (most recent call last):
-    whet.errors.ConfigError: OverlongBuffer.overlong_buffer_length: must be at least 1, got 0
+    whet.errors.ConfigError: OverlongBuffer.overlong_buffer_length must be a positive integer. Got: 0
     """
 
     enable: Bool = False

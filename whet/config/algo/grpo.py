@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from whet.config.algo.advantage import NEED_GROUPS
 from whet.config.algo.policy import PolicyConfig
 from whet.config.base import config
 from whet.config.fields import Size, Text
@@ -32,12 +31,7 @@ class GRPOConfig(PolicyConfig):
         super().__post_init__()
         if self.loss_algo not in ("grpo", "gspo-token"):
             raise ConfigError(f"loss_algo should be either grpo or gspo-token. Received: {self.loss_algo}")
-        if self.num_generations <= 1 and self.advantage_estimator in NEED_GROUPS:
-            raise ConfigError(
-                f"num_generations must be greater than 1, got {self.num_generations}: "
-                "a completion is compared with its group"
-            )
-
+        self.check_groups()
         if self.loss_algo != "grpo" and self.policy_loss_fn != "grpo":
             raise ConfigError(
                 f"loss_algo={self.loss_algo!r} and policy_loss_fn={self.policy_loss_fn!r} both choose the loss; "

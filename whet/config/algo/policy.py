@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from whet.config.algo.advantage import AdvantageFields
+from whet.config.algo.advantage import NEED_GROUPS, AdvantageFields
 from whet.config.algo.correction import CorrectionFields
 from whet.config.algo.entropy import EntropyFields
 from whet.config.algo.kl import KLFields
 from whet.config.algo.surrogate import SurrogateFields
 from whet.config.base import config
 from whet.config.fields import Size
+from whet.errors import ConfigError
 
 __all__ = ["PolicyConfig"]
 
@@ -25,6 +26,14 @@ class PolicyConfig(CorrectionFields, EntropyFields, KLFields, SurrogateFields, A
 
     num_generations: Size = 1
     """G: completions of each prompt."""
+
+    def check_groups(self) -> None:
+        """Raises ConfigError: one completion of each prompt, and an estimator that compares it with its group."""
+        if self.num_generations <= 1 and self.advantage_estimator in NEED_GROUPS:
+            raise ConfigError(
+                f"num_generations must be greater than 1, got {self.num_generations}: "
+                "a completion is compared with its group"
+            )
 
     @property
     def loss_name(self) -> Any:
