@@ -18,7 +18,7 @@ from torch import Tensor
 
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
-from whet.rollout.driver import Rollouts, single_turn, single_turns
+from whet.rollout.driver import GroupKey, Rollouts, single_turn, single_turns
 from whet.rollout.length_history import LengthHistory
 from whet.types import Group, Prompt
 
@@ -43,11 +43,11 @@ class Policy(Protocol):
 class PolicyRollouts:
     """A policy's engine, and the driver of its episodes.
 
-    Args: build: makes the engine. policy: whose weights and version it has.
+    Args: build: makes the engine. policy: whose weights and version it has. vocab_size: of its ids; None = unknown.
     """
 
-    def __init__(self, build: Callable[[], RolloutEngine], policy: Policy) -> None:
-        self._build, self._policy = build, policy
+    def __init__(self, build: Callable[[], RolloutEngine], policy: Policy, *, vocab_size: int | None = None) -> None:
+        self._build, self._policy, self._vocab_size = build, policy, vocab_size
         self._driver: Rollouts | None = None
         self._lengths = LengthHistory()
         self._next_id = 0
@@ -58,7 +58,7 @@ class PolicyRollouts:
     def driver(self) -> Rollouts:
         """What plays episodes in the engine, which is built here if it was not yet; it may be released."""
         if self._driver is None:
-            self._driver = Rollouts(self._build(), next_id=self._next_id)
+            self._driver = Rollouts(self._build(), next_id=self._next_id, vocab_size=self._vocab_size)
             if self._policy.version:
                 self._update()
         return self._driver
@@ -75,7 +75,7 @@ class PolicyRollouts:
         sampling: Sampling,
         *,
         num_generations: int,
-        address: tuple[int, int],
+        address: GroupKey,
         at_once: int,
         greedy: bool = False,
     ) -> list[Group]:
@@ -86,24 +86,25 @@ class PolicyRollouts:
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.
-            address: (seed, step) of the draws; the prompt's place and the generation are added.
+            address: (seed, step, place of the first prompt in the step) of the draws; the generation is added.
             at_once: prompts given to the engine at once.
             greedy: one completion of each prompt more, at temperature 0: Group.greedy.
         Returns: a group for each prompt, in order.
         """
         self.resume()
+        seed, step, first = address
         expected = self._lengths.of(kind, prompts)
         groups: list[Group] = []
         for start in range(0, len(prompts), at_once):
-            now, at = prompts[start : start + at_once], (*address, start)
+            now, at = prompts[start : start + at_once], (seed, step, first + start)
             guesses = expected[start : start + at_once]
             episodes = single_turns(now, sampling, num_generations=num_generations, address=at, expected=guesses)
             if not greedy:
                 groups += self.driver.run(episodes)
                 continue
             likeliest = replace(sampling, temperature=0.0)
-            for place, prompt in enumerate(now, start):  # under an address of its own, so no other draw changes
-                episodes.append(single_turn(prompt, likeliest, address=(*address, place, num_generations)))
+            for place, prompt in enumerate(now, first + start):  # an address of its own, so no other draw changes
+                episodes.append(single_turn(prompt, likeliest, address=(seed, step, place, num_generations)))
             for group in self.driver.run(episodes):
                 *drawn, last = group.completions
                 groups.append(replace(group, completions=tuple(drawn), greedy=last))

@@ -117,6 +117,7 @@ def test_greedy_rewards_of_parts_are_those_of_the_whole():
     whole = Rewarded.cat(parts)
     assert whole.greedy.tolist() == pytest.approx([0.5, NAN, 3.0], nan_ok=True)
     assert whole.metrics["greedy/reward"].value == pytest.approx(1.75) and whole.metrics["greedy/tokens"].value == 3.0
+    assert whole.select([2, 0]).greedy.tolist() == [3.0, 0.5]
     with pytest.raises(DataError, match="1 greedy completions for 2 groups"):
         judged([1.0, 0.0]).with_greedy(judged([1.0]))
 
@@ -137,6 +138,13 @@ def test_groups_of_one_are_taken_for_the_others_and_for_functions(name):
     step = first_step(learner(num_generations=1, advantage_estimator=name))
     assert step.batch.num_sequences == 3
     assert bool(step.batch.advantages.abs().max() > 0) == (name in ADVANTAGE_ESTIMATORS)
+
+
+def test_groups_of_one_are_not_chosen_by_whether_their_rewards_differ():
+    one = {"num_generations": 1, "advantage_estimator": "remax", "dynamic_sampling": True}
+    with pytest.raises(ConfigError, match="dynamic_sampling with num_generations=1 would leave out every group"):
+        GRPOConfig(**one)
+    assert GRPOConfig(**one, group_reward_bounds=(0.0, 1.0)).num_generations == 1
 
 
 # ---- fields ----------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from whet.config.algo.advantage import NEED_GROUPS, AdvantageFields
 from whet.config.algo.correction import CorrectionFields
 from whet.config.algo.entropy import EntropyFields
 from whet.config.algo.kl import KLFields
+from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
 from whet.config.base import config
 from whet.config.fields import Size
@@ -17,7 +18,7 @@ __all__ = ["PolicyConfig"]
 
 
 @config
-class PolicyConfig(CorrectionFields, EntropyFields, KLFields, SurrogateFields, AdvantageFields):
+class PolicyConfig(SelectionFields, CorrectionFields, EntropyFields, KLFields, SurrogateFields, AdvantageFields):
     """An algorithm that trains a policy: advantage, surrogate, KL, entropy bonus, corrections, each chosen on its own.
 
     >>> PolicyConfig(epsilon=0.2, epsilon_high=0.28).clip_range
@@ -28,11 +29,16 @@ class PolicyConfig(CorrectionFields, EntropyFields, KLFields, SurrogateFields, A
     """G: completions of each prompt."""
 
     def check_groups(self) -> None:
-        """Raises ConfigError: one completion of each prompt, and an estimator that compares it with its group."""
+        """Raises ConfigError: one completion of each prompt, and something that compares it with its group."""
         if self.num_generations <= 1 and self.advantage_estimator in NEED_GROUPS:
             raise ConfigError(
                 f"num_generations must be greater than 1, got {self.num_generations}: "
                 "a completion is compared with its group"
+            )
+        if self.num_generations <= 1 and self.dynamic_sampling and self.group_reward_bounds is None:
+            raise ConfigError(
+                "dynamic_sampling with num_generations=1 would leave out every group, since one reward is equal to "
+                "itself; set group_reward_bounds, or dynamic_sampling=false"
             )
 
     @property
