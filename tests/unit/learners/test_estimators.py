@@ -122,6 +122,22 @@ def test_greedy_rewards_of_parts_are_those_of_the_whole():
         judged([1.0, 0.0]).with_greedy(judged([1.0]))
 
 
+def test_greedy_rewards_follow_the_groups_that_dynamic_sampling_keeps(monkeypatch):
+    def by_row(trajectory_ids):
+        """0 and 1 in odd rows, nothing to learn in even ones; greedy ones, the third, ten times their row."""
+        pairs = [map(int, name.split("_")) for name in trajectory_ids]
+        return [10.0 * row if g == 2 else float(g) if row % 2 else 1.0 for row, g in pairs]
+
+    config = GRPOConfig(beta=0.0, advantage_estimator="remax", dynamic_sampling=True)
+    data = DataConfig(batch_size=2, shuffle=False)
+    made = GRPOLearner(cluster(engine="mock", max_steps=1), config, by_row, data=data)
+    seen, after = [], made.after_step
+    monkeypatch.setattr(made, "after_step", lambda run, step: (seen.append(step.batch), after(run, step)))
+    made.train(rows(6))
+    (batch,) = seen
+    assert batch.trajectory_advantages.tolist() == [-10.0, -9.0, -30.0, -29.0]  # of rows 1 and 3
+
+
 # ---- groups of one ---------------------------------------------------------------------------------------------------
 
 
