@@ -343,6 +343,16 @@ def test_a_number_that_is_not_finite_at_a_masked_token_is_nothing():
     assert estimate(lambda x: torch.where(x.mask, 1.0, torch.nan), step()).tolist() == [1, 1, 0, 1, 1, 1]
 
 
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "remax", "rloo"])
+def test_as_many_tokens_as_trajectories_are_still_tokens(name):
+    """The second trajectory has no token: an engine's error."""
+    x = inputs([1.0, 0.0], [0, 0], [2, 0], token_rewards=tensor([-0.5, 0.25]))
+    want = {"reinforce_plus_plus": [-(0.5**0.5), 0.5**0.5], "remax": [0.75, 1.25], "rloo": [0.75, 0.75]}[name]
+    assert advantages(name, x).tolist() == pytest.approx(want)
+    assert estimate(lambda x: torch.arange(len(x.mask)), x).tolist() == [0, 1]
+    assert estimate(lambda x: torch.arange(len(x.rewards)), x).tolist() == [0, 0]
+
+
 def test_remax_alone_asks_for_greedy_completions():
     assert [name for name in ALL if needs_greedy_rewards(ADVANTAGE_ESTIMATORS[name])] == ["remax"]
 

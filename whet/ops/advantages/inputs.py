@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -165,12 +165,16 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
     >>> estimate(lambda rewards, groups: rewards - 0.5, x), estimate(lambda x: x.rewards * x.lengths, x)
     (tensor([ 0.5000,  0.5000, -0.5000]), tensor([2., 2., 0.]))
     """
-    plain = _num_required(estimator) == 2
-    found = torch.as_tensor(estimator(x.returns, x.group_of) if plain else estimator(x)).detach().float()
+    plain, size = _num_required(estimator) == 2, len(x.mask)
+    told_apart = x if len(x.rewards) != size or not size else _with_untrained_token(x)
+    found = torch.as_tensor(estimator(x.returns, x.group_of) if plain else estimator(told_apart)).detach().float()
+    per_token = found.shape == told_apart.mask.shape
     wanted = f"give one finite number for each of the {len(x.rewards)} rewards (0 where a reward is NaN)"
-    if found.shape == x.rewards.shape:
+    if per_token:
+        found = found[:size]
+    elif found.shape == x.rewards.shape:
         found = found.index_select(0, x.trajectory)
-    elif found.shape != x.mask.shape:
+    else:
         raise DataError(
             f"the advantage estimator gave an array of shape {list(found.shape)}; {wanted}, or for each of the "
             f"{len(x.mask)} tokens"
@@ -182,6 +186,16 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
             f"{len(x.mask)} tokens, the first at token {int((bad & x.mask).nonzero()[0])}; {wanted}, or for each token"
         )
     return found.masked_fill(bad, 0.0)
+
+
+def _with_untrained_token(x: AdvantageInputs) -> AdvantageInputs:
+    """The same with one token more that is not trained, so that [J] and [S] can be told apart by their length."""
+
+    def longer(column: Tensor | None) -> Tensor | None:
+        return None if column is None else torch.cat([column, column.new_zeros(1)])  # mask: False
+
+    names = ("trajectory", "mask", "token_rewards", "values")
+    return replace(x, **{name: longer(getattr(x, name)) for name in names})  # pyright: ignore[reportArgumentType]
 
 
 def _num_required(fn: Callable[..., Any]) -> int:
