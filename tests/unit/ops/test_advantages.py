@@ -81,7 +81,7 @@ def reordered(x, order, labels):
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=15)
 @given(x=steps(), seed=st.integers(0, 99))
 def test_order_of_trajectories_and_ids_of_groups_change_no_advantage(name, x, seed):
     g = torch.Generator().manual_seed(seed)
@@ -94,7 +94,7 @@ def test_order_of_trajectories_and_ids_of_groups_change_no_advantage(name, x, se
 
 
 @pytest.mark.parametrize("name", ALL)
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=15)
 @given(x=steps(), extra=st.integers(0, 3))
 def test_a_trajectory_without_a_reward_gets_0_and_takes_part_in_nothing(name, x, extra):
     """With it or without it, the others have the same advantages."""
@@ -116,7 +116,7 @@ def test_a_trajectory_without_a_reward_gets_0_and_takes_part_in_nothing(name, x,
 
 
 @pytest.mark.parametrize("name", SHIFTED)
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=15)
 @given(x=steps(token_rewards=st.just(False)), shift=st.sampled_from([-3.0, 1.0, 64.0]))
 def test_a_number_added_to_every_reward_changes_no_advantage(name, x, shift):
     if name == "gae":
@@ -129,7 +129,7 @@ def test_a_number_added_to_every_reward_changes_no_advantage(name, x, shift):
 
 
 @pytest.mark.parametrize("name", CENTRED)
-@settings(derandomize=True, deadline=None, max_examples=25)
+@settings(derandomize=True, deadline=None, max_examples=15)
 @given(x=steps(token_rewards=st.just(False)))
 def test_advantages_of_a_group_sum_to_zero(name, x):
     one_token = inputs(x.rewards, x.group_of)
@@ -238,7 +238,7 @@ def test_rewards_by_token_of_trajectories_whose_tokens_do_not_lie_together():
     assert got.tolist() == pytest.approx([*want.tolist(), 0.0], rel=1e-6)
 
 
-@settings(derandomize=True, deadline=None, max_examples=50)
+@settings(derandomize=True, deadline=None, max_examples=30)
 @given(x=steps())
 def test_rewards_by_token_equal_the_loop(x):
     want = torch.zeros(len(x.mask), dtype=torch.float64)
