@@ -40,6 +40,7 @@ from whet.ops import (
     high_entropy_mask,
     masked_column,
     metrics_without_advantage,
+    needs_greedy_rewards,
     off_policy_mask,
     sampler_kl_mask,
     sampler_rejection,
@@ -248,6 +249,8 @@ class PolicyLearner(RLLearner):
         }
         if self.objective.has(high_entropy_mask):
             found["entropy"] = "runs: loss_masks=[top-entropy] asks for it, before each update"
+        if self.needs_greedy:
+            found["a greedy completion of each prompt"] = "runs: advantage_estimator compares with its reward"
         if self.algo_config.mask_truncated_completions:
             why = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts theirs"
             found["truncated completions"] = why
@@ -331,6 +334,11 @@ class PolicyLearner(RLLearner):
     def needs_reference(self) -> bool:
         """Whether a reference is read: for the loss, or as a metric."""
         return bool(self.algo_config.beta) or self.algo_config.force_compute_kl
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the advantage estimator compares with a greedy completion."""
+        return needs_greedy_rewards(self.estimator)
 
     @property
     def num_generations(self) -> int:
