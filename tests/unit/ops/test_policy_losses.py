@@ -118,12 +118,12 @@ def test_sequence_level_takes_the_mean_of_each_sequence_and_keeps_token_gradient
 
 def test_sequence_level_ratio_is_at_most_e_to_the_10():
     x = inputs([15.0], old_logprobs=[0.0], advantages=[-1])
-    assert clipped_surrogate(x, level="sequence")[0].item() == pytest.approx(math.exp(10), rel=1e-5)
+    assert POLICY_LOSSES["gspo-token"](x)[0].item() == pytest.approx(math.exp(10), rel=1e-5)
 
 
 def test_sequence_level_averages_log_ratios_that_are_held_at_20():
     x = inputs([-30.0, 10.0], old_logprobs=[0.0, 0.0], advantages=[-1, -1])  # (-20 + 10) / 2 = -5, clipped up to .8
-    loss, metrics = clipped_surrogate(x, level="sequence")
+    loss, metrics = POLICY_LOSSES["gspo-token"](x)
     assert metrics["is_ratio"].tolist() == pytest.approx([math.exp(-5)] * 2) and loss.tolist() == pytest.approx(
         [0.8] * 2
     )
@@ -208,7 +208,7 @@ def test_what_can_t_be_carried_out_is_refused():
     with pytest.raises(ConfigError, match=r"epsilon_high -0\.1 must be at least 0"):
         clipped_surrogate(x, epsilon_high=-0.1)
     with pytest.raises(ConfigError, match="unknown importance level 'tokens'; did you mean token"):
-        clipped_surrogate(x, level="tokens")
+        clipped_surrogate(x, importance_sampling_level="tokens")
     with pytest.raises(ConfigError, match="unknown KL mode"):
         grpo_objective(inputs([0.0], advantages=[1], ref_logprobs=[0.0]), kl_mode="k9")
     with pytest.raises(DataError, match="needs ref_logprobs"):
