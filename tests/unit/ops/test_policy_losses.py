@@ -4,23 +4,26 @@ import math
 import pytest
 import torch
 from helpers import grpo_objective
+from surrogates import gradient, inputs
 from torch import tensor
 
 from whet.errors import ConfigError, DataError
-from whet.ops.policy_losses import POLICY_LOSSES, clipped_surrogate, nll
+from whet.ops.policy_losses import (
+    POLICY_LOSSES,
+    cispo,
+    cispo_trl,
+    clipped_ratio,
+    clipped_surrogate,
+    distillation,
+    geometric_mean,
+    nll,
+    reinforce,
+    soft_gate,
+    vespo,
+)
 from whet.types import LossInputs
 
 NAN = math.nan
-
-
-def inputs(logprobs, sequence=None, mask=None, **columns) -> LossInputs:
-    n = len(logprobs)
-    return LossInputs(
-        sequence=tensor([0] * n if sequence is None else sequence),
-        mask=tensor([True] * n if mask is None else mask),
-        logprobs=torch.as_tensor(logprobs, dtype=torch.float32),
-        **{k: torch.as_tensor(v, dtype=torch.float32) for k, v in columns.items()},
-    )
 
 
 def log(*ratios):
@@ -179,3 +182,100 @@ def test_what_can_t_be_carried_out_is_refused():
 def test_nll_is_minus_the_logprob_of_trained_tokens():
     loss, metrics = nll(inputs([-1.5, NAN], mask=[True, False]))
     assert loss.tolist() == [1.5, 0] and metrics["nll"].tolist() == [1.5, 0]
+
+
+def test_the_unclipped_arm_is_capped_at_delta():
+    # r = 10: A = -1 costs 10, at most 3; r = 1.1 under a cap of 1.05: A = 1 gains min(1.05, 1.1), A = -1 costs 1.1
+    x = inputs(log(10, 1.1, 1.1), old_logprobs=[0.0] * 3, advantages=[-1, 1, -1])
+    assert clipped_surrogate(x, delta=3.0)[0].tolist() == pytest.approx([3.0, -1.1, 1.1])
+    assert clipped_surrogate(x, delta=1.05)[0].tolist() == pytest.approx([1.2, -1.05, 1.1])
+    for bound in (1.28, 2.0):  # from the upper clip on it is the dual clip
+        same = clipped_surrogate(x, epsilon_high=0.28, delta=bound)[0]
+        assert same.tolist() == clipped_surrogate(x, epsilon_high=0.28, epsilon_c=bound)[0].tolist()
+
+
+def test_levels_of_the_ratio_by_hand():
+    # a sequence of ratios 2 and 8: their geometric mean is 4, their product 16; a masked token counts in neither
+    x = inputs([*log(2, 8), 5.0], mask=[True, True, False], old_logprobs=[0.0] * 3, advantages=[-1, -1, -1])
+    for level, values, slope in (
+        ("token", [2, 8, 0], [2, 8, 0]),
+        ("sequence", [4, 4, 0], [4, 4, 0]),  # two losses, each with half of its gradient at each token
+        ("sequence-token", [4, 4, 0], [4, 4, 0]),
+        ("sequence-sum", [16, 16, 0], [32, 32, 0]),
+    ):
+        loss, _, found = gradient(functools.partial(clipped_surrogate, importance_sampling_level=level), x)
+        assert loss.tolist() == pytest.approx(values) and found.tolist() == pytest.approx(slope)
+    # where tokens weigh differently, the gradient of a sequence's ratio is shared, a token's own is not
+    weights = tensor([1.0, 0.0, 0.0])
+    for level, slope in (("sequence", [2, 2, 0]), ("sequence-token", [4, 0, 0])):
+        loss = functools.partial(clipped_surrogate, importance_sampling_level=level)
+        assert gradient(loss, x, weights)[2].tolist() == pytest.approx(slope)
+
+
+def test_cispo_keeps_the_gradient_of_a_clipped_token():
+    # ratios 2, .5 with A = 1, -1: weights min(2, 1.2), .5; the loss -w A log π, the gradient -w A
+    x = inputs([-1.0, -2.0], old_logprobs=[-1 - math.log(2), -2 + math.log(2)], advantages=[1, -1])
+    loss, metrics, slope = gradient(cispo, x)
+    assert loss.tolist() == pytest.approx([1.2, -1.0]) and slope.tolist() == pytest.approx([-1.2, 0.5])
+    assert metrics["cispo_clip_ratio"].tolist() == [1, 0] and metrics["is_ratio"].tolist() == pytest.approx([2, 0.5])
+    lower = functools.partial(cispo, cispo_epsilon_low=0.3)
+    assert gradient(lower, x)[2].tolist() == pytest.approx([-1.2, 0.7])
+    assert gradient(cispo_trl, x)[2].tolist() == pytest.approx([-0.2, 0.2])  # the cap is epsilon itself
+    assert gradient(clipped_ratio, x)[2].tolist() == [0, 0]  # TorchRL's: the opposite
+
+
+def test_gmpo_clips_each_token_in_log_space_on_the_side_of_its_advantage():
+    # logs .9 and -.9 in ±.4: (.4 - .9) / 2 where A > 0, (.9 - .4) / 2 where A < 0
+    x = inputs([0.9, -0.9] * 2, [0, 0, 1, 1], old_logprobs=[0.0] * 4, advantages=[1, 1, -1, -1])
+    loss, metrics, slope = gradient(functools.partial(geometric_mean, epsilon=0.4), x)
+    low, high = math.exp(-0.25), math.exp(0.25)
+    assert loss.tolist() == pytest.approx([-low, -low, high, high])
+    assert slope.tolist() == pytest.approx([0, -low, high, 0])
+    assert metrics["clip_ratio/high"].tolist() == [1, 0, 0, 0] and metrics["clip_ratio/low"].tolist() == [0, 0, 0, 1]
+
+
+def test_sapo_is_a_sigmoid_of_the_ratio():
+    # r = 2: A = 1, τ = 1: -4 σ(1); A = -1, τ = 2: 2 σ(2). Gradient 4 σ(1 - σ) r
+    x = inputs(log(2, 2), old_logprobs=[0.0, 0.0], advantages=[1, -1])
+    loss, _, slope = gradient(functools.partial(soft_gate, sapo_temperature_neg=2.0), x)
+    one, two = (1 / (1 + math.exp(-t)) for t in (1, 2))
+    assert loss.tolist() == pytest.approx([-4 * one, 2 * two])
+    assert slope.tolist() == pytest.approx([-8 * one * (1 - one), 8 * two * (1 - two)])
+
+
+def test_vespo_weighs_a_sequence_by_the_gamma_of_its_ratio():
+    # w = 2: phi = e^3 4 e^-6 where A = 1, e^2 8 e^-4 where A = -1; a correction of .5 makes it 1, and phi 1
+    x = inputs([-1.0, -2.0], [0, 1], old_logprobs=[-1 - math.log(2), -2 - math.log(2)], advantages=[1, -1])
+    loss, metrics, slope = gradient(vespo, x)
+    good, bad = 4 * math.exp(-3), 8 * math.exp(-2)
+    assert metrics["vespo/phi_seq_mean"].tolist() == pytest.approx([good, bad])
+    assert loss.tolist() == pytest.approx([good, -2 * bad]) and slope.tolist() == pytest.approx([-good, bad])
+    half = functools.partial(vespo, correction=lambda x: torch.full_like(x.logprobs, 0.5))
+    assert gradient(half, x)[2].tolist() == pytest.approx([-1, 1])
+
+
+def test_reinforce_and_distillation_by_hand():
+    columns = {"old_logprobs": [-1.0, -2.0], "advantages": [1.0, 0.0], "teacher_logprobs": [-3.0, -1.5]}
+    x = inputs([-1.0, -2.0], **columns)
+    assert gradient(reinforce, x)[0].tolist() == [1.0, 0.0]
+    # advantages 1 - .5 (-1 - -3) = 0 and 0 - .5 (-2 - -1.5) = .25
+    loss, metrics, slope = gradient(functools.partial(distillation, teacher_coef=0.5), x)
+    assert loss.tolist() == slope.tolist() == pytest.approx([0, -0.25])
+    assert metrics["teacher_kl"].tolist() == [2.0, -0.5]
+    with pytest.raises(DataError, match="needs teacher_logprobs"):
+        distillation(inputs([-1.0], advantages=[1.0]))
+
+
+@pytest.mark.parametrize(
+    ("loss", "fields", "message"),
+    [
+        (clipped_surrogate, {"delta": 0.0}, r"delta 0\.0 must be positive"),
+        (cispo, {"cispo_epsilon_low": -1.0}, r"must be at least 0"),
+        (soft_gate, {"sapo_temperature_pos": 0.0}, "sapo_temperature_pos 0.0 must be positive"),
+        (vespo, {"vespo_k_neg": math.nan}, "vespo_k_neg nan must be positive"),
+        (geometric_mean, {"epsilon": -0.1}, r"epsilon -0\.1 must be at least 0"),
+    ],
+)
+def test_parameters_out_of_range_are_refused(loss, fields, message):
+    with pytest.raises(ConfigError, match=message):
+        loss(inputs([0.0], advantages=[1.0]), **fields)

@@ -95,10 +95,15 @@ def by_sign(first: Tensor, pos: float, neg: float, *, like: Tensor) -> Tensor:
 
 def upper(epsilon: float, epsilon_high: float | None) -> float:
     """ε_high, which is ε where it is not set. Raises ConfigError: one of them is negative."""
-    for name, value in (("epsilon", epsilon), ("epsilon_high", epsilon_high)):
+    check_at_least_0(epsilon=epsilon, epsilon_high=epsilon_high)
+    return epsilon if epsilon_high is None else epsilon_high
+
+
+def check_at_least_0(**values: float | None) -> None:
+    """Raises ConfigError for a number below 0; None is none."""
+    for name, value in values.items():
         if value is not None and not value >= 0:
             raise ConfigError(f"{name} {value!r} must be at least 0")
-    return epsilon if epsilon_high is None else epsilon_high
 
 
 def check_positive(**values: float | None) -> None:

@@ -12,6 +12,7 @@ from whet.ops.masked import masked_column, segment_sum
 from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_without_advantage
 from whet.ops.policy_losses.ratios import (
     by_sign,
+    check_at_least_0,
     check_positive,
     detached_advantages,
     log_ratios,
@@ -87,7 +88,8 @@ def cispo(
     tensor([2.4000])
     """
     cap = 1 + upper(epsilon, epsilon_high)
-    least = None if cispo_epsilon_low is None else 1 - upper(0.0, cispo_epsilon_low)
+    least = None if cispo_epsilon_low is None else 1 - cispo_epsilon_low
+    check_at_least_0(cispo_epsilon_low=cispo_epsilon_low)
     return _capped(x, least, cap, importance_sampling_level)
 
 
