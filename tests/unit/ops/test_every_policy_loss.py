@@ -13,7 +13,7 @@ from surrogates import COLUMNS, DISTINCT, cases, changed, gradient, inputs, rand
 from whet.ops import POLICY_LOSSES, metrics_without_advantage
 
 CASES = cases()
-few = settings(max_examples=3, deadline=None)
+few = settings(max_examples=6, deadline=None)
 seeds = st.integers(0, 10**6)
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 

@@ -212,6 +212,24 @@ def test_levels_of_the_ratio_by_hand():
         assert gradient(loss, x, weights)[2].tolist() == pytest.approx(slope)
 
 
+def test_log_ratios_are_held_at_20_before_their_mean_or_sum_and_sums_after_it_too():
+    for gaps, level, expected in (
+        ([30.0, 10.0], "sequence", 15.0),  # (20 + 10) / 2
+        ([30.0, -5.0], "sequence-sum", 15.0),
+        ([15.0, 15.0], "sequence-sum", 20.0),
+        ([-15.0, -15.0], "sequence-sum", -20.0),
+        ([-19.5, -19.5], "sequence", -19.5),
+        ([15.0, 15.0], "sequence-token", 10.0),
+    ):
+        x = inputs(gaps, old_logprobs=[0.0, 0.0], advantages=[1, 1])
+        ratio = clipped_surrogate(x, importance_sampling_level=level)[1]["is_ratio"]
+        assert ratio.log().tolist() == pytest.approx([expected] * 2)
+    # vespo: w is at least 1e-8 and phi(w) = e^(3 - 3w) w^2 there; a correction of 0 is 1e-8
+    x = inputs([-19.0, 0.0], [0, 1], old_logprobs=[0.0, 0.0], advantages=[1, 1])
+    none = functools.partial(vespo, correction=lambda x: tensor([1.0, 0.0]))
+    assert none(x)[1]["vespo/phi_seq_mean"].tolist() == pytest.approx([math.exp(3) * 1e-16] * 2, rel=1e-4)
+
+
 def test_cispo_keeps_the_gradient_of_a_clipped_token():
     # ratios 2, .5 with A = 1, -1: weights min(2, 1.2), .5; the loss -w A log π, the gradient -w A
     x = inputs([-1.0, -2.0], old_logprobs=[-1 - math.log(2), -2 + math.log(2)], advantages=[1, -1])
