@@ -189,6 +189,8 @@ def test_the_unclipped_arm_is_capped_at_delta():
     x = inputs(log(10, 1.1, 1.1), old_logprobs=[0.0] * 3, advantages=[-1, 1, -1])
     assert clipped_surrogate(x, delta=3.0)[0].tolist() == pytest.approx([3.0, -1.1, 1.1])
     assert clipped_surrogate(x, delta=1.05)[0].tolist() == pytest.approx([1.2, -1.05, 1.1])
+    up = inputs(log(10), old_logprobs=[0.0], advantages=[1])  # held by the cap, which is below the clip: none is counted
+    assert [clipped_surrogate(up, delta=d)[1]["clip_ratio/high"].item() for d in (1.05, 3.0)] == [0, 1]
     for bound in (1.28, 2.0):  # from the upper clip on it is the dual clip
         same = clipped_surrogate(x, epsilon_high=0.28, delta=bound)[0]
         assert same.tolist() == clipped_surrogate(x, epsilon_high=0.28, epsilon_c=bound)[0].tolist()
@@ -250,6 +252,10 @@ def test_gmpo_clips_each_token_in_log_space_on_the_side_of_its_advantage():
     assert loss.tolist() == pytest.approx([-low, -low, high, high])
     assert slope.tolist() == pytest.approx([0, -low, high, 0])
     assert metrics["clip_ratio/high"].tolist() == [1, 0, 0, 0] and metrics["clip_ratio/low"].tolist() == [0, 0, 0, 1]
+    wider = functools.partial(geometric_mean, epsilon=0.4, epsilon_high=1.0)
+    loss, metrics, _ = gradient(wider, x)
+    assert loss.tolist() == pytest.approx([-1.0, -1.0, high, high])
+    assert metrics["clip_ratio/region"].tolist() == [0, 0, 0, 1]
 
 
 def test_sapo_is_a_sigmoid_of_the_ratio():
