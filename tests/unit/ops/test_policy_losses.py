@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 from helpers import grpo_objective
-from surrogates import gradient, inputs
+from surrogates import changed, gradient, inputs
 from torch import tensor
 
 from whet.errors import ConfigError, DataError
@@ -189,7 +189,7 @@ def test_the_unclipped_arm_is_capped_at_delta():
     x = inputs(log(10, 1.1, 1.1), old_logprobs=[0.0] * 3, advantages=[-1, 1, -1])
     assert clipped_surrogate(x, delta=3.0)[0].tolist() == pytest.approx([3.0, -1.1, 1.1])
     assert clipped_surrogate(x, delta=1.05)[0].tolist() == pytest.approx([1.2, -1.05, 1.1])
-    up = inputs(log(10), old_logprobs=[0.0], advantages=[1])  # held by the cap, which is below the clip: none is counted
+    up = inputs(log(10), old_logprobs=[0.0], advantages=[1])  # held by the cap before the clip: not counted
     assert [clipped_surrogate(up, delta=d)[1]["clip_ratio/high"].item() for d in (1.05, 3.0)] == [0, 1]
     for bound in (1.28, 2.0):  # from the upper clip on it is the dual clip
         same = clipped_surrogate(x, epsilon_high=0.28, delta=bound)[0]
@@ -229,7 +229,7 @@ def test_log_ratios_are_held_at_20_before_their_mean_or_sum_and_sums_after_it_to
     # vespo: w is at least 1e-8 and phi(w) = e^(3 - 3w) w^2 there; a correction of 0 is 1e-8
     x = inputs([-19.0, 0.0], [0, 1], old_logprobs=[0.0, 0.0], advantages=[1, 1])
     none = functools.partial(vespo, correction=lambda x: tensor([1.0, 0.0]))
-    assert none(x)[1]["vespo/phi_seq_mean"].tolist() == pytest.approx([math.exp(3) * 1e-16] * 2, rel=1e-4)
+    assert none(x)[1]["vespo/phi_seq_mean"].tolist() == pytest.approx([math.exp(3) * 1e-16] * 2, rel=1e-4, abs=0)
 
 
 def test_cispo_keeps_the_gradient_of_a_clipped_token():
@@ -241,7 +241,9 @@ def test_cispo_keeps_the_gradient_of_a_clipped_token():
     lower = functools.partial(cispo, cispo_epsilon_low=0.3)
     assert gradient(lower, x)[2].tolist() == pytest.approx([-1.2, 0.7])
     assert gradient(cispo_trl, x)[2].tolist() == pytest.approx([-0.2, 0.2])  # the cap is epsilon itself
-    assert gradient(clipped_ratio, x)[2].tolist() == [0, 0]  # TorchRL's: the opposite
+    _, metrics, slope = gradient(clipped_ratio, x)  # TorchRL's: the opposite
+    assert slope.tolist() == [0, 0]
+    assert metrics["clip_ratio/high"].tolist() == [1, 0] and metrics["clip_ratio/low"].tolist() == [0, 1]
 
 
 def test_gmpo_clips_each_token_in_log_space_on_the_side_of_its_advantage():
@@ -274,6 +276,7 @@ def test_vespo_weighs_a_sequence_by_the_gamma_of_its_ratio():
     good, bad = 4 * math.exp(-3), 8 * math.exp(-2)
     assert metrics["vespo/phi_seq_mean"].tolist() == pytest.approx([good, bad])
     assert loss.tolist() == pytest.approx([good, -2 * bad]) and slope.tolist() == pytest.approx([-good, bad])
+    assert vespo(changed(x, advantages=torch.zeros(2)))[1]["vespo/phi_seq_mean"].tolist() == pytest.approx([good] * 2)
     half = functools.partial(vespo, correction=lambda x: torch.full_like(x.logprobs, 0.5))
     assert gradient(half, x)[2].tolist() == pytest.approx([-1, 1])
 
