@@ -35,6 +35,7 @@ from whet.util.refs import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",
+    "check_of_tokens",
     "check_used",
     "keywords_of",
     "make_estimator",
@@ -96,6 +97,15 @@ def check_used(config: PolicyConfig) -> None:
             )
 
 
+def check_of_tokens(config: PolicyConfig) -> None:
+    """Raises ConfigError: sampler_is weighs whole sequences, for a loss that multiplies the weights of their tokens."""
+    if isinstance(config.sampler_is, str) and config.sampler_is in CORRECTIONS and config.sampler_is != "token":
+        raise ConfigError(
+            f"sampler_is={config.sampler_is!r} gives each token the weight of its sequence, and policy loss "
+            f"{config.loss_name!r} multiplies the weights of all its tokens: take sampler_is='token'"
+        )
+
+
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     """The advantage estimator of a configuration."""
     return with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator"), config)
@@ -132,6 +142,7 @@ def make_objective(config: PolicyConfig) -> Objective:
     corrections = [with_fields(fn, config) for fn in corrections]
     surrogate = with_fields(policy_loss(config), config)
     if corrections and "correction" in keywords_of(surrogate):  # it has the correction in its own weight
+        check_of_tokens(config)
         surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []
     masks = [with_fields(resolve_name(name, TOKEN_MASKS, "loss mask"), config) for name in config.loss_masks]
     return Objective(

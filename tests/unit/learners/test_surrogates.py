@@ -12,7 +12,7 @@ from whet.config import DataConfig, GRPOConfig
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.objective import make_objective
-from whet.ops import POLICY_LOSSES, metrics_without_advantage, vespo
+from whet.ops import CORRECTIONS, POLICY_LOSSES, metrics_without_advantage, vespo
 
 LOGGED = ("pg_clipfrac", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 
@@ -74,6 +74,14 @@ def test_vespo_has_the_sampler_s_correction_in_its_weight_and_not_twice():
     torch.testing.assert_close(found[2], expected[2])
     plain = make_objective(GRPOConfig(**corrected))
     assert len(plain.factors) == 1
+
+
+def test_vespo_takes_a_correction_of_tokens_alone(monkeypatch):
+    config = GRPOConfig(policy_loss_fn="vespo", sampler_is="token", beta=0.0)
+    monkeypatch.setitem(CORRECTIONS, "sequence", CORRECTIONS["token"])
+    object.__setattr__(config, "sampler_is", "sequence")
+    with pytest.raises(ConfigError, match="multiplies the weights of all its tokens: take sampler_is='token'"):
+        make_objective(config)
 
 
 @pytest.mark.parametrize(

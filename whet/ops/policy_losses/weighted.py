@@ -144,7 +144,7 @@ def vespo(
         x: needs advantages; old_logprobs None = r of exactly 1.
         vespo_k_pos, vespo_lambda_pos: k and λ where A ≥ 0.
         vespo_k_neg, vespo_lambda_neg: k and λ where A < 0.
-        correction: gives ρ [s]; None = 1. The configuration's sampler_is is given here.
+        correction: gives ρ [s], of tokens; None = 1. The configuration's sampler_is is given here, "token" or your own.
     Returns: loss [s]; vespo/phi_seq_mean, φ, whose mean over sequences TRL reports; is_ratio (Π r) and log_ratio_abs of
         the sequence, ppo_kl.
     Raises: ConfigError: a k or λ that is not positive. DataError: no advantages.
