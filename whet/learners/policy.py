@@ -36,6 +36,7 @@ from whet.ops import (
     masked_column,
     metrics_without_advantage,
     mismatch_metrics,
+    needs_greedy_rewards,
     segment_sum,
 )
 from whet.run.observer import Observer
@@ -232,6 +233,8 @@ class PolicyLearner(RLLearner):
                 else "run: the KL, or a loss of your own, may have a gradient there"
             ),
         }
+        if self.needs_greedy:
+            found["a greedy completion of each prompt"] = "runs: advantage_estimator compares with its reward"
         if self.algo_config.mask_truncated_completions:
             why = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts theirs"
             found["truncated completions"] = why
@@ -270,6 +273,11 @@ class PolicyLearner(RLLearner):
     def needs_reference(self) -> bool:
         """Whether a reference is read: for the loss, or as a metric."""
         return bool(self.algo_config.beta) or self.algo_config.force_compute_kl
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the advantage estimator compares with a greedy completion."""
+        return needs_greedy_rewards(self.estimator)
 
     @property
     def num_generations(self) -> int:

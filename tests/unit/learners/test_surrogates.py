@@ -45,6 +45,7 @@ def test_skipping_completions_without_an_advantage_changes_neither_weights_nor_c
     assert max(float((ours[n] - theirs[n]).abs().max()) for n in ours) < 1e-6
     clips = {label: row[label] for row in (running,) for label in LOGGED if label in row}
     assert {label: skipping[label] for label in clips} == pytest.approx(clips, rel=1e-5)
+    assert ("vespo/phi_seq_mean" in running) == (name == "vespo")
     assert sum(clips.values()) > 0 or name in ("reinforce", "sapo", "vespo")
 
 
