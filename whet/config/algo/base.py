@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
+from typing import ClassVar
 
+from whet.config.algo.names import CHOICES
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
 from whet.errors import ConfigError
@@ -47,16 +50,14 @@ class OverlongBuffer:
 class AlgorithmConfig:
     """What every algorithm is made of: functions by name, as objects, or as "package.module:function"."""
 
+    CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = CHOICES
+
     algo_variant: Name = "grpo"
     """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "grpo"
-    """Rewards -> advantages: against the group grpo, drgrpo, rloo, opo, grpo_passk, maxrl; with the batch's statistics
-    scalerl, gdpo, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline; against a greedy completion remax; a
-    function or "package.module:function"."""
+    """Rewards -> advantages: a name, a function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"
-    """Logprobs and advantages -> a loss per token: grpo (the clipped surrogate; "ppo" is another name of it),
-    gspo-token, gmpo, cispo, sapo, vespo, reinforce, distillation, cispo-trl, cispo-torchrl, a function or
-    "package.module:function"."""
+    """Logprobs and advantages -> a loss per token: a name, a function or "package.module:function"."""
     reward_manager: Name | Fn = "sequence-level"
     """How the rewards of several functions become one."""
     reward_weights: tuple[Float, ...] | None = None
