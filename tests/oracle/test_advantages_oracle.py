@@ -28,7 +28,7 @@ def naive(name: str, groups: dict[int, list[float]]) -> dict[int, list[float]]:
     return out
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+@pytest.mark.parametrize("name", ["drgrpo", "grpo", "rloo"])
 @pytest.mark.parametrize("seed", range(5))
 def test_estimators_equal_the_loop(name, seed):
     rng = random.Random(seed)

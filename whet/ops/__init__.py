@@ -8,12 +8,14 @@ from whet.ops.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     estimate,
+    gae_advantages,
     group_relative,
     group_spread,
     leave_one_out,
     mean_only,
 )
 from whet.ops.corrections import mismatch_metrics, truncated_weights
+from whet.ops.gae import generalized_advantages
 from whet.ops.kl import KL_MODES, kl_divergence
 from whet.ops.logprobs import entropy, selective_log_softmax
 from whet.ops.masked import (
@@ -70,6 +72,8 @@ __all__ = [
     "entropy",
     "estimate",
     "fp32_or_wider",
+    "gae_advantages",
+    "generalized_advantages",
     "greedy",
     "group_relative",
     "group_spread",

@@ -4,7 +4,7 @@ Dim legend: N completions, J trajectories, S tokens. Computed in float64, return
 applicable": it is left out of its group's statistics and gets advantage 0. Equal rewards give exactly 0: that is tested
 by comparing the largest with the smallest, since seven rewards of 0.9 have a standard deviation of 1e-16, not of 0.
 An estimator is fn(rewards, group_ids, **kw) -> [J], or fn(x: AdvantageInputs, **kw) -> [J] or [S] where it needs more.
-Left out on purpose, so far: per-token estimators (GAE) and per-function normalisation (GDPO).
+Left out on purpose, so far: per-function normalisation (GDPO).
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import torch
 from torch import Tensor
 
 from whet.errors import DataError, lookup_error
-from whet.ops.masked import masked_var, segment_count, segment_mean, segment_sum
+from whet.ops.gae import generalized_advantages
+from whet.ops.masked import masked_var, masked_whiten, segment_count, segment_mean, segment_sum
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageInputs",
     "estimate",
+    "gae_advantages",
     "group_relative",
     "group_spread",
     "leave_one_out",
@@ -205,8 +207,45 @@ def group_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return _spread(r, ~r.isnan(), group_ids, num)
 
 
+def gae_advantages(
+    x: AdvantageInputs, *, gamma: float = 1.0, gae_lambda: float = 0.95, whiten_advantages: bool = True
+) -> Tensor:
+    """Generalised advantages from a critic's values, one for each token.
+
+    A_t = Σ_k (γλ)^k δ_{t+k}, δ_t = r_t + γ V_{t+1} − V_t, over the trained tokens of a trajectory; whitened over the
+    whole step: (A − μ) / √(v + 1e-8), μ and v the mean and the unbiased variance over all trained tokens. What a critic
+    learns, A + V before whitening, is the second result of generalized_advantages.
+
+    Args: x: needs values; token_rewards are added where there are any. gamma: γ. gae_lambda: λ.
+        whiten_advantages: off, A is given as it is.
+    Returns: [S] in float64; 0 where masked out, where the reward is NaN, and, whitened, everywhere if all are equal.
+    Raises: DataError: no values. What generalized_advantages raises.
+    Source: arXiv:1506.02438; PPO arXiv:1707.06347. Agrees with Tunix's compute_gae_advantages, verl's and RL2's; RL2
+        divides by the standard deviation without 1e-8.
+
+    >>> from torch import tensor
+    >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 1]), trajectory=tensor([0, 0, 1]),
+    ...                     mask=tensor([True, True, True]), values=tensor([0.5, 0.5, 0.5]))
+    >>> gae_advantages(x, gae_lambda=0.5, whiten_advantages=False).tolist()  # δ = 0.5 - 0.5, 1 - 0.5; 0 - 0.5
+    [0.25, 0.5, -0.5]
+    """
+    found, _ = generalized_advantages(
+        x.rewards,
+        x.need("values"),
+        x.mask,
+        x.trajectory,
+        token_rewards=x.token_rewards,
+        gamma=gamma,
+        gae_lambda=gae_lambda,
+    )
+    if not whiten_advantages:
+        return found
+    return masked_whiten(found, x.mask & ~x.rewards.isnan().index_select(0, x.trajectory))
+
+
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "drgrpo": mean_only,
+    "gae": gae_advantages,
     "grpo": group_relative,
     "rloo": leave_one_out,
 }

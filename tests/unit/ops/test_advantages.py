@@ -1,4 +1,3 @@
-
 import functools
 import math
 
@@ -20,7 +19,7 @@ from whet.ops.advantages import (
 )
 
 NAN = math.nan
-ALL = sorted(ADVANTAGE_ESTIMATORS)
+ALL = sorted(ADVANTAGE_ESTIMATORS.keys() - {"gae"})  # gae needs values: test_gae.py
 
 
 def test_standard_deviation_of_a_group_by_hand():

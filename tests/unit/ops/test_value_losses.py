@@ -31,7 +31,7 @@ def test_the_larger_of_the_plain_and_the_clipped_error_by_hand():
 
 def test_the_gradient_at_the_bound_itself_is_that_of_the_error():
     v = torch.tensor([0.5], requires_grad=True)
-    clipped_value(inputs(v, [0.0], [2.0]), clip_range=0.5)[0].sum().backward()
+    clipped_value(inputs(v, [0.0], [2.0]), clip_range_value=0.5)[0].sum().backward()
     assert v.grad is not None and v.grad.tolist() == [-1.5]
 
 
@@ -49,7 +49,7 @@ def test_masked_out_tokens_reach_neither_loss_nor_gradient():
 
 
 def test_what_is_missing_or_out_of_range_is_refused():
-    with pytest.raises(ConfigError, match="clip_range 0 must be positive"):
-        clipped_value(inputs([1.0], [1.0], [1.0]), clip_range=0)
+    with pytest.raises(ConfigError, match="clip_range_value must be positive, got 0"):
+        clipped_value(inputs([1.0], [1.0], [1.0]), clip_range_value=0)
     with pytest.raises(DataError, match="needs new_values"):
         clipped_value(LossInputs(sequence=tensor([0]), mask=tensor([True]), logprobs=tensor([0.0])))
