@@ -85,9 +85,7 @@ def completion(tokens, generation=0, *, version=0, prefix=None, finish="stop", l
     )
 
 
-def grpo_objective(
-    x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl_clamp=None, sampler_is_threshold=None
-):
+def grpo_objective(x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl_clamp=None, sampler_is_threshold=None):
     """GRPO's objective, composed by hand."""
     weight = functools.partial(truncated_importance, sampler_is_threshold=sampler_is_threshold)
     return Objective(

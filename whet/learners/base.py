@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
-from whet.config import AlgorithmConfig, DataConfig, Mode
+from whet.config import AlgorithmConfig, DataConfig, Mode, Role
 from whet.errors import ConfigError
 from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
@@ -247,6 +247,10 @@ class RLLearner:
     def num_updates(self, num_groups: int) -> int:
         """Optimizer steps that a step of so many groups makes: passes times mini-batches."""
         return self.num_iterations * -(-num_groups // (self.config.mini_batch_size or num_groups))
+
+    def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
+        """Optimizer steps of a role in the first steps of a run, each of so many groups: what its schedule spans."""
+        return steps * self.num_updates(num_groups)
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
         """What a step of so many groups runs besides rollout and update, and what it leaves out, with the reason."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -69,7 +68,7 @@ def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[...
         return fn
     given = fn.keywords if isinstance(fn, functools.partial) else {}
     asked = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
-    bound = {f.name: getattr(config, f.name) for f in fields(config) if f.name in asked}
+    bound = {name: value for name, value in config.keywords.items() if name in asked}
     return functools.partial(fn, **bound) if bound else fn
 
 

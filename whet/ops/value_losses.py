@@ -22,8 +22,8 @@ def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tens
     Args: x: needs mask, new_values, values and returns. clip_range_value: c, above 0.
     Returns: loss [s], 0 where masked out, and per token: vf_loss, vpred, vf_clipfrac, return; all detached.
     Raises: ConfigError: clip_range_value not positive. DataError: a missing column.
-    Source: the value loss of PPO (openai/baselines); agrees with Tunix. RL2 and early PPO have no ½, so their gradient is
-        twice as large; Adam's step does not depend on that, max_grad_norm does.
+    Source: the value loss of PPO (openai/baselines); agrees with Tunix. RL2 has no ½: its gradient is twice as large,
+        which Adam does not see and max_grad_norm does.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                new_values=torch.tensor([1.]), values=torch.tensor([0.]), returns=torch.tensor([2.]))

@@ -142,7 +142,7 @@ def test_whitening_leaves_out_what_has_no_reward_and_makes_equal_numbers_zero():
     assert returns.tolist() == [1.0, 5.0, 3.0]  # where there is no reward the critic's target is what it said
     equal = inputs([0.1] * 7, [0.0] * 7, [True] * 7, list(range(7)))
     assert gae_advantages(equal).tolist() == [0.0] * 7
-    assert estimate(gae, x).dtype == torch.float32
+    assert estimate(gae_advantages, x).dtype == torch.float32
 
 
 def test_fractions_of_a_reward_are_kept():

@@ -11,6 +11,7 @@ from whet.config.algo.entropy import EntropyFields
 from whet.config.algo.grpo import GRPOConfig, GrpoConfig
 from whet.config.algo.kl import KLFields
 from whet.config.algo.policy import PolicyConfig
+from whet.config.algo.ppo import PPOConfig, PpoConfig
 from whet.config.algo.surrogate import SurrogateFields
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "GRPOConfig",
     "GrpoConfig",
     "KLFields",
+    "PPOConfig",
     "PolicyConfig",
+    "PpoConfig",
     "SurrogateFields",
 ]

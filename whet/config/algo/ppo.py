@@ -1,0 +1,102 @@
+"""PPOConfig: the choices of proximal policy optimisation with a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from whet.config.algo.policy import PolicyConfig
+from whet.config.base import config
+from whet.config.fields import Bool, Float, Fn, Name, Number
+from whet.errors import ConfigError
+
+__all__ = ["PPOConfig", "PpoConfig"]
+
+
+def _or_zero(value: Any) -> Any:
+    """0.0 for None, which Tunix's field may be."""
+    return 0.0 if value is None else value
+
+
+@config
+class PPOConfig(PolicyConfig):
+    """Proximal policy optimisation (arXiv:1707.06347): generalised advantages from a critic, and a clipped surrogate.
+
+    >>> PPOConfig(epsilon_low=0.0).clip_range, PPOConfig(epsilon=0.1, epsilon_high=0.3).clip_range
+    ((0.0, 0.2), (0.1, 0.3))
+    """
+
+    algo_variant: Name = "ppo"
+    """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
+    advantage_estimator: Name | Fn = "gae"
+    """Rewards and values -> advantages: gae, another estimator's name (the critic learns all the same), a function or
+    "package.module:function"."""
+    policy_loss_fn: Name | Fn = "ppo"
+    """Logprobs and advantages -> a loss per token: ppo (the clipped surrogate; "grpo" is another name of it),
+    gspo-token, a function or "package.module:function"."""
+    value_loss_fn: Name | Fn = "ppo"
+    """Values and returns -> a loss per token of the critic: ppo, a function or "package.module:function"."""
+    gamma: Float = 1.0
+    """γ: what a reward one token later is worth now."""
+    gae_lambda: Float = 0.95
+    """λ of the generalised advantages and of the critic's returns: 1 trusts the rewards alone, 0 the critic."""
+    whiten_advantages: Bool = True
+    """Shift and scale the advantages of a step to mean 0 and variance 1 over its trained tokens."""
+    beta: Float = 0.04
+    """Weight of the KL to the reference, which is taken off the reward of every token. 0.0 = off; no reference is
+    loaded then unless force_compute_kl is set."""
+    kl_method: Name = "low_var_kl"
+    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1)."""
+    kl_loss_mode: Name = "low_var_kl"
+    """Other algorithms' name of kl_method; set one of the two."""
+    epsilon_low: Float | None = None
+    """The ratio is clipped below 1 - ε_low; None = epsilon."""
+    entropy_coef: Annotated[Float, BeforeValidator(_or_zero)] = 0.0
+    """c: weight of the entropy bonus at each token; 0.0, or null, = none."""
+    clip_range_value: Float = 0.2
+    """How far a value may move from the one at rollout before its loss is that of the clipped one."""
+    loss_agg_mode: Name | Fn = "token-mean"
+    """How the losses of tokens become one: token-mean, sequence-mean-token-mean, sequence-mean-token-scale,
+    seq-mean-token-sum, sequence-mean-token-sum-norm, or a function that gives every token its weight. The critic's is
+    token-mean."""
+    critic_warmup_steps: Number = 0
+    """Steps at the start in which the critic alone is trained and the policy stays as it is (RL2's freeze_steps)."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        super().__post_init__()
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{name} must lie between 0 and 1, got {getattr(self, name)!r}")
+        if self.clip_range_value <= 0:
+            raise ConfigError(f"clip_range_value must be positive, got {self.clip_range_value!r}")
+        if self.epsilon_low is not None and self.epsilon_low < 0:
+            raise ConfigError(f"epsilon_low must not be negative, got {self.epsilon_low!r}")
+        if self.kl_method not in ("low_var_kl", self.kl_loss_mode) and self.kl_loss_mode != "low_var_kl":
+            raise ConfigError(
+                f"kl_method={self.kl_method!r} and kl_loss_mode={self.kl_loss_mode!r} both choose the KL estimate; "
+                "leave one at 'low_var_kl'"
+            )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(ε_low, ε_high), epsilon where they are None."""
+        low, high = self.epsilon_low, self.epsilon_high
+        return self.epsilon if low is None else low, self.epsilon if high is None else high
+
+    @property
+    def kl_estimate(self) -> str:
+        """The KL estimate: kl_method, or kl_loss_mode where that one is set."""
+        return self.kl_loss_mode if self.kl_method == "low_var_kl" else self.kl_method
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """The fields, with epsilon and kl_loss_mode as what stands for them here."""
+        low, high = self.clip_range
+        return {**super().keywords, "epsilon": low, "epsilon_high": high, "kl_loss_mode": self.kl_estimate}
+
+
+PpoConfig = PPOConfig
+"""Tunix's other spelling."""

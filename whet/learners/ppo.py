@@ -1,0 +1,165 @@
+"""PPOLearner: proximal policy optimisation with a critic.
+
+    r_t = −β KL_t, and at the last token the reward besides              kl_method; the reward functions
+    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} − V_{t+k}), whitened         gamma, gae_lambda, whiten_advantages
+    R_t = A_t + V_t, before whitening                                    what the critic learns: value_loss_fn
+    l_t = −min(ρ_t A_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) A_t) − c H_t    policy_loss_fn, per token; ρ_t = π / π_old
+
+It is a PolicyLearner that differs in `score` (the critic's values), `assign_advantages` (KL in the reward, returns)
+and `update` (the critic's, and in the first steps that alone).
+
+Source: PPO arXiv:1707.06347; agrees with Tunix's PPOLearner. It differs in that rewards stay fractions, evaluation has
+its own sampling parameters, reward functions and a reward model may be used together, and a clip range of 0 is one.
+Left out on purpose: a critic that shares the actor's trunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from whet.cluster import RLCluster
+from whet.config import DataConfig, PPOConfig, Role
+from whet.errors import ConfigError
+from whet.learners.objective import advantage_inputs, resolve_name, with_fields
+from whet.learners.policy import PolicyLearner, trained
+from whet.learners.report import value_metrics
+from whet.learners.step import Step
+from whet.metrics import Mean
+from whet.ops import VALUE_LOSSES, AdvantageInputs, generalized_advantages, kl_divergence
+from whet.run.observer import Observer
+from whet.types import TokenBatch
+
+__all__ = ["PPOLearner", "PpoLearner"]
+
+_METRICS = {
+    "return": {"return_mean": "mean"},
+    "vf_clipfrac": "mean",
+    "vf_loss": "mean",
+    "vpred": {"vpred_mean": "mean"},
+}
+"""How the value loss's metrics are named and reduced, under critic/: Tunix's names."""
+
+
+class PPOLearner(PolicyLearner):
+    """Trains the actor by PPO, and a critic with it: see RLLearner for the arguments.
+
+    Args:
+        rl_cluster: with a critic; with a reference where beta is not 0.
+        ppo_config, algo_config: the algorithm's configuration, under one of its two names.
+        reward_fns: as RLLearner's; None where the cluster has a reward model.
+    Raises: ConfigError: no critic, no reward, no reference where beta asks for one; what PolicyLearner refuses.
+
+    Example: PPOLearner(cluster, PPOConfig(beta=0.0), reward_fns=[exact]).train(rows)
+    """
+
+    algo_config: PPOConfig
+
+    def __init__(
+        self,
+        rl_cluster: RLCluster,
+        ppo_config: PPOConfig | None = None,
+        reward_fns: Any = None,
+        metric_fns: Sequence[Callable[..., Any]] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        algo_config: PPOConfig | None = None,
+        data: DataConfig | None = None,
+        settings: dict[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        given = [c for c in (ppo_config, algo_config) if c is not None]
+        if len(given) != 1:
+            raise ConfigError("PPOLearner takes ppo_config= or algo_config=, which are the same: give one of them")
+        config = given[0]
+        if Role.CRITIC not in rl_cluster.workers:
+            raise ConfigError("PPO requires a critic model; pass RLCluster(critic=...), for example the actor's folder")
+        super().__init__(
+            rl_cluster,
+            config,
+            reward_fns,
+            metric_fns,
+            data_shuffle_seed,
+            data=data,
+            settings=settings,
+            observers=observers,
+        )
+        self.objective = dataclasses.replace(self.objective, kl=None, beta=0.0)  # it is in the reward
+        self.skips = self.zero_metrics is not None and config.entropy_coef == 0
+        self.critic_trainer = rl_cluster.critic_trainer
+        loss = with_fields(resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss"), config)
+        self.critic_trainer.with_loss_fn(loss, loss_agg_mode="token-mean")
+        self.critic_trainer.with_rl_metrics_to_log({**_METRICS, **self.critic_trainer.reductions})
+
+    # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def score(self, step: Step) -> Step:
+        """What PolicyLearner adds, and the critic's values of the states before each token."""
+        step = super().score(step)
+        with self.cluster.trace.span("values"):
+            values = self.cluster.worker(Role.CRITIC).values(step.need_batch())
+        return step.replace(batch=step.need_batch().replace(values=values))
+
+    def assign_advantages(self, step: Step) -> Step:
+        """The KL taken off the reward of each token; the estimator's advantages; the returns of the critic."""
+        c, batch = self.algo_config, step.need_batch()
+        if c.beta:
+            batch, kl = self._with_kl_in_reward(batch)
+            step = step.log({"rewards/reward_kl_penalty": kl})
+        step = super().assign_advantages(step.replace(batch=batch))
+        x = advantage_inputs(step.need_batch(), step.rewarded)
+        batch = step.need_batch().replace(returns=self._returns(x))
+        return step.replace(batch=batch).log(value_metrics(batch))
+
+    def _with_kl_in_reward(self, batch: TokenBatch) -> tuple[TokenBatch, Mean]:
+        """The batch with β KL taken off the reward of each token, and its mean over trained tokens."""
+        c = self.algo_config
+        assert batch.ref_logprobs is not None
+        old = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
+        kl = kl_divergence(old, batch.ref_logprobs, mode=c.kl_estimate, clamp=c.kl_clamp_value)
+        earned = torch.zeros_like(kl) if batch.token_rewards is None else batch.token_rewards
+        penalty = c.beta * kl[batch.mask].double()
+        return batch.replace(token_rewards=earned - c.beta * kl), Mean(float(penalty.sum()), len(penalty))
+
+    def _returns(self, x: AdvantageInputs) -> torch.Tensor:
+        """What the critic learns, float [S], whatever the estimator of the advantages."""
+        c = self.algo_config
+        _, returns = generalized_advantages(
+            x.rewards,
+            x.need("values"),
+            x.mask,
+            x.trajectory,
+            token_rewards=x.token_rewards,
+            gamma=c.gamma,
+            gae_lambda=c.gae_lambda,
+        )
+        return returns.float()
+
+    def update(self, step: Step, mini: TokenBatch) -> Step:
+        """Updates the critic on every trained token, and the actor after critic_warmup_steps."""
+        self.cluster.release_engine_memory()
+        with self.cluster.trace.span("update_critic"):
+            known = ~mini.rewards.isnan().index_select(0, mini.trajectory)  # else there is nothing to learn
+            step = step.log(self.critic_trainer.update(mini.replace(mask=mini.mask & known), keep=trained))
+        return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
+
+    # ---- what the configuration implies --------------------------------------------------------------------------
+
+    def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
+        """The actor makes none in the critic's warm-up."""
+        idle = min(steps, self.algo_config.critic_warmup_steps) if role is Role.ACTOR else 0
+        return super().total_updates(role, steps - idle, num_groups)
+
+    def planned_passes(self, num_groups: int) -> dict[str, str]:
+        """What a step runs besides rollout and updates, and what it leaves out, each with the reason."""
+        found = {**super().planned_passes(num_groups), "values": "runs: the critic's, for advantages and returns"}
+        if n := self.algo_config.critic_warmup_steps:
+            found["update of the actor"] = f"skipped in the first {n} steps: critic_warmup_steps"
+        return found
+
+
+PpoLearner = PPOLearner
+"""Tunix's other spelling."""
