@@ -8,7 +8,7 @@ from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
-from whet.config.run import SHORT, RunConfig, check_complete, load_run
+from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
 from whet.config.training import (
     BatchSizes,
     CheckpointingOptions,
@@ -34,6 +34,7 @@ __all__ = [
     "Mode",
     "OptimConfig",
     "PPOConfig",
+    "PPORunConfig",
     "PerfMetricsOptions",
     "PolicyConfig",
     "PpoConfig",

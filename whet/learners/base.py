@@ -24,6 +24,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, Role
+from whet.config.run import REWARD_MODEL
 from whet.errors import ConfigError
 from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
@@ -62,6 +63,7 @@ class RLLearner:
         rl_cluster: models, engine, configuration.
         algo_config: the algorithm's.
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, names, or "file.py:function".
+            The cluster's reward model, if any, is one more: where the word "reward_model" stands, else the last.
         metric_fns: functions `fn(prompts, completions, advantages, rewards, **columns) -> {name: (value,
             aggregation)}`.
         data_shuffle_seed: shuffles the mini-batches of each pass over a step's samples; None = in order.
@@ -118,12 +120,28 @@ class RLLearner:
         self.observers = list(observers)
         manager = resolve_reward_manager(algo_config.reward_manager)
         self.reward_manager = manager(
-            reward_fns,
+            self._with_reward_model(reward_fns),
             algo_config.reward_weights,
             on_error=self.config.on_reward_error,
             timeout_s=self.config.reward_timeout_s,
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
+
+    def _with_reward_model(self, reward_fns: Any) -> Any:
+        """The reward functions, and the cluster's reward model: where "reward_model" stands, else as the last.
+
+        Raises: ConfigError: it is named, and the cluster has none.
+        """
+        given = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
+        named, there = REWARD_MODEL in given, Role.REWARD in self.cluster.workers
+        if named and not there:
+            raise ConfigError(f"{REWARD_MODEL} is among the rewards, and there is none; pass RLCluster(reward=...)")
+        if not there:
+            return reward_fns
+        model = self.cluster.reward_model(
+            apply_chat_template=self.data.apply_chat_template, system_prompt=self.data.system_prompt
+        )
+        return [model if fn == REWARD_MODEL else fn for fn in given] + ([] if named else [model])
 
     def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
         """Trains until max_steps or the data's end.

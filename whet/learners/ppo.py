@@ -77,6 +77,11 @@ class PPOLearner(PolicyLearner):
         config = given[0]
         if Role.CRITIC not in rl_cluster.workers:
             raise ConfigError("PPO requires a critic model; pass RLCluster(critic=...), for example the actor's folder")
+        if not reward_fns and Role.REWARD not in rl_cluster.workers:
+            raise ConfigError(
+                "PPO requires one of `reward_fns` or a reward model to be set; give the learner reward_fns=[...], or "
+                "pass RLCluster(reward=...)"
+            )
         super().__init__(
             rl_cluster,
             config,
