@@ -178,7 +178,17 @@ def gap(a, b):
 
 
 def cluster(
-    actor=None, *, reference=None, critic=None, engine="vanilla", rollout=None, tokenizer=None, lr=1e-2, **training
+    actor=None,
+    *,
+    reference=None,
+    critic=None,
+    reward=None,
+    reward_tokenizer=None,
+    engine="vanilla",
+    rollout=None,
+    tokenizer=None,
+    lr=1e-2,
+    **training,
 ):
     """A cluster of tiny models; `training` are fields of RLTrainingConfig, `rollout` those of RolloutConfig, or one
     for each Mode."""
@@ -189,6 +199,8 @@ def cluster(
         actor=tiny_model() if actor is None else actor,
         reference=reference,
         critic=critic,
+        reward=reward,
+        reward_tokenizer=reward_tokenizer,
         tokenizer=tokenizer or byte_tokenizer(),
         cluster_config=ClusterConfig(
             rollout_engine=engine, rollout_config=rollout, training_config=RLTrainingConfig(**options)

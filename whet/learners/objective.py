@@ -33,6 +33,7 @@ from whet.util.refs import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",
+    "kl_estimate",
     "make_estimator",
     "make_objective",
     "policy_loss",
@@ -100,15 +101,19 @@ def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
     return resolve_name(config.loss_name, POLICY_LOSSES, "policy loss")
 
 
+def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
+    """The KL estimate of a configuration, a function of d. Raises ConfigError: nothing has this name."""
+    return resolve_name(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
+
+
 def make_objective(config: PolicyConfig) -> Objective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
-    resolve_name(config.kl_loss_mode, KL_MODES, "KL mode")
     factors = [] if config.sampler_is is None else [resolve_name(config.sampler_is, CORRECTIONS, "sampler_is")]
     factors += [resolve_name(name, TOKEN_MASKS, "loss mask") for name in config.loss_masks]
     return Objective(
         surrogate=with_fields(policy_loss(config), config),
         factors=tuple(with_fields(fn, config) for fn in factors),
-        kl=with_fields(reference_kl, config),
+        kl=with_fields(functools.partial(reference_kl, kl_loss_mode=kl_estimate(config)), config),
         beta=config.beta,
         entropy_coef=config.entropy_coef,
     )

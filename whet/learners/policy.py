@@ -9,8 +9,9 @@ without signal are not run.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,7 @@ from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
 from whet.errors import ConfigError, EngineError
 from whet.learners.base import RLLearner
+from whet.learners.control import Control
 from whet.learners.objective import (
     advantage_inputs,
     make_estimator,
@@ -39,6 +41,7 @@ from whet.ops import (
     segment_sum,
 )
 from whet.run.observer import Observer
+from whet.run.run import Run
 from whet.train.reductions import Metrics, labels_of
 from whet.types import LossInputs, TokenBatch
 
@@ -103,6 +106,7 @@ class PolicyLearner(RLLearner):
         c = algo_config
         self.estimator = make_estimator(c)
         self.objective = make_objective(c)
+        self.control = Control(c)
         self.zero_metrics = metrics_without_advantage(policy_loss(c))
         self.skips = self.zero_metrics is not None and not self.needs_reference and c.entropy_coef == 0
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
@@ -128,7 +132,7 @@ class PolicyLearner(RLLearner):
                 f"beta={c.beta}, force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
                 "RLCluster(reference=...), or set beta=0.0 and force_compute_kl=False"
             )
-        if c.beta and c.kl_clamp_value is None and c.kl_loss_mode in ("kl", "k1"):
+        if c.beta and c.kl_type == "loss" and c.kl_clamp_value is None and c.kl_loss_mode in ("kl", "k1"):
             log.warning(
                 "kl_loss_mode=%r with beta=%s: the gradient of k1 is that of log pi alone, so it does not pull towards "
                 "the reference; kl_loss_mode='low_var_kl' does",
@@ -152,8 +156,9 @@ class PolicyLearner(RLLearner):
         return step.replace(batch=batch.replace(mask=batch.mask & whole.index_select(0, batch.sequence)))
 
     def score(self, step: Step) -> Step:
-        """Old log-probabilities where several updates follow one rollout, or a token that is trained was drawn from an
-        earlier policy; the reference's where beta is not 0.
+        """Old log-probabilities where several updates follow one rollout, a token that is trained was drawn from an
+        earlier policy, or the KL is of the policy that sampled; the reference's where beta is not 0; the KL in
+        `token_rewards` where kl_type says so.
         """
         c, cluster, batch = self.algo_config, self.cluster, step.need_batch()
         source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
@@ -167,7 +172,7 @@ class PolicyLearner(RLLearner):
         if self.needs_reference:
             with cluster.trace.span("ref_logprobs"):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
-        return step.replace(batch=batch)
+        return step.replace(batch=self.control.in_reward(batch))
 
     def _mismatch(self, batch: TokenBatch) -> Metrics:
         """How far sampler and trainer are apart."""
@@ -190,8 +195,8 @@ class PolicyLearner(RLLearner):
         c, caps = self.algo_config, self.cluster.rollout.caps
         if c.sampler_is is not None or not c.use_rollout_logps:
             return "trainer"
-        updates = self.num_updates(num_groups)
-        if caps.logprobs and (stale or updates > 1 or not caps.shared_weights):
+        updates, sampled_kl = self.num_updates(num_groups), self.control.needs_sampled_kl
+        if caps.logprobs and (stale or updates > 1 or sampled_kl or not caps.shared_weights):
             return "sampler"
         if stale:
             raise EngineError(
@@ -203,6 +208,11 @@ class PolicyLearner(RLLearner):
             raise EngineError(
                 "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
                 f"{updates} updates follow each rollout; set use_rollout_logps=False to recompute them"
+            )
+        if sampled_kl:
+            raise EngineError(
+                f"kl_type={c.kl_type!r} and target_kl={c.target_kl!r} take the KL of the policy that sampled, and the "
+                "engine reports no logprobs; set use_rollout_logps=False to recompute them"
             )
         return "nowhere"
 
@@ -233,6 +243,7 @@ class PolicyLearner(RLLearner):
         """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
         batch = step.need_batch()
         batch = batch.replace(advantages=estimate(self.estimator, advantage_inputs(batch, step.rewarded)))
+        batch = self.control.in_advantage(batch)
         return step.replace(batch=batch).log(advantage_metrics(batch))
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
@@ -249,12 +260,26 @@ class PolicyLearner(RLLearner):
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective at each token, as the configuration composes it: [s], and its metrics."""
-        loss, metrics = self.objective(x)
+        loss, metrics = dataclasses.replace(self.objective, beta=self.control.loss_beta)(x)
         if x.sampler_logprobs is not None:
             metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
         if x.entropy is not None:
             metrics["entropy"] = x.entropy.detach()
         return loss, metrics
+
+    def after_step(self, run: Run, step: Step) -> None:
+        """Moves what an objective's coefficients are controlled by, then logs, evaluates and saves."""
+        super().after_step(run, step.log(self.control.after_step(step.need_batch())))
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """The coefficients that move: a learner of your own adds to it."""
+        return {"control": self.control.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores `state`; what an earlier version did not save starts as in a new run."""
+        self.control.restore(state.get("control", {}))
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 

@@ -1,12 +1,12 @@
 """PPOLearner: proximal policy optimisation with a critic.
 
-    r_t = −β KL_t, and at the last token the reward besides              kl_method; the reward functions
+    r_t = −β KL_t, and at the last token the reward besides              beta, kl_method, kl_type; the rewards
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} − V_{t+k}), whitened         gamma, gae_lambda, whiten_advantages
     R_t = A_t + V_t, before whitening                                    what the critic learns: value_loss_fn
     l_t = −min(ρ_t A_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) A_t) − c H_t    policy_loss_fn, per token; ρ_t = π / π_old
 
-It is a PolicyLearner that differs in `score` (the critic's values), `assign_advantages` (KL in the reward, returns)
-and `update` (the critic's, and in the first steps that alone).
+It is a PolicyLearner that differs in `score` (the critic's values), `assign_advantages` (the critic's returns) and
+`update` (the critic's, and in the first steps that alone).
 
 Source: PPO arXiv:1707.06347; agrees with Tunix's PPOLearner. It differs in that rewards stay fractions, evaluation has
 its own sampling parameters, reward functions and a reward model may be used together, and a clip range of 0 is one.
@@ -15,7 +15,6 @@ Left out on purpose: a critic that shares the actor's trunk.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +27,7 @@ from whet.learners.objective import advantage_inputs, resolve_name, with_fields
 from whet.learners.policy import PolicyLearner, trained
 from whet.learners.report import value_metrics
 from whet.learners.step import Step
-from whet.metrics import Mean
-from whet.ops import VALUE_LOSSES, AdvantageInputs, generalized_advantages, kl_divergence
+from whet.ops import VALUE_LOSSES, AdvantageInputs, generalized_advantages
 from whet.run.observer import Observer
 from whet.types import TokenBatch
 
@@ -92,8 +90,6 @@ class PPOLearner(PolicyLearner):
             settings=settings,
             observers=observers,
         )
-        self.objective = dataclasses.replace(self.objective, kl=None, beta=0.0)  # it is in the reward
-        self.skips = self.zero_metrics is not None and config.entropy_coef == 0
         self.critic_trainer = rl_cluster.critic_trainer
         loss = with_fields(resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss"), config)
         self.critic_trainer.with_loss_fn(loss, loss_agg_mode="token-mean")
@@ -109,25 +105,11 @@ class PPOLearner(PolicyLearner):
         return step.replace(batch=step.need_batch().replace(values=values))
 
     def assign_advantages(self, step: Step) -> Step:
-        """The KL taken off the reward of each token; the estimator's advantages; the returns of the critic."""
-        c, batch = self.algo_config, step.need_batch()
-        if c.beta:
-            batch, kl = self._with_kl_in_reward(batch)
-            step = step.log({"rewards/reward_kl_penalty": kl})
-        step = super().assign_advantages(step.replace(batch=batch))
+        """The estimator's advantages, and the returns that the critic learns."""
+        step = super().assign_advantages(step)
         x = advantage_inputs(step.need_batch(), step.rewarded)
         batch = step.need_batch().replace(returns=self._returns(x))
-        return step.replace(batch=batch).log(value_metrics(batch))
-
-    def _with_kl_in_reward(self, batch: TokenBatch) -> tuple[TokenBatch, Mean]:
-        """The batch with β KL taken off the reward of each token, and its mean over trained tokens."""
-        c = self.algo_config
-        assert batch.ref_logprobs is not None
-        old = batch.sampler_logprobs if batch.old_logprobs is None else batch.old_logprobs
-        kl = kl_divergence(old, batch.ref_logprobs, mode=c.kl_estimate, clamp=c.kl_clamp_value)
-        earned = torch.zeros_like(kl) if batch.token_rewards is None else batch.token_rewards
-        penalty = c.beta * kl[batch.mask].double()
-        return batch.replace(token_rewards=earned - c.beta * kl), Mean(float(penalty.sum()), len(penalty))
+        return step.replace(batch=batch).log(value_metrics(x, batch))
 
     def _returns(self, x: AdvantageInputs) -> torch.Tensor:
         """What the critic learns, float [S], whatever the estimator of the advantages."""

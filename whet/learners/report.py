@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
-from whet.ops import group_spread
+from whet.ops import AdvantageInputs, group_spread
 from whet.rewards.manager import sample_std
 from whet.rollout.base import EngineStats
 from whet.types import Group, TokenBatch
@@ -136,17 +135,14 @@ def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
     return found
 
 
-def value_metrics(batch: TokenBatch) -> dict[str, Metric]:
+def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
     """What a critic's learner adds, over trained tokens: advantages/*, advantages/returns/*, advantages/old_values/*,
     as Tunix; rewards/reward/*, of trajectories, with what single tokens earned; whet's: critic/explained_variance,
     1 − var(R − V) / var(R): 1 = the values at rollout are the returns, 0 = no better than a constant.
     """
     columns = (batch.need("advantages"), batch.need("returns"), batch.need("values"))
     advantages, returns, values = (c[batch.mask].double().numpy() for c in columns)
-    rewards, earned = batch.rewards.clone(), batch.token_rewards
-    if earned is not None:
-        kept = torch.where(batch.mask, earned.double(), 0.0)
-        rewards.index_add_(0, batch.trajectory, kept)
+    rewards = x.total_rewards
     found = {
         **spread("advantages", advantages),
         **spread("advantages/returns", returns),

@@ -16,7 +16,7 @@ from whet.ops.advantages import (
 )
 from whet.ops.corrections import mismatch_metrics, truncated_weights
 from whet.ops.gae import generalized_advantages
-from whet.ops.kl import KL_MODES, kl_divergence
+from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, selective_log_softmax
 from whet.ops.masked import (
     fp32_or_wider,
@@ -35,7 +35,6 @@ from whet.ops.objective import (
     TOKEN_MASKS,
     Objective,
     off_policy_mask,
-    reference_kl,
     truncated_importance,
 )
 from whet.ops.policy_losses import (
@@ -63,6 +62,7 @@ __all__ = [
     "LossInputs",
     "Objective",
     "Support",
+    "adapted_beta",
     "address_key",
     "aggregate",
     "allowed_tokens",
@@ -78,6 +78,7 @@ __all__ = [
     "group_relative",
     "group_spread",
     "kl_divergence",
+    "kl_rewards",
     "leave_one_out",
     "masked_column",
     "masked_mean",
@@ -94,6 +95,7 @@ __all__ = [
     "segment_mean",
     "segment_sum",
     "selective_log_softmax",
+    "sequence_mean_kl",
     "support_logits",
     "to_fp32",
     "token_weights",

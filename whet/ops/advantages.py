@@ -69,6 +69,14 @@ class AdvantageInputs:
         """Long [J]: trained tokens of each trajectory."""
         return segment_count(self.mask, self.trajectory, len(self.rewards))
 
+    @property
+    def total_rewards(self) -> Tensor:
+        """Float64 [J]: the rewards of whole trajectories, with those given at their trained tokens."""
+        if self.token_rewards is None:
+            return self.rewards
+        own = torch.where(self.mask, self.token_rewards.double(), 0.0)
+        return self.rewards + segment_sum(own, self.trajectory, len(self.rewards))
+
     def need(self, name: str) -> Tensor:
         """A column that this estimator can't do without. Raises DataError: it is missing, with its name."""
         column = {"token_rewards": self.token_rewards, "values": self.values}[name]
@@ -80,7 +88,8 @@ class AdvantageInputs:
 def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
     """The advantages that an estimator of either form gives, one for each token.
 
-    Args: estimator: fn(x) -> [J] or [S], or fn(rewards, group_ids) -> [J]: it has two arguments without a default.
+    Args: estimator: fn(x) -> [J] or [S], or fn(rewards, group_ids) -> [J]: it has two arguments without a default, and
+        is given x.total_rewards.
         x: a whole step.
     Returns: fp32 [S], finite.
     Raises: DataError: another shape, or a number that is not finite at a trained token.
@@ -92,7 +101,7 @@ def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
     (tensor([ 0.5000,  0.5000, -0.5000]), tensor([2., 2., 0.]))
     """
     plain = _num_required(estimator) == 2
-    found = torch.as_tensor(estimator(x.rewards, x.group_of) if plain else estimator(x)).detach().float()
+    found = torch.as_tensor(estimator(x.total_rewards, x.group_of) if plain else estimator(x)).detach().float()
     wanted = f"give one finite number for each of the {len(x.rewards)} rewards (0 where a reward is NaN)"
     if found.shape == x.rewards.shape:
         found = found.index_select(0, x.trajectory)

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from whet.errors import ConfigError, DataError
 from whet.ops.corrections import truncated_weights
-from whet.ops.kl import kl_divergence
 from whet.ops.masked import masked_column, segment_mean
 from whet.ops.policy_losses import LossOutput, clipped_surrogate
 from whet.types import LossInputs
 
-__all__ = ["CORRECTIONS", "TOKEN_MASKS", "Objective", "off_policy_mask", "reference_kl", "truncated_importance"]
+__all__ = ["CORRECTIONS", "TOKEN_MASKS", "Objective", "off_policy_mask", "truncated_importance"]
 
 Piece = Callable[[LossInputs], Tensor]
 """fn(x) -> [s]."""
@@ -43,10 +42,11 @@ class Objective:
         correction too is a factor of the surrogate and not of the KL.
 
     >>> import torch
+    >>> from whet.ops.kl import reference_kl
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                advantages=torch.tensor([2.]), ref_logprobs=torch.tensor([-1.]))
-    >>> Objective(kl=reference_kl, beta=0.1)(x)[0]  # -2 * 1 + 0.1 * (0 - -1)
-    tensor([-1.9000])
+    >>> Objective(kl=reference_kl, beta=0.1)(x)[0]  # -2 * 1 + 0.1 * (exp(-1) + 1 - 1)
+    tensor([-1.9632])
     """
 
     surrogate: Surrogate = clipped_surrogate
@@ -75,26 +75,6 @@ class Objective:
         if self.entropy_coef != 0:
             loss = loss - self.entropy_coef * masked_column(x.need("entropy"), x.mask)
         return loss, metrics
-
-
-def reference_kl(x: LossInputs, *, kl_loss_mode: str = "kl", kl_clamp_value: float | None = None) -> Tensor:
-    """The divergence from the reference at each token, with a gradient to the policy alone.
-
-    Args:
-        x: needs ref_logprobs.
-        kl_loss_mode: a name of KL_MODES.
-        kl_clamp_value: bound of the estimate, both ways; None = off.
-    Returns: [s], 0 where masked out.
-    Raises: as kl_divergence; DataError: no ref_logprobs.
-
-    >>> import torch
-    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
-    ...                ref_logprobs=torch.tensor([-1.]))
-    >>> reference_kl(x, kl_loss_mode="mse_kl")
-    tensor([0.5000])
-    """
-    ref = masked_column(x.need("ref_logprobs"), x.mask).detach()
-    return kl_divergence(masked_column(x.logprobs, x.mask), ref, mode=kl_loss_mode, clamp=kl_clamp_value)
 
 
 def truncated_importance(x: LossInputs, *, sampler_is_threshold: float = 2.0) -> Tensor:

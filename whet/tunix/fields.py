@@ -140,7 +140,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "num_iterations": Field(1),
         "beta": Field(0.04),
         "kl_loss_mode": Field(
-            "kl", note="warns with beta: the gradient of k1 does not depend on the reference; low_var_kl does"
+            "kl", "other", "low_var_kl by default: the gradient of k1 (kl) does not pull towards the reference"
         ),
         "epsilon": Field(0.2),
         "epsilon_high": Field(None, note="a real field; there it is read where it happens to be set"),

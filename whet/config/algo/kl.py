@@ -1,10 +1,12 @@
-"""The choice of the KL to the reference."""
+"""The choice of the KL to the reference: its estimate, where it acts, its coefficient, and a reference that moves."""
 
 from __future__ import annotations
 
+from typing import Literal
+
 from whet.config.algo.base import AlgorithmConfig
 from whet.config.base import config
-from whet.config.fields import Bool, Float, Name
+from whet.config.fields import Bool, Count, Float, Fn, Name
 from whet.errors import ConfigError
 
 __all__ = ["KLFields"]
@@ -15,15 +17,49 @@ class KLFields(AlgorithmConfig):
     """How far the policy may move from the reference, and what that costs."""
 
     beta: Float = 0.04
-    """Weight of the KL to the reference, which pulls towards it under low_var_kl and mse_kl. 0.0 = off; no reference is
-    loaded then unless force_compute_kl is set."""
-    kl_loss_mode: Name = "kl"
-    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1). The gradient of k1 does not depend on the reference."""
+    """Weight of the KL to the reference. 0.0 = off; no reference is loaded then unless force_compute_kl is set."""
+    kl_loss_mode: Name | Fn = "low_var_kl"
+    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1), abs; with a "+" (low_var_kl+) its value and the gradient of
+    k2, which is unbiased; a function of log(policy / reference). In the loss, the gradient of k1 does not depend on
+    the reference."""
+    kl_type: Literal["loss", "reward", "advantage"] = "loss"
+    """Where the KL acts: a term of the loss; taken from each token's reward before the advantage estimator; or taken
+    from the advantage after it."""
+    use_bias_correction_kl: Bool = False
+    """Multiply the KL in the loss by the importance ratio policy / old policy, with its gradient."""
+    target_kl: Float | None = None
+    """Adapt beta after each step so that the KL of the sampled completions stays near this; None = beta is fixed."""
+    kl_horizon: Float = 10_000.0
+    """With target_kl: the number of completions over which beta may change by a fifth."""
     force_compute_kl: Bool = False
     """Compute the KL to the reference as a metric also when beta is 0.0."""
+    sync_ref_model: Bool = False
+    """Move the reference towards the policy every ref_model_sync_steps steps."""
+    ref_model_mixup_alpha: Float = 0.6
+    """α of sync_ref_model: reference = α * policy + (1 - α) * reference; 1.0 = a copy."""
+    ref_model_sync_steps: Count = 512
+    """Steps (rollouts) between two moves of the reference."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Checks the ranges, and that nothing is set that would have no effect."""
         super().__post_init__()
         if self.beta < 0:
             raise ConfigError(f"beta must not be negative, got {self.beta!r}")
+        if self.use_bias_correction_kl and self.kl_type != "loss":
+            raise ConfigError(
+                f"use_bias_correction_kl=True corrects the KL in the loss; kl_type={self.kl_type!r} takes the KL of "
+                "the policy that sampled, which needs none: leave it off"
+            )
+        if self.target_kl is not None and not (self.target_kl > 0 and self.kl_horizon > 0 and self.beta > 0):
+            raise ConfigError(
+                f"target_kl={self.target_kl!r}, kl_horizon={self.kl_horizon!r} and beta={self.beta!r} must be "
+                "positive: beta is where the adaptive coefficient starts; target_kl=None keeps it fixed"
+            )
+        if self.sync_ref_model and not (self.beta or self.force_compute_kl):
+            raise ConfigError(
+                "sync_ref_model=True moves a reference that nothing reads; set beta above 0.0, or force_compute_kl=True"
+            )
+        if not 0 < self.ref_model_mixup_alpha <= 1:
+            raise ConfigError(
+                f"ref_model_mixup_alpha must be above 0 and at most 1, got {self.ref_model_mixup_alpha!r}; 1.0 = a copy"
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -44,13 +44,11 @@ class PPOConfig(PolicyConfig):
     """λ of the generalised advantages and of the critic's returns: 1 trusts the rewards alone, 0 the critic."""
     whiten_advantages: Bool = True
     """Shift and scale the advantages of a step to mean 0 and variance 1 over its trained tokens."""
-    beta: Float = 0.04
-    """Weight of the KL to the reference, which is taken off the reward of every token. 0.0 = off; no reference is
-    loaded then unless force_compute_kl is set."""
-    kl_method: Name = "low_var_kl"
-    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1)."""
-    kl_loss_mode: Name = "low_var_kl"
-    """Other algorithms' name of kl_method; set one of the two."""
+    kl_type: Literal["loss", "reward", "advantage"] = "reward"
+    """Where the KL acts: taken from each token's reward before the advantage estimator; a term of the loss; or taken
+    from the advantage after it."""
+    kl_method: Name | Fn = "low_var_kl"
+    """KL estimate: Tunix's name of kl_loss_mode; set one of the two."""
     epsilon_low: Float | None = None
     """The ratio is clipped below 1 - ε_low; None = epsilon."""
     entropy_coef: Annotated[Float, BeforeValidator(_or_zero)] = 0.0
@@ -74,7 +72,7 @@ class PPOConfig(PolicyConfig):
             raise ConfigError(f"clip_range_value must be positive, got {self.clip_range_value!r}")
         if self.epsilon_low is not None and self.epsilon_low < 0:
             raise ConfigError(f"epsilon_low must not be negative, got {self.epsilon_low!r}")
-        if self.kl_method not in ("low_var_kl", self.kl_loss_mode) and self.kl_loss_mode != "low_var_kl":
+        if "low_var_kl" not in (self.kl_method, self.kl_loss_mode) and self.kl_method != self.kl_loss_mode:
             raise ConfigError(
                 f"kl_method={self.kl_method!r} and kl_loss_mode={self.kl_loss_mode!r} both choose the KL estimate; "
                 "leave one at 'low_var_kl'"
@@ -87,15 +85,11 @@ class PPOConfig(PolicyConfig):
         return self.epsilon if low is None else low, self.epsilon if high is None else high
 
     @property
-    def kl_estimate(self) -> str:
-        """The KL estimate: kl_method, or kl_loss_mode where that one is set."""
-        return self.kl_loss_mode if self.kl_method == "low_var_kl" else self.kl_method
-
-    @property
     def keywords(self) -> Mapping[str, Any]:
         """The fields, with epsilon and kl_loss_mode as what stands for them here."""
         low, high = self.clip_range
-        return {**super().keywords, "epsilon": low, "epsilon_high": high, "kl_loss_mode": self.kl_estimate}
+        mode = self.kl_loss_mode if self.kl_method == "low_var_kl" else self.kl_method
+        return {**super().keywords, "epsilon": low, "epsilon_high": high, "kl_loss_mode": mode}
 
 
 PpoConfig = PPOConfig
