@@ -131,10 +131,12 @@ def _work(command: str, words: list[str], config: Any) -> None:
     else:
         from whet.cli import commands
 
-        if command == "demo":
-            commands.demo(words)
+        if command == "grpo":
+            commands.grpo(config)
+        elif command == "ppo":
+            commands.ppo(config)
         else:
-            {"grpo": commands.grpo, "ppo": commands.ppo}[command](config)
+            commands.demo(words)
 
 
 def _check_flags(command: str, words: list[str]) -> None:
@@ -149,7 +151,7 @@ def _check_flags(command: str, words: list[str]) -> None:
             continue
         if name in _FLAGS:
             if command not in _FLAGS[name]:
-                theirs = " and whet ".join(_FLAGS[name])
+                theirs = ", whet ".join(_FLAGS[name])
                 raise ConfigError(f"{word} is not an option of whet {command}; only of whet {theirs}")
             continue
         flags, keys = ["config", *(flag for flag, commands in _FLAGS.items() if command in commands)], _keys(command)
@@ -197,7 +199,8 @@ def _check(command: str, config: Any) -> None:
 
 def _help() -> str:
     commands = "\n".join(f"  {command:9}{text}" for command, text in COMMANDS.items())
-    return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n`whet grpo --help` lists every key."
+    keys = "`whet grpo --help` and `whet ppo --help` list every key."
+    return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n{keys}"
 
 
 def _command_help(command: str) -> str:

@@ -68,8 +68,6 @@ class RunConfig:
                 raise ConfigError(f"trainer.{role}_optimizer is for Python; in a run's configuration set {role}.optim")
         if isinstance(self.reward, dict) and self.algo.reward_weights is not None:
             raise ConfigError("reward gives weights and algo.reward_weights too; keep one of them")
-        if self.reward_model is not None and self.reward_model.model is None:
-            raise ConfigError("reward_model.model is not set; give a hub name or a folder")
         if self.reward_model is None and REWARD_MODEL in self._listed:
             raise ConfigError("reward names reward_model, and there is none; set reward_model.model")
         weights, count = self.algo.reward_weights, len(self.reward_names)
@@ -123,6 +121,8 @@ def check_complete(config: RunConfig) -> None:
         missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
     if not config.reward_names:
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
+    if config.reward_model is not None and config.reward_model.model is None:
+        missing.append("reward_model has no model; write reward_model.model=<hub name or folder>")
     if config.critic is not None and not isinstance(config, PPORunConfig):
         missing.append("critic: GRPO has no critic; leave it out, or train with whet ppo")
     if missing:
