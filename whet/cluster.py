@@ -123,7 +123,7 @@ class RLCluster(TunixVerbs):
             if role in self._workers
         }
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
-        self._rollouts = PolicyRollouts(self._make_engine, self.actor)
+        self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
     def _drawn_from(self) -> tuple[Support, Allowed]:
         """The distribution that training samples from, as the trainer has to know it: support and constraint.
@@ -336,6 +336,7 @@ class RLCluster(TunixVerbs):
         *,
         num_generations: int = 1,
         step: int = 0,
+        first: int = 0,
         mode: Mode | str = Mode.TRAIN,
         sampling: Sampling | None = None,
         seed: int | None = None,
@@ -347,6 +348,7 @@ class RLCluster(TunixVerbs):
             prompts: encoded.
             num_generations: G, completions of each.
             step: with the seed, the prompt's place and the generation, the address of every draw.
+            first: place of the first of these prompts in the step, where they are not its first ones.
             mode: whose sampling parameters and draws.
             sampling, seed: instead of the mode's and the run's.
             at_once: prompts given to the engine at once; no draw depends on it.
@@ -363,7 +365,7 @@ class RLCluster(TunixVerbs):
                 prompts,
                 sampling or self.sampling(own),
                 num_generations=num_generations,
-                address=(base * len(_DOMAIN) + _DOMAIN[domain], step),
+                address=(base * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
             )
 

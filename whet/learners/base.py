@@ -1,6 +1,7 @@
 """RLLearner: the loop of every reinforcement learner.
 
-    sample -> reward -> batch -> score -> assign_advantages -> minibatches -> update -> sync_weights -> after_step
+    sample -> reward -> fill -> batch -> score -> assign_advantages -> minibatches -> update -> sync_weights
+    -> after_step
 
 Each stage takes a Step and returns it with what it has found; nothing of a step lies on the learner. GRPO and its
 relatives differ in `batch` (which tokens are trained), `score`, `assign_advantages` and `update`; `planned_passes` says
@@ -44,6 +45,7 @@ log = logging.getLogger("whet")
 _STAGES = {
     "sample": ("step",),
     "reward": ("step",),
+    "fill": ("run", "step"),
     "batch": ("step",),
     "score": ("step",),
     "assign_advantages": ("step",),
@@ -157,7 +159,8 @@ class RLLearner:
         with run:
             for index, prompts in run.steps():
                 step = self.sample(Step(index=index, prompts=prompts))
-                step = self.batch(self.reward(step))
+                step = self.fill(run, self.reward(step))
+                step = self.batch(step)
                 step = self.assign_advantages(self.score(step))
                 for mini in self.minibatches(step):
                     step = self.update(step, mini)
@@ -181,20 +184,24 @@ class RLLearner:
         """Makes the groups of a step, its prompts completed by `rollout`: `groups`, `versions`."""
         before = self.cluster.rollout.stats()
         with self.cluster.trace.span("rollout"):
-            groups = self.rollout(step.prompts, step=step.index, mode=step.mode)
+            place = {"first": step.first} if step.first else {}
+            groups = self.rollout(step.prompts, step=step.index, mode=step.mode, **place)
         versions = np.unique(np.concatenate([np.empty(0, int), *(c.versions for g in groups for c in g.completions)]))
         done = self.cluster.rollout.stats().since(before)
         return step.replace(groups=groups, versions=tuple(versions[versions >= 0].tolist())).log(engine_metrics(done))
 
-    def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode) -> Sequence[Group]:
+    def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
         """Completes prompts, in training and in evaluation alike: the place for episodes of your own.
 
-        Args: prompts: encoded. step: under which the draws are addressed. mode: whose sampling parameters, and whose
-            number of completions: `num_generations_of(mode)`.
+        Args:
+            prompts: encoded.
+            step: under which the draws are addressed.
+            mode: whose sampling parameters, and whose number of completions: `num_generations_of(mode)`.
+            first: place of the first prompt in the step, part of the address; given for further batches alone.
         Returns: a group for each prompt.
         """
         number = self.num_generations_of(mode)
-        return self.cluster.sample(prompts, num_generations=number, step=step, mode=mode)
+        return self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode)
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
@@ -208,6 +215,10 @@ class RLLearner:
 
         with self.cluster.trace.span("rewards"):
             return step.replace(rewarded=Rewarded.cat(self.cluster.ranks.shared(judged, step.groups)))
+
+    def fill(self, run: Run, step: Step) -> Step:
+        """Chooses the groups that are trained on: all of them here. `run.more()` gives a further batch of prompts."""
+        return step
 
     def batch(self, step: Step) -> Step:
         """Lays rewarded groups end to end: `batch`."""

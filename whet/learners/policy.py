@@ -22,6 +22,7 @@ from whet.config import DataConfig, PolicyConfig, Role
 from whet.errors import ConfigError, EngineError
 from whet.learners.base import RLLearner
 from whet.learners.control import Control
+from whet.learners.fill import check_fill, filled
 from whet.learners.objective import (
     advantage_inputs,
     make_estimator,
@@ -127,6 +128,7 @@ class PolicyLearner(RLLearner):
     def check(self, rl_cluster: RLCluster) -> None:
         """Raises ConfigError where cluster and configuration don't fit; warns where nothing would be learned."""
         c = self.algo_config
+        check_fill(self, c, self.config.max_steps)
         if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
             raise ConfigError(
                 f"beta={c.beta}, force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
@@ -145,6 +147,10 @@ class PolicyLearner(RLLearner):
         return None if prompts is None else prompts * self.algo_config.num_generations
 
     # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def fill(self, run: Run, step: Step) -> Step:
+        """Where dynamic_sampling is set, replaces groups that teach nothing by groups of further prompts."""
+        return filled(self, self.algo_config, step, run.more) if self.algo_config.dynamic_sampling else step
 
     def batch(self, step: Step) -> Step:
         """The groups end to end, truncated completions masked where mask_truncated_completions is set."""

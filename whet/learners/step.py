@@ -31,6 +31,8 @@ class Step:
     """Which step of the run it is, from 1; of an evaluation, the step after which it is."""
     prompts: Sequence[Prompt] = ()
     """What the data order gave."""
+    first: int = 0
+    """Place of the first of them in the step, where they are not its first ones."""
     groups: Sequence[Group] = ()
     """The prompts with their completions: by `sample`."""
     rewarded: Rewarded | None = None

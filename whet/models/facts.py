@@ -114,7 +114,7 @@ def twin_of(module: PreTrainedModel) -> PreTrainedModel | None:
 
 def _plan_twin(module: PreTrainedModel) -> _Twin | None:
     """The twin's class and configuration."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None) if has_score_head(module) else type(module)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(module.config), None) if has_score_head(module) else type(module)
     if kind is None:
         return None
     config = copy.deepcopy(module.config)

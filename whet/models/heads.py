@@ -174,7 +174,7 @@ def with_score_head(module: PreTrainedModel, weight: Tensor | None = None, *, sh
 
 def _classifier(module: PreTrainedModel) -> PreTrainedModel | None:
     """Transformers' classifier of one label around the trunk of a causal model; None = it is not built that way."""
-    kind = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(module.config), None)
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(module.config), None)
     prefix = module.base_model_prefix
     if kind is None or kind.base_model_prefix != prefix or module.base_model is module:
         return None
@@ -190,6 +190,7 @@ def _classifier(module: PreTrainedModel) -> PreTrainedModel | None:
     if made.base_model.state_dict().keys() != module.base_model.state_dict().keys():
         return None
     setattr(made, prefix, module.base_model)
-    made.config = module.base_model.config
-    made.config.num_labels, made.config.architectures = 1, config.architectures
+    kept: Any = module.base_model.config
+    made.config = kept
+    kept.num_labels, kept.architectures = 1, config.architectures
     return made.train(module.training)

@@ -88,7 +88,8 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
     elif shared:
         head = "score.weight"
     _check_weights(module, info, path, head)
-    return module, None if head is None else _score_weight(path, head, module.get_input_embeddings().weight.shape[1])
+    embeddings: Any = module.get_input_embeddings()
+    return module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1])
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:

@@ -34,10 +34,6 @@ def read_run_state(path: Path, needs: Iterable[str] = ()) -> dict[str, Any]:
         run writes.
     """
     state = read_state(path)
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{path} has an unexpected format: a {type(state).__name__}, not a dict; resume from another step-* folder"
-        )
     check_format(path, state.get("format", 1), RUN_FORMAT, weights=path.parent)
     if missing := [name for name in sorted({*_FIELDS, *needs}) if name not in state]:
         raise CheckpointError(

@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -87,6 +87,12 @@ class RewardInputs:
         known = dict.fromkeys(name for part in parts for name in part.columns)
         columns = {n: [x for p in parts for x in p.columns.get(n, [None] * len(p.prompts))] for n in known}
         return replace(parts[0], columns=columns, **joined)
+
+    def select(self, chosen: Iterable[int]) -> RewardInputs:
+        """Some of the trajectories."""
+        at = [int(i) for i in chosen]
+        cut = {name: [getattr(self, name)[i] for i in at] for name in EACH}
+        return replace(self, columns={n: [values[i] for i in at] for n, values in self.columns.items()}, **cut)
 
     def offered(self) -> dict[str, Any]:
         """Every keyword with its value; the lists are new ones, so that a function may change its own."""

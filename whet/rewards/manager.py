@@ -88,6 +88,21 @@ class Rewarded:
             inputs=RewardInputs.cat([part.inputs for part in parts]),
         )
 
+    def select(self, chosen: Sequence[int] | np.ndarray) -> Rewarded:
+        """Some of the groups, in the order given. Deviations and means of the functions are made from them alone."""
+        bounds = np.cumsum([0, *_sizes(self.groups)])
+        at = np.concatenate([np.empty(0, int), *(np.arange(bounds[i], bounds[i + 1]) for i in chosen)])
+        table = {name: values[at] for name, values in self.table.items()}
+        return dataclasses.replace(
+            self,
+            groups=[self.groups[i] for i in chosen],
+            total=self.total[at],
+            metrics={**self.metrics, **reward_metrics(table)},
+            table=table,
+            texts=[self.texts[i] for i in chosen],
+            inputs=self.inputs.select(at),
+        )
+
 
 class RewardManager:
     """One number per trajectory: totalⱼ = Σ_f w_f r_fj over the functions f that apply to j.

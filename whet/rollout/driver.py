@@ -25,6 +25,7 @@ import numpy as np
 
 from whet.errors import DataError, EngineError
 from whet.rollout.base import Output, PartialOutput, Request, RolloutEngine, Sampling, check_caps
+from whet.rollout.outputs import check_output
 from whet.types import Completion, Group, Prompt
 
 __all__ = ["Episode", "GroupKey", "Rollouts", "Turns", "completion", "single_turn", "single_turns", "stream"]
@@ -204,14 +205,17 @@ class _GroupInFlight:
 class Rollouts:
     """Episodes running in an engine. Whatever goes wrong, none of their requests stays in it.
 
-    Args: engine: no other code submits or polls. next_id: number of the first request; `next_id` counts on from it.
+    Args:
+        engine: no other code submits or polls.
+        next_id: number of the first request; `next_id` counts on from it.
+        vocab_size: ids from here on are refused; None = unknown.
     """
 
-    def __init__(self, engine: RolloutEngine, *, next_id: int = 0) -> None:
-        self.engine, self.next_id = engine, next_id
+    def __init__(self, engine: RolloutEngine, *, next_id: int = 0, vocab_size: int | None = None) -> None:
+        self.engine, self.next_id, self.vocab_size = engine, next_id, vocab_size
         self._groups: dict[GroupKey, _GroupInFlight] = {}
         self._finished: dict[GroupKey, Group] = {}
-        self._waiting: dict[int, tuple[_Play, int]] = {}
+        self._waiting: dict[int, tuple[_Play, int, Request]] = {}
         self._cancelled: set[int] = set()
         self._asked = 0  # since the engine was last idle
 
@@ -280,7 +284,7 @@ class Rollouts:
             self._finished.pop(key, None)
         plays = [p for key in keys & self._groups.keys() for p in self._groups.pop(key).plays]
         gone = set(map(id, plays))
-        ids = [i for i, (p, _) in self._waiting.items() if id(p) in gone]
+        ids = [i for i, (p, *_) in self._waiting.items() if id(p) in gone]
         for i in ids:
             del self._waiting[i]
         try:
@@ -323,12 +327,8 @@ class Rollouts:
                     f"the engine returned request {o.id}, which this driver did not submit or has already received; "
                     "don't call engine.poll() yourself"
                 )
-            play, place = self._waiting.pop(o.id)
-            if not np.isfinite(o.logprobs).all():
-                raise EngineError(
-                    f"the model's logits are not finite at step {play.episode.address[1]}; resume from an earlier "
-                    "checkpoint with a lower learning rate and trainer.allow_config_change=true"
-                )
+            play, place, request = self._waiting.pop(o.id)
+            check_output(o, request, self.engine, vocab_size=self.vocab_size)
             play.outputs[place] = o
             if None not in play.outputs:
                 whole.append((play, o if play.single else list(play.outputs)))
@@ -360,11 +360,11 @@ class Rollouts:
         group = self._groups[play.episode.group]
         group.number = self.next_id if group.number is None else group.number
         play.outputs = [None] * len(requests)
-        for place in range(len(requests)):
-            self._waiting[self.next_id + place] = play, place
+        numbered = [replace(r, id=self.next_id + i, group=group.number) for i, r in enumerate(requests)]
+        for place, request in enumerate(numbered):
+            self._waiting[request.id] = play, place, request
         self.next_id += len(requests)
-        first = self.next_id - len(requests)
-        return [replace(r, id=first + i, group=group.number) for i, r in enumerate(requests)]
+        return numbered
 
 
 def _checked(episode: Episode, made: Any) -> tuple[Completion, ...]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
-from whet.rollout.driver import Rollouts, single_turns
+from whet.rollout.driver import GroupKey, Rollouts, single_turns
 from whet.rollout.length_history import LengthHistory
 from whet.types import Group, Prompt
 
@@ -42,11 +42,11 @@ class Policy(Protocol):
 class PolicyRollouts:
     """A policy's engine, and the driver of its episodes.
 
-    Args: build: makes the engine. policy: whose weights and version it has.
+    Args: build: makes the engine. policy: whose weights and version it has. vocab_size: of its ids; None = unknown.
     """
 
-    def __init__(self, build: Callable[[], RolloutEngine], policy: Policy) -> None:
-        self._build, self._policy = build, policy
+    def __init__(self, build: Callable[[], RolloutEngine], policy: Policy, *, vocab_size: int | None = None) -> None:
+        self._build, self._policy, self._vocab_size = build, policy, vocab_size
         self._driver: Rollouts | None = None
         self._lengths = LengthHistory()
         self._next_id = 0
@@ -57,7 +57,7 @@ class PolicyRollouts:
     def driver(self) -> Rollouts:
         """What plays episodes in the engine, which is built here if it was not yet; it may be released."""
         if self._driver is None:
-            self._driver = Rollouts(self._build(), next_id=self._next_id)
+            self._driver = Rollouts(self._build(), next_id=self._next_id, vocab_size=self._vocab_size)
             if self._policy.version:
                 self._update()
         return self._driver
@@ -74,7 +74,7 @@ class PolicyRollouts:
         sampling: Sampling,
         *,
         num_generations: int,
-        address: tuple[int, int],
+        address: GroupKey,
         at_once: int,
     ) -> list[Group]:
         """Completes prompts.
@@ -84,11 +84,12 @@ class PolicyRollouts:
             prompts: encoded.
             sampling: of all of them.
             num_generations: completions of each.
-            address: (seed, step) of the draws; the prompt's place and the generation are added.
+            address: (seed, step, place of the first prompt in the step) of the draws; the generation is added.
             at_once: prompts given to the engine at once.
         Returns: a group for each prompt, in order.
         """
         self.resume()
+        seed, step, first = address
         expected = self._lengths.of(kind, prompts)
         groups: list[Group] = []
         for start in range(0, len(prompts), at_once):
@@ -97,7 +98,7 @@ class PolicyRollouts:
                     prompts[start : start + at_once],
                     sampling,
                     num_generations=num_generations,
-                    address=(*address, start),
+                    address=(seed, step, first + start),
                     expected=expected[start : start + at_once],
                 )
             )

@@ -88,6 +88,7 @@ class Run:
         self.rows: list[dict[str, Any]] = []
         """What was logged, rows of steps and of evaluations; a resumed run has those of before too."""
         self.stream = stream
+        self._batches: Iterator[list[Any]] | None = None
         self.folder: RunFolder | None = None
         self.loggers: Loggers | None = None
         self.progress: Progress | None = None
@@ -221,7 +222,8 @@ class Run:
         assert self.stream is not None
         if self._is_done():
             return
-        for items in self.stream:
+        self._batches = iter(self.stream)
+        for items in self._batches:
             index = self.step + 1
             self._tell("on_step_begin", self, index)
             self.step_started = time.monotonic()
@@ -232,6 +234,12 @@ class Run:
                 self._end_early()
             if self._asked("stop") or self._is_done():
                 return
+
+    def more(self) -> list[Any] | None:
+        """A further batch of the data for the step that is running; None = the data have ended."""
+        if self._batches is None:
+            raise ConfigError("more() gives a running step further data; call it within `for ... in run.steps()`")
+        return next(self._batches, None)
 
     def _on_any(self, wish: bool) -> bool:
         """Whether it is so on one of the processes: then all do the same. Every one of them has to ask."""

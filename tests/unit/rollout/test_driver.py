@@ -402,3 +402,28 @@ class Broken(MockEngine):
 def test_a_stream_shows_no_token_of_logits_that_are_not_finite():
     with pytest.raises(EngineError, match="logits are not finite"):
         next(stream(Broken(vocabulary=VOCABULARY), requests(prompts((3,)), Sampling(max_tokens=4))))
+
+
+# ---- engines that answer wrongly -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"logprobs": np.zeros(1, np.float32)}, "MockEngine gave 3 tokens, 1 logprobs and 3 versions"),
+        ({"tokens": np.arange(9), "logprobs": np.zeros(9), "versions": np.zeros(9)}, "9 tokens .* max_tokens=3"),
+        ({"finish_reason": "done"}, "finish_reason of MockEngine.*'done'.*stop"),
+        ({"tokens": np.array([0.0, 1.0, 2.0])}, "float64; they must be integers"),
+        ({"tokens": np.array([0, -1, 2])}, "gave token -1"),
+        ({"tokens": np.array([0, VOCABULARY, 2])}, f"gave token {VOCABULARY}; the model's ids are 0 to"),
+        ({"logprobs": np.array([0.0, np.nan, 0.0])}, "not finite at step 0; .*or MockEngine reports wrong logprobs"),
+    ],
+)
+def test_what_an_engine_of_ones_own_gives_is_looked_at(change, says, monkeypatch):
+    engine = mock()
+    poll = engine.poll
+    given = {"tokens": np.arange(3), "logprobs": np.zeros(3), "versions": np.zeros(3, int), "finish_reason": "length"}
+    monkeypatch.setattr(engine, "poll", lambda **k: [Output(id=o.id, **{**given, **change}) for o in poll(**k)])
+    with pytest.raises(EngineError, match=says):
+        Rollouts(engine, vocab_size=VOCABULARY).run(single_turns(rows(2), Sampling(max_tokens=3)))
+    assert engine.stats().in_flight == 0

@@ -12,6 +12,7 @@ from whet.config.algo.grpo import GRPOConfig, GrpoConfig
 from whet.config.algo.kl import KLFields
 from whet.config.algo.policy import PolicyConfig
 from whet.config.algo.ppo import PPOConfig, PpoConfig
+from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
 
 __all__ = [
@@ -25,5 +26,6 @@ __all__ = [
     "PPOConfig",
     "PolicyConfig",
     "PpoConfig",
+    "SelectionFields",
     "SurrogateFields",
 ]

@@ -8,6 +8,7 @@ from whet.config.algo.advantage import AdvantageFields
 from whet.config.algo.correction import CorrectionFields
 from whet.config.algo.entropy import EntropyFields
 from whet.config.algo.kl import KLFields
+from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
 from whet.config.base import config
 from whet.config.fields import Size
@@ -16,7 +17,7 @@ __all__ = ["PolicyConfig"]
 
 
 @config
-class PolicyConfig(CorrectionFields, EntropyFields, KLFields, SurrogateFields, AdvantageFields):
+class PolicyConfig(SelectionFields, CorrectionFields, EntropyFields, KLFields, SurrogateFields, AdvantageFields):
     """An algorithm that trains a policy: advantage, surrogate, KL, entropy bonus, corrections, each chosen on its own.
 
     >>> PolicyConfig(epsilon=0.2, epsilon_high=0.28).clip_range

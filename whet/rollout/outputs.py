@@ -1,0 +1,62 @@
+"""What an engine gave back, looked at before it is believed: an engine may be anybody's."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+
+from whet.errors import EngineError, lookup_error
+from whet.rollout.base import Output, Request, RolloutEngine
+from whet.types import FinishReason
+
+__all__ = ["check_output"]
+
+
+def check_output(output: Output, request: Request, engine: RolloutEngine, *, vocab_size: int | None = None) -> None:
+    """Refuses an output that can't be an answer to its request.
+
+    Args:
+        output, request: of one id.
+        engine: who gave it, for the message.
+        vocab_size: of the model; None = unknown.
+    Raises: EngineError: columns of different lengths, more tokens than max_tokens, ids that the model does not have, a
+        finish_reason that is none, logprobs that are not finite.
+
+    >>> from whet.rollout.base import Sampling
+    >>> from whet.rollout.mock import MockEngine
+    >>> request = Request(id=0, tokens=np.array([5]), sampling=Sampling(max_tokens=1), group=0, address=(0, 0, 0, 0))
+    >>> two = Output(id=0, tokens=np.array([1, 2]), logprobs=np.zeros(2), versions=np.zeros(2), finish_reason="length")
+    >>> check_output(two, request, MockEngine())
+    Traceback (most recent call last):
+    whet.errors.EngineError: MockEngine gave 2 tokens for a request of max_tokens=1; an engine must stop there
+    """
+    name, count, asked = type(engine).__name__, len(output.tokens), request.sampling.max_tokens
+    for column in (output.logprobs, output.versions):
+        if len(column) != count:
+            raise EngineError(
+                f"{name} gave {count} tokens, {len(output.logprobs)} logprobs and {len(output.versions)} versions; an "
+                "Output has one of each for every token"
+            )
+    if count > asked:
+        raise EngineError(f"{name} gave {count} tokens for a request of max_tokens={asked}; an engine must stop there")
+    if output.finish_reason not in get_args(FinishReason):
+        raise EngineError(str(lookup_error(f"finish_reason of {name}", output.finish_reason, get_args(FinishReason))))
+    if count:
+        _check_ids(name, output.tokens, vocab_size)
+    if not np.isfinite(output.logprobs).all():
+        raise EngineError(
+            f"the model's logits are not finite at step {request.address[1]}; resume from an earlier checkpoint with a "
+            f"lower learning rate and trainer.allow_config_change=true (or {name} reports wrong logprobs)"
+        )
+
+
+def _check_ids(name: str, tokens: np.ndarray, vocab_size: int | None) -> None:
+    """Raises EngineError for what are no ids of the model."""
+    if not np.issubdtype(tokens.dtype, np.integer):
+        raise EngineError(f"{name} gave tokens of type {tokens.dtype}; they must be integers, int32 best")
+    low, high = int(tokens.min()), int(tokens.max())
+    if low < 0:
+        raise EngineError(f"{name} gave token {low}; ids are 0 or above")
+    if vocab_size is not None and high >= vocab_size:
+        raise EngineError(f"{name} gave token {high}; the model's ids are 0 to {vocab_size - 1}")
