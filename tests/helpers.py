@@ -12,7 +12,7 @@ from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalL
 from whet.cluster import RLCluster
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
 from whet.data.tokenizer import byte_tokenizer
-from whet.ops import Objective, clipped_surrogate, reference_kl, truncated_importance
+from whet.ops import Objective, clipped_surrogate, reference_kl, sampler_importance
 from whet.types import Completion, Group, Prompt, TokenBatch
 
 VOCABULARY = 264
@@ -87,7 +87,7 @@ def completion(tokens, generation=0, *, version=0, prefix=None, finish="stop", l
 
 def grpo_objective(x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl_clamp=None, sampler_is_threshold=None):
     """GRPO's objective, composed by hand."""
-    weight = functools.partial(truncated_importance, sampler_is_threshold=sampler_is_threshold)
+    weight = functools.partial(sampler_importance, sampler_is_threshold=sampler_is_threshold)
     return Objective(
         surrogate=surrogate,
         factors=() if sampler_is_threshold is None else (weight,),

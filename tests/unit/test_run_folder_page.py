@@ -27,7 +27,14 @@ def folder(tmp_path_factory):
         tokenizer="byte",
         cluster_config=ClusterConfig(rollout_config=rollout, training_config=training),
     )
-    algo = GRPOConfig(epsilon_c=3.0, sampler_is="token")
+    algo = GRPOConfig(
+        epsilon_c=3.0,
+        sampler_is="token",
+        loss_masks=("top-entropy",),
+        top_entropy_quantile=0.5,
+        target_kl=0.1,
+        entropy_coef=0.01,
+    )
     rows = [{"prompts": ["1+1=", "2+2="]}]
     GRPOLearner(cluster, algo, reward_fns=lambda completions: [len(c) for c in completions]).train(rows, rows)
     return folder

@@ -1,22 +1,28 @@
-"""What steers a policy's objective from step to step: the coefficient of the KL, and the KL outside the loss.
+"""What steers a policy's objective from step to step: coefficients that move, the KL outside the loss, the reference.
 
-Nothing of a step lies here: a Control is a few numbers that move after each step, saved in checkpoints.
+    β   after each step, by the KL of its samples          target_kl
+    c   after each update, by the entropy of its tokens    use_adaptive_entropy
+    π_ref  every ref_model_sync_steps steps                sync_ref_model
+
+Nothing of a step lies here: a Control is three numbers, saved in checkpoints, and the reference is its worker's.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
-from whet.config import PolicyConfig
+from whet.cluster import RLCluster
+from whet.config import PolicyConfig, Role
 from whet.learners.objective import kl_estimate
 from whet.metrics import Last, Mean, Metric
 from whet.ops import adapted_beta, kl_rewards, sequence_mean_kl
 from whet.types import TokenBatch
 
-__all__ = ["Control"]
+__all__ = ["Control", "move_reference"]
 
 
 class Control:
@@ -32,6 +38,10 @@ class Control:
         self.config = config
         self.beta = config.beta
         """β of this step."""
+        self.entropy_coef = config.entropy_coef
+        """c of the next update, where it acts."""
+        self.entropy = math.inf
+        """The mean entropy of the trained tokens of the last update; infinite before the first: no bonus yet."""
 
     @property
     def loss_beta(self) -> float:
@@ -68,6 +78,32 @@ class Control:
             return batch
         return batch.replace(advantages=batch.need("advantages") + self.sampled_kl(batch, self.beta))
 
+    @property
+    def has_entropy_bonus(self) -> bool:
+        """Whether some update may have an entropy bonus."""
+        return self.config.use_adaptive_entropy or self.config.entropy_coef != 0
+
+    @property
+    def loss_entropy_coef(self) -> float:
+        """The c of the loss: an adaptive one is 0 while the entropy is above its target."""
+        c = self.config
+        return self.entropy_coef if not c.use_adaptive_entropy or self.entropy <= c.entropy_target else 0.0
+
+    def after_update(self, found: Mapping[str, Metric]) -> dict[str, Metric]:
+        """Moves c by the entropy of an update's trained tokens. Returns: the c that the next update has.
+
+        c ← min(c + δ, c_max) where H ≤ H_target, else max(c − δ, c_min): TRL's use_adaptive_entropy.
+        Args: found: the update's metrics.
+        """
+        c = self.config
+        measured = found.get("entropy/token_mean")
+        if c.use_adaptive_entropy and measured is not None and math.isfinite(measured.value):
+            self.entropy = measured.value
+            low = self.entropy <= c.entropy_target
+            moved = self.entropy_coef + (c.entropy_coef_delta if low else -c.entropy_coef_delta)
+            self.entropy_coef = min(moved, c.entropy_coef_max) if low else max(moved, c.entropy_coef_min)
+        return {"entropy_coef": Last(self.entropy_coef)} if self.has_entropy_bonus else {}
+
     def after_step(self, batch: TokenBatch) -> dict[str, Metric]:
         """Moves β by the KL of a step's samples. Returns: that KL and the β that the step had."""
         c, used, number = self.config, self.beta, batch.num_sequences
@@ -77,12 +113,32 @@ class Control:
         kl = sequence_mean_kl(each, mask=batch.mask, sequence=batch.sequence, num_sequences=number)
         if c.target_kl is not None:
             self.beta = adapted_beta(used, kl, target_kl=c.target_kl, num_sequences=number, kl_horizon=c.kl_horizon)
-        return {"rewards/reward_kl_penalty": Mean(kl), "kl_coef": Last(used)}
+        return {"kl_sampled": Mean(kl), "kl_coef": Last(used)}
+
+    @property
+    def moves(self) -> bool:
+        """Whether a number moves, so that checkpoints must hold it."""
+        return self.config.target_kl is not None or self.config.use_adaptive_entropy
 
     def state(self) -> dict[str, float]:
         """The numbers that move, for checkpoints."""
-        return {"beta": self.beta}
+        return {"beta": self.beta, "entropy_coef": self.entropy_coef, "entropy": self.entropy}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; what is not there stays."""
         self.beta = state.get("beta", self.beta)
+        self.entropy_coef = state.get("entropy_coef", self.entropy_coef)
+        self.entropy = state.get("entropy", self.entropy)
+
+
+def move_reference(cluster: RLCluster, config: PolicyConfig, step: int) -> None:
+    """Moves the reference towards the policy at the end of a step where sync_ref_model asks for it.
+
+    π_ref ← α π + (1 − α) π_ref, on the weights, every ref_model_sync_steps steps. A step is one rollout, however many
+    updates follow it.
+    Args: step: counted from 1.
+    Source: TR-DPO, arXiv:2404.09656; TRL's sync_ref_model, which counts optimizer steps: num_iterations times the
+        mini-batches of a rollout of those are one step here.
+    """
+    if config.sync_ref_model and step % config.ref_model_sync_steps == 0:
+        cluster.worker(Role.REFERENCE).take_weights(cluster.actor.named_weights(), share=config.ref_model_mixup_alpha)

@@ -9,9 +9,9 @@ without signal are not run.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -21,8 +21,9 @@ from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
 from whet.errors import ConfigError, EngineError
 from whet.learners.base import RLLearner
-from whet.learners.control import Control
+from whet.learners.control import Control, move_reference
 from whet.learners.fill import check_fill, filled
+from whet.learners.mismatch import compare_sampler, with_ess
 from whet.learners.objective import (
     advantage_inputs,
     make_estimator,
@@ -32,13 +33,13 @@ from whet.learners.objective import (
 )
 from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
 from whet.learners.step import Step
-from whet.metrics import Max, Mean
 from whet.ops import (
     LOSS_AGG_MODES,
+    entropy_rank,
     estimate,
     masked_column,
     metrics_without_advantage,
-    mismatch_metrics,
+    sampling_metrics,
     segment_sum,
 )
 from whet.run.observer import Observer
@@ -109,7 +110,7 @@ class PolicyLearner(RLLearner):
         self.objective = make_objective(c)
         self.control = Control(c)
         self.zero_metrics = metrics_without_advantage(policy_loss(c))
-        self.skips = self.zero_metrics is not None and not self.needs_reference and c.entropy_coef == 0
+        self.skips = not (self.zero_metrics is None or self.needs_reference or self.control.has_entropy_bonus)
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
@@ -133,6 +134,17 @@ class PolicyLearner(RLLearner):
             raise ConfigError(
                 f"beta={c.beta}, force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
                 "RLCluster(reference=...), or set beta=0.0 and force_compute_kl=False"
+            )
+        if c.sync_ref_model and rl_cluster.worker(Role.REFERENCE).loaded.is_view:
+            raise ConfigError(
+                "sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
+                "off); give RLCluster(reference=...) a model of its own, or set sync_ref_model=False"
+            )
+        compared = {"off-policy", "sampler-kl", "sampler-rejection"} & {m for m in c.loss_masks if isinstance(m, str)}
+        if (c.sampler_is is not None or compared) and not rl_cluster.rollout.caps.logprobs:
+            raise ConfigError(
+                f"sampler_is={c.sampler_is!r}, loss_masks={list(c.loss_masks)}: the engine reports no logprobs to "
+                "compare with; set sampler_is=None and leave out off-policy, sampler-kl and sampler-rejection"
             )
         if c.beta and c.kl_type == "loss" and c.kl_clamp_value is None and c.kl_loss_mode in ("kl", "k1"):
             log.warning(
@@ -166,30 +178,20 @@ class PolicyLearner(RLLearner):
         earlier policy, or the KL is of the policy that sampled; the reference's where beta is not 0; the KL in
         `token_rewards` where kl_type says so.
         """
-        c, cluster, batch = self.algo_config, self.cluster, step.need_batch()
+        cluster, batch = self.cluster, step.need_batch()
         source = self.old_logprobs_from(batch.num_groups, cluster.actor_trainer.stale_versions(batch))
         if source == "trainer":
             with cluster.trace.span("old_logprobs"):
                 batch = batch.replace(old_logprobs=cluster.actor.logprobs(batch).logprobs)
-            if c.sampler_is is not None:
-                step = step.log(self._mismatch(batch))
+            if cluster.rollout.caps.logprobs:
+                batch, found = compare_sampler(batch, self.algo_config)
+                step = step.log(found)
         elif source == "sampler":
             batch = batch.replace(old_logprobs=batch.sampler_logprobs)
         if self.needs_reference:
             with cluster.trace.span("ref_logprobs"):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
         return step.replace(batch=self.control.in_reward(batch))
-
-    def _mismatch(self, batch: TokenBatch) -> Metrics:
-        """How far sampler and trainer are apart."""
-        assert batch.old_logprobs is not None
-        found = mismatch_metrics(
-            batch.old_logprobs,
-            batch.sampler_logprobs,
-            mask=batch.mask,
-            threshold=self.algo_config.sampler_is_threshold,
-        )
-        return {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
         """Where old log-probabilities come from; "nowhere": none are needed, the ratio is exactly 1.
@@ -199,7 +201,7 @@ class PolicyLearner(RLLearner):
             stale.
         """
         c, caps = self.algo_config, self.cluster.rollout.caps
-        if c.sampler_is is not None or not c.use_rollout_logps:
+        if c.sampler_is is not None or "sampler-rejection" in c.loss_masks or not c.use_rollout_logps:
             return "trainer"
         updates, sampled_kl = self.num_updates(num_groups), self.control.needs_sampled_kl
         if caps.logprobs and (stale or updates > 1 or sampled_kl or not caps.shared_weights):
@@ -225,7 +227,7 @@ class PolicyLearner(RLLearner):
     def planned_passes(self, num_groups: int) -> dict[str, str]:
         """What a step runs besides rollout and update, and what it leaves out, each with the reason."""
         old = {
-            "trainer": "runs: sampler_is, or use_rollout_logps=false, asks for the trainer's own",
+            "trainer": "runs: sampler_is, sampler-rejection or use_rollout_logps=false asks for the trainer's own",
             "sampler": "skipped: the sampler's serve",
             "nowhere": "skipped: one update follows each rollout, so the ratio is 1 (unless a token is stale)",
         }
@@ -240,6 +242,8 @@ class PolicyLearner(RLLearner):
                 else "run: the KL, or a loss of your own, may have a gradient there"
             ),
         }
+        if "top-entropy" in self.algo_config.loss_masks:
+            found["entropy"] = "runs: loss_masks=[top-entropy] asks for it, before each update"
         if self.algo_config.mask_truncated_completions:
             why = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts theirs"
             found["truncated completions"] = why
@@ -255,32 +259,56 @@ class PolicyLearner(RLLearner):
     def update(self, step: Step, mini: TokenBatch) -> Step:
         """Updates the actor; sequences that have no gradient are weighed and not run."""
         self.cluster.release_engine_memory()
+        mini = self._ranked(mini)
         with self.cluster.trace.span("update"):
             keep = with_signal if self.skips else trained
-            return step.log(self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole))
+            found = self.cluster.actor_trainer.update(mini, keep=keep, report=self._of_whole)
+            return step.log({**found, **self.control.after_update(found)})
+
+    def _ranked(self, mini: TokenBatch) -> TokenBatch:
+        """The mini-batch with the column entropy_rank, of the policy as it is, where a mask asks for it."""
+        if "top-entropy" not in self.algo_config.loss_masks:
+            return mini
+        with self.cluster.trace.span("entropy"):
+            entropy = self.cluster.actor.logprobs(mini, entropy=True).entropy
+        assert entropy is not None
+        return mini.with_token_columns(entropy_rank=entropy_rank(entropy, mini.mask))
 
     def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
         reductions = self.cluster.actor_trainer.reductions
         zero = {k: how for name in self.zero_metrics or () for k, how in labels_of(name, reductions).items()}
-        return {**skipped_metrics(whole, run), **of_whole_batch(found, whole, run, zero=zero)}
+        return {**skipped_metrics(whole, run), **of_whole_batch(with_ess(found), whole, run, zero=zero)}
 
     def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The objective at each token, as the configuration composes it: [s], and its metrics."""
-        loss, metrics = dataclasses.replace(self.objective, beta=self.control.loss_beta)(x)
-        if x.sampler_logprobs is not None:
-            metrics["sampling/sampling_logp_difference"] = (x.logprobs.detach() - x.sampler_logprobs).abs()
+        control = self.control
+        objective = replace(self.objective, beta=control.loss_beta, entropy_coef=control.loss_entropy_coef)
+        loss, metrics = objective(x)
+        if x.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
+            metrics |= sampling_metrics(x)
         if x.entropy is not None:
             metrics["entropy"] = x.entropy.detach()
         return loss, metrics
 
     def after_step(self, run: Run, step: Step) -> None:
-        """Moves what an objective's coefficients are controlled by, then logs, evaluates and saves."""
-        super().after_step(run, step.log(self.control.after_step(step.need_batch())))
+        """Moves the coefficient of the KL and the reference, then logs, evaluates and saves."""
+        step = step.log(self.control.after_step(step.need_batch()))
+        move_reference(self.cluster, self.algo_config, step.index)
+        super().after_step(run, step)
+
+    def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
+        """As RLLearner.new_run. Raises ConfigError: a coefficient moves, and checkpoints would not hold it."""
+        if self.control.moves and "control" not in self.state():
+            raise ConfigError(
+                f"{type(self).__name__}.state() leaves out the coefficients that move (target_kl, "
+                "use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
+            )
+        return super().new_run(train_ds, eval_ds)
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The coefficients that move: a learner of your own adds to it."""
+        """The coefficients that move; a learner of your own adds to them: {**super().state(), ...}."""
         return {"control": self.control.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:

@@ -14,7 +14,16 @@ from whet.ops.advantages import (
     leave_one_out,
     mean_only,
 )
-from whet.ops.corrections import mismatch_metrics, truncated_weights
+from whet.ops.corrections import (
+    CORRECTIONS,
+    effective_sample_size,
+    mismatch_metrics,
+    sampler_importance,
+    sampler_log_ratio,
+    sampler_rejection,
+    sampling_metrics,
+    weight_metrics,
+)
 from whet.ops.gae import generalized_advantages
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, selective_log_softmax
@@ -30,13 +39,7 @@ from whet.ops.masked import (
     segment_sum,
     to_fp32,
 )
-from whet.ops.objective import (
-    CORRECTIONS,
-    TOKEN_MASKS,
-    Objective,
-    off_policy_mask,
-    truncated_importance,
-)
+from whet.ops.objective import Objective
 from whet.ops.policy_losses import (
     POLICY_LOSSES,
     clipped_surrogate,
@@ -45,6 +48,15 @@ from whet.ops.policy_losses import (
     zero_without_advantage,
 )
 from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
+from whet.ops.token_masks import (
+    TOKEN_MASKS,
+    binary_kl_mask,
+    entropy_rank,
+    high_entropy_mask,
+    off_policy_mask,
+    sampler_kl_mask,
+    total_variation_mask,
+)
 from whet.ops.uniform import address_key, uniform
 from whet.ops.value_losses import VALUE_LOSSES, clipped_value
 from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights, unit_weights
@@ -66,10 +78,13 @@ __all__ = [
     "address_key",
     "aggregate",
     "allowed_tokens",
+    "binary_kl_mask",
     "clipped_surrogate",
     "clipped_value",
     "draw",
+    "effective_sample_size",
     "entropy",
+    "entropy_rank",
     "estimate",
     "fp32_or_wider",
     "gae_advantages",
@@ -77,6 +92,7 @@ __all__ = [
     "greedy",
     "group_relative",
     "group_spread",
+    "high_entropy_mask",
     "kl_divergence",
     "kl_rewards",
     "leave_one_out",
@@ -91,6 +107,11 @@ __all__ = [
     "nll",
     "off_policy_mask",
     "reference_kl",
+    "sampler_importance",
+    "sampler_kl_mask",
+    "sampler_log_ratio",
+    "sampler_rejection",
+    "sampling_metrics",
     "segment_count",
     "segment_mean",
     "segment_sum",
@@ -99,9 +120,9 @@ __all__ = [
     "support_logits",
     "to_fp32",
     "token_weights",
-    "truncated_importance",
-    "truncated_weights",
+    "total_variation_mask",
     "uniform",
     "unit_weights",
+    "weight_metrics",
     "zero_without_advantage",
 ]

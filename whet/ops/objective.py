@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from whet.errors import ConfigError, DataError
-from whet.ops.corrections import truncated_weights
-from whet.ops.masked import masked_column, segment_mean
+from whet.errors import DataError
+from whet.ops.masked import masked_column
 from whet.ops.policy_losses import LossOutput, clipped_surrogate
 from whet.types import LossInputs
 
-__all__ = ["CORRECTIONS", "TOKEN_MASKS", "Objective", "off_policy_mask", "truncated_importance"]
+__all__ = ["Objective"]
 
 Piece = Callable[[LossInputs], Tensor]
 """fn(x) -> [s]."""
@@ -35,8 +34,9 @@ class Objective:
     l = surrogate · Π factors + β · KL(π, π_ref) − c · H(π), each piece at the token.
     Call it with LossInputs: it needs what its pieces need, ref_logprobs where β ≠ 0 (without β they give the metric
     alone), entropy where c ≠ 0.
-    Returns: (loss [s], metrics [s] each): the surrogate's own, pg_loss/corrected (surrogate · factors), kl where there
-        is a reference. The loss is their sum, pg_loss/corrected + β kl − c entropy, under any weights.
+    Returns: (loss [s], metrics [s] each): the surrogate's own, pg_loss/corrected (surrogate · factors), pg_loss/kept (1
+        where no factor is 0, with factors), kl where there is a reference. The loss is their sum, pg_loss/corrected +
+        β kl − c entropy, under any weights.
     Raises: DataError: a missing column, or a piece whose shape is not [s].
     Source: GRPO arXiv:2402.03300; entropy bonus PPO arXiv:1707.06347. Agrees with Tunix's grpo_loss_fn, where the
         correction too is a factor of the surrogate and not of the KL.
@@ -65,9 +65,13 @@ class Objective:
         found = self.surrogate(x)
         policy, metrics = found if isinstance(found, tuple) else (found, {})
         policy = _per_token("the policy loss", policy, x)
+        kept = x.mask
         for factor in self.factors:
-            policy = policy * _per_token("a factor of the loss", factor(x), x).detach().to(policy.dtype)
+            weight = _per_token("a factor of the loss", factor(x), x).detach().to(policy.dtype)
+            policy, kept = policy * weight, kept & (weight != 0)
         loss, metrics = policy, {**metrics, "pg_loss/corrected": policy.detach()}
+        if self.factors:
+            metrics["pg_loss/kept"] = kept.to(policy.dtype)
         if self.kl is not None and (self.beta != 0 or x.ref_logprobs is not None):
             kl = _per_token("the KL", self.kl(x), x)
             loss = loss + self.beta * kl if self.beta != 0 else loss
@@ -75,53 +79,6 @@ class Objective:
         if self.entropy_coef != 0:
             loss = loss - self.entropy_coef * masked_column(x.need("entropy"), x.mask)
         return loss, metrics
-
-
-def truncated_importance(x: LossInputs, *, sampler_is_threshold: float = 2.0) -> Tensor:
-    """Truncated importance weights of the trainer's rollout policy against the sampler's: see truncated_weights.
-
-    Args: x: needs sampler_logprobs; old_logprobs, or the current policy stands for them.
-        sampler_is_threshold: the largest weight.
-    Returns: [s], without gradient.
-
-    >>> import torch
-    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.]),
-    ...                sampler_logprobs=torch.tensor([-3.]))
-    >>> truncated_importance(x, sampler_is_threshold=2.0)  # exp(2) is cut to 2
-    tensor([2.])
-    """
-    old = x.logprobs if x.old_logprobs is None else x.old_logprobs
-    return truncated_weights(old, x.need("sampler_logprobs"), mask=x.mask, threshold=sampler_is_threshold)
-
-
-def off_policy_mask(x: LossInputs, *, off_policy_mask_threshold: float) -> Tensor:
-    """1 for sequences that are worth learning from, 0 for bad ones that the policy has moved away from.
-
-    m = 1 where A ≥ 0 or mean_t (log π_sampler − log π) ≤ δ, the mean over the trained tokens of the sequence.
-    Args: x: needs advantages and sampler_logprobs.
-        off_policy_mask_threshold: δ, in nats per token.
-    Returns: [s], 0 or 1.
-    Raises: ConfigError: a negative threshold. DataError: a missing column.
-    Source: DeepSeek-V3.2, arXiv:2512.02556, equation 9; agrees with TRL's get_off_policy_mask.
-
-    >>> import torch
-    >>> x = LossInputs(sequence=torch.tensor([0, 1]), mask=torch.tensor([True, True]),
-    ...                logprobs=torch.tensor([-3., -3.]), sampler_logprobs=torch.tensor([-1., -1.]),
-    ...                advantages=torch.tensor([1., -1.]))
-    >>> off_policy_mask(x, off_policy_mask_threshold=0.5)
-    tensor([1., 0.])
-    """
-    if not off_policy_mask_threshold >= 0:
-        raise ConfigError(f"off_policy_mask_threshold {off_policy_mask_threshold!r} must be at least 0; None = off")
-    gap = masked_column(x.need("sampler_logprobs"), x.mask) - masked_column(x.logprobs, x.mask).detach()
-    drift = segment_mean(gap, x.mask, x.sequence, x.num_sequences).index_select(0, x.sequence)
-    return ((x.need("advantages") >= 0) | (drift <= off_policy_mask_threshold)).to(gap.dtype)
-
-
-CORRECTIONS: dict[str, Callable[..., Tensor]] = {"token": truncated_importance}
-"""fn(x, **kw) -> weight [s], by the names of sampler_is."""
-TOKEN_MASKS: dict[str, Callable[..., Tensor]] = {"off-policy": off_policy_mask}
-"""fn(x, **kw) -> 0 or 1 [s], by the names of loss_masks."""
 
 
 def _per_token(what: str, found: Tensor, x: LossInputs) -> Tensor:

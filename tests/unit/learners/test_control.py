@@ -1,16 +1,19 @@
+import dataclasses
 import functools
 
 import pytest
 import torch
-from helpers import cluster, length_reward, rows, tiny_model
+from helpers import cluster, gap, length_reward, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig
-from whet.errors import EngineError
+from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 from whet.ops import group_relative, leave_one_out
 from whet.rollout.base import EngineCaps
 from whet.rollout.hf import HFEngine
+from whet.run.observer import Observer
+from whet.types import LossInputs
 
 
 def learner(c=None, **algo):
@@ -55,7 +58,7 @@ def test_kl_outside_the_loss_is_no_term_of_it_and_is_logged(kl_type):
     row = learner(kl_type=kl_type, kl_loss_mode="kl").train(rows(4)).rows[0]
     assert row["loss"] == pytest.approx(row["reduced_pg_loss"], abs=1e-7)
     assert row["kl"] != 0.0 and row["kl_coef"] == 0.1
-    assert row["rewards/reward_kl_penalty"] != 0.0
+    assert row["kl_sampled"] != 0.0
 
 
 def test_kl_outside_the_loss_is_of_the_policy_that_sampled():
@@ -79,3 +82,188 @@ def test_a_silent_engine_is_refused_with_the_way_out():
     with pytest.raises(EngineError, match=r"kl_type='reward' .*reports no logprobs; set use_rollout_logps=False"):
         learner(silent(), kl_type="reward").train(rows(4))
     assert learner(silent(), kl_type="reward", use_rollout_logps=False).train(rows(4)).step == 1
+
+
+# ---- coefficients that move ----------------------------------------------------------------------------------------
+
+
+def test_an_adaptive_coefficient_follows_its_equation_from_step_to_step():
+    made = learner(kl_type="reward", target_kl=1e-4, kl_horizon=160.0)  # far exceeded: the error is clipped to 0.2
+    used = [row["kl_coef"] for row in made.train(rows(8)).rows]
+    assert used == pytest.approx([0.1, 0.1 * (1 + 0.2 * 16 / 160)])
+    assert made.control.beta == pytest.approx(0.1 * 1.02**2)
+
+
+def test_an_adaptive_coefficient_acts_in_the_loss_too():
+    row = learner(target_kl=1e-4, kl_horizon=16.0).train(rows(8)).rows[1]
+    assert row["kl_coef"] == pytest.approx(0.12)
+    assert row["loss"] == pytest.approx(row["reduced_pg_loss"] + 0.12 * row["kl_loss"], abs=1e-6)
+
+
+def test_the_entropy_coefficient_moves_as_the_entropy_asks():
+    made = learner(use_adaptive_entropy=True, entropy_target=1e9, entropy_coef_delta=0.01, entropy_coef_max=0.015)
+    found = made.train(rows(8)).rows
+    assert [row["entropy_coef"] for row in found] == [0.01, 0.015]
+    kl = [row["reduced_pg_loss"] + 0.1 * row["kl_loss"] for row in found]
+    assert found[0]["loss"] == pytest.approx(kl[0], abs=1e-6)  # nothing is known of the entropy yet: no bonus
+    assert found[1]["loss"] == pytest.approx(kl[1] - 0.01 * found[1]["entropy"], abs=1e-6)
+    made = learner(use_adaptive_entropy=True, entropy_coef=0.5, entropy_target=0.0, entropy_coef_min=0.49)
+    found = made.train(rows(8)).rows
+    assert [row["entropy_coef"] for row in found] == pytest.approx([0.495, 0.49])
+    assert found[1]["loss"] == pytest.approx(found[1]["reduced_pg_loss"] + 0.1 * found[1]["kl_loss"], abs=1e-6)
+
+
+def test_an_entropy_bonus_is_under_the_token_weights_of_the_loss():
+    for mode in ("token-mean", "sequence-mean-token-sum-norm"):
+        row = learner(entropy_coef=0.3, loss_agg_mode=mode).train(rows(4)).rows[0]
+        parts = row["reduced_pg_loss"] + 0.1 * row["kl_loss"] - 0.3 * row["entropy"]
+        assert row["loss"] == pytest.approx(parts, abs=1e-5)
+
+
+MOVING_REFERENCE = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+MOVING_NUMBERS = {
+    "kl_type": "reward",
+    "target_kl": 0.01,
+    "kl_horizon": 50.0,
+    "use_adaptive_entropy": True,
+    "entropy_target": 2.0,
+}
+
+
+def test_a_resumed_run_equals_the_uninterrupted_one_to_the_bit(tmp_path):
+    def run(folder, steps, **options):
+        c = cluster(
+            reference=tiny_model(1), max_steps=steps, checkpoint_root_directory=str(tmp_path / folder), **options
+        )
+        made = learner(c, **MOVING_REFERENCE, **MOVING_NUMBERS)
+        return made, made.train(rows(20))
+
+    whole, straight = run("whole", 5)
+    run("cut", 3)
+    resumed, rest = run("cut", 5, resume="latest")
+    for role in ("actor", "reference"):
+        assert same(*(weights_of(made.cluster.worker(role).module) for made in (whole, resumed))), role
+    assert whole.control.state() == resumed.control.state()
+    named = ("kl", "loss", "kl_coef", "entropy_coef")
+    assert [{n: row.get(n) for n in named} for row in straight.rows[3:]] == [
+        {n: row.get(n) for n in named} for row in rest.rows
+    ]
+
+
+def test_a_learner_of_your_own_that_forgets_the_state_is_refused():
+    class Forgetful(GRPOLearner):
+        def state(self):
+            return {}
+
+    made = Forgetful(cluster(reference=tiny_model(1)), GRPOConfig(use_adaptive_entropy=True), length_reward)
+    with pytest.raises(ConfigError, match=r"Forgetful.state\(\) leaves out .* super\(\)"):
+        made.train(rows(4))
+
+
+# ---- the reference -------------------------------------------------------------------------------------------------
+
+
+def test_the_reference_moves_towards_the_policy_every_so_many_steps():
+    made = learner(cluster(reference=tiny_model(1), max_steps=3), **MOVING_REFERENCE)
+    before, seen = weights_of(made.cluster.worker("reference").module), []
+
+    class Watch(Observer):
+        def on_step_end(self, run, step):
+            seen.append([weights_of(made.cluster.worker(role).module) for role in ("reference", "actor")])
+
+    made.observers.append(Watch())
+    made.train(rows(12))
+    assert same(seen[0][0], before) and same(seen[1][0], seen[2][0])
+    middle = {name: torch.lerp(before[name], seen[1][1][name], 0.5) for name in before}
+    assert gap(seen[1][0], middle) < 1e-6 < gap(seen[1][0], before)
+
+
+def test_a_reference_that_is_a_view_of_the_actor_is_not_moved():
+    c = cluster(reference=tiny_model(1))
+    worker = c.worker("reference")
+    worker.loaded = dataclasses.replace(worker.loaded, is_view=True)
+    with pytest.raises(ConfigError, match="sync_ref_model=True moves the reference, which here is a view"):
+        learner(c, sync_ref_model=True)
+
+
+# ---- corrections and masks -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "algo",
+    [
+        {"sampler_is": "sequence", "sampler_is_mode": "mask", "sampler_is_lower": 0.5},
+        {"sampler_is": "geometric", "sampler_is_normalize": True},
+        {"loss_masks": ("sampler-rejection",), "rejection_lower": 0.9, "rejection_threshold": 1.1},
+        {"loss_masks": ("sampler-kl", "off-policy"), "kl_mask_threshold": 0.5},
+        {"loss_masks": ("dppo-tv", "dppo-kl")},
+    ],
+    ids=lambda algo: next(iter(algo.values())),
+)
+def test_where_sampler_and_trainer_agree_no_correction_changes_anything(algo):
+    plain, corrected = learner(use_rollout_logps=False), learner(use_rollout_logps=False, **algo)
+    found = [made.train(rows(4)).rows[0] for made in (plain, corrected)]
+    assert found[1]["pg_loss/kept"] == 1.0 and found[1]["sampling/ess"] == pytest.approx(1.0, abs=1e-4)
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], abs=1e-5)
+    assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-3)
+
+
+def test_the_mean_of_normalised_weights_is_one_over_the_trained_tokens_of_a_step():
+    made = learner(sampler_is="token", sampler_is_normalize=True)
+    batch = assigned(made)
+    far = batch.replace(sampler_logprobs=batch.sampler_logprobs - torch.rand(batch.num_tokens))
+    scored = made.score(Step(index=1, batch=far.replace(old_logprobs=None))).batch
+    x = LossInputs(
+        sequence=scored.sequence, mask=scored.mask, logprobs=scored.old_logprobs, token_columns=scored.token_columns
+    )
+    (weights,) = (factor(x) for factor in made.objective.factors)
+    assert weights.mean().item() == pytest.approx(1.0, abs=1e-5) and weights.std() > 0.1
+
+
+def test_the_highest_entropies_are_those_of_a_whole_optimizer_step_however_it_is_cut(monkeypatch):
+    seen = []
+    for options in ({}, {"train_micro_batch_size": 1, "mini_batch_size": 4}):
+        made = learner(
+            cluster(reference=tiny_model(1), **options), loss_masks=("top-entropy",), top_entropy_quantile=0.25
+        )
+        row = made.train(rows(4)).rows[0]
+        assert row["pg_loss/kept"] == pytest.approx(0.25, abs=0.01)
+        seen.append((row["loss"], row["grad_norm"], row["pg_loss/kept"]))
+    assert seen[0] == pytest.approx(seen[1], rel=1e-4)
+    assert made.planned_passes(4)["entropy"].startswith("runs: loss_masks=[top-entropy]")
+
+
+def test_the_effective_sample_size_falls_as_the_policy_moves():
+    row = learner(cluster(reference=tiny_model(1), lr=3e-2, max_steps=1), num_iterations=4).train(rows(4)).rows[0]
+    assert 0 < row["sampling/ess"] < 0.99 and row["sampling/kl_to_inference"] > 0.01
+    assert not {"sampling/weight", "sampling/weight_squared"} & row.keys()
+
+
+def test_an_engine_without_logprobs_has_nothing_to_compare_with():
+    with pytest.raises(ConfigError, match="the engine reports no logprobs to compare with"):
+        learner(cluster(reference=tiny_model(1), engine=Silent), loss_masks=("off-policy",))
+    row = learner(cluster(reference=tiny_model(1), engine=Silent)).train(rows(4)).rows[0]
+    assert not [name for name in row if name.startswith("sampling/")]
+
+
+def squared(d):
+    return d.square()
+
+
+@pytest.mark.parametrize("choice", [squared, f"{__name__}:squared"])
+def test_the_estimate_of_the_kl_may_be_a_function(choice):
+    row = learner(kl_loss_mode=choice).train(rows(4)).rows[0]
+    assert row["kl"] == pytest.approx(2 * learner(kl_loss_mode="mse_kl").train(rows(4)).rows[0]["kl"], rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("field", "word", "near"),
+    [
+        ("kl_loss_mode", "low_var", "low_var_kl"),
+        ("loss_masks", ("top_entropy",), "top-entropy"),
+        ("sampler_is", "geometry", "geometric"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_nearest(field, word, near):
+    with pytest.raises(ConfigError, match=f"did you mean .*{near}"):
+        learner(**{field: word})

@@ -6,7 +6,7 @@ import torch
 from torch import tensor
 
 from whet.errors import ConfigError, DataError
-from whet.ops import Objective, clipped_surrogate, nll, off_policy_mask, reference_kl, truncated_importance
+from whet.ops import Objective, clipped_surrogate, nll, off_policy_mask, reference_kl, sampler_importance
 from whet.types import LossInputs
 
 
@@ -52,7 +52,7 @@ def whole(**kw):
     return Objective(
         surrogate=clipped_surrogate,
         factors=(
-            functools.partial(truncated_importance, sampler_is_threshold=1.5),
+            functools.partial(sampler_importance, sampler_is_threshold=1.5),
             functools.partial(off_policy_mask, off_policy_mask_threshold=0.1),
         ),
         kl=functools.partial(reference_kl, kl_loss_mode="k3"),
@@ -78,7 +78,7 @@ def test_factors_and_the_reference_are_constants_and_the_entropy_bonus_is_not():
     # the gradient of logprobs: that of surrogate and KL alone, with the factors as numbers
     y = batch()
     surrogate, _ = clipped_surrogate(y)
-    weights = truncated_importance(y, sampler_is_threshold=1.5) * off_policy_mask(y, off_policy_mask_threshold=0.1)
+    weights = sampler_importance(y, sampler_is_threshold=1.5) * off_policy_mask(y, off_policy_mask_threshold=0.1)
     kl = reference_kl(y, kl_loss_mode="k3")
     (surrogate * weights.detach() + 0.3 * kl).sum().backward()
     assert torch.allclose(x.logprobs.grad, y.logprobs.grad, atol=1e-12)

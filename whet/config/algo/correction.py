@@ -2,39 +2,107 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from whet.config.algo.base import AlgorithmConfig
 from whet.config.base import config
 from whet.config.fields import Bool, Float, Fn, Name, Text
-from whet.errors import ConfigError
+from whet.errors import ConfigError, nearest
 
 __all__ = ["CorrectionFields"]
+
+_LEVELS = ("token", "sequence", "geometric")
+_OF_MASK = {
+    "dppo_threshold": ("dppo-tv", "dppo-kl"),
+    "dppo_threshold_high": ("dppo-tv", "dppo-kl"),
+    "kl_mask_threshold": ("sampler-kl",),
+    "rejection_level": ("sampler-rejection",),
+    "rejection_lower": ("sampler-rejection",),
+    "rejection_threshold": ("sampler-rejection",),
+    "top_entropy_quantile": ("top-entropy",),
+}
+"""Fields that nothing but these loss_masks reads."""
 
 
 @config
 class CorrectionFields(AlgorithmConfig):
-    """Factors of the policy loss: weights and masks."""
+    """Factors of the policy loss: weights and masks.
+
+    >>> CorrectionFields(top_entropy_quantile=0.2)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: top_entropy_quantile=0.2 has no effect without loss_masks=[top-entropy]
+    """
 
     use_rollout_logps: Bool = True
     """Old logprobs are the sampler's; off, the trainer computes them from the weights at the start of the step."""
     sampler_is: Text | Fn | None = None
-    """Correction for a sampler that differs from the trainer: "token" weighs each token by trainer / sampler
-    probability, truncated; a function or "package.module:function" of LossInputs gives each its weight; None = off."""
-    sampler_is_threshold: Float = 2.0
-    """Upper bound of that weight."""
+    """Correction for a sampler that differs from the trainer: weighs by trainer / sampler probability each token
+    ("token"), whole sequences ("sequence"), or those by the geometric mean of their tokens ("geometric"); a function or
+    "package.module:function" of LossInputs gives each token its weight; None = off."""
+    sampler_is_mode: Literal["truncate", "mask"] = "truncate"
+    """What becomes of a weight outside its bounds: it is held at the bound, or the token is not learned from."""
+    sampler_is_threshold: Float | None = 2.0
+    """Upper bound of that weight; None = none."""
+    sampler_is_lower: Float | None = None
+    """Lower bound of that weight; None = none. With sampler_is_mode=mask, 0.5 and a sampler_is_threshold of 5.0 are
+    IcePop."""
+    sampler_is_normalize: Bool = False
+    """Divide that weight by its mean over the trained tokens of the step."""
     loss_masks: tuple[Name | Fn, ...] = ()
-    """Multiply the policy loss by 0 or 1: off-policy, functions of LossInputs, "package.module:function"."""
+    """Multiply the policy loss by 0 or 1: off-policy, top-entropy, dppo-tv, dppo-kl, sampler-kl, sampler-rejection,
+    functions of LossInputs, "package.module:function"."""
     off_policy_mask_threshold: Float = 0.5
     """Threshold of loss_masks=[off-policy]: completions with a negative advantage whose mean log(sampler / policy) is
     above it are masked out."""
+    top_entropy_quantile: Float = 1.0
+    """Share of the tokens of an optimizer step that loss_masks=[top-entropy] keeps, those with the highest entropy."""
+    dppo_threshold: Float = 0.2
+    """Threshold of loss_masks=[dppo-tv] (in probability) and [dppo-kl] (in nats): tokens that have moved further, the
+    way that their advantage pushes, are masked out."""
+    dppo_threshold_high: Float | None = None
+    """The same for tokens with a positive advantage; None = dppo_threshold."""
+    kl_mask_threshold: Float | None = None
+    """Threshold of loss_masks=[sampler-kl]: tokens with a larger log(policy / sampler)² / 2 are masked out."""
+    rejection_level: Literal["geometric", "sequence", "token"] = "geometric"
+    """Whose ratio trainer / sampler loss_masks=[sampler-rejection] looks at."""
+    rejection_threshold: Float | None = 1.001
+    """Upper bound of that ratio; beyond it the sequence is masked out. None = none."""
+    rejection_lower: Float | None = 0.999
+    """Lower bound of that ratio. None = none."""
     mask_truncated_completions: Bool = False
     """Mask out completions that were cut at the length limit."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Checks the ranges, and that nothing is set that would have no effect."""
         super().__post_init__()
-        if isinstance(self.sampler_is, str) and self.sampler_is != "token" and ":" not in self.sampler_is:
-            raise ConfigError(f"sampler_is should be None or 'token'. Received: {self.sampler_is!r}")
-        if self.sampler_is_threshold <= 0:
-            raise ConfigError(f"sampler_is_threshold must be positive, got {self.sampler_is_threshold!r}; 2.0 is usual")
+        if isinstance(self.sampler_is, str) and self.sampler_is not in _LEVELS and ":" not in self.sampler_is:
+            near = nearest(self.sampler_is, _LEVELS)
+            raise ConfigError(
+                f"sampler_is should be None, 'token', 'sequence' or 'geometric'. Received: {self.sampler_is!r}{near}"
+            )
+        for name in ("sampler_is", "rejection"):
+            lower, upper = getattr(self, f"{name}_lower"), getattr(self, f"{name}_threshold")
+            if upper is not None and upper <= 0:
+                raise ConfigError(f"{name}_threshold must be positive, got {upper!r}; None = no bound above")
+            if lower is not None and (lower <= 0 or (upper is not None and lower >= upper)):
+                raise ConfigError(
+                    f"{name}_lower={lower!r} must be positive and below {name}_threshold={upper!r}; None = no bound"
+                )
         if self.off_policy_mask_threshold < 0:
             raise ConfigError(f"off_policy_mask_threshold must not be negative, got {self.off_policy_mask_threshold!r}")
+        if not 0 < self.top_entropy_quantile <= 1:
+            raise ConfigError(
+                f"top_entropy_quantile must be above 0 and at most 1, got {self.top_entropy_quantile!r}; 1.0 keeps all"
+            )
+        self._check_used()
+
+    def _check_used(self) -> None:
+        """Refuses parameters of a mask or a correction that is not chosen. One of a user's own may read any of them."""
+        if any(callable(name) or ":" in name for name in self.loss_masks):
+            return
+        for field, masks in _OF_MASK.items():
+            value, usual = getattr(self, field), getattr(CorrectionFields, field)
+            if value != usual and not set(masks) & set(self.loss_masks):
+                raise ConfigError(f"{field}={value!r} has no effect without loss_masks=[{' or '.join(masks)}]")
+        if "sampler-kl" in self.loss_masks and self.kl_mask_threshold is None:
+            raise ConfigError("loss_masks=[sampler-kl] needs kl_mask_threshold, in nats (0.02, for example)")

@@ -1,10 +1,11 @@
-"""The choice of the entropy bonus."""
+"""The choice of the entropy bonus: a fixed coefficient, or one that follows the entropy."""
 
 from __future__ import annotations
 
 from whet.config.algo.base import AlgorithmConfig
 from whet.config.base import config
-from whet.config.fields import Float
+from whet.config.fields import Bool, Float
+from whet.errors import ConfigError
 
 __all__ = ["EntropyFields"]
 
@@ -15,3 +16,27 @@ class EntropyFields(AlgorithmConfig):
 
     entropy_coef: Float = 0.0
     """c: weight of the entropy bonus at each token; 0.0 = none."""
+    use_adaptive_entropy: Bool = False
+    """Adapt c after each update: raised by entropy_coef_delta where the mean entropy of its trained tokens was at most
+    entropy_target, else lowered; the bonus acts only while the entropy of the update before was at most the target."""
+    entropy_coef_min: Float = 0.0
+    """Least c of use_adaptive_entropy."""
+    entropy_coef_max: Float = 1.0
+    """Greatest c of use_adaptive_entropy."""
+    entropy_coef_delta: Float = 0.005
+    """By how much c moves after each update with use_adaptive_entropy."""
+    entropy_target: Float = 0.2
+    """The entropy that use_adaptive_entropy holds up, in nats per token."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        super().__post_init__()
+        for name in ("entropy_coef_min", "entropy_coef_max"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}")
+        if self.entropy_coef_min > self.entropy_coef_max:
+            raise ConfigError(
+                f"entropy_coef_min={self.entropy_coef_min!r} must be at most entropy_coef_max={self.entropy_coef_max!r}"
+            )
+        if not self.entropy_coef_delta > 0:
+            raise ConfigError(f"entropy_coef_delta must be positive, got {self.entropy_coef_delta!r}; 0.005 is usual")

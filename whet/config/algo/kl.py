@@ -50,10 +50,14 @@ class KLFields(AlgorithmConfig):
                 f"use_bias_correction_kl=True corrects the KL in the loss; kl_type={self.kl_type!r} takes the KL of "
                 "the policy that sampled, which needs none: leave it off"
             )
-        if self.target_kl is not None and not (self.target_kl > 0 and self.kl_horizon > 0 and self.beta > 0):
+        for name in ("target_kl", "kl_horizon"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive, got {value!r}")
+        if self.target_kl is not None and self.beta == 0:
             raise ConfigError(
-                f"target_kl={self.target_kl!r}, kl_horizon={self.kl_horizon!r} and beta={self.beta!r} must be "
-                "positive: beta is where the adaptive coefficient starts; target_kl=None keeps it fixed"
+                f"target_kl={self.target_kl!r} adapts beta from where it starts, and beta=0.0 stays 0.0; set beta, or "
+                "target_kl=None"
             )
         if self.sync_ref_model and not (self.beta or self.force_compute_kl):
             raise ConfigError(
