@@ -27,6 +27,7 @@ from whet.learners.objective import advantage_inputs, resolve_name, with_fields
 from whet.learners.policy import PolicyLearner, trained
 from whet.learners.report import value_metrics
 from whet.learners.step import Step
+from whet.metrics import Mean
 from whet.ops import VALUE_LOSSES, AdvantageInputs, generalized_advantages
 from whet.run.observer import Observer
 from whet.types import TokenBatch
@@ -109,6 +110,9 @@ class PPOLearner(PolicyLearner):
         step = super().assign_advantages(step)
         x = advantage_inputs(step.need_batch(), step.rewarded)
         batch = step.need_batch().replace(returns=self._returns(x))
+        if self.algo_config.beta and self.algo_config.kl_type == "reward":
+            penalty = self.control.sampled_kl(batch, -self.control.beta)[batch.mask].double()
+            step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
         return step.replace(batch=batch).log(value_metrics(x, batch))
 
     def _returns(self, x: AdvantageInputs) -> torch.Tensor:

@@ -33,8 +33,7 @@ def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tens
     if not clip_range_value > 0:
         raise ConfigError(f"clip_range_value must be positive, got {clip_range_value!r}")
     v, old, target = (
-        masked_column(c, x.mask)
-        for c in (x.need("new_values"), x.need("values").detach(), x.need("returns").detach())
+        masked_column(c, x.mask) for c in (x.need("new_values"), x.need("values").detach(), x.need("returns").detach())
     )
     free = (v - target).square()
     clipped = (v.clamp(old - clip_range_value, old + clip_range_value) - target).square()

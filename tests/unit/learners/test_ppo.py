@@ -208,7 +208,8 @@ def test_metrics_have_tunixs_names():
             for how in ("mean", "max", "min")]  # fmt: skip
     own = ["rewards/reward_kl_penalty", "critic/vpred_mean", "critic/vf_clipfrac", "critic/vf_loss",
            "critic/return_mean", "critic/explained_variance", "pg_clipfrac", "entropy"]  # fmt: skip
-    assert not {*each, *own} - row.keys()
+    assert sorted({*each, *own} - row.keys()) == []
+    assert row["rewards/reward_kl_penalty"] > 0
     assert row["rewards/score/mean"] == pytest.approx(0.7)  # Tunix's buffer would make it 0
     assert row["rewards/reward/mean"] < 0.7 and row["advantages/mean"] == pytest.approx(0, abs=1e-6)
 
