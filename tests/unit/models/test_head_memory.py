@@ -104,8 +104,6 @@ def model(kind, tied):
         ("linear", "plain", True),
         ("linear", "temperature", False),
         ("linear", "truncated", True),
-        ("linear", "truncated", False),
-        ("soft cap", "plain", True),
         ("soft cap", "truncated", False),
     ],
 )
