@@ -60,9 +60,9 @@ class RLCluster(TunixVerbs):
     """Roles, engine and tokenizer of one run.
 
     Args:
-        actor, critic, reference, reward: a module, a folder, a hub name, or a RoleConfig. A reference that is the
-            actor's own module is copied, so that it stays what it is. The reward model is a sequence classifier of one
-            label; learners call it as one more reward function.
+        actor, critic, reference, reward: a module, a folder, a hub name, or a RoleConfig. A reference or a critic that
+            is the actor's own module is copied, so that one stays what it is and the other has its own trunk. The
+            reward model is a sequence classifier of one label; learners call it as one more reward function.
         tokenizer: a tokenizer, a folder or a hub name.
         reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
         cluster_config: meshes, engine, training and rollout configuration.
@@ -95,8 +95,8 @@ class RLCluster(TunixVerbs):
         config = self.training_config
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
-        if reference is actor and isinstance(reference, nn.Module):
-            reference = copy.deepcopy(reference)
+        if isinstance(actor, nn.Module):
+            reference, critic = (copy.deepcopy(actor) if m is actor else m for m in (reference, critic))
         policy = self._load(Role.ACTOR, actor)
         self.tokenizer = load_tokenizer(tokenizer)
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)

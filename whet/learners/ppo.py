@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PPOConfig, Role
@@ -30,7 +30,7 @@ from whet.learners.step import Step
 from whet.metrics import Mean
 from whet.ops import VALUE_LOSSES, AdvantageInputs, generalized_advantages
 from whet.run.observer import Observer
-from whet.types import TokenBatch
+from whet.types import LossInputs, TokenBatch
 
 __all__ = ["PPOLearner", "PpoLearner"]
 
@@ -55,7 +55,7 @@ class PPOLearner(PolicyLearner):
     Example: PPOLearner(cluster, PPOConfig(beta=0.0), reward_fns=[exact]).train(rows)
     """
 
-    algo_config: PPOConfig
+    algo_config: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class PPOLearner(PolicyLearner):
             observers=observers,
         )
         self.critic_trainer = rl_cluster.critic_trainer
-        loss = with_fields(resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss"), config)
-        self.critic_trainer.with_loss_fn(loss, loss_agg_mode="token-mean")
+        self.value_loss = with_fields(resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss"), config)
+        self.critic_trainer.with_loss_fn(self._critic_loss, loss_agg_mode="token-mean")
         self.critic_trainer.with_rl_metrics_to_log({**_METRICS, **self.critic_trainer.reductions})
 
     # ---- the stages ----------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ class PPOLearner(PolicyLearner):
             step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
         return step.replace(batch=batch).log(value_metrics(x, batch))
 
-    def _returns(self, x: AdvantageInputs) -> torch.Tensor:
+    def _returns(self, x: AdvantageInputs) -> Tensor:
         """What the critic learns, float [S], whatever the estimator of the advantages."""
         c = self.algo_config
         _, returns = generalized_advantages(
@@ -136,6 +136,11 @@ class PPOLearner(PolicyLearner):
             known = ~mini.rewards.isnan().index_select(0, mini.trajectory)  # else there is nothing to learn
             step = step.log(self.critic_trainer.update(mini.replace(mask=mini.mask & known), keep=trained))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
+
+    def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The value loss at each token: [s], and its metrics, if it has any."""
+        found = self.value_loss(x)
+        return found if isinstance(found, tuple) else (found, {})
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 

@@ -50,6 +50,16 @@ def test_it_trains_actor_and_critic_and_nothing_else():
     assert run.step == 2 and moved(made, before) == {"actor": True, "reference": False, "critic": True}
 
 
+def test_a_critic_of_the_actors_own_module_has_a_trunk_of_its_own():
+    actor = tiny_model()
+    made = ppo(models(actor=actor, critic=actor, lr=0.0))
+    ours, theirs = (dict(made.cluster.worker(role).module.named_parameters()) for role in ("actor", "critic"))
+    assert not {p.data_ptr() for p in ours.values()} & {p.data_ptr() for p in theirs.values()}
+    before = all_weights(made)
+    made.train(rows(8))  # the first update moves the head alone, which is 0
+    assert moved(made, before) == {"actor": False, "critic": True}
+
+
 def test_a_critic_learns_what_the_rewards_are():
     made = ppo(
         models(critic_lr=1e-2, lr=0.0),
@@ -217,15 +227,20 @@ def test_metrics_have_tunixs_names():
 def test_the_fields_that_have_tunixs_names_reach_the_losses():
     made = ppo(epsilon_low=0.0, epsilon_high=0.5, epsilon_c=3.0, entropy_coef=None, clip_range_value=0.3)
     assert made.objective.surrogate.keywords == {"epsilon": 0.0, "epsilon_high": 0.5, "epsilon_c": 3.0}
-    assert made.critic_trainer.loss.keywords == {"clip_range_value": 0.3} and made.objective.entropy_coef == 0
+    assert made.value_loss.keywords == {"clip_range_value": 0.3} and made.objective.entropy_coef == 0
     assert ppo(entropy_coef=0.01).objective.entropy_coef == 0.01
     assert PPOConfig(kl_method="kl").keywords["kl_loss_mode"] == PPOConfig(kl_loss_mode="kl").keywords["kl_loss_mode"]
     assert PpoLearner is PPOLearner
 
 
-def test_a_value_loss_of_your_own():
-    made = ppo(value_loss_fn=lambda x: ((x.new_values - x.returns).abs() * x.mask, {}))
-    assert made.train(rows(4)).rows[0]["critic/loss"] > 0
+@pytest.mark.parametrize("metrics", [False, True])
+def test_a_value_loss_of_your_own(metrics):
+    def absolute(x, *, clip_range_value):
+        loss = (x.new_values - x.returns).abs() + clip_range_value
+        return (loss, {"off": loss.detach()}) if metrics else loss
+
+    row = ppo(value_loss_fn=absolute, clip_range_value=0.5).train(rows(4)).rows[0]
+    assert row["critic/loss"] > 0.5 and ("critic/off" in row) == metrics
 
 
 def test_what_is_missing_is_said():
