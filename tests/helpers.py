@@ -12,7 +12,7 @@ from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalL
 from whet.cluster import RLCluster
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
 from whet.data.tokenizer import byte_tokenizer
-from whet.ops import Objective, clipped_surrogate, reference_kl, sampler_importance
+from whet.ops import AdvantageInputs, Objective, clipped_surrogate, reference_kl, sampler_importance
 from whet.types import Completion, Group, Prompt, TokenBatch
 
 VOCABULARY = 264
@@ -94,6 +94,22 @@ def grpo_objective(x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl
         kl=functools.partial(reference_kl, kl_loss_mode=kl_mode, kl_clamp_value=kl_clamp),
         beta=beta,
     )(x)
+
+
+def advantage_inputs(rewards, groups, lengths=None, mask=None, **columns):
+    """AdvantageInputs of trajectories of these lengths (1 each), their tokens in order."""
+    rewards, groups = torch.as_tensor(rewards, dtype=torch.float64), torch.as_tensor(groups)
+    lengths = torch.ones(len(rewards), dtype=torch.long) if lengths is None else torch.as_tensor(lengths)
+    trajectory = torch.repeat_interleave(torch.arange(len(rewards)), lengths)
+    size, number = len(trajectory), int(groups.max()) + 1 if len(groups) else 0
+    columns = {"values": torch.zeros(size), "greedy_rewards": torch.zeros(number, dtype=torch.float64), **columns}
+    return AdvantageInputs(
+        rewards=rewards,
+        group_of=groups,
+        trajectory=trajectory,
+        mask=torch.ones(size, dtype=torch.bool) if mask is None else torch.as_tensor(mask),
+        **columns,
+    )
 
 
 def random_batch(*shapes, seed=0, masked=False):

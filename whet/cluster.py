@@ -341,6 +341,7 @@ class RLCluster(TunixVerbs):
         sampling: Sampling | None = None,
         seed: int | None = None,
         at_once: int | None = None,
+        greedy: bool = False,
     ) -> list[Group]:
         """Completes prompts.
 
@@ -352,6 +353,7 @@ class RLCluster(TunixVerbs):
             mode: whose sampling parameters and draws.
             sampling, seed: instead of the mode's and the run's.
             at_once: prompts given to the engine at once; no draw depends on it.
+            greedy: one completion of each prompt more, at temperature 0: Group.greedy.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode
@@ -367,6 +369,7 @@ class RLCluster(TunixVerbs):
                 num_generations=num_generations,
                 address=(base * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
+                greedy=greedy,
             )
 
     def release_engine_memory(self) -> None:

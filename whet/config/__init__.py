@@ -1,6 +1,14 @@
 """Configuration: frozen keyword-only dataclasses, checked from Python as from YAML. Imports no torch."""
 
-from whet.config.algo import AlgorithmConfig, GRPOConfig, GrpoConfig, PolicyConfig, PPOConfig, PpoConfig
+from whet.config.algo import (
+    AlgorithmConfig,
+    GRPOConfig,
+    GrpoConfig,
+    OverlongBuffer,
+    PolicyConfig,
+    PPOConfig,
+    PpoConfig,
+)
 from whet.config.base import check, config, field_docs
 from whet.config.data import DataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
@@ -33,6 +41,7 @@ __all__ = [
     "MetricsLoggerOptions",
     "Mode",
     "OptimConfig",
+    "OverlongBuffer",
     "PPOConfig",
     "PPORunConfig",
     "PerfMetricsOptions",

@@ -27,6 +27,7 @@ from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, Role
 from whet.config.run import REWARD_MODEL
 from whet.errors import ConfigError
+from whet.learners.objective import reward_functions
 from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
@@ -121,9 +122,10 @@ class RLLearner:
         self.settings = settings
         self.observers = list(observers)
         manager = resolve_reward_manager(algo_config.reward_manager)
+        reward_fns, weights = reward_functions(self._with_reward_model(reward_fns), algo_config)
         self.reward_manager = manager(
-            self._with_reward_model(reward_fns),
-            algo_config.reward_weights,
+            reward_fns,
+            weights,
             on_error=self.config.on_reward_error,
             timeout_s=self.config.reward_timeout_s,
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
@@ -200,18 +202,23 @@ class RLLearner:
             first: place of the first prompt in the step, part of the address; given for further batches alone.
         Returns: a group for each prompt.
         """
-        number = self.num_generations_of(mode)
-        return self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode)
+        number, greedy = self.num_generations_of(mode), self.needs_greedy and mode is Mode.TRAIN
+        return self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode, greedy=greedy)
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
 
-        They are called once for each completion: where several processes train, each judges a part of the groups.
+        They are called once for each completion, and a second time for greedy ones, if there are any: where several
+        processes train, each judges a part of the groups.
         """
 
-        def judged(own: Sequence[Group]) -> Rewarded:
+        def called(own: Sequence[Group]) -> Rewarded:
             texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in own]
             return self.reward_manager(own, texts, mode=step.mode)
+
+        def judged(own: Sequence[Group]) -> Rewarded:
+            alone = [Group(prompt=g.prompt, completions=(g.greedy,)) for g in own if g.greedy is not None]
+            return called(own).with_greedy(called(alone)) if alone else called(own)
 
         with self.cluster.trace.span("rewards"):
             return step.replace(rewarded=Rewarded.cat(self.cluster.ranks.shared(judged, step.groups)))
@@ -265,6 +272,11 @@ class RLLearner:
     def num_generations(self) -> int:
         """G: completions of each prompt in training."""
         return 1
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether training takes a greedy completion of each prompt as well, which is rewarded and not trained on."""
+        return False
 
     def num_generations_of(self, mode: Mode) -> int:
         """Completions of each prompt in a mode: an evaluation's own number, or 1 where it is greedy, or training's."""

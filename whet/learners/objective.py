@@ -27,6 +27,7 @@ from whet.ops import (
     Objective,
     reference_kl,
 )
+from whet.rewards.length import overlong
 from whet.rewards.manager import Rewarded
 from whet.types import TokenBatch
 from whet.util.refs import is_ref, resolve_callable
@@ -38,6 +39,7 @@ __all__ = [
     "make_objective",
     "policy_loss",
     "resolve_name",
+    "reward_functions",
     "with_fields",
 ]
 
@@ -73,6 +75,19 @@ def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[...
     return functools.partial(fn, **bound) if bound else fn
 
 
+def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
+    """The reward functions of a configuration and their weights: those given, and what overlong_buffer adds.
+
+    Args: given: one or several. config: with reward_weights, which are of those given; the other's weight is 1.
+    """
+    fns = [given] if isinstance(given, str) or callable(given) else list(given or ())
+    buffer, weights = config.overlong_buffer, config.reward_weights
+    if not buffer.enable:
+        return fns, weights
+    words = {f.name: getattr(buffer, f.name) for f in fields(buffer) if f.name != "enable"}
+    return [*fns, functools.partial(overlong, **words)], None if weights is None else (*weights, 1.0)
+
+
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     """The advantage estimator of a configuration."""
     return with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator"), config)
@@ -81,7 +96,8 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
 def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> AdvantageInputs:
     """What a step gives an estimator.
 
-    Args: batch: scored. rewarded: each reward function's values and weight; None = the total only.
+    Args: batch: scored. rewarded: each reward function's values and weight, and the rewards of greedy completions;
+            None = the total only.
     """
     table = {} if rewarded is None else {name: torch.from_numpy(r) for name, r in rewarded.table.items()}
     return AdvantageInputs(
@@ -93,6 +109,7 @@ def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> Adv
         reward_weights={} if rewarded is None else rewarded.weights,
         token_rewards=batch.token_rewards,
         values=batch.values,
+        greedy_rewards=None if rewarded is None or rewarded.greedy is None else torch.from_numpy(rewarded.greedy),
     )
 
 

@@ -39,6 +39,7 @@ from whet.ops import (
     estimate,
     masked_column,
     metrics_without_advantage,
+    needs_greedy_rewards,
     sampling_metrics,
     segment_sum,
 )
@@ -244,6 +245,8 @@ class PolicyLearner(RLLearner):
         }
         if "top-entropy" in self.algo_config.loss_masks:
             found["entropy"] = "runs: loss_masks=[top-entropy] asks for it, before each update"
+        if self.needs_greedy:
+            found["a greedy completion of each prompt"] = "runs: advantage_estimator compares with its reward"
         if self.algo_config.mask_truncated_completions:
             why = "skipped: masked out, so they weigh 0 in any loss; skipped/tokens counts theirs"
             found["truncated completions"] = why
@@ -321,6 +324,11 @@ class PolicyLearner(RLLearner):
     def needs_reference(self) -> bool:
         """Whether a reference is read: for the loss, or as a metric."""
         return bool(self.algo_config.beta) or self.algo_config.force_compute_kl
+
+    @property
+    def needs_greedy(self) -> bool:
+        """Whether the advantage estimator compares with a greedy completion."""
+        return needs_greedy_rewards(self.estimator)
 
     @property
     def num_generations(self) -> int:

@@ -28,7 +28,7 @@ from whet.learners.policy import PolicyLearner, trained
 from whet.learners.report import value_metrics
 from whet.learners.step import Step
 from whet.metrics import Mean
-from whet.ops import VALUE_LOSSES, AdvantageInputs, generalized_advantages
+from whet.ops import VALUE_LOSSES, advantages_and_returns
 from whet.run.observer import Observer
 from whet.types import LossInputs, TokenBatch
 
@@ -109,25 +109,12 @@ class PPOLearner(PolicyLearner):
         """The estimator's advantages, and the returns that the critic learns."""
         step = super().assign_advantages(step)
         x = advantage_inputs(step.need_batch(), step.rewarded)
-        batch = step.need_batch().replace(returns=self._returns(x))
+        _, returns = with_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
+        batch = step.need_batch().replace(returns=returns.float())
         if self.algo_config.beta and self.algo_config.kl_type == "reward":
             penalty = self.control.sampled_kl(batch, -self.control.beta)[batch.mask].double()
             step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
         return step.replace(batch=batch).log(value_metrics(x, batch))
-
-    def _returns(self, x: AdvantageInputs) -> Tensor:
-        """What the critic learns, float [S], whatever the estimator of the advantages."""
-        c = self.algo_config
-        _, returns = generalized_advantages(
-            x.rewards,
-            x.need("values"),
-            x.mask,
-            x.trajectory,
-            token_rewards=x.token_rewards,
-            gamma=c.gamma,
-            gae_lambda=c.gae_lambda,
-        )
-        return returns.float()
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
         """Updates the critic on every trained token, and the actor after critic_warmup_steps."""

@@ -142,7 +142,7 @@ def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
     """
     columns = (batch.need("advantages"), batch.need("returns"), batch.need("values"))
     advantages, returns, values = (c[batch.mask].double().numpy() for c in columns)
-    rewards = x.total_rewards
+    rewards = x.returns
     found = {
         **spread("advantages", advantages),
         **spread("advantages/returns", returns),

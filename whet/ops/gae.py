@@ -54,7 +54,7 @@ def generalized_advantages(
     """
     for name, share in (("gamma", gamma), ("gae_lambda", gae_lambda)):
         if not 0 <= share <= 1:
-            raise ConfigError(f"{name} must lie between 0 and 1, got {share!r}")
+            raise ConfigError(f"{name} must be between 0 and 1, got {share!r}")
     _check(rewards, values, mask, trajectory, token_rewards)
     outcome, v = rewards.detach().double(), values.detach().double()
     known = mask.bool() & ~outcome.isnan().index_select(0, trajectory)

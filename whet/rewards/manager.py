@@ -61,10 +61,27 @@ class Rewarded:
     table: Mapping[str, np.ndarray] = None  # pyright: ignore[reportAssignmentType]
     """Float64 [J] by function, before its weight; NaN where it had no say or a group came without it. By default the
     rewards of the groups end to end."""
+    greedy: np.ndarray | None = None
+    """Float64 [groups]: the total of each group's greedy completion; None = there are none."""
 
     def __post_init__(self) -> None:
         if self.table is None:
             object.__setattr__(self, "table", _table(self.groups, self.names))
+
+    def with_greedy(self, alone: Rewarded) -> Rewarded:
+        """The same with the totals of greedy completions, and metrics of them.
+
+        Args: alone: the greedy completions, each judged as a group of one.
+        Raises: DataError: not one for each group.
+        """
+        if len(alone.total) != len(self.groups):
+            raise DataError(f"{len(alone.total)} greedy completions for {len(self.groups)} groups; give each group one")
+        known = alone.total[~np.isnan(alone.total)]
+        metrics = {
+            "greedy/reward": Mean(float(known.sum()), len(known)),
+            "greedy/tokens": Sum(float(sum(len(c.tokens) for g in alone.groups for c in g.completions))),
+        }
+        return dataclasses.replace(self, greedy=alone.total, metrics={**self.metrics, **metrics})
 
     @classmethod
     def cat(cls, parts: Sequence[Rewarded]) -> Rewarded:
@@ -77,6 +94,7 @@ class Rewarded:
         groups = [group for part in parts for group in part.groups]
         names = tuple(dict.fromkeys(name for part in parts for name in part.names))
         table = _table(groups, names)
+        greedy = [part.greedy for part in parts if part.greedy is not None]
         return cls(
             groups=groups,
             total=np.concatenate([part.total for part in parts]),
@@ -86,6 +104,7 @@ class Rewarded:
             weights={name: weight for part in parts for name, weight in part.weights.items()},
             texts=[texts for part in parts for texts in part.texts],
             inputs=RewardInputs.cat([part.inputs for part in parts]),
+            greedy=np.concatenate(greedy) if len(greedy) == len(parts) else None,
         )
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> Rewarded:
@@ -101,6 +120,7 @@ class Rewarded:
             table=table,
             texts=[self.texts[i] for i in chosen],
             inputs=self.inputs.select(at),
+            greedy=None if self.greedy is None else self.greedy[np.asarray(chosen, int)],
         )
 
 

@@ -10,6 +10,7 @@ Left out on purpose: engines on a device of their own, whose memory no update co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
-from whet.rollout.driver import GroupKey, Rollouts, single_turns
+from whet.rollout.driver import GroupKey, Rollouts, single_turn, single_turns
 from whet.rollout.length_history import LengthHistory
 from whet.types import Group, Prompt
 
@@ -76,6 +77,7 @@ class PolicyRollouts:
         num_generations: int,
         address: GroupKey,
         at_once: int,
+        greedy: bool = False,
     ) -> list[Group]:
         """Completes prompts.
 
@@ -86,6 +88,7 @@ class PolicyRollouts:
             num_generations: completions of each.
             address: (seed, step, place of the first prompt in the step) of the draws; the generation is added.
             at_once: prompts given to the engine at once.
+            greedy: one completion of each prompt more, at temperature 0: Group.greedy.
         Returns: a group for each prompt, in order.
         """
         self.resume()
@@ -93,15 +96,18 @@ class PolicyRollouts:
         expected = self._lengths.of(kind, prompts)
         groups: list[Group] = []
         for start in range(0, len(prompts), at_once):
-            groups += self.driver.run(
-                single_turns(
-                    prompts[start : start + at_once],
-                    sampling,
-                    num_generations=num_generations,
-                    address=(seed, step, first + start),
-                    expected=expected[start : start + at_once],
-                )
-            )
+            now, at = prompts[start : start + at_once], (seed, step, first + start)
+            guesses = expected[start : start + at_once]
+            episodes = single_turns(now, sampling, num_generations=num_generations, address=at, expected=guesses)
+            if not greedy:
+                groups += self.driver.run(episodes)
+                continue
+            likeliest = replace(sampling, temperature=0.0)
+            for place, prompt in enumerate(now, first + start):  # an address of its own, so no other draw changes
+                episodes.append(single_turn(prompt, likeliest, address=(seed, step, place, num_generations)))
+            for group in self.driver.run(episodes):
+                *drawn, last = group.completions
+                groups.append(replace(group, completions=tuple(drawn), greedy=last))
         self._lengths.note(kind, groups)
         return groups
 

@@ -132,6 +132,16 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "policy_loss_fn": Field("grpo", note="also a function or package.module:function"),
         "reward_manager": Field("sequence-level", note="also a class or package.module:name"),
         "kl_clamp_value": Field(None),
+        "overlong_buffer": Field(
+            {
+                "enable": True,
+                "overlong_buffer_length": 4096,
+                "overlong_buffer_penalty": 1.0,
+                "max_response_length": 20480,
+            },
+            "other",
+            "there in DAPOConfig; off unless `enable`; counts tokens, not characters, and takes no more than that",
+        ),
     },
     GRPOConfig: {
         "loss_agg_mode": Field("sequence-mean-token-mean", note="also a function"),

@@ -75,6 +75,9 @@ class Group:
     completions: tuple[Completion, ...]
     rewards: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float64 [trajectories] per reward function, in the order of generation; NaN = not applicable."""
+    greedy: Completion | None = None
+    """The greedy completion of the prompt, which is no part of the group and is not trained on; only where an estimator
+    asks for it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

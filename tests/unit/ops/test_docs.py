@@ -10,7 +10,7 @@ import pytest
 
 import whet.ops
 
-PARTS = [f"whet.ops.{m.name}" for m in pkgutil.iter_modules(whet.ops.__path__)]
+PARTS = [m.name for m in pkgutil.walk_packages(whet.ops.__path__, "whet.ops.")]
 MODULES = ["whet.errors", "whet.types", "whet.ops", *PARTS]
 
 
@@ -48,7 +48,7 @@ def test_ops_exports_all_that_its_modules_do():
 
 def test_ops_import_nothing_but_torch_types_and_errors():
     allowed = {"torch", "whet.types", "whet.errors"}
-    for path in Path(whet.ops.__path__[0]).glob("*.py"):
+    for path in Path(whet.ops.__path__[0]).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []

@@ -158,7 +158,7 @@ def test_none_of_anything_gives_nothing():
 
 def test_what_is_missing_or_out_of_range_is_refused():
     x = inputs([1.0], [0.0], [True], [0])
-    with pytest.raises(ConfigError, match=r"gae_lambda must lie between 0 and 1, got 1\.5"):
+    with pytest.raises(ConfigError, match=r"gae_lambda must be between 0 and 1, got 1\.5"):
         gae_advantages(x, gae_lambda=1.5)
     with pytest.raises(DataError, match="the advantage estimator needs values"):
         gae_advantages(AdvantageInputs(rewards=x.rewards, group_of=x.group_of, trajectory=x.trajectory, mask=x.mask))

@@ -4,8 +4,8 @@ Names and defaults are Tunix's where Tunix has the field. An algorithm's class i
 with the choice that it belongs to, and a function that asks for a keyword of its name is given it.
 """
 
-from whet.config.algo.advantage import AdvantageFields
-from whet.config.algo.base import AlgorithmConfig
+from whet.config.algo.advantage import NEED_GROUPS, AdvantageFields
+from whet.config.algo.base import AlgorithmConfig, OverlongBuffer
 from whet.config.algo.correction import CorrectionFields
 from whet.config.algo.entropy import EntropyFields
 from whet.config.algo.grpo import GRPOConfig, GrpoConfig
@@ -16,6 +16,7 @@ from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
 
 __all__ = [
+    "NEED_GROUPS",
     "AdvantageFields",
     "AlgorithmConfig",
     "CorrectionFields",
@@ -23,6 +24,7 @@ __all__ = [
     "GRPOConfig",
     "GrpoConfig",
     "KLFields",
+    "OverlongBuffer",
     "PPOConfig",
     "PolicyConfig",
     "PpoConfig",

@@ -4,13 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from dataclasses import field
 from typing import Any
 
 from whet.config.base import config
-from whet.config.fields import Count, Float, Fn, Name
+from whet.config.fields import Bool, Count, Float, Fn, Name, Size
 from whet.errors import ConfigError
 
-__all__ = ["AlgorithmConfig"]
+__all__ = ["AlgorithmConfig", "OverlongBuffer"]
+
+
+@config
+class OverlongBuffer:
+    """Soft punishment of completions that come near the limit of length, as a reward function of weight 1.
+
+    R(y) = -penalty · clip((|y| - (max_response_length - overlong_buffer_length)) / overlong_buffer_length, 0, 1), |y|
+    in tokens.
+
+    >>> OverlongBuffer(overlong_buffer_length=0)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: OverlongBuffer.overlong_buffer_length must be a positive integer. Got: 0
+    """
+
+    enable: Bool = False
+    """Add the punishment to the reward functions."""
+    overlong_buffer_length: Size = 4096
+    """The last tokens before max_response_length, over which the punishment grows from 0 to its most."""
+    overlong_buffer_penalty: Float = 1.0
+    """The most that is taken off."""
+    max_response_length: Size = 20480
+    """Where it is reached, in tokens; usually rollout.max_tokens_to_generate."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        if self.overlong_buffer_penalty < 0:
+            raise ConfigError(f"overlong_buffer_penalty must be non-negative, got {self.overlong_buffer_penalty!r}")
+        if self.overlong_buffer_length > self.max_response_length:
+            raise ConfigError(
+                f"overlong_buffer_length must be at most max_response_length, {self.max_response_length}, got "
+                f"{self.overlong_buffer_length}: else an empty completion would be punished"
+            )
 
 
 @config
@@ -20,7 +53,9 @@ class AlgorithmConfig:
     algo_variant: Name = "grpo"
     """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "grpo"
-    """Rewards -> advantages: grpo, drgrpo, rloo, a function or "package.module:function"."""
+    """Rewards -> advantages: against the group grpo, drgrpo, rloo, opo, grpo_passk, maxrl; with the batch's statistics
+    scalerl, gdpo, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline; against a greedy completion remax; a
+    function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"
     """Logprobs and advantages -> a loss per token: grpo (the clipped surrogate; "ppo" is another name of it),
     gspo-token, a function or "package.module:function"."""
@@ -28,6 +63,8 @@ class AlgorithmConfig:
     """How the rewards of several functions become one."""
     reward_weights: tuple[Float, ...] | None = None
     """Weight of each reward function, in their order; None = 1.0 each."""
+    overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
+    """Soft punishment of completions that come near the limit of length (DAPO)."""
     num_iterations: Count = 1
     """μ: passes over each rollout."""
     kl_clamp_value: Float | None = None

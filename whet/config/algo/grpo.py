@@ -22,7 +22,7 @@ class GRPOConfig(PolicyConfig):
     """
 
     num_generations: Size = 2
-    """G: completions of each prompt."""
+    """G: completions of each prompt; 1 for an advantage_estimator that compares with something other than the group."""
     loss_algo: Literal["grpo", "gspo-token"] | Text = "grpo"
     """Ratio of each token (grpo) or of the whole sequence (gspo-token)."""
 
@@ -31,12 +31,7 @@ class GRPOConfig(PolicyConfig):
         super().__post_init__()
         if self.loss_algo not in ("grpo", "gspo-token"):
             raise ConfigError(f"loss_algo should be either grpo or gspo-token. Received: {self.loss_algo}")
-        if self.num_generations <= 1:
-            raise ConfigError(
-                f"num_generations must be greater than 1, got {self.num_generations}: "
-                "a completion is compared with its group"
-            )
-
+        self.check_groups()
         if self.loss_algo != "grpo" and self.policy_loss_fn != "grpo":
             raise ConfigError(
                 f"loss_algo={self.loss_algo!r} and policy_loss_fn={self.policy_loss_fn!r} both choose the loss; "

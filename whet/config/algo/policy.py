@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from whet.config.algo.advantage import AdvantageFields
+from whet.config.algo.advantage import NEED_GROUPS, AdvantageFields
 from whet.config.algo.correction import CorrectionFields
 from whet.config.algo.entropy import EntropyFields
 from whet.config.algo.kl import KLFields
@@ -12,6 +12,7 @@ from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
 from whet.config.base import config
 from whet.config.fields import Size
+from whet.errors import ConfigError
 
 __all__ = ["PolicyConfig"]
 
@@ -26,6 +27,19 @@ class PolicyConfig(SelectionFields, CorrectionFields, EntropyFields, KLFields, S
 
     num_generations: Size = 1
     """G: completions of each prompt."""
+
+    def check_groups(self) -> None:
+        """Raises ConfigError: one completion of each prompt, and something that compares it with its group."""
+        if self.num_generations <= 1 and self.advantage_estimator in NEED_GROUPS:
+            raise ConfigError(
+                f"num_generations must be greater than 1, got {self.num_generations}: "
+                "a completion is compared with its group"
+            )
+        if self.num_generations <= 1 and self.dynamic_sampling and self.group_reward_bounds is None:
+            raise ConfigError(
+                "dynamic_sampling with num_generations=1 would leave out every group, since one reward is equal to "
+                "itself; set group_reward_bounds, or dynamic_sampling=false"
+            )
 
     @property
     def loss_name(self) -> Any:

@@ -38,8 +38,6 @@ class PPOConfig(PolicyConfig):
     gspo-token, a function or "package.module:function"."""
     value_loss_fn: Name | Fn = "ppo"
     """Values and returns -> a loss per token of the critic: ppo, a function or "package.module:function"."""
-    gamma: Float = 1.0
-    """γ: what a reward one token later is worth now."""
     gae_lambda: Float = 0.95
     """λ of the generalised advantages and of the critic's returns: 1 trusts the rewards alone, 0 the critic."""
     whiten_advantages: Bool = True
@@ -65,9 +63,8 @@ class PPOConfig(PolicyConfig):
     def __post_init__(self) -> None:
         """Checks the ranges."""
         super().__post_init__()
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ConfigError(f"{name} must lie between 0 and 1, got {getattr(self, name)!r}")
+        if not 0 <= self.gae_lambda <= 1:
+            raise ConfigError(f"gae_lambda must be between 0 and 1, got {self.gae_lambda!r}")
         if self.clip_range_value <= 0:
             raise ConfigError(f"clip_range_value must be positive, got {self.clip_range_value!r}")
         if self.epsilon_low is not None and self.epsilon_low < 0:

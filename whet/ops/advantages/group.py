@@ -1,0 +1,159 @@
+"""Advantages of completions against their own group: one number for each trajectory, 0 where a group agrees.
+
+Dim legend: N or J trajectories, g the group of i, n_g its rewards, r the outcome with the rewards of single tokens
+(AdvantageInputs.returns). Computed in float64, returned in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from whet.errors import DataError
+from whet.ops.advantages.grouped import Grouped
+from whet.ops.advantages.inputs import AdvantageInputs
+
+__all__ = ["best_alone", "group_relative", "leave_one_out", "length_weighted", "mean_only", "relative_to_success"]
+
+
+def group_relative(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    scale_rewards: str = "group",
+    advantage_eps: float = 1e-6,
+    advantage_ddof: int = 1,
+) -> Tensor:
+    """Advantage of each completion against its own group.
+
+    Aᵢ = (rᵢ − mean_g(r)) / (σ + ε), σ = √(Σ(r − mean)² / (n − ddof)) over the group (scale_rewards="group") or over all
+    rewards ("batch"); "none" drops the denominator (Dr. GRPO).
+
+    Args:
+        rewards [N]: one score per completion, any unit; NaN = not applicable.
+        group_ids: Long [N], completions of one prompt share an id; any ids in any order.
+        scale_rewards: group, batch or none.
+        advantage_eps: ε. advantage_ddof: 1 = the sample's deviation, 0 = the population's.
+    Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
+    Raises: DataError: an infinite reward, or shapes that differ. ConfigError: an unknown scale_rewards.
+    Source: arXiv:2402.03300 (outcome supervision); Dr. GRPO arXiv:2503.20783. (ε, ddof) is (1e-6, 1) in Tunix and verl,
+        (1e-4, 1) in TRL, (1e-8, 0) in TRL's AsyncGRPO, (1.19e-7, 1) in RL2. TorchRL takes max(σ, 1e-6), which is ε = 0
+        wherever σ is above 1e-6. They leave rounding noise where rewards are equal. verl gives a group of one its
+        reward itself.
+
+    >>> from torch import tensor
+    >>> group_relative(tensor([1., 0., 5.]), tensor([0, 0, 1]), scale_rewards="none")  # group 0 has mean 0.5
+    tensor([ 0.5000, -0.5000,  0.0000])
+    """
+    g = Grouped.by(rewards, group_ids)
+    scale = g.scale(scale_rewards, advantage_ddof)
+    centred = g.rewards - g.mean
+    return g.advantages(centred if scale is None else centred / (scale + advantage_eps))
+
+
+def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Advantage of each completion against the mean of its group, not scaled.
+
+    Aᵢ = rᵢ − mean_g(r).
+    Args: rewards [N], NaN = not applicable. group_ids: Long [N].
+    Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
+    Raises: DataError: an infinite reward, or shapes that differ.
+    Source: Dr. GRPO, arXiv:2503.20783; agrees with Tunix.
+
+    >>> from torch import tensor
+    >>> mean_only(tensor([1., 0.]), tensor([0, 0]))
+    tensor([ 0.5000, -0.5000])
+    """
+    return group_relative(rewards, group_ids, scale_rewards="none")
+
+
+def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Advantage of each completion against the mean of the others in its group.
+
+    Aᵢ = rᵢ − (Σ_g r − rᵢ) / (n_g − 1).
+    Args: rewards [N], NaN = not applicable. group_ids: Long [N].
+    Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
+    Raises: DataError: an infinite reward, or shapes that differ.
+    Source: RLOO, arXiv:2402.14740; agrees with Tunix, verl and TRL.
+
+    >>> from torch import tensor
+    >>> leave_one_out(tensor([1., 2., 3.]), tensor([0, 0, 0]))  # 1 - 5/2, 2 - 4/2, 3 - 3/2
+    tensor([-1.5000,  0.0000,  1.5000])
+    """
+    g = Grouped.by(rewards, group_ids)
+    return g.advantages(g.rewards - (g.total - g.rewards) / (g.count - 1).clamp(min=1))
+
+
+def length_weighted(x: AdvantageInputs) -> Tensor:
+    """Advantage of each completion against the mean of its group by length.
+
+    Aᵢ = rᵢ − Σ_g l r / Σ_g l, l the trained tokens of a completion: the baseline of least variance where the squared
+    norm of a completion's gradient grows as its length.
+    Args: x: a step.
+    Returns: [J], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
+    Raises: DataError: an infinite reward.
+    Source: OPO, arXiv:2505.23585; agrees with verl, except that verl gives a group of one its reward itself.
+
+    >>> from torch import tensor
+    >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 0, 1]),
+    ...                     mask=tensor([True, True, True, True]))
+    >>> length_weighted(x)  # baseline (3·1 + 1·0) / 4
+    tensor([ 0.2500, -0.7500])
+    """
+    g = Grouped.by(x.returns, x.group_of)
+    lengths = torch.where(g.given, x.lengths, 0).double()
+    return g.advantages(g.rewards - g.sum(lengths * g.rewards) / g.sum(lengths).clamp(min=1))
+
+
+def best_alone(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    scale_rewards: str = "group",
+    advantage_eps: float = 1e-6,
+    advantage_ddof: int = 1,
+) -> Tensor:
+    """What the best completion of a group adds to the best of the others: a gradient of pass@k.
+
+    A = (r₁ − r₂) / (σ + ε) for the best, 0 for the others, r₁ and r₂ the two largest rewards of the group; 0 where
+    several are best. σ, ε as in group_relative.
+    Args: rewards [N], NaN = not applicable. group_ids: Long [N]. The others: as there.
+    Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
+    Raises: DataError: an infinite reward, or shapes that differ. ConfigError: an unknown scale_rewards.
+    Source: arXiv:2503.19595; agrees with verl's grpo_passk, which refuses a group of one.
+
+    >>> from torch import tensor
+    >>> best_alone(tensor([1., 4., 2.]), tensor([0, 0, 0]), scale_rewards="none")
+    tensor([0., 2., 0.])
+    """
+    g = Grouped.by(rewards, group_ids)
+    is_best = g.given & (g.rewards == g.extreme("amax")[g.of])
+    alone = is_best & (g.sum(is_best.long()) == 1)
+    second = g.extreme("amax", among=~is_best)[g.of]
+    gain = torch.where(alone & g.spread, g.rewards - second, 0.0)
+    scale = g.scale(scale_rewards, advantage_ddof)
+    return g.advantages(gain if scale is None else gain / (scale + advantage_eps))
+
+
+def relative_to_success(rewards: Tensor, group_ids: Tensor, *, advantage_eps: float = 1e-6) -> Tensor:
+    """Advantage of each completion as a share of its group's success: prompts that are seldom solved weigh more.
+
+    Aᵢ = (rᵢ − mean_g(r)) / (mean_g(r) + ε): with rewards of 0 and 1, the gradient of the log of the probability of
+    success, to the order that n_g completions allow.
+    Args: rewards [N], at least 0; NaN = not applicable. group_ids: Long [N]. advantage_eps: ε.
+    Returns: [N], fp32; exactly 0 in groups of one, without success, and where all rewards of a group are equal.
+    Raises: DataError: a negative or an infinite reward, or shapes that differ.
+    Source: MaxRL, arXiv:2602.02710, with rewards of 0 and 1; ε as in TRL's example of it.
+
+    >>> from torch import tensor
+    >>> relative_to_success(tensor([1., 0., 0., 0.]), tensor([0, 0, 0, 0]), advantage_eps=0.0)  # (1 - 1/4) / (1/4)
+    tensor([ 3., -1., -1., -1.])
+    """
+    g = Grouped.by(rewards, group_ids)
+    if (g.rewards < 0).any():
+        at = int((g.rewards < 0).nonzero()[0])
+        raise DataError(
+            f"reward {at} is {g.rewards[at].item()}; maxrl divides by the mean of a group, so rewards must be at least "
+            "0 (best 0 and 1); shift them, or take another advantage_estimator"
+        )
+    return g.advantages((g.rewards - g.mean) / (g.mean + advantage_eps))

@@ -1,0 +1,144 @@
+"""Rewards in groups: the statistics that the estimators are made of."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from whet.errors import DataError, lookup_error
+from whet.ops.masked import segment_count, segment_sum
+
+__all__ = ["Grouped", "group_spread"]
+
+_SCALES = ("group", "batch", "none")
+
+
+@dataclass(frozen=True, eq=False)
+class Grouped:
+    """Rewards in groups of any size, each statistic given to every completion of its group; NaN takes no part.
+
+    >>> from torch import tensor
+    >>> g = Grouped.by(tensor([1., 0., 5., torch.nan]), tensor([7, 7, 9, 9]))
+    >>> g.mean.tolist(), g.count.tolist(), g.spread.tolist()
+    ([0.5, 0.5, 5.0, 5.0], [2, 2, 1, 1], [True, True, False, False])
+    >>> g.advantages(g.rewards - g.mean)
+    tensor([ 0.5000, -0.5000,  0.0000,  0.0000])
+    """
+
+    rewards: Tensor
+    """Float64 [N], 0 where there is none."""
+    given: Tensor
+    """Bool [N]: there is a reward."""
+    of: Tensor
+    """Long [N]: the group of each, 0..num-1."""
+    num: int
+    """How many groups there are."""
+
+    @classmethod
+    def by(cls, rewards: Tensor, group_ids: Tensor) -> Grouped:
+        """Rewards by group.
+
+        Args: rewards [N], NaN = not applicable. group_ids: Long [N], any ids in any order.
+        Raises: DataError: an infinite reward, or shapes that differ.
+        """
+        check_shapes(rewards, group_ids)
+        r = rewards.detach().double()
+        if r.isinf().any():
+            at = int(r.isinf().nonzero()[0])
+            raise DataError(f"reward {at} is {r[at].item()}; rewards must be finite, or NaN for not applicable")
+        ids, of = torch.unique(group_ids, return_inverse=True)
+        given = ~r.isnan()
+        return cls(torch.where(given, r, 0.0), given, of, len(ids))
+
+    @functools.cached_property
+    def whole(self) -> Grouped:
+        """The same rewards as one group."""
+        return Grouped(self.rewards, self.given, torch.zeros_like(self.of), 1)
+
+    @functools.cached_property
+    def count(self) -> Tensor:
+        """Long [N]: rewards in the group."""
+        return segment_count(self.given, self.of, self.num).index_select(0, self.of)
+
+    @functools.cached_property
+    def total(self) -> Tensor:
+        """Float64 [N]: the sum of the group's rewards."""
+        return self.sum(self.rewards)
+
+    @functools.cached_property
+    def mean(self) -> Tensor:
+        """Float64 [N]: the mean of the group's rewards; 0 where it has none."""
+        return self.total / self.count.clamp(min=1)
+
+    def std(self, ddof: int) -> Tensor:
+        """Float64 [N]: the standard deviation of the group's rewards, √(Σ(r − mean)² / (n − ddof)).
+
+        0 where n is ddof or less.
+        """
+        squares = self.sum(torch.where(self.given, self.rewards - self.mean, 0.0).square())
+        return torch.where(self.count > ddof, squares / (self.count - ddof).clamp(min=1), 0.0).sqrt()
+
+    def scale(self, scale_rewards: str, ddof: int) -> Tensor | None:
+        """Float64 [N]: σ of the group, or of all rewards (batch); None = nothing is divided by.
+
+        Raises: ConfigError: scale_rewards is none of group, batch, none.
+        """
+        if scale_rewards not in _SCALES:
+            raise lookup_error("scale_rewards", scale_rewards, _SCALES)
+        if scale_rewards == "none":
+            return None
+        return (self if scale_rewards == "group" else self.whole).std(ddof)
+
+    @functools.cached_property
+    def spread(self) -> Tensor:
+        """Bool [N]: the largest reward of the group differs from the smallest.
+
+        Not by the deviation: seven rewards of 0.9 have one of 1e-16, not of 0.
+        """
+        return (self.extreme("amax") > self.extreme("amin")).index_select(0, self.of)
+
+    def extreme(self, which: str, among: Tensor | None = None) -> Tensor:
+        """Float64 [num]: the largest ("amax") or smallest ("amin") reward of each group; infinite where it has none.
+
+        Args: among: Bool [N], the rewards that count; None = all.
+        """
+        none = -torch.inf if which == "amax" else torch.inf
+        kept = torch.where(self.given if among is None else self.given & among, self.rewards, none)
+        return self.rewards.new_full((self.num,), none).scatter_reduce(0, self.of, kept, which)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[N]: the sum over the group of any numbers [N]."""
+        return segment_sum(x, self.of, self.num).index_select(0, self.of)
+
+    def advantages(self, found: Tensor) -> Tensor:
+        """fp32 [N]: exactly 0 without a reward, and where all rewards of a group are equal."""
+        return torch.where(self.given & self.spread, found, 0.0).float()
+
+
+def group_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
+    """Which groups have signal: two rewards that differ, so that some advantage is not 0.
+
+    Args: rewards [N], NaN = not applicable; infinite ones may be compared. group_ids: Long [N], 0..num_groups-1.
+    Returns: Bool [num_groups], num_groups = the largest id + 1.
+    Raises: DataError: shapes that differ.
+    Source: the filter of DAPO's dynamic sampling, arXiv:2503.14476.
+
+    >>> from torch import tensor
+    >>> group_spread(tensor([1., 0., 5., 5.]), tensor([0, 0, 1, 1]))
+    tensor([ True, False])
+    """
+    check_shapes(rewards, group_ids)
+    r = rewards.detach().double()
+    num = int(group_ids.max()) + 1 if len(group_ids) else 0
+    g = Grouped(r, ~r.isnan(), group_ids, num)
+    return g.extreme("amax") > g.extreme("amin")
+
+
+def check_shapes(rewards: Tensor, group_ids: Tensor) -> None:
+    """Raises DataError: not one of each per completion."""
+    if rewards.dim() != 1 or rewards.shape != group_ids.shape:
+        shapes = f"{list(rewards.shape)} and {list(group_ids.shape)}"
+        raise DataError(f"rewards and group_ids have shapes {shapes}; give one of each per completion: [N] and [N]")

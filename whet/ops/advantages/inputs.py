@@ -1,0 +1,208 @@
+"""What an advantage estimator is given, what it may declare, and how either form of one is called."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from whet.errors import DataError
+from whet.ops.masked import segment_count, segment_sum
+
+__all__ = ["AdvantageInputs", "estimate", "needs_greedy_rewards", "with_greedy_rewards"]
+
+Estimator = TypeVar("Estimator", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AdvantageInputs:
+    """What an estimator is given: a whole step's rewards, and the tokens that they were given for.
+
+    Raises: DataError: a column of another length than its kind, or a reward at a trained token that is not finite.
+
+    Example: two completions of one prompt, of 2 and 1 tokens.
+
+    >>> from torch import tensor
+    >>> AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 1]),
+    ...                 mask=tensor([True, True, True]), table={"exact": tensor([1., 0.])}).lengths
+    tensor([2, 1])
+    """
+
+    rewards: Tensor
+    """Float64 [J]: the outcome, the weighted sum of the reward functions; NaN = not applicable."""
+    group_of: Tensor
+    """Long [J]: the group (prompt) of each trajectory."""
+    trajectory: Tensor
+    """Long [S]: the trajectory of each token; the tokens of one trajectory stand in their order."""
+    mask: Tensor
+    """Bool [S]: True = trained."""
+    table: Mapping[str, Tensor] = field(default_factory=dict)
+    """Float64 [J] by reward function, before its weight; NaN = not applicable."""
+    reward_weights: Mapping[str, float] = field(default_factory=dict)
+    """The weight of each function of the table."""
+    token_rewards: Tensor | None = None
+    """Float [S]: rewards given at single tokens, besides the outcome; a number that is not finite is nothing at a
+    token that is not trained."""
+    values: Tensor | None = None
+    """Float [S]: of the state before each token, at rollout."""
+    greedy_rewards: Tensor | None = None
+    """Float64 [num_groups], by group: the outcome of its greedy completion, NaN = not applicable. Only there where the
+    estimator declares `with_greedy_rewards`."""
+
+    def __post_init__(self) -> None:
+        number, size = len(self.rewards), len(self.mask)
+        groups = int(self.group_of.max()) + 1 if len(self.group_of) else 0
+        per_trajectory = {"group_of": self.group_of, **{f"table[{n!r}]": r for n, r in self.table.items()}}
+        per_token = {"trajectory": self.trajectory, "token_rewards": self.token_rewards, "values": self.values}
+        for columns, wanted, of in (
+            (per_trajectory, number, "trajectories"),
+            (per_token, size, "tokens"),
+            ({"greedy_rewards": self.greedy_rewards}, groups, "groups"),
+        ):
+            for name, column in columns.items():
+                if column is not None and column.shape != (wanted,):
+                    raise DataError(f"{name} has the shape {list(column.shape)}; there are {wanted} {of}")
+        if self.token_rewards is not None and (bad := self.mask & ~self.token_rewards.isfinite()).any():
+            at = int(bad.nonzero()[0])
+            raise DataError(f"token_rewards is {self.token_rewards[at].item()} at token {at}, which is trained")
+
+    @functools.cached_property
+    def lengths(self) -> Tensor:
+        """Long [J]: trained tokens of each trajectory."""
+        return segment_count(self.mask, self.trajectory, len(self.rewards))
+
+    @functools.cached_property
+    def returns(self) -> Tensor:
+        """Float64 [J]: what each trajectory earned, Rⱼ = rⱼ + Σ_t r_t: its outcome and the rewards of all its tokens,
+        trained or not (an environment may give one at a token of its own). NaN where the outcome is.
+        """
+        if self.token_rewards is None:
+            return self.rewards.double()
+        return self.rewards.double() + segment_sum(self._token_rewards, self.trajectory, len(self.rewards))
+
+    @functools.cached_property
+    def rewards_by_token(self) -> Tensor:
+        """Float64 [S]: the same rewards at trained tokens: the outcome at the trajectory's last one, the reward of a
+        token at itself or, where it is not trained, at the last trained one before. 0 at tokens that are not trained,
+        and in trajectories whose outcome is NaN.
+        """
+        size, number = len(self.mask), len(self.rewards)
+        place = torch.arange(size)
+        order = torch.argsort(self.trajectory, stable=True)  # the tokens of a trajectory end to end
+        owner, trained = self.trajectory[order], self.mask[order]
+        last = torch.cummax(torch.where(trained, place, -1), 0).values  # the last trained place so far, of any
+        start = torch.searchsorted(owner, owner)
+        own = last >= start  # of this trajectory
+        given = ~self.rewards.isnan()
+        found = torch.zeros(size, dtype=torch.float64)
+        kept = own & given[owner]
+        found.index_add_(0, last[kept], self._token_rewards[order][kept])
+        end = torch.full((number,), -1).scatter_reduce(0, owner[own], last[own], "amax")
+        has = (end >= 0) & given
+        found[end[has]] += self.rewards.double()[has]
+        return torch.empty_like(found).index_copy_(0, order, found)
+
+    @property
+    def _token_rewards(self) -> Tensor:
+        """Float64 [S]: 0 where there are none, and where they are not finite, which they are at trained tokens."""
+        if self.token_rewards is None:
+            return torch.zeros(len(self.mask), dtype=torch.float64)
+        return torch.where(self.token_rewards.isfinite(), self.token_rewards.double(), 0.0)
+
+    def need(self, name: str) -> Tensor:
+        """A column that this estimator can't do without. Raises DataError: it is missing, with its name."""
+        known = {"token_rewards": self.token_rewards, "values": self.values, "greedy_rewards": self.greedy_rewards}
+        if (column := known[name]) is None:
+            raise DataError(f"the advantage estimator needs {name}, which this batch does not have")
+        return column
+
+
+def with_greedy_rewards(estimator: Estimator) -> Estimator:
+    """Declares of an estimator that it reads x.greedy_rewards: the learner then draws one greedy completion of each
+    prompt as well, which is rewarded and not trained on.
+
+    Args: estimator: fn(x: AdvantageInputs).
+    Returns: itself.
+
+    >>> @with_greedy_rewards
+    ... def better_than_greedy(x):
+    ...     return (x.returns > x.need("greedy_rewards")[x.group_of]).double()
+    >>> needs_greedy_rewards(better_than_greedy), needs_greedy_rewards(estimate)
+    (True, False)
+    """
+    estimator.with_greedy_rewards = True  # pyright: ignore[reportFunctionMemberAccess]
+    return estimator
+
+
+def needs_greedy_rewards(estimator: Callable[..., Any]) -> bool:
+    """Whether an estimator, or what a partial of it calls, was declared by with_greedy_rewards.
+
+    >>> needs_greedy_rewards(functools.partial(with_greedy_rewards(lambda x, *, k: x.returns), k=1))
+    True
+    """
+    while isinstance(estimator, functools.partial):
+        estimator = estimator.func
+    return getattr(estimator, "with_greedy_rewards", False)
+
+
+def estimate(estimator: Callable[..., Tensor], x: AdvantageInputs) -> Tensor:
+    """The advantages that an estimator of either form gives, one for each token.
+
+    Args: estimator: fn(x) -> [J] or [S], or fn(rewards, group_ids) -> [J]: it has two arguments without a default, and
+            is given x.returns.
+        x: a whole step.
+    Returns: fp32 [S], finite.
+    Raises: DataError: another shape, or a number that is not finite at a trained token.
+
+    >>> from torch import tensor
+    >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 0]), trajectory=tensor([0, 0, 1]),
+    ...                     mask=tensor([True, True, True]))
+    >>> estimate(lambda rewards, groups: rewards - 0.5, x), estimate(lambda x: x.rewards * x.lengths, x)
+    (tensor([ 0.5000,  0.5000, -0.5000]), tensor([2., 2., 0.]))
+    """
+    plain, size = _num_required(estimator) == 2, len(x.mask)
+    told_apart = x if len(x.rewards) != size or not size else _with_untrained_token(x)
+    found = torch.as_tensor(estimator(x.returns, x.group_of) if plain else estimator(told_apart)).detach().float()
+    per_token = found.shape == told_apart.mask.shape
+    wanted = f"give one finite number for each of the {len(x.rewards)} rewards (0 where a reward is NaN)"
+    if per_token:
+        found = found[:size]
+    elif found.shape == x.rewards.shape:
+        found = found.index_select(0, x.trajectory)
+    else:
+        raise DataError(
+            f"the advantage estimator gave an array of shape {list(found.shape)}; {wanted}, or for each of the "
+            f"{len(x.mask)} tokens"
+        )
+    bad = ~found.isfinite()
+    if (bad & x.mask).any():
+        raise DataError(
+            f"the advantage estimator gave numbers that are not finite for {int((bad & x.mask).sum())} of "
+            f"{len(x.mask)} tokens, the first at token {int((bad & x.mask).nonzero()[0])}; {wanted}, or for each token"
+        )
+    return found.masked_fill(bad, 0.0)
+
+
+def _with_untrained_token(x: AdvantageInputs) -> AdvantageInputs:
+    """The same with one token more that is not trained, so that [J] and [S] can be told apart by their length."""
+
+    def longer(column: Tensor | None) -> Tensor | None:
+        return None if column is None else torch.cat([column, column.new_zeros(1)])  # mask: False
+
+    names = ("trajectory", "mask", "token_rewards", "values")
+    return replace(x, **{name: longer(getattr(x, name)) for name in names})  # pyright: ignore[reportArgumentType]
+
+
+def _num_required(fn: Callable[..., Any]) -> int:
+    """Positional arguments without a default. One whose signature can't be read is taken for fn(x)."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(p.kind in positional and p.default is inspect.Parameter.empty for p in parameters)
