@@ -330,7 +330,7 @@ def test_a_grpo_step_written_from_the_verbs_is_the_first_step_of_the_learner():
     prompts, completions = out.left_padded_prompt_tokens, right_padded(out.tokens)
     ref = by_hand.get_ref_per_token_logps(prompts, completions, by_hand.pad_id, by_hand.eos_ids)
     by_hand.actor_trainer.with_loss_fn(
-        functools.partial(grpo_objective, beta=0.04), loss_agg_mode="sequence-mean-token-mean"
+        functools.partial(grpo_objective, beta=0.04, kl_mode="low_var_kl"), loss_agg_mode="sequence-mean-token-mean"
     )
     by_hand.update_actor([example(by_hand, out, advantages, ref_per_token_logps=ref)])
     by_hand.sync_weights()

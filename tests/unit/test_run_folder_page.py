@@ -39,6 +39,7 @@ def folder(tmp_path_factory):
     algo = GRPOConfig(
         epsilon_c=3.0,
         sampler_is="token",
+        advantage_estimator="remax",
         loss_masks=("top-entropy",),
         top_entropy_quantile=0.5,
         target_kl=0.1,

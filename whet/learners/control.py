@@ -22,7 +22,10 @@ from whet.metrics import Last, Mean, Metric
 from whet.ops import adapted_beta, kl_rewards, sequence_mean_kl
 from whet.types import TokenBatch
 
-__all__ = ["Control", "move_reference"]
+__all__ = ["MEASURED_ENTROPY", "Control", "move_reference"]
+
+MEASURED_ENTROPY = "entropy/token_mean"
+"""The metric of an update that an adaptive entropy bonus goes by."""
 
 
 class Control:
@@ -96,7 +99,7 @@ class Control:
         Args: found: the update's metrics.
         """
         c = self.config
-        measured = found.get("entropy/token_mean")
+        measured = found.get(MEASURED_ENTROPY)
         if c.use_adaptive_entropy and measured is not None and math.isfinite(measured.value):
             self.entropy = measured.value
             low = self.entropy <= c.entropy_target
@@ -111,7 +114,7 @@ class Control:
             return {}
         each = self.sampled_kl(batch, -1.0)
         kl = sequence_mean_kl(each, mask=batch.mask, sequence=batch.sequence, num_sequences=number)
-        if c.target_kl is not None:
+        if c.target_kl is not None and not math.isnan(kl):
             self.beta = adapted_beta(used, kl, target_kl=c.target_kl, num_sequences=number, kl_horizon=c.kl_horizon)
         return {"kl_sampled": Mean(kl), "kl_coef": Last(used)}
 

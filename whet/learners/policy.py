@@ -21,7 +21,7 @@ from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
 from whet.errors import ConfigError, EngineError
 from whet.learners.base import RLLearner
-from whet.learners.control import Control, move_reference
+from whet.learners.control import MEASURED_ENTROPY, Control, move_reference
 from whet.learners.fill import check_fill, filled
 from whet.learners.mismatch import compare_sampler, with_ess
 from whet.learners.objective import (
@@ -37,9 +37,13 @@ from whet.ops import (
     LOSS_AGG_MODES,
     entropy_rank,
     estimate,
+    high_entropy_mask,
     masked_column,
     metrics_without_advantage,
     needs_greedy_rewards,
+    off_policy_mask,
+    sampler_kl_mask,
+    sampler_rejection,
     sampling_metrics,
     segment_sum,
 )
@@ -56,7 +60,7 @@ _METRICS = {
     "clip_ratio/high": {"clip_ratio/high_mean": "mean", "clip_ratio/high_max": "sequence_max"},
     "clip_ratio/low": {"clip_ratio/low_mean": "mean", "clip_ratio/low_min": "sequence_min"},
     "clip_ratio/region": {"clip_ratio/region_mean": "mean"},
-    "entropy": {"entropy": "weighted", "entropy/token_mean": "mean"},
+    "entropy": {"entropy": "weighted", MEASURED_ENTROPY: "mean"},
     "is_ratio": ("mean", "max", "min"),
     "kl": {"kl": "mean", "kl_loss": "weighted"},
     "log_ratio_abs": {"log_ratio/abs_mean": "mean"},
@@ -105,11 +109,11 @@ class PolicyLearner(RLLearner):
             settings=settings,
             observers=observers,
         )
-        self.check(rl_cluster)
         c = algo_config
         self.estimator = make_estimator(c)
         self.objective = make_objective(c)
         self.control = Control(c)
+        self.check(rl_cluster)
         self.zero_metrics = metrics_without_advantage(policy_loss(c))
         self.skips = not (self.zero_metrics is None or self.needs_reference or self.control.has_entropy_bonus)
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
@@ -141,8 +145,8 @@ class PolicyLearner(RLLearner):
                 "sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
                 "off); give RLCluster(reference=...) a model of its own, or set sync_ref_model=False"
             )
-        compared = {"off-policy", "sampler-kl", "sampler-rejection"} & {m for m in c.loss_masks if isinstance(m, str)}
-        if (c.sampler_is is not None or compared) and not rl_cluster.rollout.caps.logprobs:
+        compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
+        if compares and not rl_cluster.rollout.caps.logprobs:
             raise ConfigError(
                 f"sampler_is={c.sampler_is!r}, loss_masks={list(c.loss_masks)}: the engine reports no logprobs to "
                 "compare with; set sampler_is=None and leave out off-policy, sampler-kl and sampler-rejection"
@@ -202,7 +206,7 @@ class PolicyLearner(RLLearner):
             stale.
         """
         c, caps = self.algo_config, self.cluster.rollout.caps
-        if c.sampler_is is not None or "sampler-rejection" in c.loss_masks or not c.use_rollout_logps:
+        if c.sampler_is is not None or self.objective.has(sampler_rejection) or not c.use_rollout_logps:
             return "trainer"
         updates, sampled_kl = self.num_updates(num_groups), self.control.needs_sampled_kl
         if caps.logprobs and (stale or updates > 1 or sampled_kl or not caps.shared_weights):
@@ -243,7 +247,7 @@ class PolicyLearner(RLLearner):
                 else "run: the KL, or a loss of your own, may have a gradient there"
             ),
         }
-        if "top-entropy" in self.algo_config.loss_masks:
+        if self.objective.has(high_entropy_mask):
             found["entropy"] = "runs: loss_masks=[top-entropy] asks for it, before each update"
         if self.needs_greedy:
             found["a greedy completion of each prompt"] = "runs: advantage_estimator compares with its reward"
@@ -270,7 +274,7 @@ class PolicyLearner(RLLearner):
 
     def _ranked(self, mini: TokenBatch) -> TokenBatch:
         """The mini-batch with the column entropy_rank, of the policy as it is, where a mask asks for it."""
-        if "top-entropy" not in self.algo_config.loss_masks:
+        if not self.objective.has(high_entropy_mask):
             return mini
         with self.cluster.trace.span("entropy"):
             entropy = self.cluster.actor.logprobs(mini, entropy=True).entropy
@@ -300,7 +304,13 @@ class PolicyLearner(RLLearner):
         super().after_step(run, step)
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
-        """As RLLearner.new_run. Raises ConfigError: a coefficient moves, and checkpoints would not hold it."""
+        """As RLLearner.new_run. Raises ConfigError: a coefficient would not move, or checkpoints would not hold it."""
+        labels = labels_of("entropy", self.cluster.actor_trainer.reductions)
+        if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
+            raise ConfigError(
+                f"use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has taken "
+                f'away: {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to what entropy is logged as'
+            )
         if self.control.moves and "control" not in self.state():
             raise ConfigError(
                 f"{type(self).__name__}.state() leaves out the coefficients that move (target_kl, "
@@ -311,8 +321,8 @@ class PolicyLearner(RLLearner):
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """The coefficients that move; a learner of your own adds to them: {**super().state(), ...}."""
-        return {"control": self.control.state()}
+        """The coefficients, where one moves; a learner of your own adds to them: {**super().state(), ...}."""
+        return {"control": self.control.state()} if self.control.moves else {}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; what an earlier version did not save starts as in a new run."""

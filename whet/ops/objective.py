@@ -60,6 +60,15 @@ class Objective:
     entropy_coef: float = 0.0
     """c, the weight of the entropy bonus; 0 = none."""
 
+    def has(self, *pieces: Callable[..., Tensor]) -> bool:
+        """Whether one of these functions is a factor, with whatever keywords bound.
+
+        >>> from functools import partial
+        >>> Objective(factors=(partial(masked_column, mask=None),)).has(masked_column)
+        True
+        """
+        return any(getattr(factor, "func", factor) in pieces for factor in self.factors)
+
     def __call__(self, x: LossInputs) -> LossOutput:
         """The loss and the metrics of every token."""
         found = self.surrogate(x)

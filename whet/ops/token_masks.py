@@ -134,7 +134,7 @@ def entropy_rank(entropy: Tensor, mask: Tensor) -> Tensor:
     tensor([1.0000, 0.0000, 0.5000, 0.0000], dtype=torch.float64)
     """
     kept = entropy[mask]
-    ranks = torch.zeros(len(entropy), dtype=torch.float64)
+    ranks = torch.zeros(len(entropy), dtype=torch.float64, device=entropy.device)
     if len(kept) == 1:
         ranks[mask] = 1.0
     elif len(kept):

@@ -9,7 +9,7 @@ from whet.config import DataConfig, GRPOConfig
 from whet.errors import ConfigError, EngineError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
-from whet.ops import group_relative, leave_one_out
+from whet.ops import group_relative, high_entropy_mask, leave_one_out
 from whet.rollout.base import EngineCaps
 from whet.rollout.hf import HFEngine
 from whet.run.observer import Observer
@@ -155,8 +155,19 @@ def test_a_learner_of_your_own_that_forgets_the_state_is_refused():
         def state(self):
             return {}
 
-    made = Forgetful(cluster(reference=tiny_model(1)), GRPOConfig(use_adaptive_entropy=True), length_reward)
+    made, fixed = (
+        Forgetful(cluster(reference=tiny_model(1), max_steps=1), GRPOConfig(**algo), length_reward)
+        for algo in ({"use_adaptive_entropy": True}, {})
+    )
+    assert fixed.train(rows(8)).step == 1
     with pytest.raises(ConfigError, match=r"Forgetful.state\(\) leaves out .* super\(\)"):
+        made.train(rows(4))
+
+
+def test_an_entropy_that_is_no_longer_measured_is_refused():
+    made = learner(use_adaptive_entropy=True)
+    made.cluster.actor_trainer.with_rl_metrics_to_log({"entropy": "max"})
+    with pytest.raises(ConfigError, match="goes by the metric entropy/token_mean"):
         made.train(rows(4))
 
 
@@ -220,12 +231,11 @@ def test_the_mean_of_normalised_weights_is_one_over_the_trained_tokens_of_a_step
     assert weights.mean().item() == pytest.approx(1.0, abs=1e-5) and weights.std() > 0.1
 
 
-def test_the_highest_entropies_are_those_of_a_whole_optimizer_step_however_it_is_cut(monkeypatch):
+def test_the_highest_entropies_are_those_of_a_whole_optimizer_step_however_it_is_cut():
     seen = []
-    for options in ({}, {"train_micro_batch_size": 1, "mini_batch_size": 4}):
-        made = learner(
-            cluster(reference=tiny_model(1), **options), loss_masks=("top-entropy",), top_entropy_quantile=0.25
-        )
+    cut = {"train_micro_batch_size": 1, "mini_batch_size": 4}
+    for options, choice in (({}, "top-entropy"), (cut, high_entropy_mask)):
+        made = learner(cluster(reference=tiny_model(1), **options), loss_masks=(choice,), top_entropy_quantile=0.25)
         row = made.train(rows(4)).rows[0]
         assert row["pg_loss/kept"] == pytest.approx(0.25, abs=0.01)
         seen.append((row["loss"], row["grad_norm"], row["pg_loss/kept"]))

@@ -100,7 +100,9 @@ def test_a_skipped_update_is_said_aloud(caplog):
 
 def test_a_kl_that_cannot_pull_towards_the_reference_is_said_aloud(caplog):
     c = cluster(reference=tiny_model(1))
-    learner(c, beta=0.1, kl_loss_mode="low_var_kl")
+    learner(c, beta=0.1)  # the default
+    learner(c, beta=0.1, kl_loss_mode="low_var_kl+")
+    learner(c, beta=0.1, kl_loss_mode="kl", kl_type="reward")  # where no gradient is taken
     assert "does not pull" not in caplog.text
     learner(c, beta=0.1, kl_loss_mode="kl")
     assert "does not pull towards the reference" in caplog.text

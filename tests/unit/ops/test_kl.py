@@ -5,7 +5,7 @@ import torch
 from torch import tensor
 
 from whet.errors import ConfigError
-from whet.ops.kl import KL_MODES, kl_divergence
+from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, sequence_mean_kl
 
 
 def test_each_mode_by_hand():
@@ -79,3 +79,26 @@ def test_unknown_mode_lists_the_known_and_a_bad_clamp_is_refused():
         kl_divergence(tensor([0.0]), tensor([0.0]), mode="lowvar_kl")
     with pytest.raises(ConfigError, match="clamp -1"):
         kl_divergence(tensor([0.0]), tensor([0.0]), mode="kl", clamp=-1)
+
+
+def test_the_kl_of_a_rollout_is_a_mean_over_sequences_that_have_tokens():
+    # (1 + 3) / 2 and 5, whose other token is masked out; the third sequence has none
+    kl, mask = tensor([1.0, 3.0, 5.0, math.nan, math.nan]), tensor([True, True, True, False, False])
+    found = sequence_mean_kl(kl, mask=mask, sequence=tensor([0, 0, 1, 1, 2]), num_sequences=3)
+    assert found == pytest.approx(3.5)
+    assert sequence_mean_kl(kl, mask=~mask & mask, sequence=tensor([0, 0, 1, 1, 2]), num_sequences=3) == 0.0
+
+
+def test_a_coefficient_follows_the_proportional_error_by_hand():
+    step = lambda kl: adapted_beta(0.5, kl, target_kl=0.1, num_sequences=10, kl_horizon=100.0)
+    assert step(0.11) == pytest.approx(0.5 * (1 + 0.1 * 0.1))  # an error of 0.1
+    assert step(0.1) == 0.5
+    assert step(0.0) == pytest.approx(0.5 * (1 - 0.2 * 0.1)) == step(0.05)  # the error is clipped to 0.2
+    assert step(math.inf) == pytest.approx(0.5 * (1 + 0.2 * 0.1))
+
+
+def test_kl_in_the_reward_by_hand():
+    old, ref = tensor([-1.0, -2.0, math.nan]), tensor([-2.0, -1.0, -1.0])
+    mask = tensor([True, True, False])
+    found = kl_rewards(old, ref, mask=mask, beta=0.1, kl_loss_mode="kl", kl_clamp_value=0.5)
+    assert found.tolist() == pytest.approx([-0.05, 0.05, 0.0])  # d = 1 and -1, held in 0.5

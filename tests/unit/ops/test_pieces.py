@@ -91,6 +91,34 @@ def test_garbage_where_the_mask_is_false_reaches_neither_loss_nor_gradient(name,
 
 
 @pytest.mark.parametrize("name", FACTORS)
+@settings(derandomize=True, max_examples=8, deadline=None)
+@given(seed=st.integers(0, 99), lengths=LENGTHS, bad=st.sampled_from(BAD))
+def test_padding_changes_no_factor(name, seed, lengths, bad):
+    parts = columns(seed, lengths)
+    number = len(lengths)
+    pad = torch.arange(number + 1)  # a masked-out token for each sequence, and a sequence of nothing else
+    longer = {
+        n: torch.cat([c, torch.full((number + 1,), bad if c.is_floating_point() else 0, dtype=c.dtype)])
+        for n, c in parts.items()
+    }
+    longer["sequence"][-(number + 1) :] = pad
+    order = longer["sequence"].sort(stable=True).indices
+    weights = factor(name)(inputs({n: c[order] for n, c in longer.items()}))
+    own = weights[order < len(parts["mask"])]
+    torch.testing.assert_close(own[parts["mask"]], factor(name)(inputs(parts))[parts["mask"]], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_the_gradient_under_a_factor_is_that_of_the_surrogate_times_a_number(name):
+    parts = columns(5, [3, 4])
+    p = parts["logprobs"].clone().requires_grad_()
+    frozen = factor(name)(inputs(parts))
+    Objective(factors=(factor(name),))(inputs({**parts, "logprobs": p}))[0].sum().backward()
+    expected = frozen * slope(lambda q: Objective()(inputs({**parts, "logprobs": q}))[0], parts["logprobs"])
+    torch.testing.assert_close(p.grad, expected, atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", FACTORS)
 def test_a_factor_is_a_constant_that_does_something(name):
     parts = columns(3, [4, 4, 4, 4, 4])
     weights = factor(name)(inputs({**parts, "logprobs": parts["logprobs"].requires_grad_()}))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
+from whet.config.algo.effect import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Float, Fn, Name, Text
 from whet.errors import ConfigError, nearest
@@ -98,11 +99,13 @@ class CorrectionFields(AlgorithmConfig):
 
     def _check_used(self) -> None:
         """Refuses parameters of a mask or a correction that is not chosen. One of a user's own may read any of them."""
+        if self.sampler_is is None:
+            names = ("sampler_is_mode", "sampler_is_lower", "sampler_is_normalize")
+            check_effect(self, *names, needs="sampler_is")
         if any(callable(name) or ":" in name for name in self.loss_masks):
             return
         for field, masks in _OF_MASK.items():
-            value, usual = getattr(self, field), getattr(CorrectionFields, field)
-            if value != usual and not set(masks) & set(self.loss_masks):
-                raise ConfigError(f"{field}={value!r} has no effect without loss_masks=[{' or '.join(masks)}]")
+            if not set(masks) & set(self.loss_masks):
+                check_effect(self, field, needs=f"loss_masks=[{' or '.join(masks)}]")
         if "sampler-kl" in self.loss_masks and self.kl_mask_threshold is None:
             raise ConfigError("loss_masks=[sampler-kl] needs kl_mask_threshold, in nats (0.02, for example)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from whet.config.algo.base import AlgorithmConfig
+from whet.config.algo.effect import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Float
 from whet.errors import ConfigError
@@ -40,3 +41,6 @@ class EntropyFields(AlgorithmConfig):
             )
         if not self.entropy_coef_delta > 0:
             raise ConfigError(f"entropy_coef_delta must be positive, got {self.entropy_coef_delta!r}; 0.005 is usual")
+        if not self.use_adaptive_entropy:
+            names = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
+            check_effect(self, *names, needs="use_adaptive_entropy=True")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
+from whet.config.algo.effect import check_effect
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name
 from whet.errors import ConfigError
@@ -67,3 +68,7 @@ class KLFields(AlgorithmConfig):
             raise ConfigError(
                 f"ref_model_mixup_alpha must be above 0 and at most 1, got {self.ref_model_mixup_alpha!r}; 1.0 = a copy"
             )
+        if self.target_kl is None:
+            check_effect(self, "kl_horizon", needs="target_kl")
+        if not self.sync_ref_model:
+            check_effect(self, "ref_model_mixup_alpha", "ref_model_sync_steps", needs="sync_ref_model=True")
