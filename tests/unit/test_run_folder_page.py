@@ -43,7 +43,6 @@ def folder(tmp_path_factory):
         loss_masks=("top-entropy",),
         top_entropy_quantile=0.5,
         target_kl=0.1,
-        advantage_estimator="remax",
         entropy_coef=0.01,
     )
     rows = [{"prompts": ["1+1=", "2+2="]}]

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from torch import tensor
 
 from whet.errors import ConfigError, DataError
-from whet.ops import AdvantageInputs, estimate, gae_advantages, generalized_advantages, masked_whiten
+from whet.ops import (
+    AdvantageInputs,
+    advantages_and_returns,
+    estimate,
+    gae_advantages,
+    generalized_advantages,
+    masked_whiten,
+)
 
 NAN = math.nan
 
@@ -100,6 +107,7 @@ def test_it_is_verls_and_tunixs_with_holes_anywhere(kind):
         mask[:, 0] = 1
     mask = mask.double()
     rewards, values = (torch.randn(rows, width, generator=g, dtype=torch.float64) for _ in range(2))
+    rewards = rewards * mask  # at other tokens verl drops them: see below
     advantages, returns = verl(rewards, values, mask, 0.9, 0.7)
     trajectory = torch.arange(rows).repeat_interleave(width)
     x = AdvantageInputs(
@@ -125,6 +133,15 @@ def test_a_token_of_an_environment_takes_no_time():
     for whiten in (True, False):
         a, b = (gae_advantages(x, gamma=0.9, gae_lambda=0.7, whiten_advantages=whiten) for x in (plain, holes))
         assert b[holes.mask].tolist() == a.tolist()
+
+
+def test_a_reward_at_a_token_of_an_environment_is_that_of_the_trained_token_before_and_verl_drops_it():
+    rewards, values, mask = [0.0, 2.0, 1.0], [0.5, 9.0, 0.25], [True, False, True]
+    x = inputs([0.0], values, mask, [0, 0, 0], rewards)
+    got, returns = advantages_and_returns(x, gamma=1.0, gae_lambda=1.0)
+    assert got.tolist() == [2.5, 0.0, 0.75] and returns.tolist() == [3.0, 0.0, 1.0]
+    _, theirs = verl(*(tensor([c]).double() for c in (rewards, values, mask)), 1.0, 1.0)
+    assert theirs[0, [0, 2]].tolist() == [1.0, 1.0]
 
 
 def test_lambda_one_is_the_return_less_the_value_and_lambda_zero_one_step():

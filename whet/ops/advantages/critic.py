@@ -22,7 +22,8 @@ def advantages_and_returns(
     Returns: (advantages, returns), [S] in float64; 0 where masked out. Where the reward is NaN the advantage is 0 and
         the return is the value.
     Raises: DataError: no values, or an infinite reward. ConfigError: gamma or gae_lambda outside 0 to 1.
-    Source: as generalized_advantages.
+    Source: as generalized_advantages. Tunix and verl drop the reward of a token that is not trained (an environment's);
+        here it is that of the trained token before it, as x.rewards_by_token has it.
 
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1.]), group_of=tensor([0]), trajectory=tensor([0, 0]),
