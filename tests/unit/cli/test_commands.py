@@ -251,7 +251,7 @@ def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewar
         (["ppo", "reward_model.dtype=float32"], "reward_model has no model; write reward_model.model="),
         (["ppo", "reward=reward_model"], "reward names reward_model, and there is none; set reward_model.model"),
         (["ppo", "algo.loss_algo=grpo"], "unknown key algo.loss_algo"),
-        (["grpo", "algo.gamma=1"], "unknown key algo.gamma"),
+        (["grpo", "algo.gae_lambda=1"], "unknown key algo.gae_lambda"),
         (["ppo", "algo.gae_lambda=1.5"], "gae_lambda must be between 0 and 1, got 1.5"),
         (["ppo", "algo.kl_method=kl", "algo.kl_loss_mode=mse_kl"], "both choose the KL estimate"),
         (["ppo", "algo.clip_range_value=0"], "clip_range_value must be positive"),
