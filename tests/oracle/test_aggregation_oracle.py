@@ -20,6 +20,9 @@ def naive(mode: str, losses: list[list[float]], masks: list[list[bool]], norm: f
         return sum(s / norm for s in sums) / rows
     if mode == "seq-mean-token-sum":
         return sum(sums) / rows
+    if mode == "prompt-mean-token-mean":  # two rows each
+        pairs = [(sum(sums[i : i + 2]), sum(counts[i : i + 2])) for i in range(0, len(sums), 2)]
+        return sum(s / max(c, 1) for s, c in pairs) / max(sum(c > 0 for _, c in pairs), 1)
     return sum(sums) / (rows if norm is None else norm)
 
 
@@ -30,12 +33,12 @@ def test_weights_equal_the_loop(mode, seed):
     lengths = [rng.randint(1, 12) for _ in range(8)]
     losses = [[rng.gauss(0, 1) for _ in range(n)] for n in lengths]
     masks = [[rng.random() < 0.7 for _ in range(n)] for n in lengths]
-    masks[3] = [False] * lengths[3]
+    masks[3], masks[6], masks[7] = ([False] * lengths[i] for i in (3, 6, 7))
     flat = torch.tensor([v for row in losses for v in row], dtype=torch.float64)
     mask = torch.tensor([m for row in masks for m in row])
     trajectory = torch.repeat_interleave(torch.arange(8), torch.tensor(lengths))
     for norm in (12.0, None):
         if norm is None and mode == "sequence-mean-token-scale":
             continue
-        got = aggregate(flat, token_weights(mask, trajectory, mode, norm=norm)).item()
+        got = aggregate(flat, token_weights(mask, trajectory, mode, norm=norm, prompt=trajectory // 2)).item()
         assert got == pytest.approx(naive(mode, losses, masks, norm), rel=1e-12, abs=1e-12)

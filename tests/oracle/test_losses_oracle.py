@@ -11,6 +11,7 @@ from helpers import grpo_objective
 from torch import tensor
 
 from whet.ops import (
+    IMPORTANCE_LEVELS,
     POLICY_LOSSES,
     aggregate,
     clipped_surrogate,
@@ -34,9 +35,12 @@ def naive_surrogate(seqs, *, low=0.2, high=0.2, dual=None, level="token", beta=0
     out = []
     for seq in seqs:
         ratios = [max(-20.0, min(20.0, logp - old)) for logp, old, *_ in seq]
-        if level == "sequence":
-            kept = [r for r, token in zip(ratios, seq, strict=True) if token[-1]]
-            ratios = [min(10.0, sum(kept) / max(len(kept), 1))] * len(seq)
+        kept = [r for r, token in zip(ratios, seq, strict=True) if token[-1]]
+        if level == "sequence-sum":
+            ratios = [max(-20.0, min(20.0, sum(kept)))] * len(seq)
+        elif level != "token":
+            most = 10.0 if level == "sequence-token" else 20.0
+            ratios = [min(most, sum(kept) / max(len(kept), 1))] * len(seq)
         for log_ratio, (logp, _, ref, a, w, m) in zip(ratios, seq, strict=True):
             if not m:
                 out.append(0.0)
@@ -86,7 +90,7 @@ def to_inputs(seqs) -> LossInputs:
 
 
 @pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("level", ["token", "sequence"])
+@pytest.mark.parametrize("level", sorted(IMPORTANCE_LEVELS))
 @pytest.mark.parametrize("dual", [None, 1.5])
 @pytest.mark.parametrize(
     ("beta", "mode", "clamp"), [(0.0, "kl", None), (0.3, "low_var_kl", None), (0.1, "mse_kl", 0.2)]
@@ -96,7 +100,9 @@ def test_surrogate_equals_the_loop(seed, level, dual, beta, mode, clamp):
     expected = naive_surrogate(seqs, high=0.28, dual=dual, level=level, beta=beta, mode=mode, clamp=clamp)
     loss, _ = grpo_objective(
         to_inputs(seqs),
-        surrogate=functools.partial(clipped_surrogate, epsilon_high=0.28, epsilon_c=dual, level=level),
+        surrogate=functools.partial(
+            clipped_surrogate, epsilon_high=0.28, epsilon_c=dual, importance_sampling_level=level
+        ),
         beta=beta,
         kl_mode=mode,
         kl_clamp=clamp,

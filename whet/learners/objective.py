@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from whet.config import AlgorithmConfig, PolicyConfig
-from whet.errors import lookup_error
+from whet.config.algo import SurrogateFields
+from whet.errors import ConfigError, lookup_error
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     CORRECTIONS,
@@ -35,6 +36,9 @@ from whet.util.refs import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",
+    "check_of_tokens",
+    "check_used",
+    "keywords_of",
     "kl_estimate",
     "make_estimator",
     "make_objective",
@@ -66,14 +70,43 @@ def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[...
     >>> with_fields(loss, PolicyConfig(epsilon=0.1))(None)
     (0.1, 1)
     """
+    asked = keywords_of(fn)
+    bound = {name: value for name, value in config.keywords.items() if name in asked}
+    return functools.partial(fn, **bound) if bound else fn
+
+
+def keywords_of(fn: Callable[..., Any]) -> set[str]:
+    """The keyword-only arguments of a function that nothing has bound yet."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # a builtin: it has no keywords to give
-        return fn
+        return set()
     given = fn.keywords if isinstance(fn, functools.partial) else {}
-    asked = {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
-    bound = {name: value for name, value in config.keywords.items() if name in asked}
-    return functools.partial(fn, **bound) if bound else fn
+    return {p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name not in given}
+
+
+def check_used(config: PolicyConfig) -> None:
+    """Raises ConfigError: a parameter of policy losses was set that the chosen one, if it is whet's, does not take."""
+    if not isinstance(config.loss_name, str) or config.loss_name not in POLICY_LOSSES:
+        return
+    taken = keywords_of(policy_loss(config))
+    parameters = {f.name for f in fields(SurrogateFields)} - {f.name for f in fields(AlgorithmConfig)}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        if f.name in parameters and not f.name.startswith("loss_agg_") and f.name not in taken and value != f.default:
+            raise ConfigError(
+                f"{f.name}={value!r} has no effect: policy loss {config.loss_name!r} takes "
+                f"{', '.join(sorted(taken & parameters)) or 'no parameters'}; leave it at {f.default!r}"
+            )
+
+
+def check_of_tokens(config: PolicyConfig) -> None:
+    """Raises ConfigError: sampler_is weighs whole sequences, for a loss that multiplies the weights of their tokens."""
+    if isinstance(config.sampler_is, str) and config.sampler_is in CORRECTIONS and config.sampler_is != "token":
+        raise ConfigError(
+            f"sampler_is={config.sampler_is!r} gives each token the weight of its sequence, and policy loss "
+            f"{config.loss_name!r} multiplies the weights of all its tokens: take sampler_is='token'"
+        )
 
 
 def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
@@ -126,11 +159,17 @@ def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
 
 def make_objective(config: PolicyConfig) -> Objective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
-    factors = [] if config.sampler_is is None else [resolve_name(config.sampler_is, CORRECTIONS, "sampler_is")]
-    factors += [resolve_name(name, TOKEN_MASKS, "loss mask") for name in config.loss_masks]
+    check_used(config)
+    corrections = [] if config.sampler_is is None else [resolve_name(config.sampler_is, CORRECTIONS, "sampler_is")]
+    corrections = [with_fields(fn, config) for fn in corrections]
+    surrogate = with_fields(policy_loss(config), config)
+    if corrections and "correction" in keywords_of(surrogate):  # it has the correction in its own weight
+        check_of_tokens(config)
+        surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []
+    masks = [with_fields(resolve_name(name, TOKEN_MASKS, "loss mask"), config) for name in config.loss_masks]
     return Objective(
-        surrogate=with_fields(policy_loss(config), config),
-        factors=tuple(with_fields(fn, config) for fn in factors),
+        surrogate=surrogate,
+        factors=(*corrections, *masks),
         kl=with_fields(functools.partial(reference_kl, kl_loss_mode=kl_estimate(config)), config),
         beta=config.beta,
         entropy_coef=config.entropy_coef,

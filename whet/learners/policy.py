@@ -28,7 +28,6 @@ from whet.learners.objective import (
     advantage_inputs,
     make_estimator,
     make_objective,
-    policy_loss,
     resolve_name,
 )
 from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
@@ -70,9 +69,11 @@ _METRICS = {
     "pg_loss/corrected": {"unreduced_pg_loss": "weighted", "reduced_pg_loss": "weighted"},
     "pg_loss/unclipped": {"pg_loss/unclipped_mean": "mean"},
     "sampling/sampling_logp_difference": ("mean", "max"),
+    "sequence_cispo_clip_ratio": {"cispo_clip_ratio": "sequence_mean"},
     "sequence_clip_ratio/high": {"clip_ratio/high_mean": "sequence_mean", "clip_ratio/high_max": "sequence_max"},
     "sequence_clip_ratio/low": {"clip_ratio/low_mean": "sequence_mean", "clip_ratio/low_min": "sequence_min"},
     "sequence_clip_ratio/region": {"clip_ratio/region_mean": "sequence_mean"},
+    "vespo/phi_seq_mean": "sequence_mean",
 }
 """How the loss's metrics are named and reduced: Tunix's names with Tunix's meaning, else TRL's with TRL's."""
 _ON_POLICY = ("sampling/sampling_logp_difference",)
@@ -114,7 +115,7 @@ class PolicyLearner(RLLearner):
         self.objective = make_objective(c)
         self.control = Control(c)
         self.check(rl_cluster)
-        self.zero_metrics = metrics_without_advantage(policy_loss(c))
+        self.zero_metrics = metrics_without_advantage(self.objective.surrogate)
         self.skips = not (self.zero_metrics is None or self.needs_reference or self.control.has_entropy_bonus)
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm

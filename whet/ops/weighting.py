@@ -7,6 +7,7 @@ trajectory, which the names of the modes call a sequence.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from numbers import Real
@@ -19,8 +20,11 @@ from whet.ops.masked import segment_count, to_fp32
 
 __all__ = ["LOSS_AGG_MODES", "aggregate", "token_weights", "unit_weights"]
 
-Weighting = Callable[[Tensor, Tensor, float | None, float | None], Tensor]
-"""fn(mask Bool [S], trajectory Long [S], norm, num_units) -> the weight of each token, [S] or 0-d."""
+Weighting = Callable[..., Tensor]
+"""fn(mask Bool [S], trajectory Long [S], norm, num_units) -> the weight of each token, [S] or 0-d.
+
+One that has a keyword-only argument `prompt` is given Long [S], the prompt of each token.
+"""
 
 
 def _token_mean(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
@@ -51,14 +55,38 @@ def _sequence_mean_token_sum_norm(
     return 1 / (units if norm is None else torch.full_like(units, norm))
 
 
+def _prompt_mean_token_mean(
+    mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None, *, prompt: Tensor
+) -> Tensor:
+    prompts = None if num_units is None else float(len(prompt.unique()))
+    return _sequence_mean_token_mean(mask, prompt, norm, prompts)
+
+
 LOSS_AGG_MODES: dict[str, Weighting] = {
+    "prompt-mean-token-mean": _prompt_mean_token_mean,
     "seq-mean-token-sum": _seq_mean_token_sum,
     "sequence-mean-token-mean": _sequence_mean_token_mean,
     "sequence-mean-token-scale": _sequence_mean_token_scale,
     "sequence-mean-token-sum-norm": _sequence_mean_token_sum_norm,
     "token-mean": _token_mean,
 }
-"""Weightings by the names that Tunix uses."""
+"""Weightings by the names that Tunix uses, and the mean over prompts.
+
+What the peers' aggregations are here, with loss_agg_units and loss_agg_norm:
+
+    Tunix                              the same names; units "trained"
+    TRL grpo, sapo; TorchRL            sequence-mean-token-mean, units "all": rows without a trained token count
+        prompt_mean (a mean over rows)
+    TRL bnpo, dapo, cispo, vespo;      token-mean
+        TorchRL token_mean
+    TRL dr_grpo                        sequence-mean-token-scale, norm = the longest completion, units "all"
+    TRL luspo                          seq-mean-token-sum, units "all"
+    a constant length of the batch     sequence-mean-token-sum-norm with a norm
+    ScaleRL's prompt average           prompt-mean-token-mean: each prompt's tokens are pooled, prompts weigh alike
+
+All divide by counts of the whole optimizer step. TRL takes bnpo's count, and that of rows, of each micro-batch, and
+divides by their number: the same where there is one, or for rows where all are of one size.
+"""
 
 
 def token_weights(
@@ -68,11 +96,13 @@ def token_weights(
     *,
     norm: float | None = None,
     num_units: float | None = None,
+    prompt: Tensor | None = None,
 ) -> Tensor:
     """The weight of each token's loss in the aggregate of a whole optimizer step.
 
     With M = Σ m, n_i the trained tokens of unit i, U the units that have any: token-mean 1/M; sequence-mean-token-mean
-    1/(n_i·U); sequence-mean-token-scale 1/(norm·U); seq-mean-token-sum 1/U; sequence-mean-token-sum-norm 1/norm.
+    1/(n_i·U); sequence-mean-token-scale 1/(norm·U); seq-mean-token-sum 1/U; sequence-mean-token-sum-norm 1/norm;
+    prompt-mean-token-mean 1/(n_p·P), n_p the trained tokens of a prompt's trajectories, P the prompts that have any.
 
     Args:
         mask: Bool [S], True = trained.
@@ -80,12 +110,14 @@ def token_weights(
         mode: a name of LOSS_AGG_MODES or a function like them.
         norm: a positive constant for the two modes that have one (the others don't depend on it): token-scale needs it,
             the longest completion in tokens; sum-norm takes U without it.
-        num_units: takes U's place, e.g. to count units with nothing to train as well.
+        num_units: takes U's place, e.g. to count units with nothing to train as well; P is all prompts then.
+        prompt: Long [S], the prompt of each token, for modes that ask for it.
     Returns: float64 [S]; 0 where masked out.
     Raises: ConfigError: an unknown mode, a norm or num_units that is not a positive number, token-scale without norm.
-        DataError: mask and trajectory of different shapes.
+        DataError: mask and trajectory of different shapes; no prompt for a mode that asks for it.
     Source: agrees with Tunix's aggregate_loss, but token-scale has no default norm (Tunix: the padded width, which
-        depends on the batch) and sum-norm's default is that of Tunix 0.1.7.
+        depends on the batch) and sum-norm's default is that of Tunix 0.1.7; the mean over prompts is ScaleRL's,
+        arXiv:2510.13786. TRL's and TorchRL's: the table at LOSS_AGG_MODES.
 
     >>> token_weights(torch.tensor([True, True, True]), torch.tensor([0, 0, 1]), "sequence-mean-token-mean")
     tensor([0.2500, 0.2500, 0.5000], dtype=torch.float64)
@@ -96,7 +128,8 @@ def token_weights(
             raise lookup_error("loss_agg_mode", mode, LOSS_AGG_MODES)
         mode = LOSS_AGG_MODES[mode]
     mask = mask.bool()
-    return torch.where(mask, mode(mask, trajectory, norm, num_units).double(), 0.0)
+    asked = {} if not _asks_for_prompt(mode) else {"prompt": _there(prompt, trajectory)}
+    return torch.where(mask, mode(mask, trajectory, norm, num_units, **asked).double(), 0.0)
 
 
 def unit_weights(mask: Tensor, unit: Tensor, *, num_units: float | None = None) -> Tensor:
@@ -129,6 +162,25 @@ def aggregate(loss: Tensor, weights: Tensor) -> Tensor:
     """
     loss = to_fp32(loss)
     return (torch.where(weights != 0, loss, 0.0) * weights.to(loss.dtype)).sum()
+
+
+def _asks_for_prompt(mode: Weighting) -> bool:
+    """Whether a weighting has the keyword-only argument prompt."""
+    try:
+        found = inspect.signature(mode).parameters.get("prompt")
+    except (TypeError, ValueError):  # a builtin: it has no keywords to give
+        return False
+    return found is not None and found.kind is inspect.Parameter.KEYWORD_ONLY
+
+
+def _there(prompt: Tensor | None, trajectory: Tensor) -> Tensor:
+    """The prompt of each token. Raises DataError: none was given, or not one for each token."""
+    if prompt is None or prompt.shape != trajectory.shape:
+        given = "none was given" if prompt is None else f"it has the shape {list(prompt.shape)}"
+        raise DataError(
+            f"this loss_agg_mode needs prompt=, the prompt of each token, {list(trajectory.shape)}; {given}"
+        )
+    return prompt
 
 
 def _check(mask: Tensor, unit: Tensor, **numbers: float | None) -> None:

@@ -202,7 +202,12 @@ class RoleTrainer:
             return batch.replace(unit_weights=unit_weights(batch.mask, batch.unit, num_units=count))
         units = float(len(batch.group_of)) if self.loss_agg_units == "all" else None
         weights = token_weights(
-            batch.mask, batch.trajectory, self.loss_agg_mode, norm=self.loss_agg_norm, num_units=units
+            batch.mask,
+            batch.trajectory,
+            self.loss_agg_mode,
+            norm=self.loss_agg_norm,
+            num_units=units,
+            prompt=batch.group_of.index_select(0, batch.trajectory),
         )
         return batch.replace(weights=weights)
 

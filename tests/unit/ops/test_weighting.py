@@ -3,6 +3,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import tensor
 
 from whet.errors import ConfigError, DataError
@@ -15,6 +17,7 @@ UNIT = tensor([0, 0, 0, 1, 1, 1])
 
 
 def agg(mode, loss=LOSS, mask=MASK, trajectory=UNIT, **kw):
+    kw.setdefault("prompt", trajectory)
     return aggregate(loss, token_weights(mask, trajectory, mode, **kw)).item()
 
 
@@ -28,14 +31,16 @@ def agg(mode, loss=LOSS, mask=MASK, trajectory=UNIT, **kw):
         ("seq-mean-token-sum", None, 0.9),  # (.3 + 1.5) / 2
         ("sequence-mean-token-sum-norm", None, 0.9),  # 1.8 / 2 units
         ("sequence-mean-token-sum-norm", 4, 0.45),  # 1.8 / 4
+        ("prompt-mean-token-mean", None, 0.325),  # a trajectory each: sequence-mean-token-mean
     ],
 )
 def test_each_mode_by_hand(mode, norm, expected):
     assert agg(mode, norm=norm) == pytest.approx(expected)
 
 
-def test_the_modes_are_tunix_s_five():
+def test_the_modes_are_tunix_s_five_and_the_mean_over_prompts():
     assert sorted(LOSS_AGG_MODES) == [
+        "prompt-mean-token-mean",
         "seq-mean-token-sum",
         "sequence-mean-token-mean",
         "sequence-mean-token-scale",
@@ -46,8 +51,9 @@ def test_the_modes_are_tunix_s_five():
 
 @pytest.mark.parametrize("mode", sorted(LOSS_AGG_MODES))
 def test_nothing_to_train_gives_zero(mode):
-    assert token_weights(torch.zeros(6, dtype=torch.bool), UNIT, mode, norm=3).tolist() == [0.0] * 6
-    assert token_weights(torch.zeros(0, dtype=torch.bool), torch.zeros(0).long(), mode, norm=3).tolist() == []
+    assert token_weights(torch.zeros(6, dtype=torch.bool), UNIT, mode, norm=3, prompt=UNIT).tolist() == [0.0] * 6
+    none = torch.zeros(0).long()
+    assert token_weights(none.bool(), none, mode, norm=3, prompt=none).tolist() == []
 
 
 def test_units_with_nothing_to_train_are_not_counted():
@@ -81,7 +87,7 @@ def test_parts_of_a_batch_add_up_to_the_whole(mode):
     g = torch.Generator().manual_seed(0)
     trajectory = torch.arange(9).repeat_interleave(torch.tensor([1, 5, 2, 8, 3, 1, 9, 4, 7]))
     loss = torch.randn(40, generator=g, dtype=torch.float64)
-    weights = token_weights(torch.rand(40, generator=g) < 0.6, trajectory, mode, norm=9)
+    weights = token_weights(torch.rand(40, generator=g) < 0.6, trajectory, mode, norm=9, prompt=trajectory // 2)
     parts = sum(aggregate(a, b) for a, b in zip(loss.split(7), weights.split(7), strict=True))
     torch.testing.assert_close(parts, aggregate(loss, weights))
 
@@ -136,3 +142,40 @@ def test_a_given_number_of_units_takes_the_place_of_those_counted(mode, norm, ex
 def test_a_negative_weight_counts():
     # a batch may come with weights of its own
     assert aggregate(tensor([1.0, 3.0, torch.nan]), tensor([0.5, -0.5, 0.0])).item() == -1
+
+
+def test_a_mean_over_prompts_pools_the_tokens_of_a_prompt_s_trajectories():
+    # prompts: trajectories 0 and 1 (tokens .1 .2 .4), 2 (.6): (.7 / 3 + .6) / 2; the mask leaves the third one empty
+    loss = tensor([0.1, 0.2, 0.4, 0.6, 0.9])
+    mask, trajectory = tensor([True, True, True, True, False]), tensor([0, 0, 1, 2, 3])
+    prompt = tensor([0, 0, 0, 1, 2])
+    mode = "prompt-mean-token-mean"
+    assert agg(mode, loss, mask, trajectory, prompt=prompt) == pytest.approx((0.7 / 3 + 0.6) / 2)
+    assert agg(mode, loss, mask, trajectory, prompt=prompt, num_units=4) == pytest.approx((0.7 / 3 + 0.6) / 3)
+    # the mean over sequences that TorchRL calls prompt_mean is another number
+    assert agg("sequence-mean-token-mean", loss, mask, trajectory) == pytest.approx((0.15 + 0.4 + 0.6) / 3)
+    for wrong in (None, tensor([0])):
+        with pytest.raises(DataError, match="needs prompt="):
+            token_weights(mask, trajectory, mode, prompt=wrong)
+
+
+def test_a_function_that_asks_for_the_prompt_is_given_it():
+    weights = token_weights(
+        MASK, UNIT, lambda mask, trajectory, norm, num_units, *, prompt: 1.0 + prompt, prompt=UNIT + 2
+    )
+    assert weights.tolist() == [3, 3, 0, 4, 4, 4]
+
+
+@pytest.mark.parametrize("mode", sorted(LOSS_AGG_MODES))
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10**6), rows=st.integers(1, 6), data=st.data())
+def test_neither_order_nor_padding_changes_a_token_s_weight(mode, seed, rows, data):
+    g = torch.Generator().manual_seed(seed)
+    trajectory = torch.arange(rows).repeat_interleave(torch.randint(1, 5, (rows,), generator=g))
+    mask = torch.rand(len(trajectory), generator=g) < 0.7
+    weigh = lambda m, t: token_weights(m, t, mode, norm=7, prompt=t.div(2, rounding_mode="floor"))
+    weights = weigh(mask, trajectory)
+    order = torch.tensor(data.draw(st.permutations(range(len(trajectory)))))
+    assert weigh(mask[order], trajectory[order]).tolist() == weights[order].tolist()
+    wide = weigh(torch.cat([mask, torch.zeros(4, dtype=torch.bool)]), torch.cat([trajectory, trajectory[:1].expand(4)]))
+    assert wide.tolist() == [*weights.tolist(), 0, 0, 0, 0]

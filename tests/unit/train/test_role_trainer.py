@@ -39,6 +39,17 @@ class Noted(TrainingHooks):
         self.calls.append(("eval end", metrics["loss"].value))
 
 
+def test_a_mean_over_prompts_counts_the_prompts_of_the_whole_batch():
+    # prompts of 3 + 1 and 4 tokens, the first of which is of two completions: 1 / (4 * 2) each
+    batch = random_batch((3, [3, 1]), (2, [4]))
+    assert trainer(loss_agg_mode="prompt-mean-token-mean").weighted(batch).weights.tolist() == [0.125] * 8
+    batch = batch.replace(mask=batch.trajectory != 2)
+    t = trainer(loss_agg_mode="prompt-mean-token-mean")
+    assert t.weighted(batch).weights.tolist() == [0.25] * 4 + [0.0] * 4
+    t.with_loss_fn(clipped_surrogate, loss_agg_units="all")
+    assert t.weighted(batch).weights.tolist() == [0.125] * 4 + [0.0] * 4
+
+
 def test_an_update_is_one_step_down_the_gradient_of_the_weighted_loss():
     batch = random_batch((3, [4, 2]), (2, [5]))
     t = trainer(loss_agg_mode="sequence-mean-token-mean")

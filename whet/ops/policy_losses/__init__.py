@@ -1,0 +1,69 @@
+"""Policy losses: per token, never a mean; the weights of whet.ops.weighting turn them into one number.
+
+Every loss is fn(x: LossInputs, **kw) -> (loss [s], {metric: [s]}); metrics are detached, per token, and the caller
+takes their mean over the mask. Masked-out tokens have loss 0 and metrics 0 whatever stands there. Old logprobs and
+advantages are constants. At r = 1 all have the gradient of −A·log π but cispo-trl (and distillation, whose A differs).
+Corrections, masks, the KL and the entropy bonus are pieces of their own: see objective.py.
+
+A published method is a surrogate, a level of its ratio and an aggregation:
+
+    method (arXiv)                policy_loss_fn   importance_sampling_level   loss_agg_mode
+    GRPO, PPO                     grpo             token                       sequence-mean-token-mean; token-mean
+    DAPO (2503.14476)             grpo             token                       token-mean, epsilon_high=0.28
+    Dr.GRPO (2503.20783)          grpo             token                       sequence-mean-token-scale
+    GSPO (2507.18071)             grpo             sequence                    sequence-mean-token-mean
+    GSPO-token (same)             gspo-token       its own                     sequence-mean-token-mean
+    LUSPO (2602.05261)            grpo             sequence                    seq-mean-token-sum
+    GMPO (2507.20673)             gmpo             its own; epsilon=0.4        sequence-mean-token-mean
+    RLOO (2402.14740), as TRL     grpo             sequence-sum                sequence-mean-token-mean
+    CISPO (2506.13585)            cispo            token                       token-mean
+    SAPO (2511.20347)             sapo             token                       sequence-mean-token-mean
+    VESPO (2602.10693)            vespo            its own                     token-mean
+    REINFORCE                     reinforce        none                        any
+    On-policy distillation        distillation     token                       token-mean
+
+What the aggregations of Tunix, TRL and TorchRL are called here: whet.ops.weighting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from whet.ops.policy_losses.base import LossOutput, metrics_without_advantage, zero_without_advantage
+from whet.ops.policy_losses.clipped import clipped_surrogate, geometric_mean
+from whet.ops.policy_losses.ratios import IMPORTANCE_LEVELS
+from whet.ops.policy_losses.smooth import clipped_ratio, distillation, soft_gate
+from whet.ops.policy_losses.weighted import cispo, cispo_trl, nll, reinforce, vespo
+
+__all__ = [
+    "IMPORTANCE_LEVELS",
+    "POLICY_LOSSES",
+    "cispo",
+    "cispo_trl",
+    "clipped_ratio",
+    "clipped_surrogate",
+    "distillation",
+    "geometric_mean",
+    "metrics_without_advantage",
+    "nll",
+    "reinforce",
+    "soft_gate",
+    "vespo",
+    "zero_without_advantage",
+]
+
+POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
+    "cispo": cispo,
+    "cispo-torchrl": clipped_ratio,
+    "cispo-trl": cispo_trl,
+    "distillation": distillation,
+    "gmpo": geometric_mean,
+    "grpo": clipped_surrogate,
+    "gspo-token": partial(clipped_surrogate, importance_sampling_level="sequence-token"),
+    "ppo": clipped_surrogate,
+    "reinforce": reinforce,
+    "sapo": soft_gate,
+    "vespo": vespo,
+}
+"""fn(x: LossInputs, **kw) -> (loss [s], metrics), by name."""

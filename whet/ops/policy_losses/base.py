@@ -1,0 +1,69 @@
+"""What every policy loss returns, and what it says of sequences without an advantage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+__all__ = ["metrics_without_advantage", "zero_without_advantage"]
+
+LossOutput = tuple[Tensor, dict[str, Tensor]]
+"""(loss [s], {metric: [s]})."""
+LossFn = TypeVar("LossFn", bound=Callable[..., Any])
+
+_OF_RATIOS = ("cispo_clip_ratio", "clip_ratio/high", "clip_ratio/low", "clip_ratio/region")
+"""Metrics that count ratios: where a ratio is a sequence's, sequences are counted and not tokens."""
+
+
+def zero_without_advantage(*metrics: str) -> Callable[[LossFn], LossFn]:
+    """Declares of a policy loss that where the advantage is 0 it has no gradient, and that these metrics are 0 there.
+
+    A learner need not run sequences without an advantage then: it counts their tokens in the means of these metrics.
+    Args: metrics: names, as the loss returns them.
+    Returns: what marks the loss and gives it back.
+
+    >>> @zero_without_advantage("far")
+    ... def own(x):
+    ...     return -x.need("advantages") * x.logprobs, {"far": (x.logprobs < -5) & (x.advantages > 0)}
+    >>> metrics_without_advantage(own), metrics_without_advantage(print)
+    (('far',), None)
+    """
+
+    def declare(loss: LossFn) -> LossFn:
+        loss.zero_without_advantage = metrics  # pyright: ignore[reportFunctionMemberAccess]
+        return loss
+
+    return declare
+
+
+def metrics_without_advantage(loss: Callable[..., Any]) -> tuple[str, ...] | None:
+    """What a loss has declared by zero_without_advantage; None = nothing, so it may have a gradient anywhere.
+
+    A partial declares what its function does, clip metrics under the names they have at the level it is bound to.
+
+    >>> @zero_without_advantage("clip_ratio/high")
+    ... def own(x, *, importance_sampling_level="token"): ...
+    >>> metrics_without_advantage(partial(own, importance_sampling_level="sequence"))
+    ('sequence_clip_ratio/high',)
+    """
+    level = None
+    while not hasattr(loss, "zero_without_advantage") and isinstance(loss, partial):
+        level = level or loss.keywords.get("importance_sampling_level")
+        loss = loss.func
+    declared = getattr(loss, "zero_without_advantage", None)
+    return declared if declared is None else tuple(of_level(dict.fromkeys(declared), level or "token"))
+
+
+def of_level(metrics: Mapping[str, Any], level: str) -> dict[str, Any]:
+    """The same metrics, those that count ratios renamed where a ratio is a sequence's: sequence_clip_ratio/high."""
+    whole = level != "token"
+    return {f"sequence_{name}" if whole and name in _OF_RATIOS else name: value for name, value in metrics.items()}
+
+
+def output(loss: Tensor, metrics: Mapping[str, Tensor]) -> LossOutput:
+    """A loss and its metrics, with pg_loss, the loss itself: detached, in the loss's dtype."""
+    named = {**metrics, "pg_loss": loss}
+    return loss, {name: value.detach().to(loss.dtype) for name, value in named.items()}

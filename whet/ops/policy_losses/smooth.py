@@ -1,0 +1,108 @@
+"""Surrogates of the ratio itself, with its gradient: a soft gate in place of the clip, a clip alone, and none."""
+
+from __future__ import annotations
+
+import torch
+
+from whet.ops.masked import masked_column
+from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_without_advantage
+from whet.ops.policy_losses.ratios import (
+    by_sign,
+    check_positive,
+    detached_advantages,
+    log_ratios,
+    ratio_metrics,
+    upper,
+)
+from whet.types import LossInputs
+
+__all__ = ["clipped_ratio", "distillation", "soft_gate"]
+
+
+@zero_without_advantage()
+def soft_gate(
+    x: LossInputs,
+    *,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    importance_sampling_level: str = "token",
+) -> LossOutput:
+    """SAPO: a sigmoid of the ratio, whose gradient fades as the policy moves away and never ends.
+
+    l = −A·σ(τ(r − 1))·4/τ, τ = τ_pos where A > 0, else τ_neg. At r = 1 its gradient is that of −A·r.
+
+    Args:
+        x: needs advantages; old_logprobs None = a ratio of exactly 1.
+        sapo_temperature_pos, sapo_temperature_neg: τ; the larger, the sooner the gradient fades.
+        importance_sampling_level: a name of IMPORTANCE_LEVELS.
+    Returns: loss [s]; is_ratio, log_ratio_abs, ppo_kl.
+    Raises: ConfigError: a temperature that is not positive, an unknown level. DataError: no advantages.
+    Source: arXiv:2511.20347; agrees with TRL's loss_type="sapo".
+
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
+    ...                old_logprobs=torch.tensor([0.]), advantages=torch.tensor([3.]))
+    >>> soft_gate(x)[0]  # -3 * 0.5 * 4
+    tensor([-6.])
+    """
+    check_positive(sapo_temperature_pos=sapo_temperature_pos, sapo_temperature_neg=sapo_temperature_neg)
+    advantages = detached_advantages(x)
+    log_ratio, used = log_ratios(x, importance_sampling_level)
+    temperature = by_sign(advantages > 0, sapo_temperature_pos, sapo_temperature_neg, like=used)
+    gate = torch.sigmoid(temperature * (used.exp() - 1)) * 4 / temperature
+    return output(-advantages * gate, ratio_metrics(log_ratio, used, x.mask))
+
+
+@zero_without_advantage("clip_ratio/high", "clip_ratio/low", "clip_ratio/region")
+def clipped_ratio(
+    x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float | None = None, importance_sampling_level: str = "token"
+) -> LossOutput:
+    """The clipped ratio alone, which TorchRL calls CISPO: outside the range no token has a gradient, whatever A.
+
+    l = −A·clip(r, 1 − ε, 1 + ε_high), with the gradient of r. It is here so that such runs can be repeated; a token
+    that has become unlikely can't be pushed back up (A > 0, r < 1 − ε), which cispo and clipped_surrogate do.
+    Args: as clipped_surrogate.
+    Returns: loss [s]; clip_ratio/low, /high, /region, where the gradient is lost; is_ratio, log_ratio_abs, ppo_kl.
+    Raises: ConfigError: a negative bound, an unknown level. DataError: no advantages.
+    Source: agrees with TorchRL's CISPOLoss.
+
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.]),
+    ...                old_logprobs=torch.tensor([0.]), advantages=torch.tensor([2.]))
+    >>> clipped_ratio(x)[0]  # r = 1/e is held at 0.8
+    tensor([-1.6000])
+    """
+    low, high = 1 - epsilon, 1 + upper(epsilon, epsilon_high)
+    advantages = detached_advantages(x)
+    log_ratio, used = log_ratios(x, importance_sampling_level)
+    ratio, some = used.exp(), advantages != 0
+    clips = {"clip_ratio/high": (ratio > high) & some, "clip_ratio/low": (ratio < low) & some}
+    clips["clip_ratio/region"] = clips["clip_ratio/high"] | clips["clip_ratio/low"]
+    metrics = {**of_level(clips, importance_sampling_level), **ratio_metrics(log_ratio, used, x.mask)}
+    return output(-advantages * ratio.clamp(low, high), metrics)
+
+
+def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_sampling_level: str = "token") -> LossOutput:
+    """On-policy distillation on the sampled tokens: the reverse KL to a teacher is part of the advantage.
+
+    l = −r·(A − c·(log π_old − log π_teacher)); r, the importance ratio at a level of IMPORTANCE_LEVELS, has the
+    gradient. Where all rewards are equal A is 0 and the teacher alone teaches.
+
+    Args:
+        x: needs advantages, and teacher_logprobs [s], a column of yours: what the teacher gives the same tokens;
+            old_logprobs None = logprobs.detach().
+        teacher_coef: c.
+        importance_sampling_level: a name of IMPORTANCE_LEVELS.
+    Returns: loss [s]; teacher_kl, log π_old − log π_teacher; is_ratio, log_ratio_abs, ppo_kl.
+    Raises: ConfigError: an unknown level. DataError: a missing column.
+    Source: Thinking Machines, "On-policy distillation" (2025); agrees with tinker's importance_sampling loss under its
+        KL penalty with a discount of 0.
+
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.]),
+    ...                advantages=torch.tensor([0.]), token_columns={"teacher_logprobs": torch.tensor([-3.])})
+    >>> distillation(x)[0]  # the teacher finds the token less likely: the loss pushes it down
+    tensor([2.])
+    """
+    old = x.logprobs if x.old_logprobs is None else x.old_logprobs
+    gap = (masked_column(old, x.mask) - masked_column(x.need("teacher_logprobs"), x.mask)).detach()
+    log_ratio, used = log_ratios(x, importance_sampling_level)
+    loss = -used.exp() * (detached_advantages(x) - teacher_coef * gap)
+    return output(loss, {"teacher_kl": gap, **ratio_metrics(log_ratio, used, x.mask)})
