@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from whet.config import GRPOConfig, PolicyConfig, field_docs
+from whet.config import GRPOConfig, PolicyConfig, PPOConfig, field_docs
 from whet.config.base import choices
 from whet.learners.objective import keywords_of
 from whet.ops import (
@@ -95,7 +95,8 @@ def _doc(fn: Callable[..., Any]) -> str:
 def _parameters(fn: Callable[..., Any]) -> str:
     """The fields that a function takes, with their defaults, and what its name fixes."""
     taken = keywords_of(fn)
-    words = [f"`{f.name}={f.default}`" for f in fields(PolicyConfig) if f.name in taken]
+    defaults = {f.name: f.default for cls in (PPOConfig, PolicyConfig) for f in fields(cls)}
+    words = [f"`{name}={default}`" for name, default in defaults.items() if name in taken]
     fixed = fn.keywords if isinstance(fn, functools.partial) else {}
     return ", ".join([*words, *(f"{name} = {value}" for name, value in fixed.items())])
 
@@ -112,7 +113,7 @@ def page() -> str:
     """The text of docs/algorithms.md."""
     parts = [_INTRO]
     for field, known in KNOWN.items():
-        about = " ".join(field_docs(PolicyConfig).get(field, "").split())
+        about = " ".join(field_docs(PPOConfig).get(field, "").split())
         parts.append(f"## {_TITLES[field]}\n\n`algo.{field}`. {about}\n" if about else f"## {_TITLES[field]}\n")
         parts.append("| name | what it is | when | parameters | source |\n|---|---|---|---|---|")
         rows = [_row(name, when, known[name]) for name, when in choices(GRPOConfig, field).items() if name in known]

@@ -73,7 +73,7 @@ def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[...
     (0.1, 1)
     """
     asked = keywords_of(fn)
-    bound = {f.name: getattr(config, f.name) for f in fields(config) if f.name in asked}
+    bound = {name: value for name, value in config.keywords.items() if name in asked}
     return functools.partial(fn, **bound) if bound else fn
 
 
@@ -193,7 +193,7 @@ def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
     """The KL estimate of a configuration, a function of d. Raises ConfigError: nothing has this name."""
-    return resolve_name(config.kl_loss_mode, KL_MODES, "KL mode")
+    return resolve_name(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
 
 
 def make_objective(config: PolicyConfig) -> Objective:

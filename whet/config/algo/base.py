@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from whet.config.algo.names import CHOICES
 from whet.config.base import config
@@ -73,3 +74,8 @@ class AlgorithmConfig:
         """Checks the ranges; each choice adds its own check, and calls this one first."""
         if self.kl_clamp_value is not None and self.kl_clamp_value <= 0:
             raise ConfigError(f"kl_clamp_value must be positive, got {self.kl_clamp_value!r}; None turns it off")
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """What the functions of an algorithm are given where they ask for it by name: the fields."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
