@@ -127,7 +127,7 @@ def test_trl_s_loss_types(loss_type, level):
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
-@pytest.mark.parametrize("delta", [0.9, 1.1, 1.5, 4.0])
+@pytest.mark.parametrize("delta", [1.0, 1.1, 1.5, 4.0])
 def test_trl_s_delta(delta, level):
     for seed in range(3):
         x = random_inputs(seed, LENGTHS, spread=1.0)

@@ -37,9 +37,9 @@ _OF_MASK = {
 class CorrectionFields(AlgorithmConfig):
     """Factors of the policy loss: weights and masks.
 
-    >>> CorrectionFields(top_entropy_quantile=0.2)
+    >>> CorrectionFields(sampler_is_lower=0.5)
     Traceback (most recent call last):
-    whet.errors.ConfigError: top_entropy_quantile=0.2 has no effect without loss_masks=[top-entropy]
+    whet.errors.ConfigError: sampler_is_lower=0.5 has no effect without sampler_is; else leave it at None
     """
 
     use_rollout_logps: Bool = True

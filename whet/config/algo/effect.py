@@ -34,6 +34,7 @@ def check_effect(config: Any, *names: str, needs: str) -> None:
         names: of its fields. needs: what they need, as it is written.
     Raises: ConfigError: one of them is not at its default.
     """
+    defaults = {f.name: f.default for f in fields(config)}
     for name, value in changed(config, *names).items():
         if not any(own_functions(config)):
-            raise ConfigError(f"{name}={value!r} has no effect without {needs}")
+            raise ConfigError(f"{name}={value!r} has no effect without {needs}; else leave it at {defaults[name]!r}")
