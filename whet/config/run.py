@@ -33,6 +33,8 @@ class RunConfig:
     """The value model; None = none."""
     reference: RoleConfig | None = None
     """The model that the KL is measured against; None = the actor as it was at the start."""
+    teacher: RoleConfig | None = None
+    """The model that policy_loss_fn=distillation and gkd learn from, of the actor's tokenizer; None = none."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     algo: GRPOConfig = field(default_factory=GRPOConfig)
@@ -89,8 +91,10 @@ def check_complete(config: RunConfig) -> None:
         missing.append("no model; write model=<hub name or folder>")
     if config.data.path is None:
         missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
-    if not config.reward_names:
+    if not config.reward_names and config.teacher is None:
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
+    if config.teacher is not None and config.teacher.model is None:
+        missing.append("teacher has no model; write teacher.model=<hub name or folder>")
     if config.critic is not None:
         missing.append("critic: GRPO has no critic, and PPO is not part of this release; leave it out")
     if missing:

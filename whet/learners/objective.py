@@ -28,9 +28,11 @@ from whet.ops import (
     AdvantageInputs,
     Objective,
     reference_kl,
+    teacher_column,
 )
 from whet.rewards.length import overlong
 from whet.rewards.manager import Rewarded
+from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
 from whet.util.refs import is_ref, resolve_callable
 
@@ -89,7 +91,8 @@ def check_used(config: PolicyConfig) -> None:
     """Raises ConfigError: a parameter of policy losses was set that the chosen one, if it is whet's, does not take."""
     if not isinstance(config.loss_name, str) or config.loss_name not in POLICY_LOSSES:
         return
-    taken = keywords_of(policy_loss(config))
+    loss = policy_loss(config)
+    taken = keywords_of(loss) | ({"gkd_beta"} if teacher_column(loss) == "divergence" else set())
     parameters = {f.name for f in fields(SurrogateFields)} - {f.name for f in fields(AlgorithmConfig)}
     for f in fields(config):
         value = getattr(config, f.name)
@@ -112,9 +115,12 @@ def check_of_tokens(config: PolicyConfig) -> None:
 def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
     """The reward functions of a configuration and their weights: those given, and what overlong_buffer adds.
 
+    Without any, a policy that a teacher teaches is trained on no rewards: all its advantages are 0.
     Args: given: one or several. config: with reward_weights, which are of those given; the other's weight is 1.
     """
     fns = [given] if isinstance(given, str) or callable(given) else list(given or ())
+    if not fns and isinstance(config, PolicyConfig) and teacher_column(policy_loss(config)) is not None:
+        fns = [unrewarded]
     buffer, weights = config.overlong_buffer, config.reward_weights
     if not buffer.enable:
         return fns, weights

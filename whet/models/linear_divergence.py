@@ -7,7 +7,7 @@ Left out on purpose: logits that are kept where they are few, and a teacher with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ class HeadStates:
     """[V D]."""
     bias: Tensor | None = None
     """[V]."""
-    projection: Projection = Projection()
+    projection: Projection = field(default_factory=Projection)
 
     def of_ids(self, size: int) -> HeadStates:
         """The same head over the first ids alone."""

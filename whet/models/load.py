@@ -48,8 +48,8 @@ def load_model(
         dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
             read in bf16 would lose every small update.
         device: where it goes.
-        role: actor, reference or teacher (no gradient), critic (a score head, new where the model has none) or reward (a score
-            head that it has). A score head is that of transformers' sequence classifiers with one label.
+        role: actor, reference or teacher (no gradient), critic (a score head, new where the model has none) or reward
+            (a score head that it has). A score head is that of transformers' sequence classifiers with one label.
         attention: what computes attention over packed rows: auto, flex or plain.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex

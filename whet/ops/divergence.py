@@ -46,7 +46,7 @@ def generalized_jsd(logprobs: Tensor, teacher_logprobs: Tensor, *, gkd_beta: flo
 
 
 def log_mixture(logprobs: Tensor, teacher_logprobs: Tensor, gkd_beta: float) -> Tensor:
-    """log m, m = β q + (1 − β) p: [..., V]; at β = 1 the teacher, at β = 0 the policy itself.
+    """The mixture log m, m = β q + (1 − β) p: [..., V]; at β = 1 the teacher, at β = 0 the policy itself.
 
     Args: as generalized_jsd.
     Raises: ConfigError: β is not in [0, 1].

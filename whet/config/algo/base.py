@@ -55,7 +55,7 @@ class AlgorithmConfig:
     function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"
     """Logprobs and advantages -> a loss per token: grpo (the clipped surrogate; "ppo" is another name of it),
-    gspo-token, gmpo, cispo, sapo, vespo, reinforce, distillation, cispo-trl, cispo-torchrl, a function or
+    gspo-token, gmpo, cispo, sapo, vespo, reinforce, distillation, gkd, cispo-trl, cispo-torchrl, a function or
     "package.module:function"."""
     reward_manager: Name | Fn = "sequence-level"
     """How the rewards of several functions become one."""

@@ -60,8 +60,8 @@ def metrics_without_advantage(loss: Callable[..., Any]) -> tuple[str, ...] | Non
 def compares_with_teacher(column: Literal["teacher_logprobs", "divergence"]) -> Callable[[LossFn], LossFn]:
     """Declares of a policy loss that it needs something of a teacher, which a learner then gives it.
 
-    Args: column: "teacher_logprobs" [s], of the tokens; or "divergence" [s], from the teacher's distribution before each
-        token, with gradient.
+    Args: column: "teacher_logprobs" [s], of the tokens; or "divergence" [s], from the teacher's distribution before
+        each token, with gradient.
     Returns: what marks the loss and gives it back.
 
     >>> @compares_with_teacher("teacher_logprobs")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from whet.ops.masked import masked_column
 from whet.ops.policy_losses.base import LossOutput, compares_with_teacher, output
 from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics
@@ -29,6 +27,7 @@ def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_samplin
     Source: Thinking Machines, "On-policy distillation" (2025); agrees with tinker's importance_sampling loss under its
         KL penalty with a discount of 0.
 
+    >>> import torch
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.]),
     ...                advantages=torch.tensor([0.]), token_columns={"teacher_logprobs": torch.tensor([-3.])})
     >>> distillation(x)[0]  # the teacher finds the token less likely: the loss pushes it down
@@ -54,6 +53,7 @@ def gkd(x: LossInputs) -> LossOutput:
     Source: GKD, arXiv:2306.13649, on the student's own completions (λ = 1); agrees with TRL's GKDTrainer under
         loss_agg_mode=token-mean.
 
+    >>> import torch
     >>> x = LossInputs(sequence=torch.tensor([0, 0]), mask=torch.tensor([True, False]), logprobs=torch.zeros(2),
     ...                divergence=torch.tensor([0.5, 9.]))
     >>> gkd(x)[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from whet.ops.masked import masked_column
 from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_without_advantage
 from whet.ops.policy_losses.ratios import (
     by_sign,
