@@ -7,9 +7,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch import nn
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
 from whet.data.plans import Plans
 from whet.data.prompts import PromptEncoder
-from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from whet.data.tokenizer import check_same_ids, load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.models.modes import max_positions
@@ -30,6 +32,7 @@ from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
 from whet.parallel.placement import Placement
 from whet.parallel.ranks import Ranks
+from whet.rewards.model import RewardModel
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
@@ -44,6 +47,7 @@ from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
 from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
+from whet.util.model_paths import model_folder
 
 __all__ = ["RLCluster"]
 
@@ -57,9 +61,13 @@ class RLCluster(TunixVerbs):
     """Roles, engine and tokenizer of one run.
 
     Args:
-        actor, critic, reference: a module, a folder, a hub name, or a RoleConfig. A reference that is the actor's own
-            module is copied, so that it stays what it is.
+        actor, critic, reference, reward, teacher: a module, a folder, a hub name, or a RoleConfig. One that is the
+            actor's own module is copied, so that it stays what it is, or has its own trunk. The reward model is a
+            sequence classifier of one label; learners call it as one more reward function. The teacher is what
+            distillation learns from, a language model of the actor's tokenizer; the padding of its vocabulary may be
+            another.
         tokenizer: a tokenizer, a folder or a hub name.
+        reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
         cluster_config: meshes, engine, training and rollout configuration.
         perf_config: PerfMetricsOptions.
     Raises: ConfigError: a model that can't be loaded, a mesh or a role that this release does not have.
@@ -74,16 +82,14 @@ class RLCluster(TunixVerbs):
         actor: nn.Module | str | RoleConfig,
         critic: nn.Module | str | RoleConfig | None = None,
         reference: nn.Module | str | RoleConfig | None = None,
-        reward: nn.Module | str | None = None,
+        reward: nn.Module | str | RoleConfig | None = None,
+        teacher: nn.Module | str | RoleConfig | None = None,
         tokenizer: Any,
+        reward_tokenizer: Any = None,
         cluster_config: ClusterConfig,
         perf_config: Any = None,
     ) -> None:
         require_single_process()
-        if reward is not None:
-            raise ConfigError(
-                "reward=: reward models are not part of this release; give reward functions to the learner"
-            )
         super().__init__()
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
@@ -93,8 +99,10 @@ class RLCluster(TunixVerbs):
         config = self.training_config
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
-        if reference is actor and isinstance(reference, nn.Module):
-            reference = copy.deepcopy(reference)
+        if isinstance(actor, nn.Module):
+            reference, critic, teacher = (
+                copy.deepcopy(actor) if m is actor else m for m in (reference, critic, teacher)
+            )
         policy = self._load(Role.ACTOR, actor)
         self.tokenizer = load_tokenizer(tokenizer)
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
@@ -109,9 +117,13 @@ class RLCluster(TunixVerbs):
         for role, model, optimizer in (
             (Role.REFERENCE, reference, None),
             (Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer),
+            (Role.REWARD, reward, None),
+            (Role.TEACHER, teacher, None),
         ):
             if model is not None:
                 add(role, model, self._load(role, model), optimizer)
+        self._reward_tokenizer = self._tokenizer_of(Role.REWARD, reward, reward_tokenizer)
+        self._check_teacher(teacher)
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         self._trainers = {
             role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
@@ -175,9 +187,12 @@ class RLCluster(TunixVerbs):
                 usual,
                 budget,
             )
+        if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
+            known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
+            support = dataclasses.replace(support, forbidden_ids=known)
         self._workers[role] = ModelWorker(
             loaded,
-            optim=None if role is Role.REFERENCE else optimizer,
+            optim=None if role in (Role.REFERENCE, Role.REWARD, Role.TEACHER) else optimizer,
             dtype=dtype,
             support=support,
             allowed=allowed,
@@ -186,9 +201,50 @@ class RLCluster(TunixVerbs):
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
             placement=placement,
-            plans=self._plans,
+            plans=None if role is Role.REWARD else self._plans,  # it runs other batches, maybe of other tokens
         )
         empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
+
+    def _tokenizer_of(self, role: Role, model: nn.Module | str | RoleConfig | None, given: Any = None) -> Any:
+        """A role's own tokenizer; None = the policy's."""
+        if model is None or given is not None:
+            return None if given is None else load_tokenizer(given)
+        model = model.model if isinstance(model, RoleConfig) else model
+        if not isinstance(model, str):
+            return None
+        place = Path(model_folder(model))
+        if place.is_dir() and not any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            log.info("%s has no tokenizer; as %s it reads the policy's token ids", model, role.value)
+            return None
+        return load_tokenizer(model)
+
+    def _check_teacher(self, teacher: nn.Module | str | RoleConfig | None) -> None:
+        """Raises ConfigError where the teacher reads other token ids than the policy writes."""
+        if teacher is None:
+            return
+        loaded = self._workers[Role.TEACHER].loaded
+        own = self._tokenizer_of(Role.TEACHER, teacher)
+        if own is not None:
+            check_same_ids(self.tokenizer, own, f"the teacher {loaded.name}")
+        if loaded.num_ids < len(self.tokenizer):
+            raise ConfigError(
+                f"the teacher {loaded.name} knows {loaded.num_ids} token ids and the policy's tokenizer has "
+                f"{len(self.tokenizer)}; give a model of the same tokenizer"
+            )
+
+    def reward_model(self, **options: Any) -> RewardModel:
+        """The reward model as a reward function, named after its folder; `options` are RewardModel's.
+
+        Raises: ConfigError: the cluster was made without one.
+        """
+        worker = self.worker(Role.REWARD)
+        return RewardModel(
+            worker,
+            name=worker.loaded.name.rstrip("/").rpartition("/")[2],
+            policy_tokenizer=self.tokenizer,
+            tokenizer=self._reward_tokenizer,
+            **options,
+        )
 
     def _make_engine(self) -> RolloutEngine:
         """The engine that the configuration names, over the actor's model."""

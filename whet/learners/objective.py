@@ -30,6 +30,7 @@ from whet.ops import (
     reference_kl,
     teacher_column,
 )
+from whet.rewards.contract import function_name
 from whet.rewards.length import overlong
 from whet.rewards.manager import Rewarded
 from whet.rewards.text import unrewarded
@@ -40,6 +41,7 @@ __all__ = [
     "advantage_inputs",
     "check_of_tokens",
     "check_used",
+    "composed",
     "keywords_of",
     "kl_estimate",
     "make_estimator",
@@ -73,7 +75,7 @@ def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[...
     (0.1, 1)
     """
     asked = keywords_of(fn)
-    bound = {f.name: getattr(config, f.name) for f in fields(config) if f.name in asked}
+    bound = {name: value for name, value in config.keywords.items() if name in asked}
     return functools.partial(fn, **bound) if bound else fn
 
 
@@ -91,8 +93,7 @@ def check_used(config: PolicyConfig) -> None:
     """Raises ConfigError: a parameter of policy losses was set that the chosen one, if it is whet's, does not take."""
     if not isinstance(config.loss_name, str) or config.loss_name not in POLICY_LOSSES:
         return
-    loss = policy_loss(config)
-    taken = keywords_of(loss) | ({"gkd_beta"} if teacher_column(loss) == "divergence" else set())
+    taken = keywords_of(policy_loss(config))
     parameters = {f.name for f in fields(SurrogateFields)} - {f.name for f in fields(AlgorithmConfig)}
     for f in fields(config):
         value = getattr(config, f.name)
@@ -110,6 +111,43 @@ def check_of_tokens(config: PolicyConfig) -> None:
             f"sampler_is={config.sampler_is!r} gives each token the weight of its sequence, and policy loss "
             f"{config.loss_name!r} multiplies the weights of all its tokens: take sampler_is='token'"
         )
+
+
+def composed(config: PolicyConfig) -> dict[str, str]:
+    """Which pieces a configuration composes, with their parameters, for the log and environment.json.
+
+    >>> made = composed(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
+    >>> made["loss"]
+    'reinforce * off-policy(off_policy_mask_threshold=0.5) + 0.1 * low_var_kl'
+    >>> made["aggregation"]
+    'sequence-mean-token-mean over trained sequences'
+    """
+    factors = [] if config.sampler_is is None else [_with_parameters(config, config.sampler_is, CORRECTIONS)]
+    factors += [_with_parameters(config, name, TOKEN_MASKS) for name in config.loss_masks]
+    loss = " * ".join([_with_parameters(config, config.loss_name, POLICY_LOSSES), *factors])
+    kl = f"{config.beta} * {_named(config.kl_loss_mode)}"
+    if config.beta and config.kl_type == "loss":
+        loss += f" + {kl}"
+    if config.entropy_coef or config.use_adaptive_entropy:
+        loss += f" - {config.entropy_coef} * entropy"
+    advantages = _with_parameters(config, config.advantage_estimator, ADVANTAGE_ESTIMATORS)
+    if config.beta and config.kl_type != "loss":
+        advantages += f" - {kl} (in the {config.kl_type})"
+    aggregation = f"{_named(config.loss_agg_mode)} over {config.loss_agg_units} sequences"
+    return {"advantages": advantages, "loss": loss, "aggregation": aggregation}
+
+
+def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
+    """A piece's name, with the fields that it takes and that are set."""
+    fn = resolve_name(value, known, "piece")
+    taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keywords_of(fn)}
+    words = ", ".join(f"{name}={_named(value)}" for name, value in taken.items() if value is not None)
+    return f"{_named(value)}({words})" if words else _named(value)
+
+
+def _named(value: Any) -> str:
+    """A value, or what a function is called."""
+    return function_name(value) if callable(value) else str(value)
 
 
 def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
@@ -160,7 +198,7 @@ def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
     """The KL estimate of a configuration, a function of d. Raises ConfigError: nothing has this name."""
-    return resolve_name(config.kl_loss_mode, KL_MODES, "KL mode")
+    return resolve_name(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
 
 
 def make_objective(config: PolicyConfig) -> Objective:

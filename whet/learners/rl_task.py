@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from whet.cluster import RLCluster
-from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, dump_tree
+from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
 from whet.data.order import PromptStream, digests
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
@@ -56,8 +56,17 @@ class Learner(Protocol):
         """Optimizer steps of a step of so many groups."""
         ...
 
+    def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
+        """Optimizer steps of a role in so many steps."""
+        ...
+
     def planned_passes(self, num_groups: int) -> dict[str, str]:
         """What such a step runs and what it leaves out."""
+        ...
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether nothing is learned where no token has an advantage."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -81,7 +90,7 @@ class RLTask(Task):
         self.learner, self.cluster = learner, learner.cluster
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
-        self.health = Health(self.cluster)
+        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards)
         self._eval_prompts: list[Prompt] | None = None
 
     # ---- data ----------------------------------------------------------------------------------------------------
@@ -202,6 +211,10 @@ class RLTask(Task):
     def num_updates(self, batch_size: int) -> int:
         """The learner's."""
         return self.learner.num_updates(batch_size)
+
+    def total_updates(self, role: Role, steps: int, batch_size: int) -> int:
+        """The learner's."""
+        return self.learner.total_updates(role, steps, batch_size)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 

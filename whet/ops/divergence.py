@@ -13,7 +13,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError
 
-__all__ = ["generalized_jsd", "log_mixture"]
+__all__ = ["check_beta", "generalized_jsd", "log_mixture"]
 
 
 def generalized_jsd(logprobs: Tensor, teacher_logprobs: Tensor, *, gkd_beta: float = 0.5) -> Tensor:
@@ -45,6 +45,12 @@ def generalized_jsd(logprobs: Tensor, teacher_logprobs: Tensor, *, gkd_beta: flo
     return gkd_beta * _kl(teacher_logprobs, mixture) + (1 - gkd_beta) * _kl(logprobs, mixture)
 
 
+def check_beta(gkd_beta: float) -> None:
+    """Raises ConfigError where β is not in [0, 1]."""
+    if not 0 <= gkd_beta <= 1:
+        raise ConfigError(f"gkd_beta must be between 0 (forward KL) and 1 (reverse KL), got {gkd_beta!r}")
+
+
 def log_mixture(logprobs: Tensor, teacher_logprobs: Tensor, gkd_beta: float) -> Tensor:
     """The mixture log m, m = β q + (1 − β) p: [..., V]; at β = 1 the teacher, at β = 0 the policy itself.
 
@@ -54,10 +60,9 @@ def log_mixture(logprobs: Tensor, teacher_logprobs: Tensor, gkd_beta: float) -> 
     >>> log_mixture(torch.tensor([0.5, 0.5]).log(), torch.tensor([0.0, 1.0]).log(), 0.5).exp()
     tensor([0.2500, 0.7500])
     """
-    if not 0 <= gkd_beta <= 1:
-        raise ConfigError(f"gkd_beta must be between 0 (forward KL) and 1 (reverse KL), got {gkd_beta!r}")
     if gkd_beta in (0.0, 1.0):
         return teacher_logprobs if gkd_beta else logprobs
+    check_beta(gkd_beta)
     return torch.logaddexp(logprobs + math.log1p(-gkd_beta), teacher_logprobs + math.log(gkd_beta))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from whet.ops.divergence import check_beta
 from whet.ops.masked import masked_column
 from whet.ops.policy_losses.base import LossOutput, compares_with_teacher, output
 from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics
@@ -41,15 +42,17 @@ def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_samplin
 
 
 @compares_with_teacher("divergence")
-def gkd(x: LossInputs) -> LossOutput:
+def gkd(x: LossInputs, *, gkd_beta: float = 0.5) -> LossOutput:
     """On-policy distillation by whole distributions: the divergence from the teacher's, before each token sampled.
 
     l = D_β(π_teacher, π), whet.ops.generalized_jsd with β = gkd_beta, over the whole vocabulary, at the rollout's
     temperature. No gradient goes through the sampling, and none comes from advantages: rewards are logged alone.
 
-    Args: x: needs divergence [s], with gradient.
+    Args:
+        x: needs divergence [s], with gradient.
+        gkd_beta: β, with which the divergence was made: from 0 (forward KL) to 1 (reverse KL).
     Returns: loss [s]; divergence, the loss itself.
-    Raises: DataError: no divergence.
+    Raises: ConfigError: β is not in [0, 1]. DataError: no divergence.
     Source: GKD, arXiv:2306.13649, on the student's own completions (λ = 1); agrees with TRL's GKDTrainer under
         loss_agg_mode=token-mean.
 
@@ -59,5 +62,6 @@ def gkd(x: LossInputs) -> LossOutput:
     >>> gkd(x)[0]
     tensor([0.5000, 0.0000])
     """
+    check_beta(gkd_beta)
     divergence = masked_column(x.need("divergence"), x.mask)
     return output(divergence, {"divergence": divergence})
