@@ -63,7 +63,10 @@ def log_mixture(logprobs: Tensor, teacher_logprobs: Tensor, gkd_beta: float) -> 
     if gkd_beta in (0.0, 1.0):
         return teacher_logprobs if gkd_beta else logprobs
     check_beta(gkd_beta)
-    return torch.logaddexp(logprobs + math.log1p(-gkd_beta), teacher_logprobs + math.log(gkd_beta))
+    none = (logprobs == -torch.inf) & (teacher_logprobs == -torch.inf)  # of these the backward would be NaN
+    own, other = (x.masked_fill(none, 0.0) for x in (logprobs, teacher_logprobs))
+    mixture = torch.logaddexp(own + math.log1p(-gkd_beta), other + math.log(gkd_beta))
+    return mixture.masked_fill(none, -torch.inf)
 
 
 def _kl(of: Tensor, other: Tensor) -> Tensor:
