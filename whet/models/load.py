@@ -52,8 +52,7 @@ def load_model(
         role: actor, reference or teacher (no gradient), critic (a score head, new where the model has none) or reward
             (a score head that it has). A score head is that of transformers' sequence classifiers with one label.
         attention: what computes attention over packed rows: auto, flex or plain.
-        score_head: give a model with a LM head a score head besides, new where it has none: a critic that shares the
-            actor's trunk.
+        score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
         without CUDA, or not a text-only causal language model.
@@ -74,12 +73,7 @@ def load_model(
     _check_finite(module, name)
     facts = facts_of(module, name)
     module = _with_heads(module, weight, role, name, score_head)
-    if not facts.reasons:
-        module.set_attn_implementation(ATTENTION)
-    else:
-        logger.warning("%s trains padded with the hf engine: %s", name, "; ".join(facts.reasons))
-        if attention != "auto":
-            logger.warning("attention=%s has no effect: padded rows have the model's own attention", attention)
+    _set_attention(module, facts.reasons, attention, name)
     if vars(module.config).get("router_aux_loss_coef"):
         logger.info("%s: the router's auxiliary loss is not added to the objective", name)
     if role in ("reference", "teacher"):
@@ -94,6 +88,16 @@ def load_model(
         score_head=score_layer(module),
         adapter=Adapter.of(module),
     )
+
+
+def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention: str, name: str) -> None:
+    """Gives a model that takes a layout whet's attention; says why another trains padded."""
+    if not reasons:
+        module.set_attn_implementation(ATTENTION)
+        return
+    logger.warning("%s trains padded with the hf engine: %s", name, "; ".join(reasons))
+    if attention != "auto":
+        logger.warning("attention=%s has no effect: padded rows have the model's own attention", attention)
 
 
 def _module_of(
