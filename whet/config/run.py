@@ -38,6 +38,8 @@ class RunConfig:
     """The value model of `whet ppo`; None = the actor's, with a fresh score head. `whet grpo` has none."""
     reference: RoleConfig | None = None
     """The model that the KL is measured against; None = the actor as it was at the start."""
+    teacher: RoleConfig | None = None
+    """The model that policy_loss_fn=distillation and gkd learn from, of the actor's tokenizer; None = none."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     algo: GRPOConfig = field(default_factory=GRPOConfig)
@@ -119,8 +121,10 @@ def check_complete(config: RunConfig) -> None:
         missing.append("no model; write model=<hub name or folder>")
     if config.data.path is None:
         missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
-    if not config.reward_names:
+    if not config.reward_names and (config.teacher is None or isinstance(config, PPORunConfig)):
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
+    if config.teacher is not None and config.teacher.model is None:
+        missing.append("teacher has no model; write teacher.model=<hub name or folder>")
     if config.reward_model is not None and config.reward_model.model is None:
         missing.append("reward_model has no model; write reward_model.model=<hub name or folder>")
     if config.critic is not None and not isinstance(config, PPORunConfig):
