@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         RunConfig,
         TrainingConfig,
     )
+    from whet.config.algo import presets
     from whet.errors import (
         CheckpointError,
         ConfigError,
@@ -89,6 +90,7 @@ __all__ = [
     "TrainingError",
     "WhetError",
     "__version__",
+    "presets",
 ]
 
 _MODULES = {
@@ -112,6 +114,7 @@ _MODULES = {
         "RunConfig",
         "TrainingConfig",
     ),
+    "whet.config.algo": ("presets",),
     "whet.errors": (
         "CheckpointError",
         "ConfigError",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from typing import ClassVar
 
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
@@ -45,7 +46,12 @@ class OverlongBuffer:
 
 @config
 class AlgorithmConfig:
-    """What every algorithm is made of: functions by name, as objects, or as "package.module:function"."""
+    """What every algorithm is made of: functions by name, as objects, or as "package.module:function".
+
+    >>> AlgorithmConfig(preset="dapo")
+    Traceback (most recent call last):
+    whet.errors.ConfigError: AlgorithmConfig.preset: a preset is a function: from whet import presets; presets.dapo(...)
+    """
 
     algo_variant: Name = "grpo"
     """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
@@ -67,6 +73,10 @@ class AlgorithmConfig:
     """μ: passes over each rollout."""
     kl_clamp_value: Float | None = None
     """Bound of the KL estimate at each token, both ways; None = off."""
+
+    REFUSED: ClassVar[dict[str, str]] = {
+        "preset": "a preset is a function: from whet import presets; presets.dapo(...)",
+    }
 
     def __post_init__(self) -> None:
         """Checks the ranges; each choice adds its own check, and calls this one first."""
