@@ -217,9 +217,7 @@ def test_the_importance_sampling_of_each_mode(mode, low, high, unknown):
         p.sampler[0, 0] = math.nan
     ratio = correction_of(p.old, p.sampler, p.mask, mode=mode, low=low, high=high)
     level, how = mode.split("_")
-    factor = functools.partial(
-        CORRECTIONS[level], sampler_is_mode=how, sampler_is_threshold=high, sampler_is_lower=low
-    )
+    factor = functools.partial(CORRECTIONS[level], sampler_is_mode=how, sampler_is_threshold=high, sampler_is_lower=low)
     x = packed(p)
     torch.testing.assert_close(factor(x), ratio.expand(ROWS, WIDTH)[p.mask.bool()], rtol=1e-6, atol=1e-12)
     mine = ours(Objective(surrogate=clipped_surrogate, factors=(factor,)), x)

@@ -32,8 +32,7 @@ def clipped_value(x: LossInputs, *, clip_range: float = 0.2) -> tuple[Tensor, di
     if not clip_range > 0:
         raise ConfigError(f"clip_range {clip_range!r} must be positive")
     v, old, target = (
-        masked_column(c, x.mask)
-        for c in (x.need("new_values"), x.need("values").detach(), x.need("returns").detach())
+        masked_column(c, x.mask) for c in (x.need("new_values"), x.need("values").detach(), x.need("returns").detach())
     )
     free = (v - target).square()
     clipped = (v.clamp(old - clip_range, old + clip_range) - target).square()
