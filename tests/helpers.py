@@ -85,9 +85,7 @@ def completion(tokens, generation=0, *, version=0, prefix=None, finish="stop", l
     )
 
 
-def grpo_objective(
-    x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl_clamp=None, sampler_is_threshold=None
-):
+def grpo_objective(x, *, surrogate=clipped_surrogate, beta=0.0, kl_mode="kl", kl_clamp=None, sampler_is_threshold=None):
     """GRPO's objective, composed by hand."""
     weight = functools.partial(sampler_importance, sampler_is_threshold=sampler_is_threshold)
     return Objective(
@@ -196,7 +194,17 @@ def gap(a, b):
 
 
 def cluster(
-    actor=None, *, reference=None, critic=None, engine="vanilla", rollout=None, tokenizer=None, lr=1e-2, **training
+    actor=None,
+    *,
+    reference=None,
+    critic=None,
+    reward=None,
+    reward_tokenizer=None,
+    engine="vanilla",
+    rollout=None,
+    tokenizer=None,
+    lr=1e-2,
+    **training,
 ):
     """A cluster of tiny models; `training` are fields of RLTrainingConfig, `rollout` those of RolloutConfig, or one
     for each Mode."""
@@ -207,6 +215,8 @@ def cluster(
         actor=tiny_model() if actor is None else actor,
         reference=reference,
         critic=critic,
+        reward=reward,
+        reward_tokenizer=reward_tokenizer,
         tokenizer=tokenizer or byte_tokenizer(),
         cluster_config=ClusterConfig(
             rollout_engine=engine, rollout_config=rollout, training_config=RLTrainingConfig(**options)

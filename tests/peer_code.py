@@ -1,5 +1,6 @@
-"""Statements of an installed peer's source, run as they are, where they lie inside a method of 600 lines, and a stand-in
-for the trainer that a method asks for."""
+"""Statements of an installed peer's source, run as they are, where they lie inside a method of 600 lines; and a
+stand-in for the trainer that a method asks for.
+"""
 
 import ast
 import collections

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
         Mode,
         OptimConfig,
         PerfMetricsOptions,
+        PPOConfig,
+        PpoConfig,
         ProfilerOptions,
         RLTrainingConfig,
         Role,
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     )
     from whet.learners.base import RLLearner
     from whet.learners.grpo import GRPOLearner, GrpoLearner
+    from whet.learners.ppo import PPOLearner, PpoLearner
     from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
     from whet.run.observer import Control, Observer
     from whet.tunix.metrics_buffer import MetricsBuffer
@@ -70,7 +73,11 @@ __all__ = [
     "Mode",
     "Observer",
     "OptimConfig",
+    "PPOConfig",
+    "PPOLearner",
     "PerfMetricsOptions",
+    "PpoConfig",
+    "PpoLearner",
     "ProfilerOptions",
     "Prompt",
     "RLCluster",
@@ -105,6 +112,8 @@ _MODULES = {
         "MetricsLoggerOptions",
         "Mode",
         "OptimConfig",
+        "PPOConfig",
+        "PpoConfig",
         "PerfMetricsOptions",
         "ProfilerOptions",
         "RLTrainingConfig",
@@ -126,6 +135,7 @@ _MODULES = {
     ),
     "whet.learners.base": ("RLLearner",),
     "whet.learners.grpo": ("GRPOLearner", "GrpoLearner"),
+    "whet.learners.ppo": ("PPOLearner", "PpoLearner"),
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
     "whet.rollout.sampler": ("CacheConfig", "Sampler", "SamplerOutput"),
     "whet.run.observer": ("Control", "Observer"),

@@ -10,6 +10,7 @@ import copy
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.parallel.comm import require_single_process
 from whet.parallel.placement import Placement
 from whet.parallel.ranks import Ranks
+from whet.rewards.model import RewardModel
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
@@ -44,6 +46,7 @@ from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
 from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
+from whet.util.model_paths import model_folder
 
 __all__ = ["RLCluster"]
 
@@ -57,9 +60,11 @@ class RLCluster(TunixVerbs):
     """Roles, engine and tokenizer of one run.
 
     Args:
-        actor, critic, reference: a module, a folder, a hub name, or a RoleConfig. A reference that is the actor's own
-            module is copied, so that it stays what it is.
+        actor, critic, reference, reward: a module, a folder, a hub name, or a RoleConfig. A reference or a critic that
+            is the actor's own module is copied, so that one stays what it is and the other has its own trunk. The
+            reward model is a sequence classifier of one label; learners call it as one more reward function.
         tokenizer: a tokenizer, a folder or a hub name.
+        reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
         cluster_config: meshes, engine, training and rollout configuration.
         perf_config: PerfMetricsOptions.
     Raises: ConfigError: a model that can't be loaded, a mesh or a role that this release does not have.
@@ -74,16 +79,13 @@ class RLCluster(TunixVerbs):
         actor: nn.Module | str | RoleConfig,
         critic: nn.Module | str | RoleConfig | None = None,
         reference: nn.Module | str | RoleConfig | None = None,
-        reward: nn.Module | str | None = None,
+        reward: nn.Module | str | RoleConfig | None = None,
         tokenizer: Any,
+        reward_tokenizer: Any = None,
         cluster_config: ClusterConfig,
         perf_config: Any = None,
     ) -> None:
         require_single_process()
-        if reward is not None:
-            raise ConfigError(
-                "reward=: reward models are not part of this release; give reward functions to the learner"
-            )
         super().__init__()
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
@@ -93,8 +95,8 @@ class RLCluster(TunixVerbs):
         config = self.training_config
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
-        if reference is actor and isinstance(reference, nn.Module):
-            reference = copy.deepcopy(reference)
+        if isinstance(actor, nn.Module):
+            reference, critic = (copy.deepcopy(actor) if m is actor else m for m in (reference, critic))
         policy = self._load(Role.ACTOR, actor)
         self.tokenizer = load_tokenizer(tokenizer)
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
@@ -109,9 +111,11 @@ class RLCluster(TunixVerbs):
         for role, model, optimizer in (
             (Role.REFERENCE, reference, None),
             (Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer),
+            (Role.REWARD, reward, None),
         ):
             if model is not None:
                 add(role, model, self._load(role, model), optimizer)
+        self._reward_tokenizer = self._tokenizer_of(reward, reward_tokenizer)
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         self._trainers = {
             role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
@@ -177,7 +181,7 @@ class RLCluster(TunixVerbs):
             )
         self._workers[role] = ModelWorker(
             loaded,
-            optim=None if role is Role.REFERENCE else optimizer,
+            optim=None if role in (Role.REFERENCE, Role.REWARD) else optimizer,
             dtype=dtype,
             support=support,
             allowed=allowed,
@@ -186,9 +190,36 @@ class RLCluster(TunixVerbs):
             max_sequences=self.training_config.max_segments_per_packed_row,
             given=given if isinstance(given, RoleConfig) else None,
             placement=placement,
-            plans=self._plans,
+            plans=None if role is Role.REWARD else self._plans,  # it runs other batches, maybe of other tokens
         )
         empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
+
+    def _tokenizer_of(self, reward: nn.Module | str | RoleConfig | None, given: Any) -> Any:
+        """The reward model's tokenizer; None = the policy's."""
+        if reward is None or given is not None:
+            return None if given is None else load_tokenizer(given)
+        model = reward.model if isinstance(reward, RoleConfig) else reward
+        if not isinstance(model, str):
+            return None
+        place = Path(model_folder(model))
+        if place.is_dir() and not any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            log.info("%s has no tokenizer; the reward model reads the policy's token ids", model)
+            return None
+        return load_tokenizer(model)
+
+    def reward_model(self, **options: Any) -> RewardModel:
+        """The reward model as a reward function, named after its folder; `options` are RewardModel's.
+
+        Raises: ConfigError: the cluster was made without one.
+        """
+        worker = self.worker(Role.REWARD)
+        return RewardModel(
+            worker,
+            name=worker.loaded.name.rstrip("/").rpartition("/")[2],
+            policy_tokenizer=self.tokenizer,
+            tokenizer=self._reward_tokenizer,
+            **options,
+        )
 
     def _make_engine(self) -> RolloutEngine:
         """The engine that the configuration names, over the actor's model."""

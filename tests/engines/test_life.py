@@ -1,6 +1,5 @@
 """The embedded engine's life: turns of a conversation, new weights under way, little memory, what it counts."""
 
-
 from dataclasses import replace
 
 import numpy as np

@@ -177,9 +177,7 @@ def test_a_trainer_weighs_units_alike():
     assert trainer.weighted(batch).unit_weights.tolist() == [0.0] + [1 / 3] * 2
     assert trainer.weighted(batch).weights is None
     assert trainer.update(batch)["margin"].count == 2
-    critic = RoleTrainer(make(exact("critic")), loss=nll).with_loss_fn(
-        bradley_terry, loss_per="unit", scores=True
-    )
+    critic = RoleTrainer(make(exact("critic")), loss=nll).with_loss_fn(bradley_terry, loss_per="unit", scores=True)
     first = critic.update(batch)["loss"].value
     for _ in range(3):
         last = critic.update(batch)["loss"].value

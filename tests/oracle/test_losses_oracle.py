@@ -134,7 +134,7 @@ def test_value_loss_equals_the_loop(seed):
         returns=target,
     )
     expected = [max((a - r) ** 2, (max(o - 0.3, min(o + 0.3, a)) - r) ** 2) / 2 for a, o, r in rows]
-    assert clipped_value(x, clip_range=0.3)[0].tolist() == pytest.approx(expected, rel=1e-12)
+    assert clipped_value(x, clip_range_value=0.3)[0].tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_tunix_golden_of_a_uniform_policy_with_kl():

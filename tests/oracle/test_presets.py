@@ -1,7 +1,7 @@
 """Each preset against its source: advantages, surrogate, KL and aggregation at once, value and gradient, in float64.
 
-Of a paper the source is a loop written here from its formula, one completion at a time; of TRL it is TRL's own code. What
-whet does is built from the preset as a learner builds it. Advantages are fp32 in whet, hence 1e-6.
+Of a paper the source is a loop written here from its formula, one completion at a time; of TRL it is TRL's own code.
+What whet does is built from the preset as a learner builds it. Advantages are fp32 in whet, hence 1e-6.
 """
 
 import dataclasses
@@ -15,8 +15,8 @@ from peer_code import function, run, source, statements_from, trl_trainer
 
 from whet import presets
 from whet.learners.control import Control
-from whet.learners.objective import advantage_inputs, make_estimator, make_objective
-from whet.ops import estimate, token_weights
+from whet.learners.objective import advantage_inputs, make_estimator, make_objective, with_fields
+from whet.ops import VALUE_LOSSES, advantages_and_returns, estimate, token_weights
 from whet.types import Group, LossInputs, TokenBatch
 
 LONGEST = 7
@@ -41,6 +41,7 @@ class Example:
         self.weights = {"a": 1.0, "b": 0.5}
         self.rewards = self.table["a"] + 0.5 * self.table["b"]
         self.greedy = draw(2)
+        self.values = [draw(n) for n in self.lengths]
         self.prompt = [i // size for i in range(self.number)]
 
     @property
@@ -53,8 +54,8 @@ class Example:
         return torch.as_tensor(values).view(2, self.size)
 
 
-def whet(config, e):
-    """Loss and gradient by completion of whet, from a configuration alone."""
+def batch_of(e):
+    """The example as a scored batch."""
     ids = [list(range(10, 10 + n)) for n in e.lengths]
     groups = [
         Group(
@@ -64,7 +65,12 @@ def whet(config, e):
         for g in range(2)
     ]
     batch = TokenBatch.from_groups(groups, e.rewards)
-    batch = batch.replace(old_logprobs=torch.cat(e.old), ref_logprobs=torch.cat(e.ref))
+    return batch.replace(old_logprobs=torch.cat(e.old), ref_logprobs=torch.cat(e.ref), values=torch.cat(e.values))
+
+
+def whet(config, e):
+    """Loss and gradient by completion of whet, from a configuration alone."""
+    batch = batch_of(e)
     control = Control(config)
     given = advantage_inputs(control.in_reward(batch))
     given = dataclasses.replace(given, table=e.table, reward_weights=e.weights, greedy_rewards=e.greedy)
@@ -96,7 +102,7 @@ def close(found, expected):
     torch.testing.assert_close(found[0], expected[0], rtol=1e-6, atol=1e-6)
 
 
-# ---- the formulas of the papers ----------------------------------------------------------------------------------------
+# ---- the formulas of the papers --------------------------------------------------------------------------------------
 
 
 def scaled(e, eps=1e-6):
@@ -268,9 +274,40 @@ def test_the_examples_reach_every_bound():
     assert (ratios < 0.8).any() and ((ratios > 1.2) & (ratios < 1.28)).any() and (ratios > 6).any()
 
 
+def gae(e, rows, lam):
+    """(advantages, returns) of rewards per token by completion, γ = 1, backwards as the equation has it."""
+    found = []
+    for row, v in zip(rows, e.values, strict=True):
+        ahead, last, own = 0.0, 0.0, [0.0] * len(v)
+        for t in reversed(range(len(v))):
+            ahead = row[t] + last - v[t] + lam * ahead
+            own[t], last = ahead, v[t]
+        found.append(torch.stack(own))
+    return found, [a + v for a, v in zip(found, e.values, strict=True)]
+
+
+def outcomes(e, beta):
+    """The reward at the last token, less the KL at each."""
+    rows = [-beta * (old - ref) for old, ref in zip(e.old, e.ref, strict=True)]
+    return [torch.cat([row[:-1], row[-1:] + r]) for row, r in zip(rows, e.rewards, strict=True)]
+
+
+def of_actor(e, beta, lam):
+    advantages = whitened(gae(e, outcomes(e, beta), lam)[0])
+    return mean_of_tokens([clipped(rho, a) for rho, a in zip(e.rho, advantages, strict=True)])
+
+
+def ppo(e):
+    return of_actor(e, 0.02, 0.95)
+
+
+def rl2_ppo(e):
+    return of_actor(e, 0.0, 1.0)
+
+
 FORMULAS = {f.__name__: f for f in (
-    cispo, dapo, deepseek_grpo, dppo, dr_grpo, gdpo, gmpo, gspo, luspo, opo, reinforce_pp, reinforce_pp_baseline, remax,
-    rl2_reinforce, rloo, sapo, scale_rl, vespo,
+    cispo, dapo, deepseek_grpo, dppo, dr_grpo, gdpo, gmpo, gspo, luspo, opo, ppo, reinforce_pp, reinforce_pp_baseline,
+    remax, rl2_ppo, rl2_reinforce, rloo, sapo, scale_rl, vespo,
 )}  # fmt: skip
 
 
@@ -279,6 +316,30 @@ def test_a_preset_is_the_formula_of_its_source(name):
     for seed in range(4):
         e = Example(seed, size=4)
         close(whet(presets.PRESETS[name](), e), of_source(FORMULAS[name](e), e))
+
+
+@pytest.mark.parametrize(("name", "lam", "beta", "clip"), [("ppo", 0.95, 0.02, 0.2), ("rl2_ppo", 1.0, 0.0, 0.5)])
+def test_what_the_critic_learns_by_a_preset(name, lam, beta, clip):
+    config = presets.PRESETS[name]()
+    e = Example(3, size=4)
+    given = advantage_inputs(Control(config).in_reward(batch_of(e)))
+    returns = with_fields(advantages_and_returns, config)(given)[1]
+    expected = torch.cat(gae(e, outcomes(e, beta), lam)[1])
+    torch.testing.assert_close(returns, expected, rtol=1e-9, atol=1e-9)
+    old = torch.cat(e.values)
+    new = (old + torch.randn(len(old), generator=torch.Generator().manual_seed(0)).double()).requires_grad_()
+    x = LossInputs(
+        sequence=torch.zeros(len(old), dtype=torch.long),
+        mask=torch.ones(len(old), dtype=torch.bool),
+        logprobs=torch.zeros(len(old)),
+        new_values=new,
+        token_columns={"values": old, "returns": expected},
+    )
+    with_fields(VALUE_LOSSES[config.value_loss_fn], config)(x)[0].mean().backward()
+    ours, new.grad = new.grad, None
+    held = old + (new - old).clamp(-clip, clip)
+    torch.maximum((new - expected) ** 2, (held - expected) ** 2).mean().backward()
+    torch.testing.assert_close(2 * ours, new.grad, rtol=1e-9, atol=1e-12)  # RL2's has no ½; ours agrees with Tunix
 
 
 def test_every_preset_has_a_source_to_be_compared_with():
@@ -310,7 +371,7 @@ def test_rl2_s_other_choices():
     close(whet(presets.rl2_reinforce(beta=0.1), e), of_source(mean_of_tokens(rows), e))
 
 
-# ---- TRL's own code ----------------------------------------------------------------------------------------------------
+# ---- TRL's own code --------------------------------------------------------------------------------------------------
 
 
 def padded(rows):

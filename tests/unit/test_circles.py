@@ -42,8 +42,7 @@ def circles(graph):
     return sorted(out)
 
 
-KNOWN = [
-]
+KNOWN = []
 """To be opened; none may come to it."""
 
 

@@ -458,7 +458,7 @@ def test_models_are_read_from_folders_with_their_own_optimizer_and_dtype(model_f
 
 
 def test_what_this_release_does_not_have_is_refused(monkeypatch):
-    with pytest.raises(ConfigError, match="reward functions"):
+    with pytest.raises(ConfigError, match="can't be the reward model: it has no score head"):
         whet.RLCluster(actor=tiny_model(), reward=tiny_model(), tokenizer="byte", cluster_config=whet.ClusterConfig())
     with pytest.raises(ConfigError, match=r"actor\.model is not set"):
         cluster(RoleConfig())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from whet.cli.commands import recipe_path
-from whet.config import load_run
+from whet.config import PPORunConfig, RunConfig, load_run
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 
@@ -18,7 +18,8 @@ def test_there_are_recipes_and_the_command_line_finds_them():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_a_recipe_parses_and_its_batches_divide(path):
-    made = load_run(["--config", str(path)])
+    command = PPORunConfig if f"whet ppo --config recipes/{path.name}" in path.read_text() else RunConfig
+    made = load_run(["--config", str(path)], command)
     assert made.trainer.resolve_batch_sizes(made.data.batch_size).full == made.data.batch_size
     assert made.actor.model and made.data.path and made.reward_names
 

@@ -7,7 +7,16 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import tiny_model
-from whet import ClusterConfig, GRPOConfig, GRPOLearner, RLCluster, RLTrainingConfig, RolloutConfig
+from whet import (
+    ClusterConfig,
+    GRPOConfig,
+    GRPOLearner,
+    PPOConfig,
+    PPOLearner,
+    RLCluster,
+    RLTrainingConfig,
+    RolloutConfig,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
 SAID = set(re.findall(r"`([^`\n]+)`", PAGE))
@@ -41,11 +50,25 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def with_critic():
+    """The rows of a run with a critic."""
+    training = RLTrainingConfig(max_steps=2, pbar_description=None)
+    rollout = RolloutConfig(max_tokens_to_generate=4)
+    config = ClusterConfig(rollout_config=rollout, training_config=training)
+    cluster = RLCluster(
+        actor=tiny_model(), critic=tiny_model(), reference=tiny_model(1), tokenizer="byte", cluster_config=config
+    )
+    rows = [{"prompts": ["1+1=", "2+2="]}] * 2
+    return PPOLearner(cluster, PPOConfig(), lambda completions: [len(c) for c in completions]).train(rows).rows
+
+
 @pytest.fixture
-def written(folder):
-    """Names of metrics in the rows of the run, as the page writes them."""
+def written(folder, with_critic):
+    """Names of metrics in the rows of the runs, as the page writes them."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    names = {name for row in rows for name in row} - {"step", "mode", "version"}
+    names = {name for row in [*rows, *with_critic] for name in row} - {"step", "mode", "version"}
+    names -= {name for name in names if name.startswith("critic/") and name.removeprefix("critic/") in names}
     return {name.replace("/lambda", "/<f>").replace("best_of_2", "best_of_<G>") for name in names}
 
 

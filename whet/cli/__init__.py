@@ -19,12 +19,15 @@ __all__ = ["main"]
 COMMANDS = {
     "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a few minutes",
     "grpo": "train a policy by GRPO: --config run.yaml, key=value",
+    "ppo": "train a policy by PPO, and a critic with it: --config run.yaml, key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "talk with a model: model=FOLDER",
     "version": "print the version",
 }
 
-_FLAGS = {"print_config": ("chat", "generate", "grpo"), "profile": ("demo", "grpo")}
+_TRAIN = ("demo", "grpo", "ppo")
+"""The commands that train."""
+_FLAGS = {"print_config": ("chat", "generate", "grpo", "ppo"), "profile": ("demo", "grpo", "ppo")}
 """Flags (words without a value), besides --help, and the commands that take them."""
 _PROFILE = " --profile (trainer.profile=true) profiles the second step."
 _EXAMPLES = {
@@ -97,7 +100,7 @@ def _explained(command: str, error: Exception) -> bool:
 
 def _run(command: str, words: list[str]) -> None:
     _check_flags(command, words)
-    if command in ("demo", "grpo"):
+    if command in _TRAIN:
         words = ["trainer.profile=true" if w == "--profile" else w for w in words]
     printing = [w for w in words if w in ("--print_config", "--print-config")]
     config = _config(command, [w for w in words if w not in printing])
@@ -109,8 +112,9 @@ def _run(command: str, words: list[str]) -> None:
     _check(command, config)
     from whet.observe.progress import setup_logging
 
-    trains = command in ("demo", "grpo")
-    with unfailing("stdout") if trains else nullcontext():  # a run continues, whether or not its output can be written
+    with (
+        unfailing("stdout") if command in _TRAIN else nullcontext()
+    ):  # a run continues, whether or not its output can be written
         setup_logging()
         _work(command, words, config)
 
@@ -129,6 +133,8 @@ def _work(command: str, words: list[str], config: Any) -> None:
 
         if command == "grpo":
             commands.grpo(config)
+        elif command == "ppo":
+            commands.ppo(config)
         else:
             commands.demo(words)
 
@@ -145,7 +151,7 @@ def _check_flags(command: str, words: list[str]) -> None:
             continue
         if name in _FLAGS:
             if command not in _FLAGS[name]:
-                theirs = " and whet ".join(_FLAGS[name])
+                theirs = ", whet ".join(_FLAGS[name])
                 raise ConfigError(f"{word} is not an option of whet {command}; only of whet {theirs}")
             continue
         flags, keys = ["config", *(flag for flag, commands in _FLAGS.items() if command in commands)], _keys(command)
@@ -161,7 +167,7 @@ def _keys(command: str) -> list[str]:
     from whet.config import SHORT, RunConfig
     from whet.config.generate import ChatConfig, GenerateConfig
 
-    if command in ("demo", "grpo"):
+    if command in _TRAIN:
         return [*(f.name for f in dataclasses.fields(RunConfig)), *SHORT, "seed"]
     return [f.name for f in dataclasses.fields(GenerateConfig if command == "generate" else ChatConfig)]
 
@@ -170,10 +176,10 @@ def _config(command: str, words: list[str]) -> Any:
     """The configuration of a command; None where it takes words."""
     if command == "demo":
         return None
-    if command == "grpo":
-        from whet.config import load_run
+    if command in _TRAIN:
+        from whet.config import PPORunConfig, RunConfig, load_run
 
-        return load_run(words)
+        return load_run(words, PPORunConfig if command == "ppo" else RunConfig)
     from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
 
     return load_sampled(GenerateConfig if command == "generate" else ChatConfig, words)
@@ -181,7 +187,7 @@ def _config(command: str, words: list[str]) -> Any:
 
 def _check(command: str, config: Any) -> None:
     """Raises ConfigError for what is missing, before anything heavy is imported."""
-    if command == "grpo":
+    if command in ("grpo", "ppo"):
         from whet.config import check_complete
 
         check_complete(config)
@@ -193,7 +199,8 @@ def _check(command: str, config: Any) -> None:
 
 def _help() -> str:
     commands = "\n".join(f"  {command:9}{text}" for command, text in COMMANDS.items())
-    return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n`whet grpo --help` lists every key."
+    keys = "`whet grpo --help` and `whet ppo --help` list every key."
+    return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n{keys}"
 
 
 def _command_help(command: str) -> str:
@@ -204,17 +211,18 @@ def _command_help(command: str) -> str:
             f"usage: whet demo [key=value ...]\n\n{COMMANDS['demo']}\n\n"
             "Takes the keys of `whet grpo` and --profile; seed=n is short for trainer.seed=n."
         )
-    from whet.config import SHORT, RunConfig, show
+    from whet.config import SHORT, PPORunConfig, RunConfig, show
 
-    if command == "grpo":
-        keys = show(RunConfig, SHORT, hidden=("rollout.vllm.", "rollout.sglang."))
+    trains = command in ("grpo", "ppo")
+    if trains:
+        keys = show(PPORunConfig if command == "ppo" else RunConfig, SHORT, hidden=("rollout.vllm.", "rollout.sglang."))
         end = "\n\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
     else:
         from whet.config.generate import ChatConfig, GenerateConfig
 
         keys = show(GenerateConfig if command == "generate" else ChatConfig)
         end = _EXAMPLES[command]
-    profile, note = (" [--profile]", _PROFILE) if command == "grpo" else ("", "")
+    profile, note = (" [--profile]", _PROFILE) if trains else ("", "")
     return (
         f"usage: whet {command} [--config FILE ...] [--print_config]{profile} [key=value ...]\n\n"
         f"{COMMANDS[command]}\n\n"

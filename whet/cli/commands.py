@@ -21,6 +21,7 @@ from whet.config import (
     ClusterConfig,
     DataConfig,
     Mode,
+    PPORunConfig,
     RoleConfig,
     RunConfig,
     check_complete,
@@ -30,7 +31,9 @@ from whet.config import (
 from whet.data.order import hold_out
 from whet.data.sources import load_rows
 from whet.errors import ConfigError
+from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
+from whet.learners.ppo import PPOLearner
 from whet.models.made import made_model
 from whet.models.precision import probe_threads
 from whet.observe.environment import noted_environment
@@ -40,7 +43,7 @@ from whet.parallel.comm import require_single_process
 from whet.run.run import Run
 from whet.util.refs import is_ref
 
-__all__ = ["demo", "grpo"]
+__all__ = ["demo", "grpo", "ppo"]
 
 log = logging.getLogger("whet")
 
@@ -52,6 +55,16 @@ def grpo(config: RunConfig) -> dict[str, Any]:
         with folder= and seed= and returning the folder of the model that it made there.
     Returns: the summary that is written to summary.json.
     """
+    return _train(config)
+
+
+def ppo(config: PPORunConfig) -> dict[str, Any]:
+    """`whet ppo`: trains a policy by PPO, and its critic: see `grpo`. Without a critic's model it is the actor's."""
+    return _train(config)
+
+
+def _train(config: RunConfig) -> dict[str, Any]:
+    """Trains what a configuration says."""
     from transformers.utils import logging as transformers_logging
 
     require_single_process()
@@ -121,7 +134,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 # ---- pieces ----------------------------------------------------------------------------------------------------------
 
 
-def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
+def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
     train_ds, eval_ds = data(config)
@@ -132,7 +145,9 @@ def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
         reference = dataclasses.replace(reference, model=reference.model or config.actor.model)
     cluster = RLCluster(
         actor=config.actor,
+        critic=_critic(config) if isinstance(config, PPORunConfig) else None,
         reference=reference,
+        reward=config.reward_model,
         tokenizer=config.tokenizer or config.actor.model,
         cluster_config=ClusterConfig(
             rollout_engine=config.rollout_engine,
@@ -147,8 +162,18 @@ def build(config: RunConfig) -> tuple[GRPOLearner, Any, Any]:
         for n in ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit")
     }
     rows_as = dataclasses.replace(config.data, **own)
-    learner = GRPOLearner(cluster, algo, list(config.reward_names), data=rows_as, settings=dump_tree(config))
+    make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
+    learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=dump_tree(config))  # pyright: ignore
     return learner, train_ds, eval_ds
+
+
+def _critic(config: PPORunConfig) -> RoleConfig:
+    """The critic's model: the actor's, with a score head of its own, where none is given."""
+    critic = config.critic or RoleConfig(dtype=config.actor.dtype)
+    if critic.model is not None:
+        return critic
+    log.info("critic: %s with a fresh score head, whose values are 0 at first", config.actor.model)
+    return dataclasses.replace(critic, model=config.actor.model)
 
 
 def data(config: RunConfig) -> tuple[Any, Any]:

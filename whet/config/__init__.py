@@ -1,6 +1,14 @@
 """Configuration: frozen keyword-only dataclasses, checked from Python as from YAML. Imports no torch."""
 
-from whet.config.algo import AlgorithmConfig, GRPOConfig, GrpoConfig, OverlongBuffer, PolicyConfig
+from whet.config.algo import (
+    AlgorithmConfig,
+    GRPOConfig,
+    GrpoConfig,
+    OverlongBuffer,
+    PolicyConfig,
+    PPOConfig,
+    PpoConfig,
+)
 from whet.config.base import check, config, field_docs
 from whet.config.data import DataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
@@ -8,7 +16,7 @@ from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
-from whet.config.run import SHORT, RunConfig, check_complete, load_run
+from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
 from whet.config.training import (
     BatchSizes,
     CheckpointingOptions,
@@ -34,8 +42,11 @@ __all__ = [
     "Mode",
     "OptimConfig",
     "OverlongBuffer",
+    "PPOConfig",
+    "PPORunConfig",
     "PerfMetricsOptions",
     "PolicyConfig",
+    "PpoConfig",
     "ProfilerOptions",
     "RLTrainingConfig",
     "Role",

@@ -28,6 +28,7 @@ from whet.errors import ConfigError, nearest, shown
 __all__ = [
     "adapter",
     "check",
+    "choices",
     "config",
     "explain",
     "field_docs",
@@ -258,6 +259,19 @@ def field_docs(cls: type) -> dict[str, str]:
             if isinstance(field, ast.AnnAssign) and isinstance(under, ast.Expr) and isinstance(field.target, ast.Name):
                 docs[field.target.id] = inspect.cleandoc(ast.literal_eval(under.value))
     return docs
+
+
+def choices(cls: type, name: str) -> Mapping[str, str]:
+    """What a field may be by name, and when: the class attribute CHOICES, {field: {name: when}}, of it or its bases.
+
+    >>> from whet.config import GRPOConfig
+    >>> choices(GRPOConfig, "advantage_estimator")["rloo"]
+    'against the mean of the others: unbiased, also for small groups'
+    """
+    for base in cls.__mro__:
+        if name in (known := vars(base).get("CHOICES", {})):
+            return known[name]
+    return {}
 
 
 def leaves(cls: type, optional: bool = False, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field[Any], type]]:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import yaml
 
-from whet.config.base import check, field_docs, leaves, section_at, type_text
+from whet.config.base import check, choices, field_docs, leaves, section_at, type_text
 from whet.config.fields import DEEPEST
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
@@ -232,6 +232,9 @@ def _show(cls: type, prefix: str, hidden: tuple[str, ...], listed: dict[type, st
         text = "(required)" if default is dataclasses.MISSING else _one_line(default)
         lines.append(f"  {key}={text}  ({type_text(owner, field.name)})")
         lines += [f"      {line}" for line in field_docs(owner).get(field.name, "").splitlines()]
+        named = choices(owner, field.name)
+        width = max(map(len, named), default=0)
+        lines += [f"        {name:{width}}  {when}" for name, when in named.items()]
         section = section_at(owner, (field.name,))
         if section is None or type_text(owner, field.name) != f"{section.__name__} | None":
             continue

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import model_validator
 from pydantic_core import ArgsKwargs
 
-from whet.config.algo import GRPOConfig
+from whet.config.algo import GRPOConfig, PPOConfig
 from whet.config.algo.presets import preset
 from whet.config.base import config, section_at
 from whet.config.data import DataConfig
@@ -21,7 +21,11 @@ from whet.config.rollout import RolloutConfig
 from whet.config.training import RLTrainingConfig
 from whet.errors import ConfigError
 
-__all__ = ["SHORT", "RunConfig", "check_complete", "load_run"]
+__all__ = ["SHORT", "PPORunConfig", "RunConfig", "check_complete", "load_run"]
+
+R = TypeVar("R", bound="RunConfig")
+REWARD_MODEL = "reward_model"
+"""The place of the reward model among the rewards: its section's own name."""
 
 
 @config
@@ -35,7 +39,7 @@ class RunConfig:
     actor: RoleConfig = field(default_factory=RoleConfig)
     """The policy."""
     critic: RoleConfig | None = None
-    """The value model; None = none."""
+    """The value model of `whet ppo`; None = the actor's, with a fresh score head. `whet grpo` has none."""
     reference: RoleConfig | None = None
     """The model that the KL is measured against; None = the actor as it was at the start."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
@@ -47,7 +51,11 @@ class RunConfig:
     trainer: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
     reward: Name | list[Name] | dict[Name, Float] | None = None
-    """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight."""
+    """Reward functions: a built-in name, "file.py:function" or "package.module:function"; a list; or name -> weight.
+    The word reward_model among them stands for the model of that section."""
+    reward_model: RoleConfig | None = None
+    """A reward model (transformers' sequence classifier of one label), whose score is one more reward; of weight 1.0
+    unless `reward` names it. None = none."""
     rollout_engine: Name = "embedded"
     """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
@@ -77,21 +85,42 @@ class RunConfig:
                 raise ConfigError(f"trainer.{role}_optimizer is for Python; in a run's configuration set {role}.optim")
         if isinstance(self.reward, dict) and self.algo.reward_weights is not None:
             raise ConfigError("reward gives weights and algo.reward_weights too; keep one of them")
+        if self.reward_model is None and REWARD_MODEL in self._listed:
+            raise ConfigError("reward names reward_model, and there is none; set reward_model.model")
         weights, count = self.algo.reward_weights, len(self.reward_names)
-        if self.reward is not None and weights is not None and len(weights) != count:
+        if count and weights is not None and len(weights) != count:
             raise ConfigError(
                 f"algo.reward_weights has {len(weights)} values for {count} reward functions; give one each"
             )
 
     @property
-    def reward_names(self) -> tuple[str, ...]:
-        """The reward functions in their order."""
+    def _listed(self) -> tuple[str, ...]:
         return (self.reward,) if isinstance(self.reward, str) else tuple(self.reward or ())
+
+    @property
+    def reward_names(self) -> tuple[str, ...]:
+        """The reward functions in their order; a reward model that is not listed is the last."""
+        unlisted = self.reward_model is not None and REWARD_MODEL not in self._listed
+        return (*self._listed, *((REWARD_MODEL,) if unlisted else ()))
 
     @property
     def reward_weights(self) -> tuple[float, ...] | None:
         """Their weights, from `reward` or from `algo`; None = 1.0 each."""
-        return tuple(self.reward.values()) if isinstance(self.reward, dict) else self.algo.reward_weights
+        if not isinstance(self.reward, dict):
+            return self.algo.reward_weights
+        return tuple(self.reward.get(name, 1.0) for name in self.reward_names)
+
+
+@config
+class PPORunConfig(RunConfig):
+    """Everything that `whet ppo` needs.
+
+    >>> load_run(["model=my/model", "algo.gae_lambda=0.9"], PPORunConfig).algo.gae_lambda
+    0.9
+    """
+
+    algo: PPOConfig = field(default_factory=PPOConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The algorithm."""
 
 
 def check_complete(config: RunConfig) -> None:
@@ -109,8 +138,10 @@ def check_complete(config: RunConfig) -> None:
         missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
     if not config.reward_names:
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
-    if config.critic is not None:
-        missing.append("critic: GRPO has no critic, and PPO is not part of this release; leave it out")
+    if config.reward_model is not None and config.reward_model.model is None:
+        missing.append("reward_model has no model; write reward_model.model=<hub name or folder>")
+    if config.critic is not None and not isinstance(config, PPORunConfig):
+        missing.append("critic: GRPO has no critic; leave it out, or train with whet ppo")
     if missing:
         raise ConfigError("\n".join(missing))
 
@@ -127,10 +158,10 @@ SHORT: dict[str, str] = {
 """Shorthand -> full key of a RunConfig."""
 
 
-def load_run(argv: Sequence[str]) -> RunConfig:
+def load_run(argv: Sequence[str], kind: type[R] = RunConfig) -> R:
     """A RunConfig from `--config run.yaml key=value ...`.
 
-    Args: argv: arguments of the command line after the command.
+    Args: argv: arguments of the command line after the command. kind: RunConfig, or PPORunConfig for `whet ppo`.
     Raises: ConfigError: every problem at once, a line each.
     """
-    return load(RunConfig, argv, SHORT)
+    return load(kind, argv, SHORT)

@@ -23,7 +23,7 @@ LongPrompt = Literal["error", "truncate_left", "drop"]
 PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question")
 """Names of the prompt column, in the order of preference."""
 IMAGE_COLUMNS = ("image", "images")
-GIVEN = ("advantages", "completions", "completion_ids", "mode", "prompts", "rewards", "trajectory_ids")
+GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompt_ids", "prompts", "rewards", "trajectory_ids")
 """Keywords that reward and metric functions are given besides the columns: no column may have such a name."""
 
 

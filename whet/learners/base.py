@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
-from whet.config import AlgorithmConfig, DataConfig, Mode
+from whet.config import AlgorithmConfig, DataConfig, Mode, Role
+from whet.config.run import REWARD_MODEL
 from whet.errors import ConfigError
 from whet.learners.objective import reward_functions
 from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
@@ -65,6 +66,7 @@ class RLLearner:
         rl_cluster: models, engine, configuration.
         algo_config: the algorithm's.
         reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, names, or "file.py:function".
+            The cluster's reward model, if any, is one more: where the word "reward_model" stands, else the last.
         metric_fns: functions `fn(prompts, completions, advantages, rewards, **columns) -> {name: (value,
             aggregation)}`.
         data_shuffle_seed: shuffles the mini-batches of each pass over a step's samples; None = in order.
@@ -120,7 +122,7 @@ class RLLearner:
         self.settings = settings
         self.observers = list(observers)
         manager = resolve_reward_manager(algo_config.reward_manager)
-        reward_fns, weights = reward_functions(reward_fns, algo_config)
+        reward_fns, weights = reward_functions(self._with_reward_model(reward_fns), algo_config)
         self.reward_manager = manager(
             reward_fns,
             weights,
@@ -128,6 +130,22 @@ class RLLearner:
             timeout_s=self.config.reward_timeout_s,
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
+
+    def _with_reward_model(self, reward_fns: Any) -> Any:
+        """The reward functions, and the cluster's reward model: where "reward_model" stands, else as the last.
+
+        Raises: ConfigError: it is named, and the cluster has none.
+        """
+        given = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
+        named, there = REWARD_MODEL in given, Role.REWARD in self.cluster.workers
+        if named and not there:
+            raise ConfigError(f"{REWARD_MODEL} is among the rewards, and there is none; pass RLCluster(reward=...)")
+        if not there:
+            return reward_fns
+        model = self.cluster.reward_model(
+            apply_chat_template=self.data.apply_chat_template, system_prompt=self.data.system_prompt
+        )
+        return [model if fn == REWARD_MODEL else fn for fn in given] + ([] if named else [model])
 
     def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
         """Trains until max_steps or the data's end.
@@ -270,6 +288,10 @@ class RLLearner:
     def num_updates(self, num_groups: int) -> int:
         """Optimizer steps that a step of so many groups makes: passes times mini-batches."""
         return self.num_iterations * -(-num_groups // (self.config.mini_batch_size or num_groups))
+
+    def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
+        """Optimizer steps of a role in the first steps of a run, each of so many groups: what its schedule spans."""
+        return steps * self.num_updates(num_groups)
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
         """What a step of so many groups runs besides rollout and update, and what it leaves out, with the reason."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -29,6 +29,7 @@ from whet.ops import (
     Objective,
     reference_kl,
 )
+from whet.rewards.contract import function_name
 from whet.rewards.length import overlong
 from whet.rewards.manager import Rewarded
 from whet.types import TokenBatch
@@ -36,8 +37,10 @@ from whet.util.refs import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",
+    "check_call",
     "check_of_tokens",
     "check_used",
+    "composed",
     "keywords_of",
     "kl_estimate",
     "make_estimator",
@@ -60,6 +63,32 @@ def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
     return known[value]
 
 
+def _piece(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
+    """A piece of the objective, fn(x), with the configuration's fields bound."""
+    fn = with_fields(resolve_name(value, known, kind), config)
+    check_call(fn, kind, ("x",))
+    return fn
+
+
+def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None:
+    """Raises ConfigError where a function can be called in none of the forms, each the names of its arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin: calling it will tell
+        return
+    for form in forms:
+        try:
+            signature.bind(*form)
+        except TypeError:
+            continue
+        return
+    ways = " or ".join(f"fn({', '.join(form)})" for form in forms)
+    raise ConfigError(
+        f"{kind} {function_name(fn)}{signature} can't be called as {ways}; further arguments need a default, or must "
+        "be keyword-only and have the name of a field of the configuration"
+    )
+
+
 def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[..., Any]:
     """A function with the keyword-only arguments bound that the configuration has as fields.
 
@@ -71,7 +100,7 @@ def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[...
     (0.1, 1)
     """
     asked = keywords_of(fn)
-    bound = {f.name: getattr(config, f.name) for f in fields(config) if f.name in asked}
+    bound = {name: value for name, value in config.keywords.items() if name in asked}
     return functools.partial(fn, **bound) if bound else fn
 
 
@@ -109,6 +138,43 @@ def check_of_tokens(config: PolicyConfig) -> None:
         )
 
 
+def composed(config: PolicyConfig) -> dict[str, str]:
+    """Which pieces a configuration composes, with their parameters, for the log and environment.json.
+
+    >>> made = composed(PolicyConfig(beta=0.1, loss_masks=("off-policy",), policy_loss_fn="reinforce"))
+    >>> made["loss"]
+    'reinforce * off-policy(off_policy_mask_threshold=0.5) + 0.1 * low_var_kl'
+    >>> made["aggregation"]
+    'sequence-mean-token-mean over trained sequences'
+    """
+    factors = [] if config.sampler_is is None else [_with_parameters(config, config.sampler_is, CORRECTIONS)]
+    factors += [_with_parameters(config, name, TOKEN_MASKS) for name in config.loss_masks]
+    loss = " * ".join([_with_parameters(config, config.loss_name, POLICY_LOSSES), *factors])
+    kl = f"{config.beta} * {_named(config.kl_loss_mode)}"
+    if config.beta and config.kl_type == "loss":
+        loss += f" + {kl}"
+    if config.entropy_coef or config.use_adaptive_entropy:
+        loss += f" - {config.entropy_coef} * entropy"
+    advantages = _with_parameters(config, config.advantage_estimator, ADVANTAGE_ESTIMATORS)
+    if config.beta and config.kl_type != "loss":
+        advantages += f" - {kl} (in the {config.kl_type})"
+    aggregation = f"{_named(config.loss_agg_mode)} over {config.loss_agg_units} sequences"
+    return {"advantages": advantages, "loss": loss, "aggregation": aggregation}
+
+
+def _with_parameters(config: PolicyConfig, value: Any, known: Mapping[str, Any]) -> str:
+    """A piece's name, with the fields that it takes and that are set."""
+    fn = resolve_name(value, known, "piece")
+    taken = {f.name: getattr(config, f.name) for f in fields(config) if f.name in keywords_of(fn)}
+    words = ", ".join(f"{name}={_named(value)}" for name, value in taken.items() if value is not None)
+    return f"{_named(value)}({words})" if words else _named(value)
+
+
+def _named(value: Any) -> str:
+    """A value, or what a function is called."""
+    return function_name(value) if callable(value) else str(value)
+
+
 def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
     """The reward functions of a configuration and their weights: those given, and what overlong_buffer adds.
 
@@ -124,7 +190,10 @@ def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tu
 
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     """The advantage estimator of a configuration."""
-    return with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator"), config)
+    kind = "advantage estimator"
+    fn = with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
+    check_call(fn, kind, ("x",), ("rewards", "group_ids"))
+    return fn
 
 
 def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> AdvantageInputs:
@@ -154,19 +223,19 @@ def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
 
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
     """The KL estimate of a configuration, a function of d. Raises ConfigError: nothing has this name."""
-    return resolve_name(config.kl_loss_mode, KL_MODES, "KL mode")
+    return resolve_name(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
 
 
 def make_objective(config: PolicyConfig) -> Objective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
     check_used(config)
-    corrections = [] if config.sampler_is is None else [resolve_name(config.sampler_is, CORRECTIONS, "sampler_is")]
-    corrections = [with_fields(fn, config) for fn in corrections]
-    surrogate = with_fields(policy_loss(config), config)
+    names = [] if config.sampler_is is None else [config.sampler_is]
+    corrections = [_piece(name, CORRECTIONS, "sampler_is", config) for name in names]
+    surrogate = _piece(config.loss_name, POLICY_LOSSES, "policy loss", config)
     if corrections and "correction" in keywords_of(surrogate):  # it has the correction in its own weight
         check_of_tokens(config)
         surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []
-    masks = [with_fields(resolve_name(name, TOKEN_MASKS, "loss mask"), config) for name in config.loss_masks]
+    masks = [_piece(name, TOKEN_MASKS, "loss mask", config) for name in config.loss_masks]
     return Objective(
         surrogate=surrogate,
         factors=(*corrections, *masks),

@@ -26,6 +26,7 @@ from whet.learners.fill import check_fill, filled
 from whet.learners.mismatch import compare_sampler, with_ess
 from whet.learners.objective import (
     advantage_inputs,
+    composed,
     make_estimator,
     make_objective,
     resolve_name,
@@ -238,6 +239,7 @@ class PolicyLearner(RLLearner):
             "nowhere": "skipped: one update follows each rollout, so the ratio is 1 (unless a token is stale)",
         }
         found = {
+            **composed(self.algo_config),
             "old_logprobs": old[self.old_logprobs_from(num_groups)],
             "ref_logprobs": "runs: beta or force_compute_kl asks for it"
             if self.needs_reference

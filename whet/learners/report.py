@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from whet.metrics import Max, Mean, Metric, Min, Sum
-from whet.ops import group_spread
+from whet.ops import AdvantageInputs, group_spread
 from whet.rewards.manager import sample_std
 from whet.rollout.base import EngineStats
 from whet.types import Group, TokenBatch
@@ -30,6 +30,7 @@ __all__ = [
     "skipped_metrics",
     "spread",
     "total_metrics",
+    "value_metrics",
 ]
 
 
@@ -131,6 +132,25 @@ def advantage_metrics(batch: TokenBatch) -> dict[str, Metric]:
     }
     if len(tokens):
         found |= {"advantage/max": Max(float(tokens.max())), "advantage/min": Min(float(tokens.min()))}
+    return found
+
+
+def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
+    """What a critic's learner adds, over trained tokens: advantages/*, advantages/returns/*, advantages/old_values/*,
+    as Tunix; rewards/reward/*, of trajectories, with what single tokens earned; whet's: critic/explained_variance,
+    1 − var(R − V) / var(R): 1 = the values at rollout are the returns, 0 = no better than a constant.
+    """
+    columns = (batch.need("advantages"), batch.need("returns"), batch.need("values"))
+    advantages, returns, values = (c[batch.mask].double().numpy() for c in columns)
+    rewards = x.returns
+    found = {
+        **spread("advantages", advantages),
+        **spread("advantages/returns", returns),
+        **spread("advantages/old_values", values),
+        **spread("rewards/reward", rewards[~rewards.isnan()].numpy()),
+    }
+    if len(returns) > 1 and returns.var() > 0:
+        found["critic/explained_variance"] = Mean(1.0 - float((returns - values).var() / returns.var()))
     return found
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from whet.cluster import RLCluster
-from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, dump_tree
+from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
 from whet.data.order import PromptStream, digests
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
@@ -54,6 +54,10 @@ class Learner(Protocol):
 
     def num_updates(self, num_groups: int) -> int:
         """Optimizer steps of a step of so many groups."""
+        ...
+
+    def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
+        """Optimizer steps of a role in so many steps."""
         ...
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
@@ -202,6 +206,10 @@ class RLTask(Task):
     def num_updates(self, batch_size: int) -> int:
         """The learner's."""
         return self.learner.num_updates(batch_size)
+
+    def total_updates(self, role: Role, steps: int, batch_size: int) -> int:
+        """The learner's."""
+        return self.learner.total_updates(role, steps, batch_size)
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 

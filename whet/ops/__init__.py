@@ -8,9 +8,11 @@ from whet.ops.advantages import (
     ADVANTAGE_ESTIMATORS,
     AdvantageInputs,
     Grouped,
+    advantages_and_returns,
     batch_normalized,
     best_alone,
     estimate,
+    gae_advantages,
     group_relative,
     group_spread,
     leave_one_out,
@@ -35,6 +37,7 @@ from whet.ops.corrections import (
     sampling_metrics,
     weight_metrics,
 )
+from whet.ops.gae import generalized_advantages
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, selective_log_softmax
 from whet.ops.masked import (
@@ -97,6 +100,7 @@ __all__ = [
     "Support",
     "adapted_beta",
     "address_key",
+    "advantages_and_returns",
     "aggregate",
     "allowed_tokens",
     "batch_normalized",
@@ -114,6 +118,8 @@ __all__ = [
     "entropy_rank",
     "estimate",
     "fp32_or_wider",
+    "gae_advantages",
+    "generalized_advantages",
     "geometric_mean",
     "greedy",
     "group_relative",

@@ -20,15 +20,22 @@ __all__ = ["KL_MODES", "adapted_beta", "kl_divergence", "kl_rewards", "reference
 
 
 def _k1(d: Tensor) -> Tensor:
+    """k1 = d."""
     return d
 
 
 def _k2(d: Tensor) -> Tensor:
+    """k2 = d²/2."""
     return 0.5 * d.square()
 
 
+def _abs(d: Tensor) -> Tensor:
+    """|d|."""
+    return torch.abs(d)
+
+
 def _k3(d: Tensor) -> Tensor:
-    """exp(−d) + d − 1, the exponent held in ±20: exp(88.8) is already infinite in fp32.
+    """k3 = exp(−d) + d − 1, the exponent held in ±20: exp(88.8) is already infinite in fp32.
 
     The gradient passes through the clamp, as 1 − exp(20) far below 0: without it that of d alone would be left, which
     pushes the policy further away from the reference.
@@ -45,8 +52,8 @@ def _straight_through(estimate: Callable[[Tensor], Tensor], d: Tensor) -> Tensor
 
 
 KL_MODES: dict[str, Callable[[Tensor], Tensor]] = {
-    "abs": torch.abs,
-    "abs+": functools.partial(_straight_through, torch.abs),
+    "abs": _abs,
+    "abs+": functools.partial(_straight_through, _abs),
     "k1": _k1,
     "k1+": functools.partial(_straight_through, _k1),
     "k2": _k2,

@@ -14,28 +14,29 @@ from whet.types import LossInputs
 __all__ = ["VALUE_LOSSES", "clipped_value"]
 
 
-def clipped_value(x: LossInputs, *, clip_range: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
+def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
     """Squared error of the value, the larger of the plain one and of the one held near the old value.
 
     l = ½·max((v − R)², (clip(v, v_old − c, v_old + c) − R)²), v the new value, v_old the one at rollout, R the return,
     c the clip range; values are those of the state before each token.
-    Args: x: needs mask, new_values, values and returns. clip_range: c, above 0.
+    Args: x: needs mask, new_values, values and returns. clip_range_value: c, above 0.
     Returns: loss [s], 0 where masked out, and per token: vf_loss, vpred, vf_clipfrac, return; all detached.
-    Raises: ConfigError: clip_range not positive. DataError: a missing column.
-    Source: the value loss of PPO (openai/baselines); agrees with Tunix.
+    Raises: ConfigError: clip_range_value not positive. DataError: a missing column.
+    Source: the value loss of PPO (openai/baselines); agrees with Tunix. RL2 has no ½: its gradient is twice as large,
+        which Adam does not see and max_grad_norm does.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                new_values=torch.tensor([1.]), values=torch.tensor([0.]), returns=torch.tensor([2.]))
     >>> clipped_value(x)[0]  # max((1 - 2)**2, (0.2 - 2)**2) / 2
     tensor([1.6200])
     """
-    if not clip_range > 0:
-        raise ConfigError(f"clip_range {clip_range!r} must be positive")
+    if not clip_range_value > 0:
+        raise ConfigError(f"clip_range_value must be positive, got {clip_range_value!r}")
     v, old, target = (
         masked_column(c, x.mask) for c in (x.need("new_values"), x.need("values").detach(), x.need("returns").detach())
     )
     free = (v - target).square()
-    clipped = (v.clamp(old - clip_range, old + clip_range) - target).square()
+    clipped = (v.clamp(old - clip_range_value, old + clip_range_value) - target).square()
     loss = 0.5 * torch.maximum(free, clipped)
     metrics = {"return": target, "vf_clipfrac": clipped > free, "vf_loss": loss, "vpred": v}
     return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}

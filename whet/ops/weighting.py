@@ -28,15 +28,18 @@ One that has a keyword-only argument `prompt` is given Long [S], the prompt of e
 
 
 def _token_mean(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    """1/M, M the trained tokens."""
     return 1 / mask.sum().clamp(min=1).double()
 
 
 def _sequence_mean_token_mean(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    """1/(n·U), n the trained tokens of the sequence, U the sequences."""
     lengths = _unit_lengths(mask, trajectory).clamp(min=1).index_select(0, trajectory)
     return 1 / (lengths * _units(mask, trajectory, num_units))
 
 
 def _sequence_mean_token_scale(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    """1/(norm·U), norm a constant: by default the longest completion allowed."""
     if norm is None:
         raise ConfigError(
             "loss_agg_mode 'sequence-mean-token-scale' divides by a constant: give norm, the longest completion allowed"
@@ -45,12 +48,14 @@ def _sequence_mean_token_scale(mask: Tensor, trajectory: Tensor, norm: float | N
 
 
 def _seq_mean_token_sum(mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None) -> Tensor:
+    """1/U, U the sequences."""
     return 1 / _units(mask, trajectory, num_units)
 
 
 def _sequence_mean_token_sum_norm(
     mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None
 ) -> Tensor:
+    """1/norm; 1/U without one."""
     units = _units(mask, trajectory, num_units)
     return 1 / (units if norm is None else torch.full_like(units, norm))
 
@@ -58,6 +63,7 @@ def _sequence_mean_token_sum_norm(
 def _prompt_mean_token_mean(
     mask: Tensor, trajectory: Tensor, norm: float | None, num_units: float | None, *, prompt: Tensor
 ) -> Tensor:
+    """1/(m·P), m the trained tokens of all completions of the prompt, P the prompts."""
     prompts = None if num_units is None else float(len(prompt.unique()))
     return _sequence_mean_token_mean(mask, prompt, norm, prompts)
 

@@ -2,9 +2,10 @@
 
     fn(prompts=, completions=, **columns) -> list[float | None]        plain, async, partial or any callable
 
-What is offered, one entry per completion: `prompts`, `completions`, `completion_ids`, every column of the data set,
-`trajectory_ids` ("{row}_{generation}"); and once: `mode`. A function is given what its signature names, or all of it
-where it has **kwargs; fields of the algorithm's configuration only by name. Left out on purpose: worker processes.
+What is offered, one entry per completion: `prompts`, `completions`, `prompt_ids`, `completion_ids`, every column of the
+data set, `trajectory_ids` ("{row}_{generation}"); and once: `mode`. A function is given what its signature names, or
+all of it where it has **kwargs; fields of the algorithm's configuration only by name. Left out on purpose: worker
+processes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import torch
 
 from whet.data.prompts import GIVEN
 from whet.errors import ConfigError, RewardError, nearest
+from whet.rewards.model import RewardModel
 from whet.rewards.values import OnError, checked_rewards, said
 
 __all__ = [
@@ -47,7 +49,7 @@ LOG = logging.getLogger(__name__)
 RewardFn = Callable[..., Any]
 LOOP_GRACE_S = 0.5
 """How long after the deadline an event loop may take to report which functions were late."""
-EACH = ("prompts", "completions", "completion_ids", "trajectory_ids")
+EACH = ("prompts", "completions", "prompt_ids", "completion_ids", "trajectory_ids")
 """What functions are offered of each trajectory besides the columns of the data; `GIVEN` is all besides those."""
 
 
@@ -67,6 +69,8 @@ class RewardInputs:
     """[N]: the tokens, stop token included."""
     trajectory_ids: list[str]
     """[N]: "{row}_{generation}"."""
+    prompt_ids: list[list[int]] = field(default_factory=list)
+    """[N]: the tokens that the model was given before these."""
     mode: Any = "train"
     """"train" or "eval" (a Mode is also such a string)."""
     columns: Mapping[str, list[Any]] = field(default_factory=dict)
@@ -98,13 +102,16 @@ class RewardInputs:
 
 
 def function_name(fn: Any) -> str:
-    """What a function is called in metrics and messages: its own name, of a partial the inner one's, else its class's.
+    """What a function is called in metrics and messages: its own name, of a partial the inner one's, of a
+    reward model that of its folder, else its class's.
 
     >>> function_name(functools.partial(max, 3)), function_name(lambda: 0)
     ('max', 'lambda')
     """
     while isinstance(fn, functools.partial):
         fn = fn.func
+    if isinstance(fn, RewardModel):
+        return fn.name
     name = fn.__name__ if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__name__
     return name.strip("<>")
 
@@ -167,7 +174,8 @@ def call_rewards(
     Plain functions run one after the other, async ones all together on one event loop meanwhile. With a timeout a
     plain function runs in a thread of its own: Python can't end a thread, so one that hangs continues in the background
     (it ends with the process); and what must be on the main thread (signal, so math-verify's own alarm) needs
-    timeout_s=None. Gradient mode, CUDA device and context variables are those of the caller.
+    timeout_s=None. A reward model has no deadline. Gradient mode, CUDA device and context variables are those of the
+    caller.
 
     Args:
         fns: by name. inputs: what they are offered. timeout_s: for each; None = no deadline, on the caller's thread.
@@ -188,7 +196,8 @@ def call_rewards(
         given = keywords(fn, inputs.offered(), inputs.algo_fields, name=name)
         calls[name] = functools.partial(fn, **{word: _own(word, value, inputs) for word, value in given.items()})
     together = _Loop({name: call for name, call in calls.items() if _is_async(call)}, timeout_s)
-    values = {name: _outcome(call, name, timeout_s) for name, call in calls.items() if not _is_async(call)}
+    limits = {name: None if isinstance(fn, RewardModel) else timeout_s for name, fn in fns.items()}
+    values = {name: _outcome(call, name, limits[name]) for name, call in calls.items() if not _is_async(call)}
     late = {name: value for name, value in values.items() if inspect.isawaitable(value)}  # plain, but gave a coroutine
     values |= _Loop({name: functools.partial(_same, value) for name, value in late.items()}, timeout_s).outcomes()
     values |= together.outcomes()

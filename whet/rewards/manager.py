@@ -348,7 +348,7 @@ def _inputs(
     """What the functions are offered."""
     if len(texts) != len(groups) or any(len(t) != len(g.completions) for t, g in zip(texts, groups, strict=True)):
         raise DataError("texts don't match the groups; give one text for every completion of every group")
-    prompts, completions, ids, names, sources = [], [], [], [], []
+    prompts, completions, before, ids, names, sources = [], [], [], [], [], []
     for group, of_group in zip(groups, texts, strict=True):
         last = {c.generation: place for place, c in enumerate(group.completions)}  # first seen first, last fork wins
         for generation, place in last.items():
@@ -356,7 +356,9 @@ def _inputs(
             chat = not isinstance(group.prompt.source, str)
             prompts.append(list(group.prompt.source) if chat else group.prompt.source)
             completions.append([{"role": "assistant", "content": text}] if chat and isinstance(text, str) else text)
-            ids.append(np.asarray(group.completions[place].tokens).tolist())
+            done = group.completions[place]
+            before.append(np.asarray(group.prompt.tokens if done.prefix is None else done.prefix).tolist())
+            ids.append(np.asarray(done.tokens).tolist())
             names.append(f"{group.prompt.row}_{generation}")
             sources.append(group.prompt.columns)
     if not prompts:
@@ -365,6 +367,7 @@ def _inputs(
     return RewardInputs(
         prompts=prompts,
         completions=completions,
+        prompt_ids=before,
         completion_ids=ids,
         trajectory_ids=names,
         mode=mode,

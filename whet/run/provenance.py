@@ -51,6 +51,7 @@ _FREE = (
     "actor.gradient_checkpointing",
     "critic.gradient_checkpointing",
     "reference.gradient_checkpointing",
+    "reward_model.gradient_checkpointing",
     "offload_to_cpu",
     "trainer.max_steps",
     "trainer.num_epochs",

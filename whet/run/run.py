@@ -163,11 +163,11 @@ class Run:
             self.folder.write_config(self.settings)
             self._note_environment(resumed=self.step > 0)
             self.rows = self.folder.rows()
-        total, updates = self.total_steps, self.task.num_updates(self.stream.batch_size)
+        total, size = self.total_steps, self.stream.batch_size
         self.timeline = timeline_folder(self.perf_config, c.run_dir)
         self.profiler.expect(None if total is None else total - self.step)
-        for trainer in self.roles.trainers.values():
-            trainer.worker.plan(None if total is None else total * updates)
+        for role, trainer in self.roles.trainers.items():
+            trainer.worker.plan(None if total is None else self.task.total_updates(role, total, size))
             trainer.hooks.on_train_start(trainer)
             trainer.listeners.append(self._updated)
         options = c.metrics_logging_options

@@ -90,6 +90,10 @@ class Task(Observer):
         """Optimizer steps of a step of so many items."""
         return 1
 
+    def total_updates(self, role: Role, steps: int, batch_size: int) -> int:
+        """Optimizer steps of a role in the first steps of a run, each of so many items: what a schedule spans."""
+        return steps * self.num_updates(batch_size)
+
     def evaluate(self, run: Observed, step: int) -> dict[str, float]:
         """Measures on the evaluation data. Returns: the row to be logged."""
         raise NotImplementedError

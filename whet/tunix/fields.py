@@ -12,7 +12,7 @@ import dataclasses
 import sys
 from typing import Any, NamedTuple
 
-from whet.config.algo import AlgorithmConfig, GRPOConfig
+from whet.config.algo import AlgorithmConfig, GRPOConfig, PPOConfig
 from whet.config.rollout import RolloutConfig
 from whet.config.training import (
     CheckpointingOptions,
@@ -159,6 +159,23 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "sampler_is": Field(None),
         "sampler_is_threshold": Field(2.0),
         "force_compute_kl": Field(False, note="there in the agentic GRPOConfig"),
+    },
+    PPOConfig: {
+        "algo_variant": Field("ppo", "no effect", "the other fields say it all"),
+        "num_iterations": Field(1),
+        "gamma": Field(1.0),
+        "gae_lambda": Field(0.95),
+        "beta": Field(0.04, note="of the KL in the reward; kl_type puts it elsewhere"),
+        "epsilon": Field(0.2),
+        "epsilon_low": Field(None, note="0.0 is a value; there it counts as unset"),
+        "epsilon_high": Field(None, note="0.0 is a value; there it counts as unset"),
+        "epsilon_c": Field(None),
+        "entropy_coef": Field(None, "other", "None is read as 0.0"),
+        "clip_range_value": Field(0.2),
+        "kl_method": Field("low_var_kl"),
+        "advantage_estimator": Field("gae", note="also a function or package.module:function"),
+        "policy_loss_fn": Field("ppo", note="also a function or package.module:function"),
+        "value_loss_fn": Field("ppo", note="also a function or package.module:function"),
     },
     RolloutConfig: {
         "max_tokens_to_generate": Field(64),

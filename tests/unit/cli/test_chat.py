@@ -1,6 +1,5 @@
 """`whet chat`: the conversation, its commands, and the loop around it."""
 
-
 import io
 import os
 import signal

@@ -71,10 +71,11 @@ def test_every_command_has_help(command, capsys):
     assert status == 0 and capsys.readouterr().out.strip()
 
 
-def test_help_of_grpo_lists_keys_with_their_docstrings(capsys):
-    main(["grpo", "--help"])
+@pytest.mark.parametrize(("command", "own"), [("grpo", "algo.loss_algo=grpo"), ("ppo", "algo.gae_lambda=0.95")])
+def test_the_help_of_what_trains_lists_keys_with_their_docstrings(command, own, capsys):
+    main([command, "--help"])
     text = capsys.readouterr().out
-    assert "  data.batch_size=8  (positive int)\n      Prompts of one step." in text
+    assert "  data.batch_size=8  (positive int)\n      Prompts of one step." in text and f"\n  {own}  (" in text
 
 
 def test_the_version(capsys):
@@ -83,7 +84,7 @@ def test_the_version(capsys):
 
 def test_an_unknown_command_names_the_nearest(capsys):
     assert main(["grop"]) == 2
-    known = "chat, demo, generate, grpo, version"
+    known = "chat, demo, generate, grpo, ppo, version"
     assert capsys.readouterr().err == f"whet: unknown command 'grop'; did you mean grpo? Known: {known}\n"
 
 
@@ -155,11 +156,11 @@ def test_the_package_runs_as_a_program():
         (["grpo", "--confg", "run.yaml"], "unknown flag --confg; did you mean --config?"),
         (
             ["generate", "--profile", "model=m"],
-            "--profile is not an option of whet generate; only of whet demo and whet grpo",
+            "--profile is not an option of whet generate; only of whet demo, whet grpo, whet ppo",
         ),
         (
             ["demo", "--print-config"],
-            "--print-config is not an option of whet demo; only of whet chat and whet generate and whet grpo",
+            "--print-config is not an option of whet demo; only of whet chat, whet generate, whet grpo, whet ppo",
         ),
     ],
 )

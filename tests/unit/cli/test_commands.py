@@ -9,11 +9,13 @@ import pandas
 import pytest
 import yaml
 from datasets import load_dataset
-from helpers import same, weights_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from helpers import same, tiny_model, weights_of
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from whet.cli import commands, main
 from whet.config import load_run
+from whet.errors import ConfigError
+from whet.models.load import load_model, save_model
 
 REWARD = """
 def digits(prompts, completions, answer, **columns):
@@ -218,3 +220,53 @@ def test_a_model_can_be_made_by_a_function_in_the_run_folder(words, tmp_path, mo
     assert main(["grpo", *made]) == 0
     assert (tmp_path / "run" / "start" / "config.json").is_file()
     assert main(["grpo", *made, "trainer.max_steps=3", "trainer.resume=latest"]) == 0
+
+
+def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewards(words, tmp_path, capsys):
+    judge = load_model(tiny_model(3), role="critic")
+    save_model(judge, None, tmp_path / "judge")
+    digits = f"{tmp_path / 'rewards.py'}:digits"
+    words = [w for w in words if not w.startswith("reward=")]
+    more = [f"reward_model.model={tmp_path / 'judge'}", "reward_model.dtype=float32", "critic.lr=1e-3"]
+    ppo = [*words, *more, f"reward={{reward_model: 0.5, '{digits}': 2.0}}", "algo.critic_warmup_steps=1"]
+    assert main(["ppo", *ppo]) == 0
+    said = capsys.readouterr().err
+    assert said.count("with a fresh score head") == 1 and "judge has no tokenizer" in said
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    first, last = [row for row in rows if row["mode"] == "train"]
+    assert first["rewards/score/mean"] == 0.5 * first["rewards/judge"] + 2.0 * first["rewards/digits"]
+    assert "learning_rate" not in first and last["learning_rate"] == 1e-2 and last["critic/learning_rate"] == 1e-3
+    saved = tmp_path / "run" / "checkpoints" / "step-000002"
+    assert {p.name for p in saved.iterdir() if p.is_dir()} == {"actor", "critic"}
+    assert AutoModelForSequenceClassification.from_pretrained(saved / "critic").config.num_labels == 1
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    assert config["algo"]["advantage_estimator"] == "gae" and config["critic"]["model"] is None
+    assert main(["ppo", *ppo, "trainer.max_steps=3", "trainer.resume=latest"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["grpo", "critic.lr=1"], "critic: GRPO has no critic; leave it out, or train with whet ppo"),
+        (["ppo", "reward_model.dtype=float32"], "reward_model has no model; write reward_model.model="),
+        (["ppo", "reward=reward_model"], "reward names reward_model, and there is none; set reward_model.model"),
+        (["ppo", "algo.loss_algo=grpo"], "unknown key algo.loss_algo"),
+        (["grpo", "algo.gae_lambda=1"], "unknown key algo.gae_lambda"),
+        (["ppo", "algo.gae_lambda=1.5"], "gae_lambda must be between 0 and 1, got 1.5"),
+        (["ppo", "algo.kl_method=kl", "algo.kl_loss_mode=mse_kl"], "both choose the KL estimate"),
+        (["ppo", "algo.clip_range_value=0"], "clip_range_value must be positive"),
+        (["ppo", "algo.epsilon_low=-0.1"], "epsilon_low must not be negative"),
+    ],
+)
+def test_what_ppo_and_grpo_do_not_have_is_said(words, argv, said, capsys):
+    assert main([argv[0], *words, *argv[1:]]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_reward_model_alone_is_a_reward_and_weights_count_it():
+    given = ["model=a", "data=b", "reward_model.model=c"]
+    assert load_run(given).reward_names == ("reward_model",) and load_run(given).reward_weights is None
+    listed = load_run([*given, "reward={exact_match: 0.5}"])
+    assert listed.reward_names == ("exact_match", "reward_model") and listed.reward_weights == (0.5, 1.0)
+    with pytest.raises(ConfigError, match="1 values for 2 reward functions"):
+        load_run([*given, "reward=exact_match", "algo.reward_weights=[1.0]"])

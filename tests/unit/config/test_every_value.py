@@ -63,7 +63,7 @@ def test_any_value_of_any_field_makes_a_configuration_or_a_config_error_that_nam
 
 
 def test_any_word_for_any_key_makes_a_configuration_or_a_config_error_that_names_it():
-    again = ("critic.", "reference.", "trainer.critic_optimizer.")  # the actor's keys once more
+    again = ("critic.", "reference.", "reward_model.", "trainer.critic_optimizer.")  # the actor's keys once more
     for key in [key for key, *_ in leaves(RunConfig, True) if not key.startswith(again)]:
         for text in WORDS:
             outcome(lambda key=key, text=text: load_run([f"{key}={text}"]), key, text[:40])

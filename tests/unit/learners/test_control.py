@@ -235,9 +235,7 @@ def test_the_highest_entropies_are_those_of_a_whole_optimizer_step_however_it_is
     seen = []
     cut = {"train_micro_batch_size": 1, "mini_batch_size": 4}
     for options, choice in (({}, "top-entropy"), (cut, high_entropy_mask)):
-        made = learner(
-            cluster(reference=tiny_model(1), **options), loss_masks=(choice,), top_entropy_quantile=0.25
-        )
+        made = learner(cluster(reference=tiny_model(1), **options), loss_masks=(choice,), top_entropy_quantile=0.25)
         row = made.train(rows(4)).rows[0]
         assert row["pg_loss/kept"] == pytest.approx(0.25, abs=0.01)
         seen.append((row["loss"], row["grad_norm"], row["pg_loss/kept"]))

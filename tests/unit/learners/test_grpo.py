@@ -219,7 +219,8 @@ def test_a_run_notes_which_passes_it_leaves_out_and_why(tmp_path, caplog):
     assert noted["completions with advantage 0"].startswith("skipped: they have no gradient")
     assert "ref_logprobs: skipped: beta is 0" in caplog.messages
     made = learner(cluster(reference=tiny_model(1), mini_batch_size=1), beta=0.1)
-    assert [what.split(":")[0] for what in made.planned_passes(4).values()] == ["skipped", "runs", "run"]
+    passes = ("old_logprobs", "ref_logprobs", "completions with advantage 0")
+    assert [made.planned_passes(4)[name].split(":")[0] for name in passes] == ["skipped", "runs", "run"]
     assert made.planned_passes(4)["old_logprobs"] == "skipped: the sampler's serve"
     assert learner(use_rollout_logps=False).planned_passes(4)["old_logprobs"].startswith("runs")
     assert "truncated completions" not in noted

@@ -1,4 +1,3 @@
-
 import fcntl
 import json
 import math

@@ -1,4 +1,3 @@
-
 import math
 
 import numpy as np
@@ -136,9 +135,7 @@ TWO = {  # sequences with ratios (1, 4) and (1/2, -, 1/2): products 4 and 1/4, g
 )
 def test_each_level_and_mode_by_hand(level, mode, upper, lower, expected):
     x = inputs(**TWO)
-    found = sampler_importance(
-        x, level=level, sampler_is_mode=mode, sampler_is_threshold=upper, sampler_is_lower=lower
-    )
+    found = sampler_importance(x, level=level, sampler_is_mode=mode, sampler_is_threshold=upper, sampler_is_lower=lower)
     assert found.tolist() == pytest.approx(expected, rel=1e-6)
 
 
@@ -154,9 +151,13 @@ def test_rejection_takes_whole_sequences_by_their_geometric_mean():
     x = inputs(**TWO)
     assert sampler_rejection(x, rejection_lower=0.75, rejection_threshold=3.0).tolist() == [1, 1, 0, 0, 0]
     assert sampler_rejection(x, rejection_lower=0.4, rejection_threshold=1.5).tolist() == [0, 0, 1, 0, 1]
-    assert sampler_rejection(
-        x, rejection_level="sequence", rejection_lower=None, rejection_threshold=3.0
-    ).tolist() == [0, 0, 1, 0, 1]
+    assert sampler_rejection(x, rejection_level="sequence", rejection_lower=None, rejection_threshold=3.0).tolist() == [
+        0,
+        0,
+        1,
+        0,
+        1,
+    ]
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])

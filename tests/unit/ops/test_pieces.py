@@ -80,9 +80,7 @@ def test_garbage_where_the_mask_is_false_reaches_neither_loss_nor_gradient(name,
     parts = columns(seed, lengths)
     found = []
     for garbage in (0.0, bad):
-        filled = {
-            n: torch.where(parts["mask"], c, garbage) if c.is_floating_point() else c for n, c in parts.items()
-        }
+        filled = {n: torch.where(parts["mask"], c, garbage) if c.is_floating_point() else c for n, c in parts.items()}
         filled["logprobs"] = filled["logprobs"].requires_grad_()
         objective = Objective(factors=(factor(name),), kl=reference_kl, beta=0.1)
         loss, _ = objective(inputs(filled))

@@ -1,4 +1,3 @@
-
 import errno
 import json
 import os

@@ -16,6 +16,7 @@ from whet.rewards.contract import RewardInputs, call_rewards, checked_rewards, f
 INPUTS = RewardInputs(
     prompts=["p", "p"],
     completions=["aa", "b"],
+    prompt_ids=[[112], [112]],
     completion_ids=[[97, 97, 256], [98, 256]],
     trajectory_ids=["7_0", "7_1"],
     mode="eval",
@@ -40,6 +41,7 @@ def test_kwargs_get_everything_offered_but_the_algorithms_fields():
     assert seen == {
         "prompts": ["p", "p"],
         "completions": ["aa", "b"],
+        "prompt_ids": [[112], [112]],
         "completion_ids": [[97, 97, 256], [98, 256]],
         "trajectory_ids": ["7_0", "7_1"],
         "mode": "eval",

@@ -1,4 +1,3 @@
-
 import pytest
 import torch
 from helpers import completion, gap, one_by_one, prompt, random_batch, same, tiny_model, weights_of

@@ -13,6 +13,7 @@ from whet.config.algo.entropy import EntropyFields
 from whet.config.algo.grpo import GRPOConfig, GrpoConfig
 from whet.config.algo.kl import KLFields
 from whet.config.algo.policy import PolicyConfig
+from whet.config.algo.ppo import PPOConfig, PpoConfig
 from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
 
@@ -26,7 +27,9 @@ __all__ = [
     "GrpoConfig",
     "KLFields",
     "OverlongBuffer",
+    "PPOConfig",
     "PolicyConfig",
+    "PpoConfig",
     "SelectionFields",
     "SurrogateFields",
     "presets",

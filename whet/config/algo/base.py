@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import field
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from whet.config.algo.names import CHOICES
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
 from whet.errors import ConfigError
@@ -53,16 +56,17 @@ class AlgorithmConfig:
     whet.errors.ConfigError: AlgorithmConfig.preset: a preset is a function: from whet import presets; presets.dapo(...)
     """
 
+    CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = CHOICES
+    REFUSED: ClassVar[dict[str, str]] = {
+        "preset": "a preset is a function: from whet import presets; presets.dapo(...)",
+    }
+
     algo_variant: Name = "grpo"
     """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
     advantage_estimator: Name | Fn = "grpo"
-    """Rewards -> advantages: against the group grpo, drgrpo, rloo, opo, grpo_passk, maxrl; with the batch's statistics
-    scalerl, gdpo, reinforce, reinforce_plus_plus, reinforce_plus_plus_baseline; against a greedy completion remax; a
-    function or "package.module:function"."""
+    """Rewards -> advantages: a name, a function or "package.module:function"."""
     policy_loss_fn: Name | Fn = "grpo"
-    """Logprobs and advantages -> a loss per token: grpo (the clipped surrogate; "ppo" is another name of it),
-    gspo-token, gmpo, cispo, sapo, vespo, reinforce, distillation, cispo-trl, cispo-torchrl, a function or
-    "package.module:function"."""
+    """Logprobs and advantages -> a loss per token: a name, a function or "package.module:function"."""
     reward_manager: Name | Fn = "sequence-level"
     """How the rewards of several functions become one."""
     reward_weights: tuple[Float, ...] | None = None
@@ -74,11 +78,12 @@ class AlgorithmConfig:
     kl_clamp_value: Float | None = None
     """Bound of the KL estimate at each token, both ways; None = off."""
 
-    REFUSED: ClassVar[dict[str, str]] = {
-        "preset": "a preset is a function: from whet import presets; presets.dapo(...)",
-    }
-
     def __post_init__(self) -> None:
         """Checks the ranges; each choice adds its own check, and calls this one first."""
         if self.kl_clamp_value is not None and self.kl_clamp_value <= 0:
             raise ConfigError(f"kl_clamp_value must be positive, got {self.kl_clamp_value!r}; None turns it off")
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """What the functions of an algorithm are given where they ask for it by name: the fields."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -37,9 +37,8 @@ class CorrectionFields(AlgorithmConfig):
     use_rollout_logps: Bool = True
     """Old logprobs are the sampler's; off, the trainer computes them from the weights at the start of the step."""
     sampler_is: Text | Fn | None = None
-    """Correction for a sampler that differs from the trainer: weighs by trainer / sampler probability each token
-    ("token"), whole sequences ("sequence"), or those by the geometric mean of their tokens ("geometric"); a function or
-    "package.module:function" of LossInputs gives each token its weight; None = off."""
+    """Correction for a sampler that differs from the trainer, by the ratio trainer / sampler of each token or of whole
+    sequences; a function or "package.module:function" of LossInputs gives each token its weight; None = off."""
     sampler_is_mode: Literal["truncate", "mask"] = "truncate"
     """What becomes of a weight outside its bounds: it is held at the bound, or the token is not learned from."""
     sampler_is_threshold: Float | None = 2.0
@@ -50,8 +49,7 @@ class CorrectionFields(AlgorithmConfig):
     sampler_is_normalize: Bool = False
     """Divide that weight by its mean over the trained tokens of the step."""
     loss_masks: tuple[Name | Fn, ...] = ()
-    """Multiply the policy loss by 0 or 1: off-policy, top-entropy, dppo-tv, dppo-kl, sampler-kl, sampler-rejection,
-    functions of LossInputs, "package.module:function"."""
+    """Multiply the policy loss by 0 or 1: names, functions of LossInputs, "package.module:function"."""
     off_policy_mask_threshold: Float = 0.5
     """Threshold of loss_masks=[off-policy]: completions with a negative advantage whose mean log(sampler / policy) is
     above it are masked out."""

@@ -20,8 +20,7 @@ class KLFields(AlgorithmConfig):
     beta: Float = 0.04
     """Weight of the KL to the reference. 0.0 = off; no reference is loaded then unless force_compute_kl is set."""
     kl_loss_mode: Name | Fn = "low_var_kl"
-    """KL estimate: low_var_kl (k3), mse_kl (k2), kl (k1), abs; with a "+" (low_var_kl+) its value and the gradient of
-    k2, which is unbiased; a function of log(policy / reference). In the loss, the gradient of k1 does not depend on
+    """KL estimate: a name, or a function of log(policy / reference). In the loss, the gradient of k1 does not depend on
     the reference."""
     kl_type: Literal["loss", "reward", "advantage"] = "loss"
     """Where the KL acts: a term of the loss; taken from each token's reward before the advantage estimator; or taken

@@ -26,8 +26,7 @@ class SurrogateFields(AlgorithmConfig):
     """Parameters of the policy losses, by the names of their keywords, and the aggregation."""
 
     importance_sampling_level: Literal["token", "sequence", "sequence-token", "sequence-sum"] = "token"
-    """What the importance ratio is of: a token; its sequence, as the mean of log-ratios (GSPO); the same with each
-    token's own gradient (GSPO-token); its sequence, as their sum (RLOO)."""
+    """What the importance ratio is of."""
     epsilon: Float = 0.2
     """The ratio is clipped below 1 - ε; with gmpo, its log below -ε."""
     epsilon_high: Float | None = None
@@ -54,9 +53,7 @@ class SurrogateFields(AlgorithmConfig):
     teacher_coef: Float = 1.0
     """distillation: weight of log(teacher / policy), which the advantage of each token is raised by."""
     loss_agg_mode: Name | Fn = "sequence-mean-token-mean"
-    """How the losses of tokens become one: token-mean, sequence-mean-token-mean, sequence-mean-token-scale,
-    seq-mean-token-sum, sequence-mean-token-sum-norm, prompt-mean-token-mean, or a function that gives every token its
-    weight."""
+    """How the losses of tokens become one: a name, or a function that gives every token its weight."""
     loss_agg_norm: Float | None = None
     """The constant of the modes that divide by one; None = their default."""
     loss_agg_units: Literal["trained", "all"] = "trained"

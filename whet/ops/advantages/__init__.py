@@ -9,7 +9,7 @@ more. What holds for all of them:
 - Rewards of single tokens join the outcome in one place, AdvantageInputs.returns and .rewards_by_token.
 
 Which of them need groups is whet.config's to know, where a configuration is checked without torch:
-whet.config.algo.advantage.NEED_GROUPS. Left out on purpose: estimators that need a critic (GAE).
+whet.config.algo.advantage.NEED_GROUPS.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from whet.ops.advantages.batch import (
     whitened_relative,
     whitened_returns,
 )
+from whet.ops.advantages.critic import advantages_and_returns, gae_advantages
 from whet.ops.advantages.group import (
     best_alone,
     group_relative,
@@ -41,9 +42,11 @@ __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "AdvantageInputs",
     "Grouped",
+    "advantages_and_returns",
     "batch_normalized",
     "best_alone",
     "estimate",
+    "gae_advantages",
     "group_relative",
     "group_spread",
     "leave_one_out",
@@ -61,6 +64,7 @@ __all__ = [
 
 ADVANTAGE_ESTIMATORS: dict[str, Callable[..., Tensor]] = {
     "drgrpo": mean_only,
+    "gae": gae_advantages,
     "gdpo": reward_decoupled,
     "grpo": group_relative,
     "grpo_passk": best_alone,

@@ -21,21 +21,24 @@ _BOUND = 20.0
 
 
 def _token(log_ratio: Tensor, x: LossInputs) -> Tensor:
+    """exp(ρ_t), ρ_t = log π − log π_old of the token, held in ±20."""
     return log_ratio.clamp(-_BOUND, _BOUND)
 
 
 def _sequence(log_ratio: Tensor, x: LossInputs) -> Tensor:
+    """exp(mean_t ρ_t) over the trained tokens of the sequence, with its gradient through the mean."""
     means = segment_mean(_token(log_ratio, x), x.mask, x.sequence, x.num_sequences)
     return means.index_select(0, x.sequence)
 
 
 def _sequence_token(log_ratio: Tensor, x: LossInputs) -> Tensor:
-    """Of a sequence in value, of the token in gradient, which no hold of a log-ratio takes away."""
+    """exp(mean_t ρ_t) in value, at most e¹⁰; the gradient is that of ρ_t, which no hold of a log-ratio takes away."""
     free = log_ratio.clamp(-1e30, 1e30)  # finite, so that the difference below is 0 and not NaN
     return (free - free.detach() + _sequence(log_ratio, x).detach()).clamp(max=10.0)
 
 
 def _sequence_sum(log_ratio: Tensor, x: LossInputs) -> Tensor:
+    """exp(Σ_t ρ_t) over the trained tokens of the sequence, the sum held in ±20."""
     sums = segment_sum(_token(log_ratio, x), x.sequence, x.num_sequences)
     return sums.clamp(-_BOUND, _BOUND).index_select(0, x.sequence)
 

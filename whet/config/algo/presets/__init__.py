@@ -1,9 +1,9 @@
 """Published methods as configurations: `presets.dapo()`, or `algo.preset=dapo` in a file and on the command line.
 
 A preset is a function that returns a configuration. It takes any field as a keyword, which then stands in place of the
-preset's. It sets every field that the source's formula has, so that a change of whet's defaults does not change it. What
-a configuration of an algorithm does not hold (learning rate, sizes of batches, lengths) is in docs/papers.md, with where
-each source states it.
+preset's. It sets every field that the source's formula has, so that a change of whet's defaults does not change it.
+What the configuration of an algorithm does not hold (learning rate, sizes of batches, lengths) is in docs/papers.md,
+with where each source states it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 
 from whet.config.algo.grpo import GRPOConfig
 from whet.config.algo.policy import PolicyConfig
-from whet.config.algo.presets.libraries import rl2_reinforce, trl_grpo, trl_rloo
+from whet.config.algo.ppo import PPOConfig
+from whet.config.algo.presets.libraries import rl2_ppo, rl2_reinforce, trl_grpo, trl_rloo
 from whet.config.algo.presets.papers import (
     cispo,
     dapo,
@@ -25,6 +26,7 @@ from whet.config.algo.presets.papers import (
     gspo,
     luspo,
     opo,
+    ppo,
     reinforce_pp,
     reinforce_pp_baseline,
     remax,
@@ -47,10 +49,12 @@ __all__ = [
     "gspo",
     "luspo",
     "opo",
+    "ppo",
     "preset",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",
+    "rl2_ppo",
     "rl2_reinforce",
     "rloo",
     "sapo",
@@ -71,9 +75,11 @@ PRESETS: Mapping[str, Callable[..., PolicyConfig]] = {
     "gspo": gspo,
     "luspo": luspo,
     "opo": opo,
+    "ppo": ppo,
     "reinforce_pp": reinforce_pp,
     "reinforce_pp_baseline": reinforce_pp_baseline,
     "remax": remax,
+    "rl2_ppo": rl2_ppo,
     "rl2_reinforce": rl2_reinforce,
     "rloo": rloo,
     "sapo": sapo,
@@ -84,7 +90,7 @@ PRESETS: Mapping[str, Callable[..., PolicyConfig]] = {
 }
 """fn(**changes) -> a configuration, by the names that algo.preset takes."""
 
-_COMMANDS: Mapping[type, str] = {GRPOConfig: "whet grpo"}
+_COMMANDS: Mapping[type, str] = {GRPOConfig: "whet grpo", PPOConfig: "whet ppo"}
 """The command that trains by a class of configuration."""
 
 
@@ -99,7 +105,7 @@ def preset(name: Any, wanted: type) -> PolicyConfig:
     0.28
     >>> preset("dapoo", GRPOConfig)
     Traceback (most recent call last):
-    whet.errors.ConfigError: unknown algo.preset 'dapoo'; did you mean dapo or ppo or rl2_ppo? Known: ...
+    whet.errors.ConfigError: unknown algo.preset 'dapoo'; did you mean dapo or sapo or gdpo? Known: cispo, dapo, ...
     """
     if not isinstance(name, str) or name not in PRESETS:
         raise lookup_error("algo.preset", name, PRESETS)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from whet.config.algo.grpo import GRPOConfig
+from whet.config.algo.ppo import PPOConfig
 
-__all__ = ["rl2_reinforce", "trl_grpo", "trl_rloo"]
+__all__ = ["rl2_ppo", "rl2_reinforce", "trl_grpo", "trl_rloo"]
 
 
 def trl_grpo(**changes: Any) -> GRPOConfig:
@@ -79,8 +80,8 @@ def rl2_reinforce(**changes: Any) -> GRPOConfig:
         deviation + 1.19e-7; RL2's DeepSeek preset is norm_var=True, kl_type="loss", kl_loss_mode="k3",
         loss_agg_mode="sequence-mean-token-mean".
     Source: RL2 at its head of May 2026: adv.estimator reinforce, avg_level token, clip 0.2, kl.coef 0, kl.type reward,
-        kl.reward_estimator k1, entropy.coef 0, tis_coef 0, update_per_rollout 1, dynamic_filtering true.
-        responses_per_prompt: not verified, 8 here.
+        kl.reward_estimator k1, entropy.coef 0, tis_coef 0, update_per_rollout 1, dynamic_filtering true. Its
+        responses_per_prompt is to be set by its user: 8 here.
 
     >>> rl2_reinforce(norm_var=True).norm_var
     True
@@ -103,3 +104,36 @@ def rl2_reinforce(**changes: Any) -> GRPOConfig:
         "max_num_gen_batches": 1,
     }
     return GRPOConfig(**{**fields, **changes})
+
+
+def rl2_ppo(**changes: Any) -> PPOConfig:
+    """PPO as RL2 has it with adv.estimator=gae.
+
+    δ_t = r_t + γ V_{t+1} − V_t, A_t = Σ_k (γλ)^k δ_{t+k}, γ = λ = 1, whitened over the trained tokens;
+    L = Σ −min(ρ A, clip(ρ, 0.8, 1.2) A) / Σ_i n_i; the critic's ½ max((v − R)², (clip(v, V ± 0.5) − R)²), the same
+    mean.
+    Args: changes: fields in place of these. beta is a KL in the reward (k1): its README's PPO has one.
+    Source: RL2 at its head of May 2026: clip 0.2, critic.clip 0.5, avg_level token, kl.coef 0; adv.gamma and adv.lamda
+        1.0 in its ppo.yaml. RL2's critic has no ½, so that its gradient is twice as large: which Adam does not see, and
+        max_grad_norm does. dynamic_filtering, on by default there, is for groups, of which PPO needs none: off.
+
+    >>> rl2_ppo().clip_range_value
+    0.5
+    """
+    fields = {
+        "num_generations": 1,
+        "advantage_estimator": "gae",
+        "gamma": 1.0,
+        "gae_lambda": 1.0,
+        "whiten_advantages": True,
+        "policy_loss_fn": "ppo",
+        "importance_sampling_level": "token",
+        "epsilon": 0.2,
+        "beta": 0.0,
+        "kl_loss_mode": "k1",
+        "kl_type": "reward",
+        "value_loss_fn": "ppo",
+        "clip_range_value": 0.5,
+        "loss_agg_mode": "token-mean",
+    }
+    return PPOConfig(**{**fields, **changes})

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from whet.config.algo.grpo import GRPOConfig
+from whet.config.algo.ppo import PPOConfig
 
 __all__ = [
     "cispo",
@@ -22,6 +23,7 @@ __all__ = [
     "gspo",
     "luspo",
     "opo",
+    "ppo",
     "reinforce_pp",
     "reinforce_pp_baseline",
     "remax",
@@ -338,3 +340,34 @@ def dppo(**changes: Any) -> GRPOConfig:
     """
     fields = {"num_generations": 8, **_SCALED, **_CLIPPED, "epsilon": 1e9, **_NO_KL, **_OF_TOKENS}
     return GRPOConfig(**{**fields, "loss_masks": ("dppo-tv",), "dppo_threshold": 0.2, **changes})
+
+
+def ppo(**changes: Any) -> PPOConfig:
+    """PPO with a critic, as it is used on language models: a KL in the reward, generalised advantages, a clip.
+
+    r_t = −β (log π_old − log π_ref), and r_i at the last token; δ_t = r_t + γ V_{t+1} − V_t, A_t = Σ_k (γλ)^k δ_{t+k},
+    whitened over the batch; L = Σ −min(ρ A, clip(ρ, 1 ± ε) A) / Σ_i n_i; the critic's
+    Σ ½ max((v − R)², (clip(v, V ± c) − R)²) / Σ_i n_i, R = A + V before whitening.
+    Args: changes: fields in place of these.
+    Source: arXiv:1707.06347, equations 7, 11 and 12; ε = 0.2 and λ = 0.95: its table 3, where γ is 0.99. γ = 1 and
+        β = 0.02: InstructGPT, arXiv:2203.02155, appendix C, not verified. The whitening, c = 0.2 and the mean over
+        tokens are usual in code, in neither paper.
+
+    >>> ppo().gae_lambda, ppo(gae_lambda=1.0).gae_lambda
+    (0.95, 1.0)
+    """
+    fields = {
+        "num_generations": 1,
+        "advantage_estimator": "gae",
+        "gamma": 1.0,
+        "gae_lambda": 0.95,
+        "whiten_advantages": True,
+        **_CLIPPED,
+        "policy_loss_fn": "ppo",
+        **_KL_IN_REWARD,
+        "beta": 0.02,
+        "value_loss_fn": "ppo",
+        "clip_range_value": 0.2,
+        **_OF_TOKENS,
+    }
+    return PPOConfig(**{**fields, **changes})

@@ -1,0 +1,91 @@
+"""PPOConfig: the choices of proximal policy optimisation with a critic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from whet.config.algo.policy import PolicyConfig
+from whet.config.base import config
+from whet.config.fields import Bool, Float, Fn, Name, Number
+from whet.errors import ConfigError
+
+__all__ = ["PPOConfig", "PpoConfig"]
+
+
+def _or_zero(value: Any) -> Any:
+    """0.0 for None, which Tunix's field may be."""
+    return 0.0 if value is None else value
+
+
+@config
+class PPOConfig(PolicyConfig):
+    """Proximal policy optimisation (arXiv:1707.06347): generalised advantages from a critic, and a clipped surrogate.
+
+    >>> PPOConfig(epsilon_low=0.0).clip_range, PPOConfig(epsilon=0.1, epsilon_high=0.3).clip_range
+    ((0.0, 0.2), (0.1, 0.3))
+    """
+
+    algo_variant: Name = "ppo"
+    """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""
+    advantage_estimator: Name | Fn = "gae"
+    """Rewards and values -> advantages: a name, a function or "package.module:function". The critic learns all the
+    same."""
+    policy_loss_fn: Name | Fn = "ppo"
+    """Logprobs and advantages -> a loss per token: a name, a function or "package.module:function"."""
+    value_loss_fn: Name | Fn = "ppo"
+    """Values and returns -> a loss per token of the critic: a name, a function or "package.module:function"."""
+    gae_lambda: Float = 0.95
+    """λ of the generalised advantages and of the critic's returns: 1 trusts the rewards alone, 0 the critic."""
+    whiten_advantages: Bool = True
+    """Shift and scale the advantages of a step to mean 0 and variance 1 over its trained tokens."""
+    kl_type: Literal["loss", "reward", "advantage"] = "reward"
+    """Where the KL acts: taken from each token's reward before the advantage estimator; a term of the loss; or taken
+    from the advantage after it."""
+    kl_method: Name | Fn = "low_var_kl"
+    """KL estimate: Tunix's name of kl_loss_mode; set one of the two."""
+    epsilon_low: Float | None = None
+    """The ratio is clipped below 1 - ε_low; None = epsilon."""
+    entropy_coef: Annotated[Float, BeforeValidator(_or_zero)] = 0.0
+    """c: weight of the entropy bonus at each token; 0.0, or null, = none."""
+    clip_range_value: Float = 0.2
+    """How far a value may move from the one at rollout before its loss is that of the clipped one."""
+    loss_agg_mode: Name | Fn = "token-mean"
+    """How the losses of tokens become one: a name, or a function that gives every token its weight. The critic's is
+    token-mean."""
+    critic_warmup_steps: Number = 0
+    """Steps at the start in which the critic alone is trained and the policy stays as it is (RL2's freeze_steps)."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        super().__post_init__()
+        if not 0 <= self.gae_lambda <= 1:
+            raise ConfigError(f"gae_lambda must be between 0 and 1, got {self.gae_lambda!r}")
+        if self.clip_range_value <= 0:
+            raise ConfigError(f"clip_range_value must be positive, got {self.clip_range_value!r}")
+        if self.epsilon_low is not None and self.epsilon_low < 0:
+            raise ConfigError(f"epsilon_low must not be negative, got {self.epsilon_low!r}")
+        if "low_var_kl" not in (self.kl_method, self.kl_loss_mode) and self.kl_method != self.kl_loss_mode:
+            raise ConfigError(
+                f"kl_method={self.kl_method!r} and kl_loss_mode={self.kl_loss_mode!r} both choose the KL estimate; "
+                "leave one at 'low_var_kl'"
+            )
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """(ε_low, ε_high), epsilon where they are None."""
+        low, high = self.epsilon_low, self.epsilon_high
+        return self.epsilon if low is None else low, self.epsilon if high is None else high
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """The fields, with epsilon and kl_loss_mode as what stands for them here."""
+        low, high = self.clip_range
+        mode = self.kl_loss_mode if self.kl_method == "low_var_kl" else self.kl_method
+        return {**super().keywords, "epsilon": low, "epsilon_high": high, "kl_loss_mode": mode}
+
+
+PpoConfig = PPOConfig
+"""Tunix's other spelling."""

@@ -1,0 +1,148 @@
+"""PPOLearner: proximal policy optimisation with a critic.
+
+    r_t = −β KL_t, and at the last token the reward besides              beta, kl_method, kl_type; the rewards
+    A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} − V_{t+k}), whitened         gamma, gae_lambda, whiten_advantages
+    R_t = A_t + V_t, before whitening                                    what the critic learns: value_loss_fn
+    l_t = −min(ρ_t A_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) A_t) − c H_t    policy_loss_fn, per token; ρ_t = π / π_old
+
+It is a PolicyLearner that differs in `score` (the critic's values), `assign_advantages` (the critic's returns) and
+`update` (the critic's, and in the first steps that alone).
+
+Source: PPO arXiv:1707.06347; agrees with Tunix's PPOLearner. It differs in that rewards stay fractions, evaluation has
+its own sampling parameters, reward functions and a reward model may be used together, and a clip range of 0 is one.
+Left out on purpose: a critic that shares the actor's trunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from whet.cluster import RLCluster
+from whet.config import DataConfig, PPOConfig, Role
+from whet.errors import ConfigError
+from whet.learners.objective import advantage_inputs, resolve_name, with_fields
+from whet.learners.policy import PolicyLearner, trained
+from whet.learners.report import value_metrics
+from whet.learners.step import Step
+from whet.metrics import Mean
+from whet.ops import VALUE_LOSSES, advantages_and_returns
+from whet.run.observer import Observer
+from whet.types import LossInputs, TokenBatch
+
+__all__ = ["PPOLearner", "PpoLearner"]
+
+_METRICS = {
+    "return": {"return_mean": "mean"},
+    "vf_clipfrac": "mean",
+    "vf_loss": "mean",
+    "vpred": {"vpred_mean": "mean"},
+}
+"""How the value loss's metrics are named and reduced, under critic/: Tunix's names."""
+
+
+class PPOLearner(PolicyLearner):
+    """Trains the actor by PPO, and a critic with it: see RLLearner for the arguments.
+
+    Args:
+        rl_cluster: with a critic; with a reference where beta is not 0.
+        ppo_config, algo_config: the algorithm's configuration, under one of its two names.
+        reward_fns: as RLLearner's; None where the cluster has a reward model.
+    Raises: ConfigError: no critic, no reward, no reference where beta asks for one; what PolicyLearner refuses.
+
+    Example: PPOLearner(cluster, PPOConfig(beta=0.0), reward_fns=[exact]).train(rows)
+    """
+
+    algo_config: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(
+        self,
+        rl_cluster: RLCluster,
+        ppo_config: PPOConfig | None = None,
+        reward_fns: Any = None,
+        metric_fns: Sequence[Callable[..., Any]] | None = None,
+        data_shuffle_seed: int | None = None,
+        *,
+        algo_config: PPOConfig | None = None,
+        data: DataConfig | None = None,
+        settings: dict[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        given = [c for c in (ppo_config, algo_config) if c is not None]
+        if len(given) != 1:
+            raise ConfigError("PPOLearner takes ppo_config= or algo_config=, which are the same: give one of them")
+        config = given[0]
+        if Role.CRITIC not in rl_cluster.workers:
+            raise ConfigError("PPO requires a critic model; pass RLCluster(critic=...), for example the actor's folder")
+        if not reward_fns and Role.REWARD not in rl_cluster.workers:
+            raise ConfigError(
+                "PPO requires one of `reward_fns` or a reward model to be set; give the learner reward_fns=[...], or "
+                "pass RLCluster(reward=...)"
+            )
+        super().__init__(
+            rl_cluster,
+            config,
+            reward_fns,
+            metric_fns,
+            data_shuffle_seed,
+            data=data,
+            settings=settings,
+            observers=observers,
+        )
+        self.critic_trainer = rl_cluster.critic_trainer
+        self.value_loss = with_fields(resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss"), config)
+        self.critic_trainer.with_loss_fn(self._critic_loss, loss_agg_mode="token-mean")
+        self.critic_trainer.with_rl_metrics_to_log({**_METRICS, **self.critic_trainer.reductions})
+
+    # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def score(self, step: Step) -> Step:
+        """What PolicyLearner adds, and the critic's values of the states before each token."""
+        step = super().score(step)
+        with self.cluster.trace.span("values"):
+            values = self.cluster.worker(Role.CRITIC).values(step.need_batch())
+        return step.replace(batch=step.need_batch().replace(values=values))
+
+    def assign_advantages(self, step: Step) -> Step:
+        """The estimator's advantages, and the returns that the critic learns."""
+        step = super().assign_advantages(step)
+        x = advantage_inputs(step.need_batch(), step.rewarded)
+        _, returns = with_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
+        batch = step.need_batch().replace(returns=returns.float())
+        if self.algo_config.beta and self.algo_config.kl_type == "reward":
+            penalty = self.control.sampled_kl(batch, -self.control.beta)[batch.mask].double()
+            step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
+        return step.replace(batch=batch).log(value_metrics(x, batch))
+
+    def update(self, step: Step, mini: TokenBatch) -> Step:
+        """Updates the critic on every trained token, and the actor after critic_warmup_steps."""
+        self.cluster.release_engine_memory()
+        with self.cluster.trace.span("update_critic"):
+            known = ~mini.rewards.isnan().index_select(0, mini.trajectory)  # else there is nothing to learn
+            step = step.log(self.critic_trainer.update(mini.replace(mask=mini.mask & known), keep=trained))
+        return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
+
+    def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The value loss at each token: [s], and its metrics, if it has any."""
+        found = self.value_loss(x)
+        return found if isinstance(found, tuple) else (found, {})
+
+    # ---- what the configuration implies --------------------------------------------------------------------------
+
+    def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
+        """The actor makes none in the critic's warm-up."""
+        idle = min(steps, self.algo_config.critic_warmup_steps) if role is Role.ACTOR else 0
+        return super().total_updates(role, steps - idle, num_groups)
+
+    def planned_passes(self, num_groups: int) -> dict[str, str]:
+        """What a step runs besides rollout and updates, and what it leaves out, each with the reason."""
+        found = {**super().planned_passes(num_groups), "values": "runs: the critic's, for advantages and returns"}
+        if n := self.algo_config.critic_warmup_steps:
+            found["update of the actor"] = f"skipped in the first {n} steps: critic_warmup_steps"
+        return found
+
+
+PpoLearner = PPOLearner
+"""Tunix's other spelling."""
