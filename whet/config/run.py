@@ -45,7 +45,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     algo: GRPOConfig = field(default_factory=GRPOConfig)
-    """The algorithm. algo.preset=NAME is a published method (docs/papers.md), which the other keys then change."""
+    """The algorithm; algo.preset names a published method, which the other keys change."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data set."""
     trainer: RLTrainingConfig = field(default_factory=RLTrainingConfig)
