@@ -16,12 +16,15 @@ from whet.config.algo.policy import PolicyConfig
 from whet.config.algo.ppo import PPOConfig, PpoConfig
 from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
+from whet.config.algo.variants import DAPOConfig, DrGRPOConfig
 
 __all__ = [
     "NEED_GROUPS",
     "AdvantageFields",
     "AlgorithmConfig",
     "CorrectionFields",
+    "DAPOConfig",
+    "DrGRPOConfig",
     "EntropyFields",
     "GRPOConfig",
     "GrpoConfig",

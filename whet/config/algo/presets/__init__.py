@@ -103,7 +103,7 @@ def preset(name: Any, wanted: type) -> PolicyConfig:
 
     >>> preset("dapo", GRPOConfig).epsilon_high
     0.28
-    >>> preset("dapoo", GRPOConfig)
+    >>> preset("dapoo", GRPOConfig)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     whet.errors.ConfigError: unknown algo.preset 'dapoo'; did you mean dapo or sapo or gdpo? Known: cispo, dapo, ...
     """
@@ -112,7 +112,7 @@ def preset(name: Any, wanted: type) -> PolicyConfig:
     made = PRESETS[name]()
     if not issubclass(wanted, type(made)):
         kind = type(made)
-        same = ", ".join(sorted(n for n, function in PRESETS.items() if isinstance(function(), wanted)))
+        same = ", ".join(sorted(n for n, function in PRESETS.items() if issubclass(wanted, type(function()))))
         raise ConfigError(
             f"algo.preset={name!r} is a {kind.__name__}, and algo is a {wanted.__name__} here: train by it with "
             f"{_COMMANDS[kind]}, or take one of {same}"
