@@ -68,7 +68,7 @@ def dr_grpo(**changes: Any) -> GRPOConfig:
     A_i = r_i − mean_g(r); L = (1/N) Σ_i (1/T) Σ_t −min(ρ A, clip(ρ, 1 ± ε) A), T the longest completion allowed
     (rollout.max_tokens_to_generate, or loss_agg_norm).
     Args: changes: fields in place of these.
-    Source: arXiv:2503.20783, section 3.2; the paper's equation has no 1/T, its code divides by that constant. 8
+    Source: arXiv:2503.20783, section 3; the paper's equation has no 1/T, its code divides by that constant. 8
         completions and no KL: the authors' repository (as TRL's paper index has it). ε = 0.2: not verified.
 
     >>> dr_grpo().loss_agg_mode
@@ -134,7 +134,7 @@ def rloo(**changes: Any) -> GRPOConfig:
 
     R_i = r_i − β Σ_t (log π_old − log π_ref); A_i = R_i − (Σ_g R − R_i)/(G − 1); L = (1/N) Σ_i −A_i Σ_t log π.
     Args: changes: fields in place of these.
-    Source: arXiv:2402.14740, section 2.3 (RLOO) with the reward of section 2; β = 0.03 and 2 or 4 completions: appendix
+    Source: arXiv:2402.14740, section 2; β = 0.03 and 2 or 4 completions: appendix
         C and the experiments, as TRL's paper index has them.
 
     >>> rloo().policy_loss_fn
@@ -168,7 +168,7 @@ def scale_rl(**changes: Any) -> GRPOConfig:
     Prompts whose rewards are all equal are left out and not replaced: dynamic_sampling with one batch of prompts, which
     needs trainer.max_steps.
     Args: changes: fields in place of these.
-    Source: arXiv:2510.13786, the recipe of section 4; ε_max = 5.0 and 16 completions as TRL's paper index has them.
+    Source: arXiv:2510.13786, its recipe; ε_max = 5.0 and 16 completions as TRL's paper index has them.
         Left out: the filter of prompts that have become easy, interruptions of long completions, asynchrony.
 
     >>> scale_rl().loss_agg_mode
@@ -349,7 +349,7 @@ def ppo(**changes: Any) -> PPOConfig:
     whitened over the batch; L = Σ −min(ρ A, clip(ρ, 1 ± ε) A) / Σ_i n_i; the critic's
     Σ ½ max((v − R)², (clip(v, V ± c) − R)²) / Σ_i n_i, R = A + V before whitening.
     Args: changes: fields in place of these.
-    Source: arXiv:1707.06347, equations 7, 11 and 12; ε = 0.2 and λ = 0.95: its table 3, where γ is 0.99. γ = 1 and
+    Source: arXiv:1707.06347, equations 7, 11 and 12; ε = 0.2: table 1, λ = 0.95: table 3, where γ is 0.99. γ = 1 and
         β = 0.02: InstructGPT, arXiv:2203.02155, appendix C, not verified. The whitening, c = 0.2 and the mean over
         tokens are usual in code, in neither paper.
 
