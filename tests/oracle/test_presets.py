@@ -248,7 +248,7 @@ def vespo(e):
 
 
 def gdpo(e):
-    total = 0.0
+    total = torch.zeros(2, e.size)
     for name, weight in e.weights.items():
         r = e.of_prompt(e.table[name])
         total = total + weight * (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-6)
@@ -335,7 +335,7 @@ def test_what_the_critic_learns_by_a_preset(name, lam, beta, clip):
         new_values=new,
         token_columns={"values": old, "returns": expected},
     )
-    with_fields(VALUE_LOSSES[config.value_loss_fn], config)(x)[0].mean().backward()
+    with_fields(VALUE_LOSSES["ppo"], config)(x)[0].mean().backward()
     ours, new.grad = new.grad, None
     held = old + (new - old).clamp(-clip, clip)
     torch.maximum((new - expected) ** 2, (held - expected) ** 2).mean().backward()

@@ -70,7 +70,9 @@ class RunConfig:
     def _presets(cls, given: Any) -> Any:
         """Puts the fields of algo.preset, a published method, under the other keys of algo."""
         words = given.kwargs if isinstance(given, ArgsKwargs) else given
-        algo = words.get("algo") if isinstance(words, Mapping) else None
+        if not isinstance(words, Mapping):
+            return given
+        algo = words.get("algo")
         if not isinstance(algo, Mapping) or "preset" not in algo:
             return given
         name, own = algo["preset"], {key: value for key, value in algo.items() if key != "preset"}
