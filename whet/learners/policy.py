@@ -20,6 +20,7 @@ from torch import Tensor
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
 from whet.errors import ConfigError, EngineError
+from whet.learners.advice import advise
 from whet.learners.base import RLLearner
 from whet.learners.control import MEASURED_ENTROPY, Control, move_reference
 from whet.learners.fill import check_fill, filled
@@ -163,13 +164,7 @@ class PolicyLearner(RLLearner):
                 f"sampler_is={c.sampler_is!r}, loss_masks={list(c.loss_masks)}: the engine reports no logprobs to "
                 "compare with; set sampler_is=None and leave out off-policy, sampler-kl and sampler-rejection"
             )
-        if c.beta and c.kl_type == "loss" and c.kl_clamp_value is None and c.kl_loss_mode in ("kl", "k1"):
-            log.warning(
-                "kl_loss_mode=%r with beta=%s: the gradient of k1 is that of log pi alone, so it does not pull towards "
-                "the reference; kl_loss_mode='low_var_kl' does",
-                c.kl_loss_mode,
-                c.beta,
-            )
+        advise(c)
 
     def _sequences(self, prompts: int | None) -> int | None:
         """Sequences of a micro-batch of so many prompts."""
