@@ -29,10 +29,12 @@ from whet.ops import (
     Objective,
     advantages_and_returns,
     reference_kl,
+    teacher_column,
 )
 from whet.rewards.contract import function_name
 from whet.rewards.length import overlong
 from whet.rewards.manager import Rewarded
+from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
 from whet.util.refs import is_ref, resolve_callable
 
@@ -188,9 +190,12 @@ def _named(value: Any) -> str:
 def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
     """The reward functions of a configuration and their weights: those given, and what overlong_buffer adds.
 
+    Without any, a policy that a teacher teaches is trained on no rewards: all its advantages are 0.
     Args: given: one or several. config: with reward_weights, which are of those given; the other's weight is 1.
     """
     fns = [given] if isinstance(given, str) or callable(given) else list(given or ())
+    if not fns and isinstance(config, PolicyConfig) and teacher_column(policy_loss(config)) is not None:
+        fns = [unrewarded]
     buffer, weights = config.overlong_buffer, config.reward_weights
     if not buffer.enable:
         return fns, weights

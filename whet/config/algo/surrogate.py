@@ -64,6 +64,9 @@ class SurrogateFields(AlgorithmConfig):
     """vespo: λ with a negative advantage."""
     teacher_coef: Float = 1.0
     """distillation: weight of log(teacher / policy), which the advantage of each token is raised by."""
+    gkd_beta: Float = 0.5
+    """gkd: 0.0 = the forward KL (cover all that the teacher does), 1.0 = the reverse (seek what it finds likely),
+    between them the Jensen-Shannon divergence; TRL's beta."""
     loss_agg_mode: Name | Fn = "sequence-mean-token-mean"
     """How the losses of tokens become one: a name, or a function that gives every token its weight."""
     loss_agg_norm: Float | None = None
@@ -83,6 +86,8 @@ class SurrogateFields(AlgorithmConfig):
             value = getattr(self, name)
             if value <= 0:
                 raise ConfigError(f"{name} must be positive, got {value!r}")
+        if not 0 <= self.gkd_beta <= 1:
+            raise ConfigError(f"gkd_beta must be between 0 (forward KL) and 1 (reverse KL), got {self.gkd_beta!r}")
         if self.delta is not None and self.delta < 1:
             raise ConfigError(
                 f"delta must be at least 1, got {self.delta!r}: below 1 no token with a positive advantage would have "

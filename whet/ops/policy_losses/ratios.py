@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, lookup_error
-from whet.ops.masked import masked_column, segment_mean, segment_sum
+from whet.ops.masked import masked_column, segment_mean, segment_sum, to_fp32
 from whet.types import LossInputs
 
-__all__ = ["IMPORTANCE_LEVELS"]
+__all__ = ["IMPORTANCE_LEVELS", "rollout_logprobs"]
 
 _BOUND = 20.0
 """Log-ratios are held in ±20: exp(88.8) is infinite in fp32. Beyond it a ratio is constant, its gradient 0."""
@@ -67,17 +67,24 @@ and sequence-token have the same gradient. Tunix holds d_t and sequence-token as
 """
 
 
+def rollout_logprobs(x: LossInputs) -> Tensor:
+    """Log π_old, a constant, 0 where masked out: [s]. Where there is none, or it is NaN: the current policy's."""
+    own = masked_column(x.logprobs, x.mask).detach()
+    if x.old_logprobs is None:
+        return own
+    return torch.where(x.mask & ~x.old_logprobs.isnan(), to_fp32(x.old_logprobs.detach()), own)
+
+
 def log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     """Log π − log π_old before any clamp, and the log of the importance ratio: [s] and [s], 0 where masked out.
 
-    Args: x: old_logprobs None = logprobs.detach(), a ratio of exactly 1. level: a name of IMPORTANCE_LEVELS.
+    Args: x: old_logprobs None, or NaN at a token = logprobs.detach(), a ratio of exactly 1. level: a name of
+            IMPORTANCE_LEVELS.
     Raises: ConfigError: an unknown level.
     """
     if level not in IMPORTANCE_LEVELS:
         raise lookup_error("importance level", level, IMPORTANCE_LEVELS)
-    logprobs = masked_column(x.logprobs, x.mask)
-    old = logprobs.detach() if x.old_logprobs is None else masked_column(x.old_logprobs, x.mask).detach()
-    log_ratio = logprobs - old
+    log_ratio = masked_column(x.logprobs, x.mask) - rollout_logprobs(x)
     return log_ratio, torch.where(x.mask, IMPORTANCE_LEVELS[level](log_ratio, x), 0.0)
 
 
