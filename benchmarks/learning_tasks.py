@@ -5,8 +5,8 @@ order: the demo's (whet/demo.py), three operations, at most 26 tokens.
 steps: five operations, each step written out: the expression with the chosen operation in brackets, and that operation
 carried out. "4*1-3+2=" (with three operations, for brevity) is answered by "4*1-(3+2):3+2=5;(4*1)-5:4*1=4;..."; a
 completion of the warm start has 79 to 96 bytes, the demo's 11 to 15. As in the demo the warm start's pupil calculates
-rightly and picks any operation next, the reward looks at the last number alone, and the prompts are those where a random
-order is right at most one time in three.
+rightly and picks any operation next, the reward looks at the last number alone, and the prompts are those where a
+random order is right at most one time in three.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ METHODS: dict[str, Method] = {
             "critic_warmup_steps": 5,
             "loss_agg_mode": "token-mean",
         },
-        note="recipes/demo_ppo.yaml; the critic (rate 5e-4, constant) alone is trained in the first 5 steps, which count",
+        note="recipes/demo_ppo.yaml; of the 5 first steps, which count, only the critic (rate 5e-4) learns",
     ),
 }
 """What a paper leaves to the reader is whet's default; groups are of 8 wherever there are groups. The KL is that of the
@@ -253,7 +254,7 @@ def run_one(args: argparse.Namespace, task_name: str, name: str, seed: int) -> d
     from whet.run.observer import Observer
 
     class Progress(Observer):
-        def on_evaluate(self, run: Any, row: dict[str, Any]) -> None:
+        def on_evaluate(self, run: Any, row: Mapping[str, Any]) -> None:
             print(f"{task_name} {name} seed {seed}: step {run.step}, accuracy {row['accuracy']:.3f}", flush=True)
 
     started = time.monotonic()
@@ -292,7 +293,7 @@ def at_budget(accuracy: dict[int, float], sampled: dict[int, int], budget: int) 
 
 
 def read_results(path: Path, args: argparse.Namespace) -> dict[tuple[str, str, int], dict[str, Any]]:
-    """The runs of this setting and of the methods as they are, by (task, method, seed); the last where one was repeated.
+    """The runs of this setting and of the methods as they are now, by (task, method, seed); of several the last.
 
     A line that was cut off, as by a killed process, is skipped.
     """
@@ -366,6 +367,7 @@ def summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "final": final,
         "mean": mean,
         "deviation": error * math.sqrt(len(final)),
+        "whole_curve": [statistics.fmean(c[1:]) for c in curves],
         "accuracy_at_equal_completions": equal,
         "learned": statistics.fmean(equal) > statistics.fmean(c[0] for c in curves) + 0.05,
         "accuracy_curve": {step: statistics.fmean(r["accuracy"][step] for r in done) for step in done[0]["accuracy"]},
@@ -381,15 +383,18 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     """The result for people: a line for each task and method."""
     lines = []
     for task, methods in results.items():
-        lines.append(f"{task}: accuracy before, after equal steps, after equal completions, deviation, seconds")
+        lines.append(
+            f"{task}: accuracy before; after equal steps (deviation); after equal completions; over all; seconds"
+        )
         for name, found in methods.items():
             if "mean" not in found:
                 lines.append(f"  {name:30s} {'; '.join(found.get('errors', ['not run yet']))}")
                 continue
-            start, equal = (statistics.fmean(found[k]) for k in ("start", "accuracy_at_equal_completions"))
+            columns = ("start", "final", "accuracy_at_equal_completions", "whole_curve", "train_s")
+            start, final, equal, whole, seconds = (statistics.fmean(found[k]) for k in columns)
             lines.append(
-                f"  {name:30s} {start:.3f} {found['mean']:.3f} {equal:.3f} {found['deviation']:.3f} "
-                f"{statistics.fmean(found['train_s']):.0f}{'' if found['learned'] else '  DID NOT LEARN'}"
+                f"  {name:30s} {start:.3f}  {final:.3f} ({found['deviation']:.3f})  {equal:.3f}  {whole:.3f}  "
+                f"{seconds:.0f}{'' if found['learned'] else '  DID NOT LEARN'}"
             )
     return "\n".join(lines)
 
