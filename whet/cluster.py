@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -52,6 +53,8 @@ __all__ = ["RLCluster"]
 
 log = logging.getLogger("whet")
 
+SHARED = "actor"
+"""critic=SHARED: a score head on the actor's own trunk."""
 _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 """Draws of training, evaluation and direct calls never share an address."""
 
@@ -61,8 +64,9 @@ class RLCluster(TunixVerbs):
 
     Args:
         actor, critic, reference, reward: a module, a folder, a hub name, or a RoleConfig. A reference or a critic that
-            is the actor's own module is copied, so that one stays what it is and the other has its own trunk. The
-            reward model is a sequence classifier of one label; learners call it as one more reward function.
+            is the actor's own module is copied, so that one stays what it is and the other has its own trunk;
+            critic="actor" is a score head on the actor's trunk, trained with it. The reward model is a sequence
+            classifier of one label; learners call it as one more reward function.
         tokenizer: a tokenizer, a folder or a hub name.
         reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
         cluster_config: meshes, engine, training and rollout configuration.
@@ -97,7 +101,8 @@ class RLCluster(TunixVerbs):
         self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
         if isinstance(actor, nn.Module):
             reference, critic = (copy.deepcopy(actor) if m is actor else m for m in (reference, critic))
-        policy = self._load(Role.ACTOR, actor)
+        shares_trunk, critic = _shared_critic(critic)
+        policy = self._load(Role.ACTOR, actor, score_head=shares_trunk)
         self.tokenizer = load_tokenizer(tokenizer)
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = grammars_of(policy, self.tokenizer)
@@ -136,14 +141,20 @@ class RLCluster(TunixVerbs):
         sampling = self.sampling(Mode.TRAIN)
         return support_of(sampling), functools.partial(self._masks.of_targets, sampling)
 
-    def _load(self, role: Role, model: nn.Module | str | RoleConfig) -> LoadedModel:
-        """A role's model. A module stays where it is."""
+    def _load(self, role: Role, model: nn.Module | str | RoleConfig, score_head: bool = False) -> LoadedModel:
+        """A role's model. A module stays where it is. Args: score_head: besides a LM head."""
         given = RoleConfig(model=model) if isinstance(model, str) else model
         if not isinstance(given, RoleConfig):
-            return load_model(given, device=next(given.parameters()).device, role=role.value)
+            return load_model(given, device=next(given.parameters()).device, role=role.value, score_head=score_head)
         if given.model is None:
             raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
-        return load_model(given.model, device=self.device(role), role=role.value, attention=given.attention)
+        return load_model(
+            given.model,
+            device=self.device(role),
+            role=role.value,
+            attention=given.attention,
+            score_head=score_head,
+        )
 
     def _add(
         self,
@@ -273,6 +284,15 @@ class RLCluster(TunixVerbs):
     def actor_trainer(self) -> RoleTrainer:
         """The actor's update: loss, hooks, metrics."""
         return self._trainers[Role.ACTOR]
+
+    @property
+    def critic_worker(self) -> ModelWorker:
+        """The model that has the critic's score head: the critic, or the actor where they share a trunk.
+
+        Raises ConfigError: there is neither.
+        """
+        shared = Role.CRITIC not in self._workers and self.actor.loaded.score_head is not None
+        return self.actor if shared else self.worker(Role.CRITIC)
 
     @property
     def critic_trainer(self) -> RoleTrainer:
@@ -425,3 +445,19 @@ class RLCluster(TunixVerbs):
         self._rollouts.close()
         for worker in self._workers.values():
             worker.close()
+
+
+def _shared_critic(critic: Any) -> tuple[bool, Any]:
+    """Whether the critic is the actor's own trunk, critic="actor", and the critic that has a model of its own, if any.
+
+    Raises ConfigError: settings of a model of its own that a shared one has not.
+    """
+    given = critic.model if isinstance(critic, RoleConfig) else critic
+    if not isinstance(given, str) or given != SHARED:
+        return False, critic
+    if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=SHARED):
+        raise ConfigError(
+            f"critic.model={SHARED} is a score head on the actor's trunk: the actor's optimizer and settings are its "
+            "own; leave out the critic's other keys"
+        )
+    return True, None

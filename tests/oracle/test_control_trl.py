@@ -67,7 +67,7 @@ def packed(p, rows=None, **columns):
     )
 
 
-def theirs(p, *, rows=None, accumulate=1, control=None, correction=None, **args):
+def theirs(p, *, rows=None, accumulate=1, control=None, correction=None, level="token", **args):
     """TRL's _compute_loss of a micro-batch, on given logprobs and entropies."""
     settings = {
         "beta": 0.0, "use_bias_correction_kl": False, "off_policy_mask_threshold": None, "top_entropy_quantile": 1.0,
@@ -85,7 +85,7 @@ def theirs(p, *, rows=None, accumulate=1, control=None, correction=None, **args)
         _metrics={"train": collections.defaultdict(list)},
         _get_per_token_logps_and_entropies=lambda *a, **kw: (p.logprobs[rows], p.entropy[rows], None),
         aux_loss_enabled=False,
-        importance_sampling_level="token",
+        importance_sampling_level=level,
         loss_type="bnpo",
         epsilon_low=0.2,
         epsilon_high=0.2,
@@ -132,12 +132,14 @@ def same_loss_and_gradient(p, mine, other):
 
 
 @pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("correct", [False, True])
-def test_the_kl_in_the_loss_with_and_without_bias_correction(seed, correct):
+def test_the_kl_in_the_loss_with_and_without_bias_correction(seed, correct, level):
     p = padded(seed)
-    kl = functools.partial(reference_kl, kl_loss_mode="k3", use_bias_correction_kl=correct)
-    mine = ours(Objective(surrogate=clipped_surrogate, kl=kl, beta=0.3), packed(p))
-    same_loss_and_gradient(p, mine, theirs(p, beta=0.3, use_bias_correction_kl=correct)[0])
+    at = {"importance_sampling_level": level}
+    kl = functools.partial(reference_kl, kl_loss_mode="k3", use_bias_correction_kl=correct, **at)
+    mine = ours(Objective(surrogate=functools.partial(clipped_surrogate, **at), kl=kl, beta=0.3), packed(p))
+    same_loss_and_gradient(p, mine, theirs(p, beta=0.3, use_bias_correction_kl=correct, level=level)[0])
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.2])

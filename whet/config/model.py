@@ -77,7 +77,8 @@ class RoleConfig:
 
     model: Name | None = None
     """Hub name or folder of a Hugging Face model; the actor's may be "file.py:function" or "package.module:function",
-    which makes the model in a folder. None = given from Python, or (critic, reference) the actor's."""
+    which makes the model in a folder. None = given from Python, or (critic, reference) the actor's. A critic's may be
+    "actor": a score head on the actor's own trunk, trained with it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that has it in hardware, and on a
     CPU with instructions for it where a probe finds it 1.3 times faster; else float32. A resumed run keeps what was

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -37,6 +37,7 @@ from whet.util.refs import is_ref, resolve_callable
 
 __all__ = [
     "advantage_inputs",
+    "check_call",
     "check_of_tokens",
     "check_used",
     "composed",
@@ -60,6 +61,32 @@ def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
     if value not in known:
         raise lookup_error(kind, value, known)
     return known[value]
+
+
+def _piece(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:
+    """A piece of the objective, fn(x), with the configuration's fields bound."""
+    fn = with_fields(resolve_name(value, known, kind), config)
+    check_call(fn, kind, ("x",))
+    return fn
+
+
+def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None:
+    """Raises ConfigError where a function can be called in none of the forms, each the names of its arguments."""
+    try:
+        signature = inspect.signature(fn)
+    except (TypeError, ValueError):  # a builtin: calling it will tell
+        return
+    for form in forms:
+        try:
+            signature.bind(*form)
+        except TypeError:
+            continue
+        return
+    ways = " or ".join(f"fn({', '.join(form)})" for form in forms)
+    raise ConfigError(
+        f"{kind} {function_name(fn)}{signature} can't be called as {ways}; further arguments need a default, or must "
+        "be keyword-only and have the name of a field of the configuration"
+    )
 
 
 def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[..., Any]:
@@ -163,7 +190,10 @@ def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tu
 
 def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     """The advantage estimator of a configuration."""
-    return with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, "advantage estimator"), config)
+    kind = "advantage estimator"
+    fn = with_fields(resolve_name(config.advantage_estimator, ADVANTAGE_ESTIMATORS, kind), config)
+    check_call(fn, kind, ("x",), ("rewards", "group_ids"))
+    return fn
 
 
 def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> AdvantageInputs:
@@ -199,13 +229,13 @@ def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
 def make_objective(config: PolicyConfig) -> Objective:
     """The objective of a configuration: surrogate, corrections and masks, KL, entropy bonus."""
     check_used(config)
-    corrections = [] if config.sampler_is is None else [resolve_name(config.sampler_is, CORRECTIONS, "sampler_is")]
-    corrections = [with_fields(fn, config) for fn in corrections]
-    surrogate = with_fields(policy_loss(config), config)
+    names = [] if config.sampler_is is None else [config.sampler_is]
+    corrections = [_piece(name, CORRECTIONS, "sampler_is", config) for name in names]
+    surrogate = _piece(config.loss_name, POLICY_LOSSES, "policy loss", config)
     if corrections and "correction" in keywords_of(surrogate):  # it has the correction in its own weight
         check_of_tokens(config)
         surrogate, corrections = functools.partial(surrogate, correction=corrections[0]), []
-    masks = [with_fields(resolve_name(name, TOKEN_MASKS, "loss mask"), config) for name in config.loss_masks]
+    masks = [_piece(name, TOKEN_MASKS, "loss mask", config) for name in config.loss_masks]
     return Objective(
         surrogate=surrogate,
         factors=(*corrections, *masks),

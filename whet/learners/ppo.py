@@ -4,18 +4,18 @@
     A_t = Σ_k (γλ)^k (r_{t+k} + γ V_{t+k+1} − V_{t+k}), whitened         gamma, gae_lambda, whiten_advantages
     R_t = A_t + V_t, before whitening                                    what the critic learns: value_loss_fn
     l_t = −min(ρ_t A_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) A_t) − c H_t    policy_loss_fn, per token; ρ_t = π / π_old
+    and + c_v (value loss)_t where the critic is a head on the actor's trunk, critic="actor"         vf_coef
 
 It is a PolicyLearner that differs in `score` (the critic's values), `assign_advantages` (the critic's returns) and
 `update` (the critic's, and in the first steps that alone).
 
 Source: PPO arXiv:1707.06347; agrees with Tunix's PPOLearner. It differs in that rewards stay fractions, evaluation has
 its own sampling parameters, reward functions and a reward model may be used together, and a clip range of 0 is one.
-Left out on purpose: a critic that shares the actor's trunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -74,8 +74,17 @@ class PPOLearner(PolicyLearner):
         if len(given) != 1:
             raise ConfigError("PPOLearner takes ppo_config= or algo_config=, which are the same: give one of them")
         config = given[0]
-        if Role.CRITIC not in rl_cluster.workers:
-            raise ConfigError("PPO requires a critic model; pass RLCluster(critic=...), for example the actor's folder")
+        self.shares_trunk = Role.CRITIC not in rl_cluster.workers
+        if self.shares_trunk and rl_cluster.actor.loaded.score_head is None:
+            raise ConfigError(
+                "PPO requires a critic model; pass RLCluster(critic=...), for example the actor's folder, or "
+                'critic="actor" for a score head on the actor\'s trunk'
+            )
+        if self.shares_trunk and config.critic_warmup_steps:
+            raise ConfigError(
+                f"critic_warmup_steps={config.critic_warmup_steps} trains the critic alone, and this one shares the "
+                "actor's trunk; set 0, or give the critic a model of its own"
+            )
         if not reward_fns and Role.REWARD not in rl_cluster.workers:
             raise ConfigError(
                 "PPO requires one of `reward_fns` or a reward model to be set; give the learner reward_fns=[...], or "
@@ -91,8 +100,13 @@ class PPOLearner(PolicyLearner):
             settings=settings,
             observers=observers,
         )
-        self.critic_trainer = rl_cluster.critic_trainer
         self.value_loss = with_fields(resolve_name(config.value_loss_fn, VALUE_LOSSES, "value loss"), config)
+        if self.shares_trunk:
+            self.skips = False  # a sequence without an advantage has values to learn
+            named = {f"critic/{name}": _under_critic(name, how) for name, how in _METRICS.items()}
+            rl_cluster.actor_trainer.with_rl_metrics_to_log({**named, **rl_cluster.actor_trainer.reductions})
+            return
+        self.critic_trainer = rl_cluster.critic_trainer
         self.critic_trainer.with_loss_fn(self._critic_loss, loss_agg_mode="token-mean")
         self.critic_trainer.with_rl_metrics_to_log({**_METRICS, **self.critic_trainer.reductions})
 
@@ -102,7 +116,7 @@ class PPOLearner(PolicyLearner):
         """What PolicyLearner adds, and the critic's values of the states before each token."""
         step = super().score(step)
         with self.cluster.trace.span("values"):
-            values = self.cluster.worker(Role.CRITIC).values(step.need_batch())
+            values = self.cluster.critic_worker.values(step.need_batch())
         return step.replace(batch=step.need_batch().replace(values=values))
 
     def assign_advantages(self, step: Step) -> Step:
@@ -111,6 +125,8 @@ class PPOLearner(PolicyLearner):
         x = advantage_inputs(step.need_batch(), step.rewarded)
         _, returns = with_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
         batch = step.need_batch().replace(returns=returns.float())
+        if self.shares_trunk:
+            batch = batch.with_token_columns(has_reward=_known(batch).float())
         if self.algo_config.beta and self.algo_config.kl_type == "reward":
             penalty = self.control.sampled_kl(batch, -self.control.beta)[batch.mask].double()
             step = step.log({"rewards/reward_kl_penalty": Mean(float(penalty.sum()), len(penalty))})
@@ -118,16 +134,27 @@ class PPOLearner(PolicyLearner):
 
     def update(self, step: Step, mini: TokenBatch) -> Step:
         """Updates the critic on every trained token, and the actor after critic_warmup_steps."""
+        if self.shares_trunk:
+            return super().update(step, mini)
         self.cluster.release_engine_memory()
         with self.cluster.trace.span("update_critic"):
-            known = ~mini.rewards.isnan().index_select(0, mini.trajectory)  # else there is nothing to learn
-            step = step.log(self.critic_trainer.update(mini.replace(mask=mini.mask & known), keep=trained))
+            learned = mini.replace(mask=mini.mask & _known(mini))
+            step = step.log(self.critic_trainer.update(learned, keep=trained))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
 
     def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
         """The value loss at each token: [s], and its metrics, if it has any."""
         found = self.value_loss(x)
         return found if isinstance(found, tuple) else (found, {})
+
+    def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The policy's loss at each token, and the value loss besides where the critic shares its trunk."""
+        loss, metrics = super().loss(x)
+        if not self.shares_trunk:
+            return loss, metrics
+        value, found = self._critic_loss(x)
+        metrics |= {f"critic/{name}": number for name, number in found.items()}
+        return loss + self.algo_config.vf_coef * value * x.need("has_reward"), metrics
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 
@@ -142,6 +169,17 @@ class PPOLearner(PolicyLearner):
         if n := self.algo_config.critic_warmup_steps:
             found["update of the actor"] = f"skipped in the first {n} steps: critic_warmup_steps"
         return found
+
+
+def _known(batch: TokenBatch) -> Tensor:
+    """Which tokens are of a trajectory that has a reward, Bool [S]: of the others a critic can't learn."""
+    return ~batch.rewards.isnan().index_select(0, batch.trajectory)
+
+
+def _under_critic(name: str, how: str | Mapping[str, str]) -> dict[str, str]:
+    """How a metric of the value loss is named and reduced where the actor's trainer reports it."""
+    labels = {name: how} if isinstance(how, str) else how
+    return {f"critic/{label}": reduction for label, reduction in labels.items()}
 
 
 PpoLearner = PPOLearner

@@ -39,6 +39,7 @@ def load_model(
     device: torch.device | str = "cpu",
     role: str = "actor",
     attention: str = "auto",
+    score_head: bool = False,
 ) -> LoadedModel:
     """A causal language model, critic or reward model from a folder, from the hub, or as given.
 
@@ -51,6 +52,7 @@ def load_model(
         role: actor, reference (no gradient), critic (a score head, new where the model has none) or reward (a score
             head that it has). A score head is that of transformers' sequence classifiers with one label.
         attention: what computes attention over packed rows: auto, flex or plain.
+        score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
         without CUDA, or not a text-only causal language model.
@@ -70,13 +72,8 @@ def load_model(
     _drop_dropout(module, name)
     _check_finite(module, name)
     facts = facts_of(module, name)
-    module = _with_heads(module, weight, role, name)
-    if not facts.reasons:
-        module.set_attn_implementation(ATTENTION)
-    else:
-        logger.warning("%s trains padded with the hf engine: %s", name, "; ".join(facts.reasons))
-        if attention != "auto":
-            logger.warning("attention=%s has no effect: padded rows have the model's own attention", attention)
+    module = _with_heads(module, weight, role, name, score_head)
+    _set_attention(module, facts.reasons, attention, name)
     if vars(module.config).get("router_aux_loss_coef"):
         logger.info("%s: the router's auxiliary loss is not added to the objective", name)
     if role == "reference":
@@ -91,6 +88,16 @@ def load_model(
         score_head=score_layer(module),
         adapter=Adapter.of(module),
     )
+
+
+def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention: str, name: str) -> None:
+    """Gives a model that takes a layout whet's attention; says why another trains padded."""
+    if not reasons:
+        module.set_attn_implementation(ATTENTION)
+        return
+    logger.warning("%s trains padded with the hf engine: %s", name, "; ".join(reasons))
+    if attention != "auto":
+        logger.warning("attention=%s has no effect: padded rows have the model's own attention", attention)
 
 
 def _module_of(
@@ -108,8 +115,10 @@ def _module_of(
     return model, None, name
 
 
-def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: str) -> PreTrainedModel:
-    """The module with the heads of its role. Args: weight: [1 D], a score head that was read; None = none was."""
+def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: str, both: bool) -> PreTrainedModel:
+    """The module with the heads of its role. Args: weight: [1 D], a score head that was read; None = none was. both: a
+    score head besides the LM head.
+    """
     there, shared = has_score_head(module), "whet_shared_score_head" in vars(module.config)
     if role in ("critic", "reward"):
         if role == "reward" and not there and weight is None and score_layer(module) is None:
@@ -120,7 +129,9 @@ def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name:
         return module if there or score_layer(module) is not None else with_score_head(module, weight, shared=shared)
     if there:
         raise ConfigError(f"{name} is a critic or a reward model: it has no LM head; it can't be the {role}")
-    return module if weight is None else with_score_head(module, weight, shared=True)
+    if weight is None and (not both or score_layer(module) is not None):
+        return module
+    return with_score_head(module, weight, shared=True)
 
 
 def usable_device(device: torch.device | str) -> torch.device:

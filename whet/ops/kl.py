@@ -14,6 +14,7 @@ from torch import Tensor
 
 from whet.errors import ConfigError, lookup_error
 from whet.ops.masked import masked_column, segment_count, segment_mean, to_fp32
+from whet.ops.policy_losses.ratios import log_ratios
 from whet.types import LossInputs
 
 __all__ = ["KL_MODES", "adapted_beta", "kl_divergence", "kl_rewards", "reference_kl", "sequence_mean_kl"]
@@ -102,21 +103,24 @@ def reference_kl(
     kl_loss_mode: str | Callable[[Tensor], Tensor] = "low_var_kl",
     kl_clamp_value: float | None = None,
     use_bias_correction_kl: bool = False,
+    importance_sampling_level: str = "token",
 ) -> Tensor:
     """The divergence from the reference at each token, with a gradient to the policy alone.
 
-    KL_t = k(d_t), d = log π − log π_ref. With the correction: KL_t = k(d_t)·r_t, r = π/π_old with its gradient, its log
-    held in ±20: under π_old its mean is KL(π‖π_ref), and so is its gradient's, which is not true of k(d) alone.
+    KL_t = k(d_t), d = log π − log π_ref. With the correction: KL_t = k(d_t)·r_t, r = π/π_old with its gradient, at a
+    level of IMPORTANCE_LEVELS, its log held as there. With the ratio of the token its mean under π_old is KL(π‖π_ref),
+    and so is its gradient's, which is not true of k(d) alone.
 
     Args:
         x: needs ref_logprobs, which gets no gradient; old_logprobs None = logprobs.detach(), a ratio of exactly 1.
         kl_loss_mode: a name of KL_MODES, or a function of d.
         kl_clamp_value: bound of k(d), both ways; None = off.
-        use_bias_correction_kl: multiply by the importance ratio of the token.
+        use_bias_correction_kl: multiply by the importance ratio.
+        importance_sampling_level: whose ratio that is, a name of IMPORTANCE_LEVELS.
     Returns: [s], 0 where masked out; divided by nothing.
     Raises: as kl_divergence; DataError: no ref_logprobs.
-    Source: GRPO arXiv:2402.03300, equation 4. The correction: DeepSeek-V3.2 arXiv:2512.02556; agrees with TRL's
-        use_bias_correction_kl at importance_sampling_level="token" (with "sequence" TRL takes the sequence's ratio).
+    Source: GRPO arXiv:2402.03300, equation 4. The correction: DeepSeek-V3.2 arXiv:2512.02556, with the token's ratio;
+        agrees with TRL's use_bias_correction_kl at both of its levels.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                old_logprobs=torch.tensor([-1.]), ref_logprobs=torch.tensor([-1.]))
@@ -127,8 +131,8 @@ def reference_kl(
     kl = kl_divergence(logprobs, ref, mode=kl_loss_mode, clamp=kl_clamp_value)
     if not use_bias_correction_kl:
         return kl
-    old = logprobs.detach() if x.old_logprobs is None else masked_column(x.old_logprobs, x.mask).detach()
-    return kl * (logprobs - old).clamp(-20.0, 20.0).exp()
+    _, log_ratio = log_ratios(x, importance_sampling_level)
+    return kl * log_ratio.exp()
 
 
 def kl_rewards(

@@ -37,7 +37,7 @@ class Objective:
     Returns: (loss [s], metrics [s] each): the surrogate's own, pg_loss/corrected (surrogate · factors), pg_loss/kept (1
         where no factor is 0, with factors), kl where there is a reference. The loss is their sum, pg_loss/corrected +
         β kl − c entropy, under any weights.
-    Raises: DataError: a missing column, or a piece whose shape is not [s].
+    Raises: DataError: a missing column, a piece whose shape is not [s], or a loss without gradient.
     Source: GRPO arXiv:2402.03300; entropy bonus PPO arXiv:1707.06347. Agrees with Tunix's grpo_loss_fn, where the
         correction too is a factor of the surrogate and not of the KL.
 
@@ -87,6 +87,11 @@ class Objective:
             metrics["kl"] = kl.detach()
         if self.entropy_coef != 0:
             loss = loss - self.entropy_coef * masked_column(x.need("entropy"), x.mask)
+        if x.logprobs.requires_grad and not loss.requires_grad:
+            raise DataError(
+                "the loss has no gradient: it must be computed from x.logprobs (or x.entropy), without detach(), "
+                "item() or numpy"
+            )
         return loss, metrics
 
 

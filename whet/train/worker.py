@@ -355,9 +355,14 @@ class ModelWorker:
         return self.placement.weights()
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names."""
+        """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names.
+
+        A score head next to a LM head is left out: it is no part of the language model.
+        """
+        besides = self.loaded.score_head if self.loaded.lm_head.kind != "none" else None
         for name, p in self.module.named_parameters(remove_duplicate=False):
-            yield name, p.detach()
+            if besides is None or p is not besides.weight:
+                yield name, p.detach()
 
     @torch.no_grad()
     def take_weights(self, weights: Iterable[tuple[str, Tensor]], share: float = 1.0) -> None:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from helpers import cluster, completion, length_reward, prompt, rows, same, tiny_model, weights_of
 
-from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig, PPOConfig, Role, RolloutConfig
+from whet.config import DataConfig, GRPOConfig, Mode, OptimConfig, PPOConfig, Role, RoleConfig, RolloutConfig
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner, PpoLearner
@@ -208,6 +208,73 @@ def test_without_critic_kl_and_whitening_it_is_reinforce(monkeypatch):
         torch.testing.assert_close(got[name], wanted[name], rtol=1e-5, atol=1e-7)
 
 
+# ---- a critic on the actor's trunk -------------------------------------------------------------------------------
+
+
+def shared(**fields):
+    return cluster(**{"critic": "actor", **fields})
+
+
+def test_the_gradient_of_a_shared_trunk_is_the_policys_and_the_values(monkeypatch):
+    words = {"gae_lambda": 1.0, "whiten_advantages": False}
+    value = lambda x: 0.5 * (x.new_values - x.returns).square()
+    both, _ = gradients(monkeypatch, ppo(shared(max_steps=1), vf_coef=0.3, value_loss_fn=value, **words), 4)
+    nothing = lambda x: 0 * x.new_values
+    policy, _ = gradients(monkeypatch, ppo(shared(max_steps=1), vf_coef=0.3, value_loss_fn=nothing, **words), 4)
+    none = {"policy_loss_fn": lambda x: 0 * x.logprobs, "value_loss_fn": value, "gae_lambda": 1.0}
+    values, _ = gradients(monkeypatch, ppo(shared(max_steps=1), vf_coef=0.3, **none), 4)
+    assert both.keys() == policy.keys() == values.keys() and any(n.endswith("score.weight") for n in both)
+    assert values["score.weight"].abs().max() > 0 and policy["score.weight"].abs().max() == 0
+    for name in both:
+        torch.testing.assert_close(both[name], policy[name] + values[name], rtol=1e-4, atol=1e-6)
+    alone = ppo(models(critic=tiny_model(0), max_steps=1), **none)
+    critic = gradients_of(monkeypatch, alone.cluster.worker(Role.CRITIC), alone)
+    torch.testing.assert_close(values["score.weight"], 0.3 * critic["score.weight"], rtol=1e-4, atol=1e-6)
+
+
+def gradients_of(monkeypatch, worker, made):
+    """The gradient of one update of a worker's model."""
+    found, step = {}, worker.optim_step
+
+    def noted():
+        found.update({n: p.grad.clone() for n, p in worker.module.named_parameters() if p.grad is not None})
+        return step()
+
+    monkeypatch.setattr(worker, "optim_step", noted)
+    made.train(rows(4))
+    return found
+
+
+def test_a_shared_critic_learns_and_the_policy_stays_a_language_model(tmp_path):
+    made = ppo(
+        shared(lr=1e-2, reference=tiny_model(0), max_steps=20, num_epochs=9, run_dir=str(tmp_path)),
+        lambda completions: [3.0] * len(completions),
+        gae_lambda=1.0,
+        clip_range_value=100.0,
+        vf_coef=1.0,
+    )
+    found = made.train(rows(40)).rows
+    assert found[0]["critic/vf_loss"] == pytest.approx(4.5) and found[-1]["critic/vf_loss"] < 0.5
+    assert {"critic/vpred_mean", "critic/vf_clipfrac", "critic/return_mean"} <= found[0].keys()
+    assert "score.weight" not in dict(made.cluster.actor.named_weights())
+    again = ppo(cluster(actor=RoleConfig(model=str(tmp_path / "final")), critic="actor"))
+    assert torch.equal(again.cluster.actor.loaded.score_head.weight, made.cluster.actor.loaded.score_head.weight)
+
+
+@pytest.mark.parametrize(
+    ("critic", "algo", "says"),
+    [
+        ("actor", {"critic_warmup_steps": 2}, "critic_warmup_steps=2 trains the critic alone"),
+        (RoleConfig(model="actor", optim=OptimConfig(lr=1.0)), {}, "leave out the critic's other keys"),
+        (None, {}, 'or critic="actor"'),
+        ("actor", {"vf_coef": 0.0}, "vf_coef must be positive"),
+    ],
+)
+def test_what_a_shared_critic_can_not_have_is_refused(critic, algo, says):
+    with pytest.raises(ConfigError, match=says):
+        ppo(cluster(critic=critic), **algo)
+
+
 # ---- names, numbers, refusals ------------------------------------------------------------------------------------
 
 
@@ -291,8 +358,10 @@ def test_a_reward_model_alone_and_with_functions(monkeypatch):
 # ---- resuming -------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, shared):
     module = scorer()
+    critic = {"critic": "actor", "critic_optimizer": None} if shared else {}
 
     def train(folder, steps, **more):
         linear = OptimConfig(lr=3e-3, schedule="linear", warmup_steps=1, total_steps=12)
@@ -303,10 +372,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
             max_steps=steps,
             mini_batch_size=2,
             actor_optimizer=linear,
-            critic_optimizer=linear,
+            **{"critic_optimizer": linear, **critic},
             **more,
         )
-        config = PPOConfig(beta=0.05, critic_warmup_steps=2, num_iterations=2, num_generations=2, target_kl=0.1)
+        config = PPOConfig(
+            beta=0.05,
+            **({"sync_ref_model": True, "ref_model_sync_steps": 2} if shared else {"critic_warmup_steps": 2}),
+            num_iterations=2,
+            num_generations=2,
+            target_kl=0.1,
+        )
         learner = PPOLearner(c, config, [length_reward], data_shuffle_seed=1, data=DataConfig(batch_size=4))
         run = learner.train([{"prompt": f"{i}+{i}="} for i in range(20)])
         c.close()
@@ -316,7 +391,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
     train(tmp_path / "parts", 1)  # within the critic's warm-up
     train(tmp_path / "parts", 3, resume="latest")
     train(tmp_path / "parts", 5, resume="latest")
-    for part in ("actor", "critic"):
+    for part in ("actor",) if shared else ("actor", "critic"):
         for name in ("model.safetensors", "optimizer.safetensors"):
             a, b = ((tmp_path / f / "checkpoints/step-000005" / part / name).read_bytes() for f in ("whole", "parts"))
             assert a == b, (part, name)

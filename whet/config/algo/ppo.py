@@ -55,6 +55,9 @@ class PPOConfig(PolicyConfig):
     loss_agg_mode: Name | Fn = "token-mean"
     """How the losses of tokens become one: a name, or a function that gives every token its weight. The critic's is
     token-mean."""
+    vf_coef: Float = 0.5
+    """Weight of the value loss next to the policy's, of a critic that shares the actor's trunk (critic.model=actor);
+    one with a model of its own has its own optimizer."""
     critic_warmup_steps: Number = 0
     """Steps at the start in which the critic alone is trained and the policy stays as it is (RL2's freeze_steps)."""
 
@@ -63,6 +66,8 @@ class PPOConfig(PolicyConfig):
         super().__post_init__()
         if not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"gae_lambda must be between 0 and 1, got {self.gae_lambda!r}")
+        if self.vf_coef <= 0:
+            raise ConfigError(f"vf_coef must be positive, got {self.vf_coef!r}")
         if self.clip_range_value <= 0:
             raise ConfigError(f"clip_range_value must be positive, got {self.clip_range_value!r}")
         if self.epsilon_low is not None and self.epsilon_low < 0:
