@@ -1,19 +1,14 @@
-"""The tasks of presets.py: the demo's, and one of the same kind whose answers are six times as long.
+"""The tasks of presets.py: the demo's, and the same one with answers six times as long.
 
-order: the demo's (whet/demo.py), three operations, at most 26 tokens.
+order: the demo's (whet/demo.py), completions of 11 to 15 bytes.
 
-steps: five operations, each step written out: the expression with the chosen operation in brackets, and that operation
-carried out. "4*1-3+2=" (with three operations, for brevity) is answered by "4*1-(3+2):3+2=5;(4*1)-5:4*1=4;..."; a
-completion of the warm start has 79 to 96 bytes, the demo's 11 to 15. As in the demo the warm start's pupil calculates
-rightly and picks any operation next, the reward looks at the last number alone, and the prompts are those where a
-random order is right at most one time in three.
+steps: the same prompts, each step written out: the expression, the operations to choose from, the expression with the
+chosen one in brackets, and that one carried out. 83 to 97 bytes, of which three decide as in the demo.
 """
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
 import logging
 import random
 import time
@@ -22,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from whet import demo
-from whet.demo import LARGEST_NUMBER, Expression, carry_out, parsed, value, written
+from whet.demo import Expression, carry_out, parsed, written
 
 __all__ = ["TASKS", "Task"]
 
 log = logging.getLogger("whet")
-OPERATIONS, LARGEST_DIGIT = 5, 6
-PROMPTS, HELD_OUT, VALIDATION = 1500, 256, 64
+VALIDATION = 64
+"""Prompts that tell the warm start when to stop."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,18 +55,19 @@ def step(expression: Expression, i: int) -> str:
     """How carrying out the i-th operation is written.
 
     >>> step(((9, 2, 3), ("-", "*")), 1)
-    '9-(2*3):2*3=6'
+    '9-2*3:9-2,2*3:9-(2*3):2*3=6'
     """
     numbers, operations = expression
+    choices = [f"{a}{o}{b}" for a, o, b in zip(numbers, operations, numbers[1:], strict=False)]
     result = carry_out(expression, i)[0][i]
-    return f"{bracketed(expression, i)}:{numbers[i]}{operations[i]}{numbers[i + 1]}={result}"
+    return f"{written(expression)}:{','.join(choices)}:{bracketed(expression, i)}:{choices[i]}={result}"
 
 
 def demonstration(prompt: str, rng: random.Random) -> str:
     """What the pupil writes: right steps in an order of his own.
 
     >>> demonstration("9-2*3=", random.Random(1))
-    '(9-2)*3:9-2=7;(7*3):7*3=21'
+    '9-2*3:9-2,2*3:(9-2)*3:9-2=7;7*3:7*3:(7*3):7*3=21'
     """
     expression, steps = parsed(prompt), []
     while expression[1]:
@@ -84,7 +80,7 @@ def demonstration(prompt: str, rng: random.Random) -> str:
 def valid_steps(prompt: str, completion: str) -> bool:
     """Whether each step is right, in whatever order.
 
-    >>> valid_steps("9-2*3=", "(9-2)*3:9-2=7;(7*3):7*3=21"), valid_steps("9-2*3=", "9-(2*3):2*3=6;(9-6):9-6=4")
+    >>> valid_steps("7*3=", "7*3:7*3:(7*3):7*3=21"), valid_steps("7*3=", "7*3:7*3:(7*3):7*3=20")
     (True, False)
     """
     expression = parsed(prompt)
@@ -94,54 +90,6 @@ def valid_steps(prompt: str, completion: str) -> bool:
             return False
         expression = carry_out(expression, chosen)
     return not expression[1]
-
-
-@functools.cache
-def _results(expression: Expression) -> collections.Counter[int] | None:
-    """How many orders lead to each result; None if one of them leaves 0..LARGEST_NUMBER on the way."""
-    numbers, operations = expression
-    if min(numbers) < 0 or max(numbers) > LARGEST_NUMBER:
-        return None
-    if not operations:
-        return collections.Counter(numbers)
-    total: collections.Counter[int] = collections.Counter()
-    for i in range(len(operations)):
-        part = _results(carry_out(expression, i))
-        if part is None:
-            return None
-        total += part
-    return total
-
-
-@functools.cache
-def _rows() -> list[dict[str, Any]]:
-    """The prompts of the task with their answers: so many different ones, drawn from a fixed seed."""
-    rng, rows = random.Random(0), {}
-    while len(rows) < PROMPTS:
-        operations = tuple(rng.choices("+-*", k=OPERATIONS))
-        numbers = tuple(rng.choices(range(1, LARGEST_DIGIT + 1), k=OPERATIONS + 1))
-        results = _results((numbers, operations))
-        answer = value((numbers, operations))
-        if results is not None and 3 * results[answer] <= results.total():
-            prompt = written((numbers, operations)) + "="
-            rows[prompt] = {"prompt": prompt, "answer": answer}
-    _results.cache_clear()
-    return list(rows.values())
-
-
-def heldout_rows() -> list[dict[str, Any]]:
-    """The prompts that no training sees."""
-    return _rows()[:HELD_OUT]
-
-
-def validation_rows() -> list[dict[str, Any]]:
-    """The prompts that tell the warm start when to stop."""
-    return _rows()[HELD_OUT : HELD_OUT + VALIDATION]
-
-
-def train_rows() -> list[dict[str, Any]]:
-    """The prompts of the demonstrations and of training."""
-    return _rows()[HELD_OUT + VALIDATION :]
 
 
 def warm_start(folder: str, seed: int, *, steps: int = 1500, demonstrations: int = 20_000, batch_size: int = 16) -> str:
@@ -170,7 +118,7 @@ def warm_start(folder: str, seed: int, *, steps: int = 1500, demonstrations: int
     )
     worker = ModelWorker(load_model(demo.small_model(seed)), optim=optim)
     trainer = RoleTrainer(worker, loss=nll)
-    rng, rows = random.Random(seed), train_rows()
+    rng, rows = random.Random(seed), demo.train_rows()
     pairs = [(p, demonstration(p, rng)) for p in (rng.choice(rows)["prompt"] for _ in range(demonstrations))]
     started = said = time.monotonic()
     for index in range(1, steps + 1):
@@ -196,7 +144,7 @@ def _valid_share(worker: Any, tokenizer: Any) -> float:
 
     engine = resolve_engine("embedded")(worker.loaded)
     encode = PromptEncoder(tokenizer)
-    prompts = [encode(row, i) for i, row in enumerate(validation_rows())]
+    prompts = [encode(row, i) for i, row in enumerate(demo.validation_rows()[:VALIDATION])]
     sampling = Sampling(max_tokens=TASKS["steps"].max_tokens, temperature=0.0, stop_ids=(tokenizer.eos_token_id,))
     groups = Rollouts(engine).run(single_turns(prompts, sampling))
     engine.close()
@@ -214,11 +162,11 @@ TASKS = {
         max_tokens=26,
     ),
     "steps": Task(
-        train_rows=train_rows,
-        heldout_rows=heldout_rows,
+        train_rows=demo.train_rows,
+        heldout_rows=demo.heldout_rows,
         reward=demo.reward,
         warm_start=warm_start,
         max_prompt=16,
-        max_tokens=104,
+        max_tokens=112,
     ),
 }

@@ -15,11 +15,9 @@ NAMES = ("common", "learning_tasks", "presets")
 
 @pytest.fixture
 def scripts(monkeypatch):
-    """The scripts as modules, with 400 of the 1500 prompts."""
+    """The scripts as modules, imported as when one of them is run."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    found = {name: importlib.import_module(name) for name in NAMES}
-    monkeypatch.setattr(found["learning_tasks"], "PROMPTS", 400)
-    yield found
+    yield {name: importlib.import_module(name) for name in NAMES}
     for name in NAMES:
         sys.modules.pop(name)
 
@@ -37,19 +35,16 @@ def by_rule(tasks, prompt):
 
 def test_the_long_task_is_three_to_five_times_the_demos_length_and_rewards_the_right_result_alone(scripts):
     tasks = scripts["learning_tasks"]
-    parts = [tasks.heldout_rows(), tasks.validation_rows(), tasks.train_rows()]
-    rows, task = [row for part in parts for row in part], tasks.TASKS["steps"]
-    assert [len(p) for p in parts] == [256, 64, 80] and len({r["prompt"] for r in rows}) == 400
-    assert all(r["answer"] == eval(r["prompt"].removesuffix("=")) for r in rows)
+    task, rng = tasks.TASKS["steps"], random.Random(0)
+    rows = [*task.heldout_rows(), *rng.sample(task.train_rows(), 500)]
     prompts, answers = [r["prompt"] for r in rows], [r["answer"] for r in rows]
     gold = [by_rule(tasks, p) for p in prompts]
-    rng = random.Random(0)
     drawn = [tasks.demonstration(p, rng) for p in prompts]
     assert all(tasks.valid_steps(p, said) for said in (gold, drawn) for p, said in zip(prompts, said, strict=True))
     assert {78 <= len(text) + 1 <= min(130, task.max_tokens) for text in gold + drawn} == {True}  # with the end
     assert max(map(len, prompts)) <= task.max_prompt
     assert set(task.reward(prompts, gold, answers)) == {1.0}
-    assert 0.1 < sum(task.reward(prompts, drawn, answers)) / len(rows) < 1 / 3
+    assert 0.1 < sum(task.reward(prompts, drawn, answers)) / len(rows) < 0.4
     for garbage in ("", "garbage", "=", "1+", "9" * 100, "-1"):
         assert set(task.reward(prompts, [garbage] * len(rows), answers)) == {0.0}
     assert not any(tasks.valid_steps(p, said[:-1]) for p, said in zip(prompts, gold, strict=True))
