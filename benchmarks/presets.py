@@ -78,6 +78,9 @@ _SUMS = {"policy_loss_fn": "reinforce", "loss_agg_mode": "seq-mean-token-sum"}
 _IN_REWARD = {"kl_type": "reward", "kl_loss_mode": "k1"}
 _ALONE = {"num_generations": 1}
 _ONE_BATCH = {"dynamic_sampling": True, "max_num_gen_batches": 1}
+_LEFT = (
+    "groups whose rewards agree are left out and not replaced, so that a step with 16 or fewer left makes one update"
+)
 _TWO_UPDATES = "published with one update of each rollout; the updates of a step are those of all methods here"
 
 METHODS: dict[str, Method] = {
@@ -118,14 +121,15 @@ METHODS: dict[str, Method] = {
             "policy_loss_fn": "cispo-trl",
             "epsilon_high": 5.0,
             "loss_agg_mode": "prompt-mean-token-mean",
-        }
+        },
+        note=_LEFT,
     ),
     "trl_grpo": Method(
         fields={**_TOKENS, "advantage_eps": 1e-4, "use_bias_correction_kl": True}, note="TRL's defaults"
     ),
     "rl2_reinforce": Method(
         fields={**_TOKENS, **_ONE_BATCH, **_IN_REWARD, "advantage_estimator": "reinforce", "advantage_eps": 2.0**-23},
-        note="RL2's defaults",
+        note=f"RL2's defaults; {_LEFT}",
     ),
     "ppo": Method(
         fields={
