@@ -83,6 +83,8 @@ def naive(name, rewards, groups, trained, token_rewards, greedy):
                 if m[t]:
                     ahead = pending + 0.9 * ahead if name == "reinforce_plus_plus" else pending + ahead
                     back[t], pending = ahead, 0.0
+            if any(m):  # what came before the first trained token is that one's
+                back[m.index(True)] += pending
             values.append(back if name == "reinforce_plus_plus" else [b - greedy[groups[j]] for b in back])
         if name == "reinforce_plus_plus":
             return whiten(values, given)

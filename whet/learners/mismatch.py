@@ -4,10 +4,20 @@ from __future__ import annotations
 
 from functools import partial
 
+from torch import Tensor
+
 from whet.config import PolicyConfig
 from whet.learners.objective import with_fields
 from whet.metrics import Max, Mean, Metric
-from whet.ops import CORRECTIONS, masked_mean, mismatch_metrics, sampler_log_ratio, weight_metrics
+from whet.ops import (
+    CORRECTIONS,
+    masked_mean,
+    mismatch_metrics,
+    sampler_log_ratio,
+    segment_count,
+    segment_mean,
+    weight_metrics,
+)
 from whet.train.reductions import Metrics
 from whet.types import LossInputs, TokenBatch
 
@@ -37,9 +47,18 @@ def compare_sampler(batch: TokenBatch, config: PolicyConfig) -> tuple[TokenBatch
         ratio = sampler_log_ratio(x, config.sampler_is)
         found |= weight_metrics(weights, ratio, mask=batch.mask, **bounds)
         if config.sampler_is_normalize:
-            mean = masked_mean(weights, batch.mask).clamp(min=1e-8)
+            mean = _mean_weight(weights, batch, config.sampler_is).clamp(min=1e-8)
             batch = batch.with_token_columns(sampler_is_mean=mean.expand(batch.num_tokens))
     return batch, {n: Max(v) if n.endswith("_max") else Mean(v) for n, v in found.items()}
+
+
+def _mean_weight(weights: Tensor, batch: TokenBatch, level: str) -> Tensor:
+    """The mean over trained tokens, or over the sequences that have one where weights are of sequences; as verl's."""
+    if level == "token":
+        return masked_mean(weights, batch.mask)
+    each = segment_mean(weights, batch.mask, batch.sequence, batch.num_sequences)
+    count = segment_count(batch.mask, batch.sequence, batch.num_sequences)
+    return each.sum() / (count > 0).sum().clamp(min=1)
 
 
 def with_ess(found: Metrics) -> Metrics:

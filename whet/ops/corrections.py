@@ -1,7 +1,7 @@
 """Corrections for the gap between the sampler's logprobs and the trainer's of the same tokens.
 
 A sampler logprob that is NaN is unknown: its token counts as one on which the two agree, a weight of 1 (as in TRL), and
-is left out of the metrics. Engines never report one; a batch of a user's own may have some.
+is left out of mismatch_metrics. Engines never report one; a batch of a user's own may have some.
 Dim legend: s tokens of a micro-batch, S of a batch.
 """
 
@@ -79,7 +79,8 @@ def sampler_importance(
 
     w = exp(clip(δ, ±20)), δ of the token, its sequence's sum or its mean: see sampler_log_ratio. truncate: w is held
     in [lower, threshold]. mask: w is 0 outside [lower, threshold], so that such a token is not learned from.
-    Normalised: w is then divided by its mean over the trained tokens of the whole step.
+    Normalised: w is then divided by its mean over the whole step: over trained tokens, or over sequences where w is one
+    of sequences.
 
     Args:
         x: needs sampler_logprobs; old_logprobs, or the current policy stands for them.

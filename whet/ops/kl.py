@@ -75,8 +75,8 @@ def kl_divergence(
     """KL divergence of the policy to the reference, estimated at each sampled token.
 
     With d = log π(a) − log π_ref(a): k1 = d; k2 = d²/2; k3 = exp(−d) + d − 1; abs = |d|. Under π the mean of k1 and of
-    k3 is KL(π‖π_ref); k3 is never negative and varies less; the mean gradient of k2 is that of the KL. A "+" takes the
-    value of one and the gradient of k2, d·∇log π, which on policy is unbiased.
+    k3 is KL(π‖π_ref); k3 is never negative and, near the reference, varies less; the mean gradient of k2 is that of the
+    KL. A "+" takes the value of one and the gradient of k2, d·∇log π, which on policy is unbiased.
     Args: logprobs, ref_logprobs [...], in nats. mode: a name of KL_MODES, or a function of d. clamp: if given, results
         are held in ±clamp, without a gradient beyond.
     Returns: [...], fp32 or wider.

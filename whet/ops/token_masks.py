@@ -88,7 +88,7 @@ def total_variation_mask(
     Raises: ConfigError: a threshold that is not positive. DataError: no advantages.
     Source: DPPO (Binary-TV), arXiv:2602.04879; the mask of verl's dppo_tv with clip_ratio_low and _high as thresholds.
         There the ratio is held below 20 and is a constant that weighs log π, and π_old is the policy at the start of
-        the step: with policy_loss_fn=grpo and a wide epsilon the gradient is the same up to that bound.
+        the step: policy_loss_fn=cispo with epsilon_high=19 and this mask is that loss.
 
     >>> x = LossInputs(sequence=torch.tensor([0, 0]), mask=torch.tensor([True, True]),
     ...                advantages=torch.tensor([1., -1.]), logprobs=torch.tensor([.9, .9]).log(),
@@ -96,7 +96,8 @@ def total_variation_mask(
     >>> total_variation_mask(x, dppo_threshold=0.2)  # up by .4: too far for the good one, fine for the bad one
     tensor([0., 1.])
     """
-    p, q = _probabilities(x)
+    old, new = _old_and_new(x)
+    p, q = new.exp(), old.exp()
     return _pushed_too_far(x, (p - q).abs(), p - q, dppo_threshold, dppo_threshold_high)
 
 
@@ -117,9 +118,10 @@ def binary_kl_mask(x: LossInputs, *, dppo_threshold: float = 0.2, dppo_threshold
     >>> binary_kl_mask(x, dppo_threshold=0.2)  # .5 log(.5 / .9) + .5 log(.5 / .1) = .51
     tensor([0., 1.])
     """
-    p, q = _probabilities(x)
+    old, new = _old_and_new(x)
+    p, q = new.exp(), old.exp()
     rest_p, rest_q = (1 - p).clamp(min=1e-8), (1 - q).clamp(min=1e-8)
-    divergence = -q * _moved(x) + (1 - q) * (rest_q / rest_p).log()
+    divergence = q * (old - new) + (1 - q) * (rest_q / rest_p).log()
     return _pushed_too_far(x, divergence, p - q, dppo_threshold, dppo_threshold_high)
 
 
@@ -182,16 +184,12 @@ def _log_ratio(x: LossInputs, other: Tensor) -> Tensor:
     return masked_column(x.logprobs.detach(), known) - masked_column(other.detach(), known)
 
 
-def _moved(x: LossInputs) -> Tensor:
-    """Log π − log π_old, without gradient, in ±20."""
-    logprobs = x.logprobs.detach()
-    return _log_ratio(x, logprobs if x.old_logprobs is None else x.old_logprobs).clamp(-20.0, 20.0)
-
-
-def _probabilities(x: LossInputs) -> tuple[Tensor, Tensor]:
-    """π(a) and π_old(a), without gradient."""
-    logprobs = masked_column(x.logprobs.detach(), x.mask)
-    return logprobs.exp(), (logprobs - _moved(x)).exp()
+def _old_and_new(x: LossInputs) -> tuple[Tensor, Tensor]:
+    """Log π_old(a) and log π(a), without gradient; the same where π_old is not known."""
+    new = masked_column(x.logprobs.detach(), x.mask)
+    if x.old_logprobs is None:
+        return new, new
+    return torch.where(x.mask & ~x.old_logprobs.isnan(), to_fp32(x.old_logprobs.detach()), new), new
 
 
 def _pushed_too_far(x: LossInputs, divergence: Tensor, change: Tensor, low: float, high: float | None) -> Tensor:

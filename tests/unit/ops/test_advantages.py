@@ -243,12 +243,13 @@ def test_rewards_by_token_of_trajectories_whose_tokens_do_not_lie_together():
 def test_rewards_by_token_equal_the_loop(x):
     want = torch.zeros(len(x.mask), dtype=torch.float64)
     for j, outcome in enumerate(x.rewards.tolist()):
-        places, last = torch.where(x.trajectory == j)[0].tolist(), None
+        places = torch.where(x.trajectory == j)[0].tolist()
+        last = next((t for t in places if x.mask[t]), None)  # of rewards before it too
         for t in places if not math.isnan(outcome) else []:
             last = t if x.mask[t] else last
             if last is not None and x.token_rewards is not None:
                 want[last] += float(x.token_rewards[t])
-        if last is not None:
+        if last is not None and not math.isnan(outcome):
             want[last] += outcome
     torch.testing.assert_close(x.rewards_by_token, want)
 

@@ -5,7 +5,9 @@ more. What holds for all of them:
 
 - Computed in float64, returned in fp32. Groups may differ in size.
 - A NaN reward means "not applicable": it takes no part in any statistic and gets advantage 0.
-- Equal rewards give exactly 0, by comparing the largest with the smallest: a deviation of them is 1e-16, not 0.
+- Against the group, equal rewards give exactly 0, by comparing the largest with the smallest: a deviation of them is
+  1e-16, not 0. Estimators with another baseline (reinforce with global_norm, reinforce_plus_plus, remax) give what they
+  give.
 - Rewards of single tokens join the outcome in one place, AdvantageInputs.returns and .rewards_by_token.
 
 Which of them need groups is whet.config's to know, where a configuration is checked without torch:

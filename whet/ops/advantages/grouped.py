@@ -93,12 +93,18 @@ class Grouped:
         return (self if scale_rewards == "group" else self.whole).std(ddof)
 
     @functools.cached_property
-    def spread(self) -> Tensor:
-        """Bool [N]: the largest reward of the group differs from the smallest.
+    def differs(self) -> Tensor:
+        """Bool [num]: the largest reward of the group differs from the smallest, by more than rounding (1e-12 of it).
 
         Not by the deviation: seven rewards of 0.9 have one of 1e-16, not of 0.
         """
-        return (self.extreme("amax") > self.extreme("amin")).index_select(0, self.of)
+        high, low = self.extreme("amax"), self.extreme("amin")
+        return (high > low) & ~torch.isclose(high, low, rtol=1e-12, atol=0.0)
+
+    @functools.cached_property
+    def spread(self) -> Tensor:
+        """Bool [N]: whether the rewards of its group differ."""
+        return self.differs.index_select(0, self.of)
 
     def extreme(self, which: str, among: Tensor | None = None) -> Tensor:
         """Float64 [num]: the largest ("amax") or smallest ("amin") reward of each group; infinite where it has none.
@@ -134,7 +140,7 @@ def group_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
     r = rewards.detach().double()
     num = int(group_ids.max()) + 1 if len(group_ids) else 0
     g = Grouped(r, ~r.isnan(), group_ids, num)
-    return g.extreme("amax") > g.extreme("amin")
+    return g.differs
 
 
 def check_shapes(rewards: Tensor, group_ids: Tensor) -> None:

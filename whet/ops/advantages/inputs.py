@@ -88,8 +88,8 @@ class AdvantageInputs:
     @functools.cached_property
     def rewards_by_token(self) -> Tensor:
         """Float64 [S]: the same rewards at trained tokens: the outcome at the trajectory's last one, the reward of a
-        token at itself or, where it is not trained, at the last trained one before. 0 at tokens that are not trained,
-        and in trajectories whose outcome is NaN.
+        token at itself or, where it is not trained, at the last trained one before, or else at the first. 0 at tokens
+        that are not trained, and in trajectories whose outcome is NaN.
         """
         size, number = len(self.mask), len(self.rewards)
         place = torch.arange(size)
@@ -98,10 +98,13 @@ class AdvantageInputs:
         last = torch.cummax(torch.where(trained, place, -1), 0).values  # the last trained place so far, of any
         start = torch.searchsorted(owner, owner)
         own = last >= start  # of this trajectory
+        after = torch.cummin(torch.where(trained, place, size).flip(0), 0).values.flip(0)  # the next one, of any
+        at = torch.where(own, last, after)
+        there = (at < size) & (owner[at.clamp(max=max(size - 1, 0))] == owner) if size else own
         given = ~self.rewards.isnan()
         found = torch.zeros(size, dtype=torch.float64)
-        kept = own & given[owner]
-        found.index_add_(0, last[kept], self._token_rewards[order][kept])
+        kept = there & given[owner]
+        found.index_add_(0, at[kept], self._token_rewards[order][kept])
         end = torch.full((number,), -1).scatter_reduce(0, owner[own], last[own], "amax")
         has = (end >= 0) & given
         found[end[has]] += self.rewards.double()[has]

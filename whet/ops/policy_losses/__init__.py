@@ -2,7 +2,8 @@
 
 Every loss is fn(x: LossInputs, **kw) -> (loss [s], {metric: [s]}); metrics are detached, per token, and the caller
 takes their mean over the mask. Masked-out tokens have loss 0 and metrics 0 whatever stands there. Old logprobs and
-advantages are constants. At r = 1 all have the gradient of −A·log π but cispo-trl (and distillation, whose A differs).
+advantages are constants. At r = 1 all have the gradient of −A·log π at the level of tokens but cispo-trl (and
+distillation, whose A differs); at sequence-sum n times that, n the tokens of the sequence.
 Corrections, masks, the KL and the entropy bonus are pieces of their own: see objective.py.
 
 A published method is a surrogate, a level of its ratio and an aggregation:
@@ -11,7 +12,8 @@ A published method is a surrogate, a level of its ratio and an aggregation:
     GRPO, PPO                     grpo             token                       sequence-mean-token-mean; token-mean
     DAPO (2503.14476)             grpo             token                       token-mean, epsilon_high=0.28
     Dr.GRPO (2503.20783)          grpo             token                       sequence-mean-token-scale
-    GSPO (2507.18071)             grpo             sequence                    sequence-mean-token-mean
+    GSPO (2507.18071), with       grpo             sequence                    sequence-mean-token-mean
+        epsilon=3e-4 and epsilon_high=4e-4
     GSPO-token (same)             gspo-token       its own                     sequence-mean-token-mean
     LUSPO (2602.05261)            grpo             sequence                    seq-mean-token-sum
     GMPO (2507.20673)             gmpo             its own; epsilon=0.4        sequence-mean-token-mean

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from whet.errors import ConfigError, lookup_error
-from whet.ops.masked import masked_column, segment_mean, segment_sum
+from whet.ops.masked import masked_column, segment_mean, segment_sum, to_fp32
 from whet.types import LossInputs
 
 __all__ = ["IMPORTANCE_LEVELS"]
@@ -70,13 +70,16 @@ and sequence-token have the same gradient. Tunix holds d_t and sequence-token as
 def log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     """Log π − log π_old before any clamp, and the log of the importance ratio: [s] and [s], 0 where masked out.
 
-    Args: x: old_logprobs None = logprobs.detach(), a ratio of exactly 1. level: a name of IMPORTANCE_LEVELS.
+    Args: x: old_logprobs None, or NaN at a token = logprobs.detach(), a ratio of exactly 1. level: a name of
+            IMPORTANCE_LEVELS.
     Raises: ConfigError: an unknown level.
     """
     if level not in IMPORTANCE_LEVELS:
         raise lookup_error("importance level", level, IMPORTANCE_LEVELS)
     logprobs = masked_column(x.logprobs, x.mask)
-    old = logprobs.detach() if x.old_logprobs is None else masked_column(x.old_logprobs, x.mask).detach()
+    old = logprobs.detach()
+    if x.old_logprobs is not None:
+        old = torch.where(x.mask & ~x.old_logprobs.isnan(), to_fp32(x.old_logprobs.detach()), old)
     log_ratio = logprobs - old
     return log_ratio, torch.where(x.mask, IMPORTANCE_LEVELS[level](log_ratio, x), 0.0)
 
