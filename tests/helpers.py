@@ -200,6 +200,7 @@ def cluster(
     critic=None,
     reward=None,
     reward_tokenizer=None,
+    teacher=None,
     engine="vanilla",
     rollout=None,
     tokenizer=None,
@@ -217,6 +218,7 @@ def cluster(
         critic=critic,
         reward=reward,
         reward_tokenizer=reward_tokenizer,
+        teacher=teacher,
         tokenizer=tokenizer or byte_tokenizer(),
         cluster_config=ClusterConfig(
             rollout_engine=engine, rollout_config=rollout, training_config=RLTrainingConfig(**options)

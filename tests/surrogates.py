@@ -7,12 +7,13 @@ import inspect
 import torch
 from torch import Tensor
 
-from whet.ops import IMPORTANCE_LEVELS, POLICY_LOSSES
+from whet.ops import IMPORTANCE_LEVELS, POLICY_LOSSES, teacher_column
 from whet.types import LossInputs
 
 COLUMNS = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "advantages", "teacher_logprobs")
-DISTINCT = sorted({fn: name for name, fn in sorted(POLICY_LOSSES.items(), reverse=True)}.values())
-"""A name of each policy loss, where some have two."""
+_OF_LOGPROBS = {name: fn for name, fn in POLICY_LOSSES.items() if teacher_column(fn) != "divergence"}
+DISTINCT = sorted({fn: name for name, fn in sorted(_OF_LOGPROBS.items(), reverse=True)}.values())
+"""A name of each policy loss, where some have two; without those of whole distributions: see test_divergence.py."""
 
 
 def cases() -> list[tuple[str, str | None]]:
@@ -26,7 +27,7 @@ def cases() -> list[tuple[str, str | None]]:
 
 
 def inputs(logprobs, sequence=None, mask=None, *, dtype=torch.float32, **columns) -> LossInputs:
-    """LossInputs of lists; teacher_logprobs is a column of one's own."""
+    """LossInputs of lists; teacher_logprobs is not a well-known column."""
     as_tensor = lambda values: torch.as_tensor(values, dtype=dtype)
     n = len(logprobs)
     return LossInputs(

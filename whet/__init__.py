@@ -15,7 +15,9 @@ if TYPE_CHECKING:
         AlgorithmConfig,
         CheckpointingOptions,
         ClusterConfig,
+        DAPOConfig,
         DataConfig,
+        DrGRPOConfig,
         GRPOConfig,
         GrpoConfig,
         MetricsLoggerOptions,
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
         RunConfig,
         TrainingConfig,
     )
+    from whet.config.algo import presets
     from whet.errors import (
         CheckpointError,
         ConfigError,
@@ -58,8 +61,10 @@ __all__ = [
     "Completion",
     "ConfigError",
     "Control",
+    "DAPOConfig",
     "DataConfig",
     "DataError",
+    "DrGRPOConfig",
     "EngineError",
     "GRPOConfig",
     "GRPOLearner",
@@ -96,6 +101,7 @@ __all__ = [
     "TrainingError",
     "WhetError",
     "__version__",
+    "presets",
 ]
 
 _MODULES = {
@@ -104,7 +110,9 @@ _MODULES = {
         "AlgorithmConfig",
         "CheckpointingOptions",
         "ClusterConfig",
+        "DAPOConfig",
         "DataConfig",
+        "DrGRPOConfig",
         "GRPOConfig",
         "GrpoConfig",
         "MetricsLoggerOptions",
@@ -121,6 +129,7 @@ _MODULES = {
         "RunConfig",
         "TrainingConfig",
     ),
+    "whet.config.algo": ("presets",),
     "whet.errors": (
         "CheckpointError",
         "ConfigError",

@@ -20,7 +20,7 @@ from torch import nn
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
 from whet.data.plans import Plans
 from whet.data.prompts import PromptEncoder
-from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
+from whet.data.tokenizer import check_same_ids, load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.models.modes import max_positions
@@ -63,10 +63,11 @@ class RLCluster(TunixVerbs):
     """Roles, engine and tokenizer of one run.
 
     Args:
-        actor, critic, reference, reward: a module, a folder, a hub name, or a RoleConfig. A reference or a critic that
-            is the actor's own module is copied, so that one stays what it is and the other has its own trunk;
-            critic="actor" is a score head on the actor's trunk, trained with it. The reward model is a sequence
-            classifier of one label; learners call it as one more reward function.
+        actor, critic, reference, reward, teacher: a module, a folder, a hub name, or a RoleConfig. One that is the
+            actor's own module is copied, so that it stays what it is, or has its own trunk; critic="actor" is a score
+            head on the actor's trunk, trained with it. The reward model is a sequence classifier of one label;
+            learners call it as one more reward function. The teacher is what distillation learns from, a language
+            model of the actor's tokenizer; the padding of its vocabulary may be another.
         tokenizer: a tokenizer, a folder or a hub name.
         reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
         cluster_config: meshes, engine, training and rollout configuration.
@@ -84,6 +85,7 @@ class RLCluster(TunixVerbs):
         critic: nn.Module | str | RoleConfig | None = None,
         reference: nn.Module | str | RoleConfig | None = None,
         reward: nn.Module | str | RoleConfig | None = None,
+        teacher: nn.Module | str | RoleConfig | None = None,
         tokenizer: Any,
         reward_tokenizer: Any = None,
         cluster_config: ClusterConfig,
@@ -100,7 +102,9 @@ class RLCluster(TunixVerbs):
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
         if isinstance(actor, nn.Module):
-            reference, critic = (copy.deepcopy(actor) if m is actor else m for m in (reference, critic))
+            reference, critic, teacher = (
+                copy.deepcopy(actor) if m is actor else m for m in (reference, critic, teacher)
+            )
         shares_trunk, critic = _shared_critic(critic)
         policy = self._load(Role.ACTOR, actor, score_head=shares_trunk)
         self.tokenizer = load_tokenizer(tokenizer)
@@ -117,10 +121,12 @@ class RLCluster(TunixVerbs):
             (Role.REFERENCE, reference, None),
             (Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer),
             (Role.REWARD, reward, None),
+            (Role.TEACHER, teacher, None),
         ):
             if model is not None:
                 add(role, model, self._load(role, model), optimizer)
-        self._reward_tokenizer = self._tokenizer_of(reward, reward_tokenizer)
+        self._reward_tokenizer = self._tokenizer_of(Role.REWARD, reward, reward_tokenizer)
+        self._check_teacher(teacher)
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         self._trainers = {
             role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
@@ -190,9 +196,12 @@ class RLCluster(TunixVerbs):
                 usual,
                 budget,
             )
+        if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
+            known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
+            support = dataclasses.replace(support, forbidden_ids=known)
         self._workers[role] = ModelWorker(
             loaded,
-            optim=None if role in (Role.REFERENCE, Role.REWARD) else optimizer,
+            optim=None if role in (Role.REFERENCE, Role.REWARD, Role.TEACHER) else optimizer,
             dtype=dtype,
             support=support,
             allowed=allowed,
@@ -205,18 +214,32 @@ class RLCluster(TunixVerbs):
         )
         empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
 
-    def _tokenizer_of(self, reward: nn.Module | str | RoleConfig | None, given: Any) -> Any:
-        """The reward model's tokenizer; None = the policy's."""
-        if reward is None or given is not None:
+    def _tokenizer_of(self, role: Role, model: nn.Module | str | RoleConfig | None, given: Any = None) -> Any:
+        """A role's own tokenizer; None = the policy's."""
+        if model is None or given is not None:
             return None if given is None else load_tokenizer(given)
-        model = reward.model if isinstance(reward, RoleConfig) else reward
+        model = model.model if isinstance(model, RoleConfig) else model
         if not isinstance(model, str):
             return None
         place = Path(model_folder(model))
         if place.is_dir() and not any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            log.info("%s has no tokenizer; the reward model reads the policy's token ids", model)
+            log.info("%s has no tokenizer; as %s it reads the policy's token ids", model, role.value)
             return None
         return load_tokenizer(model)
+
+    def _check_teacher(self, teacher: nn.Module | str | RoleConfig | None) -> None:
+        """Raises ConfigError where the teacher reads other token ids than the policy writes."""
+        if teacher is None:
+            return
+        loaded = self._workers[Role.TEACHER].loaded
+        own = self._tokenizer_of(Role.TEACHER, teacher)
+        if own is not None:
+            check_same_ids(self.tokenizer, own, f"the teacher {loaded.name}")
+        if loaded.num_ids < len(self.tokenizer):
+            raise ConfigError(
+                f"the teacher {loaded.name} knows {loaded.num_ids} token ids and the policy's tokenizer has "
+                f"{len(self.tokenizer)}; give a model of the same tokenizer"
+            )
 
     def reward_model(self, **options: Any) -> RewardModel:
         """The reward model as a reward function, named after its folder; `options` are RewardModel's.

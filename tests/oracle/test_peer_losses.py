@@ -4,13 +4,11 @@ TRL's trainers are stood in for by a namespace that has what _compute_loss reads
 whet is the same sequences end to end. Values and gradients to 1e-6 relative; where a difference is meant, both numbers.
 """
 
-import collections
 import functools
-import importlib
-import types
 
 import pytest
 import torch
+from peer_code import trl_trainer
 from surrogates import changed, gradient, random_inputs
 
 from whet.ops import POLICY_LOSSES, aggregate, token_weights
@@ -26,36 +24,6 @@ def rows(x, column):
         own = column[x.sequence == i]
         out[i, : len(own)] = own
     return out
-
-
-def trl_trainer(module, name, *, epsilon=0.2, epsilon_high=None, level="token", parts=1, **fields):
-    """What TRL's _compute_loss asks of its trainer; extra fields are its own, or those of its arguments."""
-    trainer = getattr(pytest.importorskip("trl") and importlib.import_module(module), name)
-    args = {"delta": None, "use_bias_correction_kl": False, "steps_per_generation": parts}
-    args |= {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05}
-    args |= {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
-    same = lambda value, **_: value
-    own = types.SimpleNamespace(
-        accelerator=types.SimpleNamespace(num_processes=1, gather=same, reduce=same),
-        args=types.SimpleNamespace(**{k: fields.pop(k, v) for k, v in args.items()}),
-        model=types.SimpleNamespace(training=True),
-        epsilon_low=epsilon,
-        epsilon_high=epsilon if epsilon_high is None else epsilon_high,
-        importance_sampling_level=level,
-        current_gradient_accumulation_steps=parts,
-        max_completion_length=LONGEST,
-        beta=0.0,
-        top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
-        vllm_importance_sampling_correction=fields.get("use_vllm", False),
-        aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
-        _metrics={"train": collections.defaultdict(list)},
-        get_gamma_weights=getattr(trainer, "get_gamma_weights", None),
-        **{"use_vllm": False, "loss_type": "grpo", **fields},
-    )
-    own.run = functools.partial(trainer._compute_loss, own, None)
-    return own
 
 
 def trl_batch(x, **columns):

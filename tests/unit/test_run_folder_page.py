@@ -81,7 +81,7 @@ def test_every_metric_explained_is_one_of_a_run(written):
     part = PAGE[PAGE.index("## Metrics") : PAGE.index("## Checkpoints")]
     cells = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", part, re.MULTILINE)
     listed = {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
-    of_a_loss = {"cispo_clip_ratio", "teacher_kl", "vespo/phi_seq_mean"}  # each of one policy loss
+    of_a_loss = {"cispo_clip_ratio", "divergence", "teacher_kl", "vespo/phi_seq_mean"}  # each of one policy loss
     assert listed - written == {"rewards/<f>/errors", *of_a_loss}  # the first only where a function failed
 
 

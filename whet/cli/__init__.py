@@ -216,7 +216,10 @@ def _command_help(command: str) -> str:
     trains = command in ("grpo", "ppo")
     if trains:
         keys = show(PPORunConfig if command == "ppo" else RunConfig, SHORT, hidden=("rollout.vllm.", "rollout.sglang."))
-        end = "\n\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
+        end = (
+            "\n\nalgo.preset=NAME is a published method, which the other keys of algo then change: docs/papers.md."
+            "\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
+        )
     else:
         from whet.config.generate import ChatConfig, GenerateConfig
 

@@ -33,12 +33,14 @@ from whet.data.sources import load_rows
 from whet.errors import ConfigError
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
+from whet.learners.objective import policy_loss
 from whet.learners.ppo import PPOLearner
 from whet.models.made import made_model
 from whet.models.precision import probe_threads
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, to_json, write_atomic
 from whet.observe.plots import plot_curves
+from whet.ops import teacher_column
 from whet.parallel.comm import require_single_process
 from whet.run.run import Run
 from whet.util.refs import is_ref
@@ -148,6 +150,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
         critic=_critic(config) if isinstance(config, PPORunConfig) else None,
         reference=reference,
         reward=config.reward_model,
+        teacher=_teacher(config),
         tokenizer=config.tokenizer or config.actor.model,
         cluster_config=ClusterConfig(
             rollout_engine=config.rollout_engine,
@@ -165,6 +168,16 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
     learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=dump_tree(config))  # pyright: ignore
     return learner, train_ds, eval_ds
+
+
+def _teacher(config: RunConfig) -> RoleConfig | None:
+    """The teacher's model. Raises ConfigError where nothing would learn from it."""
+    if config.teacher is not None and teacher_column(policy_loss(config.algo)) is None:
+        raise ConfigError(
+            f"teacher has no effect: algo.policy_loss_fn={config.algo.policy_loss_fn!r} does not learn from one; "
+            "distillation and gkd do"
+        )
+    return config.teacher
 
 
 def _critic(config: PPORunConfig) -> RoleConfig:

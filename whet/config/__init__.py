@@ -2,6 +2,8 @@
 
 from whet.config.algo import (
     AlgorithmConfig,
+    DAPOConfig,
+    DrGRPOConfig,
     GRPOConfig,
     GrpoConfig,
     OverlongBuffer,
@@ -35,7 +37,9 @@ __all__ = [
     "CheckpointingOptions",
     "ClusterConfig",
     "ConstraintConfig",
+    "DAPOConfig",
     "DataConfig",
+    "DrGRPOConfig",
     "GRPOConfig",
     "GrpoConfig",
     "MetricsLoggerOptions",

@@ -30,3 +30,4 @@ class Role(str, Enum):  # noqa: UP042
     REFERENCE = "reference"
     REWARD = "reward"
     ROLLOUT = "rollout"
+    TEACHER = "teacher"

@@ -20,7 +20,7 @@ from whet.config.fields import DEEPEST
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
 
-__all__ = ["diff", "dump", "dump_tree", "load", "read_yaml", "show", "tree"]
+__all__ = ["diff", "dump", "dump_tree", "load", "merged", "read_yaml", "show", "tree"]
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[st
                 raise ConfigError(f"{key}: no value; write {key}=VALUE")
             text = value
         if key == "config":
-            files = _merge(files, _expand(read_yaml(text), short))
+            files = merged(files, _expand(read_yaml(text), short))
             continue
         parts = key.replace("-", "_").split(".")
         if "" in parts or len(parts) > DEEPEST:
@@ -76,8 +76,8 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[st
         node: Any = text if plain or not text else parse(text, key)
         for part in reversed(parts):
             node = {part: node}
-        pairs = _merge(pairs, _expand(node, short))
-    return _merge(files, pairs)
+        pairs = merged(pairs, _expand(node, short))
+    return merged(files, pairs)
 
 
 def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = None) -> T:
@@ -90,14 +90,19 @@ def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = No
     return check(cls, tree(argv, short), short=short)
 
 
-def _merge(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    both = {k: _merge(a[k], v) if isinstance(v, Mapping) and isinstance(a.get(k), Mapping) else v for k, v in b.items()}
+def merged(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    """Two nested mappings as one: key by key, the second over the first; neither is changed.
+
+    >>> merged({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
+    {'a': {'x': 1, 'y': 3}}
+    """
+    both = {k: merged(a[k], v) if isinstance(v, Mapping) and isinstance(a.get(k), Mapping) else v for k, v in b.items()}
     return {**a, **both}
 
 
 def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any]:
     """Moves what stands under a shorthand to its full key."""
-    full = _merge({}, _copied(given))
+    full = merged({}, _copied(given))
     for key, target in short.items():
         *parents, name = key.split(".")
         node = _at(full, parents)
@@ -113,7 +118,7 @@ def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any
             raise ConfigError(f"{key} and {target} are the same key; give it once")
         for part in reversed([*parents, name]):
             value = {part: value}
-        full = _merge(full, value)
+        full = merged(full, value)
     return full
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from pydantic import model_validator
+from pydantic_core import ArgsKwargs
 
 from whet.config.algo import GRPOConfig, PPOConfig
-from whet.config.base import config
+from whet.config.algo.presets import preset
+from whet.config.base import config, section_at
 from whet.config.data import DataConfig
 from whet.config.fields import Bool, Float, Name
-from whet.config.loader import load
+from whet.config.loader import dump_tree, load, merged
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import RolloutConfig
 from whet.config.training import RLTrainingConfig
@@ -38,10 +42,12 @@ class RunConfig:
     """The value model of `whet ppo`; None = the actor's, with a fresh score head. `whet grpo` has none."""
     reference: RoleConfig | None = None
     """The model that the KL is measured against; None = the actor as it was at the start."""
+    teacher: RoleConfig | None = None
+    """The model that policy_loss_fn=distillation and gkd learn from, of the actor's tokenizer; None = none."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     """Sampling."""
     algo: GRPOConfig = field(default_factory=GRPOConfig)
-    """The algorithm."""
+    """The algorithm; algo.preset names a published method, which the other keys change."""
     data: DataConfig = field(default_factory=DataConfig)
     """The data set."""
     trainer: RLTrainingConfig = field(default_factory=RLTrainingConfig)
@@ -60,6 +66,21 @@ class RunConfig:
     in pinned host memory otherwise. Nothing to do on a CPU."""
     tokenizer: Name | None = None
     """Hub name or folder of the tokenizer; None = the actor's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _presets(cls, given: Any) -> Any:
+        """Puts the fields of algo.preset, a published method, under the other keys of algo."""
+        words = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(words, Mapping):
+            return given
+        algo = words.get("algo")
+        if not isinstance(algo, Mapping) or "preset" not in algo:
+            return given
+        name, own = algo["preset"], {key: value for key, value in algo.items() if key != "preset"}
+        fields = {} if name is None else dump_tree(preset(name, section_at(cls, ("algo",))))
+        words = {**words, "algo": merged(fields, own)}
+        return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
         """Checks what concerns several sections."""
@@ -119,8 +140,10 @@ def check_complete(config: RunConfig) -> None:
         missing.append("no model; write model=<hub name or folder>")
     if config.data.path is None:
         missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
-    if not config.reward_names:
+    if not config.reward_names and (config.teacher is None or isinstance(config, PPORunConfig)):
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
+    if config.teacher is not None and config.teacher.model is None:
+        missing.append("teacher has no model; write teacher.model=<hub name or folder>")
     if config.reward_model is not None and config.reward_model.model is None:
         missing.append("reward_model has no model; write reward_model.model=<hub name or folder>")
     if config.critic is not None and not isinstance(config, PPORunConfig):

@@ -18,7 +18,7 @@ from whet.util.model_paths import check_hub, model_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["byte_tokenizer", "load_tokenizer", "pad_token_id", "stop_token_ids"]
+__all__ = ["byte_tokenizer", "check_same_ids", "load_tokenizer", "pad_token_id", "stop_token_ids"]
 
 BYTE_CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -90,6 +90,18 @@ def byte_tokenizer() -> PreTrainedTokenizerBase:
     )
     tokenizer.chat_template = BYTE_CHAT_TEMPLATE
     return tokenizer
+
+
+def check_same_ids(own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, name: str) -> None:
+    """Raises ConfigError where a token id is not the same token for another model's tokenizer. Args: name: its."""
+    mine, its = own.get_vocab(), other.get_vocab()
+    if mine == its:
+        return
+    token = min((t for t in mine.keys() | its.keys() if mine.get(t) != its.get(t)), key=lambda t: (its.get(t, 0), t))
+    raise ConfigError(
+        f"{name} has another tokenizer than the policy: {token!r} is {its.get(token, 'no token')} there and "
+        f"{mine.get(token, 'no token')} here; it is given the policy's token ids, so give a model of the same tokenizer"
+    )
 
 
 def stop_token_ids(

@@ -278,6 +278,11 @@ class RLLearner:
         """Whether training takes a greedy completion of each prompt as well, which is rewarded and not trained on."""
         return False
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether nothing is learned where no token has an advantage, so that the run warns of it."""
+        return True
+
     def num_generations_of(self, mode: Mode) -> int:
         """Completions of each prompt in a mode: an evaluation's own number, or 1 where it is greedy, or training's."""
         if mode is Mode.TRAIN:

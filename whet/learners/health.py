@@ -62,13 +62,14 @@ class Seen:
 class Health:
     """Watches the steps of a run.
 
-    Args: cluster: whose run it is.
+    Args: cluster: whose run it is. of_rewards: something is learned only where a token has an advantage.
 
     Example: health.watch(step, row, rewarded, batch) after each step; health.state() into the checkpoint.
     """
 
-    def __init__(self, cluster: RLCluster) -> None:
+    def __init__(self, cluster: RLCluster, *, of_rewards: bool = True) -> None:
         self.cluster = cluster
+        self.of_rewards = of_rewards
         self._since: dict[str, tuple[int, int]] = {}
 
     def watch(self, step: int, row: Mapping[str, float], rewarded: Rewarded, batch: TokenBatch) -> None:
@@ -80,7 +81,7 @@ class Health:
             rewarded, batch: what it was trained on.
         """
         seen = Seen(step=step, row=row, rewarded=rewarded, batch=batch)
-        signal = seen.signal
+        signal = seen.signal or not self.of_rewards
         found = {"signal": not signal, "gradient": _no_gradient(row) if signal else None, **self._entropy(row)}
         for name, ill in found.items():
             if ill is None:  # the step is inconclusive: what lasted before it lasts

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.config import AlgorithmConfig, PolicyConfig
-from whet.config.algo import SurrogateFields
+from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig
+from whet.config.algo.effect import changed, own_functions
 from whet.errors import ConfigError, lookup_error
 from whet.ops import (
     ADVANTAGE_ESTIMATORS,
@@ -27,11 +27,14 @@ from whet.ops import (
     TOKEN_MASKS,
     AdvantageInputs,
     Objective,
+    advantages_and_returns,
     reference_kl,
+    teacher_column,
 )
 from whet.rewards.contract import function_name
 from whet.rewards.length import overlong
 from whet.rewards.manager import Rewarded
+from whet.rewards.text import unrewarded
 from whet.types import TokenBatch
 from whet.util.refs import is_ref, resolve_callable
 
@@ -115,17 +118,26 @@ def keywords_of(fn: Callable[..., Any]) -> set[str]:
 
 
 def check_used(config: PolicyConfig) -> None:
-    """Raises ConfigError: a parameter of policy losses was set that the chosen one, if it is whet's, does not take."""
-    if not isinstance(config.loss_name, str) or config.loss_name not in POLICY_LOSSES:
-        return
-    taken = keywords_of(policy_loss(config))
-    parameters = {f.name for f in fields(SurrogateFields)} - {f.name for f in fields(AlgorithmConfig)}
-    for f in fields(config):
-        value = getattr(config, f.name)
-        if f.name in parameters and not f.name.startswith("loss_agg_") and f.name not in taken and value != f.default:
+    """Raises ConfigError: a parameter of policy losses or estimators was set that the chosen one does not take.
+
+    That is so where the chosen one is whet's; what a function of the user's own takes, or PPO's critic, may be set.
+    """
+    defaults = {f.name: f.default for f in fields(config)}
+    others = [resolve_name(fn, {}, name) for name, fn in own_functions(config) if callable(fn) or is_ref(fn)]
+    others += [advantages_and_returns] if isinstance(config, PPOConfig) else []
+    read = {name for fn in others for name in keywords_of(fn)}
+    for kind, chosen, known in (
+        ("policy loss", config.loss_name, POLICY_LOSSES),
+        ("advantage estimator", config.advantage_estimator, ADVANTAGE_ESTIMATORS),
+    ):
+        if not isinstance(chosen, str) or chosen not in known:
+            continue
+        taken = keywords_of(known[chosen])
+        parameters = {name for fn in known.values() for name in keywords_of(fn)} & config.keywords.keys()
+        for name, value in changed(config, *(parameters - taken - read)).items():
             raise ConfigError(
-                f"{f.name}={value!r} has no effect: policy loss {config.loss_name!r} takes "
-                f"{', '.join(sorted(taken & parameters)) or 'no parameters'}; leave it at {f.default!r}"
+                f"{name}={value!r} has no effect: {kind} {chosen!r} takes "
+                f"{', '.join(sorted(taken & parameters)) or 'no parameters'}; leave it at {defaults[name]!r}"
             )
 
 
@@ -178,9 +190,12 @@ def _named(value: Any) -> str:
 def reward_functions(given: Any, config: AlgorithmConfig) -> tuple[list[Any], tuple[float, ...] | None]:
     """The reward functions of a configuration and their weights: those given, and what overlong_buffer adds.
 
+    Without any, a policy that a teacher teaches is trained on no rewards: all its advantages are 0.
     Args: given: one or several. config: with reward_weights, which are of those given; the other's weight is 1.
     """
     fns = [given] if isinstance(given, str) or callable(given) else list(given or ())
+    if not fns and isinstance(config, PolicyConfig) and teacher_column(policy_loss(config)) is not None:
+        fns = [unrewarded]
     buffer, weights = config.overlong_buffer, config.reward_weights
     if not buffer.enable:
         return fns, weights

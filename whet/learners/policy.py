@@ -20,6 +20,7 @@ from torch import Tensor
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
 from whet.errors import ConfigError, EngineError
+from whet.learners.advice import advise
 from whet.learners.base import RLLearner
 from whet.learners.control import MEASURED_ENTROPY, Control, move_reference
 from whet.learners.fill import check_fill, filled
@@ -33,6 +34,7 @@ from whet.learners.objective import (
 )
 from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
 from whet.learners.step import Step
+from whet.learners.teacher import check_teacher, divergence_from, with_teacher
 from whet.ops import (
     LOSS_AGG_MODES,
     entropy_rank,
@@ -46,6 +48,7 @@ from whet.ops import (
     sampler_rejection,
     sampling_metrics,
     segment_sum,
+    teacher_column,
 )
 from whet.run.observer import Observer
 from whet.run.run import Run
@@ -115,6 +118,7 @@ class PolicyLearner(RLLearner):
         self.estimator = make_estimator(c)
         self.objective = make_objective(c)
         self.control = Control(c)
+        self.teacher_column = teacher_column(self.objective.surrogate)
         self.check(rl_cluster)
         self.zero_metrics = metrics_without_advantage(self.objective.surrogate)
         self.skips = not (self.zero_metrics is None or self.needs_reference or self.control.has_entropy_bonus)
@@ -124,7 +128,12 @@ class PolicyLearner(RLLearner):
             norm = float(rl_cluster.rollout_for().max_tokens_to_generate)
         trainer = rl_cluster.actor_trainer
         trainer.with_loss_fn(
-            self.loss, loss_agg_mode=mode, loss_agg_norm=norm, loss_agg_units=c.loss_agg_units, entropy=True
+            self.loss,
+            loss_agg_mode=mode,
+            loss_agg_norm=norm,
+            loss_agg_units=c.loss_agg_units,
+            entropy=True,
+            divergence=divergence_from(rl_cluster, c.gkd_beta) if self.teacher_column == "divergence" else None,
         )
         trainer.with_rl_metrics_to_log({**_METRICS, **trainer.reductions}, on_policy=_ON_POLICY)
         for worker in rl_cluster.workers.values():
@@ -147,19 +156,15 @@ class PolicyLearner(RLLearner):
                 "sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
                 "off); give RLCluster(reference=...) a model of its own, or set sync_ref_model=False"
             )
+        if self.needs_teacher:
+            check_teacher(rl_cluster, self.teacher_column or "", c.loss_name)
         compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
         if compares and not rl_cluster.rollout.caps.logprobs:
             raise ConfigError(
                 f"sampler_is={c.sampler_is!r}, loss_masks={list(c.loss_masks)}: the engine reports no logprobs to "
                 "compare with; set sampler_is=None and leave out off-policy, sampler-kl and sampler-rejection"
             )
-        if c.beta and c.kl_type == "loss" and c.kl_clamp_value is None and c.kl_loss_mode in ("kl", "k1"):
-            log.warning(
-                "kl_loss_mode=%r with beta=%s: the gradient of k1 is that of log pi alone, so it does not pull towards "
-                "the reference; kl_loss_mode='low_var_kl' does",
-                c.kl_loss_mode,
-                c.beta,
-            )
+        advise(c)
 
     def _sequences(self, prompts: int | None) -> int | None:
         """Sequences of a micro-batch of so many prompts."""
@@ -198,6 +203,8 @@ class PolicyLearner(RLLearner):
         if self.needs_reference:
             with cluster.trace.span("ref_logprobs"):
                 batch = batch.replace(ref_logprobs=cluster.worker(Role.REFERENCE).logprobs(batch).logprobs)
+        if self.needs_teacher:
+            batch = with_teacher(cluster, batch, self.teacher_column or "")
         return step.replace(batch=self.control.in_reward(batch))
 
     def old_logprobs_from(self, num_groups: int, stale: Sequence[int] = ()) -> Literal["trainer", "sampler", "nowhere"]:
@@ -250,6 +257,9 @@ class PolicyLearner(RLLearner):
                 else "run: the KL, or a loss of your own, may have a gradient there"
             ),
         }
+        if self.needs_teacher:
+            each = "with each update" if self.teacher_column == "divergence" else "once"
+            found["teacher"] = f"runs {each}: policy_loss_fn learns from it"
         if self.objective.has(high_entropy_mask):
             found["entropy"] = "runs: loss_masks=[top-entropy] asks for it, before each update"
         if self.needs_greedy:
@@ -337,6 +347,16 @@ class PolicyLearner(RLLearner):
     def needs_reference(self) -> bool:
         """Whether a reference is read: for the loss, or as a metric."""
         return bool(self.algo_config.beta) or self.algo_config.force_compute_kl
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss learns from the cluster's teacher; a learner that brings the column itself says False."""
+        return self.teacher_column is not None
+
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether nothing is learned where no token has an advantage."""
+        return self.teacher_column is None
 
     @property
     def needs_greedy(self) -> bool:

@@ -64,6 +64,11 @@ class Learner(Protocol):
         """What such a step runs and what it leaves out."""
         ...
 
+    @property
+    def learns_from_rewards(self) -> bool:
+        """Whether nothing is learned where no token has an advantage."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """What it keeps from step to step."""
         ...
@@ -85,7 +90,7 @@ class RLTask(Task):
         self.learner, self.cluster = learner, learner.cluster
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
-        self.health = Health(self.cluster)
+        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards)
         self._eval_prompts: list[Prompt] | None = None
 
     # ---- data ----------------------------------------------------------------------------------------------------

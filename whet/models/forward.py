@@ -18,9 +18,11 @@ from transformers import PreTrainedModel
 
 from whet.errors import ConfigError
 from whet.models.heads import Head
+from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, linear_logprob
 from whet.models.micro_batch import MicroBatch
 from whet.models.products import chunks
+from whet.models.projection import Projection
 from whet.ops.logprobs import entropy as entropy_of
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.masked import to_fp32
@@ -30,9 +32,11 @@ from whet.types import TokenStats
 if TYPE_CHECKING:
     from whet.models.types import LoadedModel
 
-__all__ = ["model_stats", "token_stats"]
+__all__ = ["Toward", "head_states", "model_stats", "token_stats"]
 
 PLAIN = Support()
+Toward = tuple[HeadStates, float]
+"""A teacher's states at the same targets, and the β of the divergence from its distribution."""
 
 
 def token_stats(
@@ -43,6 +47,7 @@ def token_stats(
     entropy: bool = False,
     allowed: Tensor | None = None,
     want: Collection[str] | None = None,
+    toward: Toward | None = None,
 ) -> TokenStats:
     """What a model computes of each target of a micro-batch.
 
@@ -57,17 +62,15 @@ def token_stats(
         allowed: uint8 [s, W], the tokens that a constraint allows, a bit each (see support_logits); needed with one
             only.
         want: those of "logprobs", "values" and "scores" that are needed; None = all that the heads make.
-    Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy), a score head's values and, where the
-        micro-batch was planned with at_end, its scores [n]; in fp32 or float64.
-    Raises: ConfigError: a packed micro-batch for a model that can't take a layout; no head for what is wanted.
+        toward: also the divergence from a teacher's distribution, whose states are of the same micro-batch.
+    Returns: TokenStats of [s] tensors with gradient: logprobs (and entropy, and divergence), a score head's values and,
+        where the micro-batch was planned with at_end, its scores [n]; in fp32 or float64.
+    Raises: ConfigError: a packed micro-batch for a model that can't take a layout; no head for what is wanted; a
+        divergence under a support that is not the temperature alone.
 
     Example: `[token_stats(loaded, m) for m in plan_micro_batches(batch, max_tokens=4096, packable=loaded.packable)]`.
     """
-    if micro.layout is not None and not loaded.packable:
-        raise ConfigError(
-            f"{loaded.name} can't run packed sequences ({'; '.join(loaded.reasons)}); build the micro-batches with "
-            "packable=False"
-        )
+    _check_packable(loaded, micro)
     want = loaded.outputs if want is None else want
     if missing := set(want) - loaded.outputs:
         shown = ", ".join(sorted(missing))
@@ -81,6 +84,42 @@ def token_stats(
             support=support,
             entropy=entropy,
             allowed=allowed,
+            toward=toward,
+        )
+
+
+def head_states(loaded: LoadedModel, micro: MicroBatch, temperature: float = 1.0) -> HeadStates:
+    """What a model's linear head makes the logits of a micro-batch's targets from.
+
+    Args: loaded: the model. micro: what to run. temperature: which the logits are divided by.
+    Raises: ConfigError: a packed micro-batch for a model that can't take a layout; logits that only the model's own
+        forward makes.
+    """
+    _check_packable(loaded, micro)
+    if not loaded.lm_head.linear:
+        raise _no_linear_head(loaded.module)
+    with loaded.reading():
+        hidden = _states(loaded.module, micro).index_select(0, micro.hidden_index)
+        return _of_head(loaded.module, loaded.lm_head, hidden, temperature)
+
+
+def _of_head(module: PreTrainedModel, head: Head, hidden: Tensor, temperature: float) -> HeadStates:
+    layer: Any = module.get_output_embeddings()
+    return HeadStates(hidden, layer.weight, layer.bias, Projection(temperature, head.scale, head.softcap))
+
+
+def _no_linear_head(module: PreTrainedModel) -> ConfigError:
+    return ConfigError(
+        f"{type(module).__name__} has no linear head, so that its whole distribution can't be compared chunk by chunk; "
+        "policy_loss_fn='distillation' compares the sampled tokens"
+    )
+
+
+def _check_packable(loaded: LoadedModel, micro: MicroBatch) -> None:
+    if micro.layout is not None and not loaded.packable:
+        raise ConfigError(
+            f"{loaded.name} can't run packed sequences ({'; '.join(loaded.reasons)}); build the micro-batches with "
+            "packable=False"
         )
 
 
@@ -93,6 +132,7 @@ def model_stats(
     support: Support = PLAIN,
     entropy: bool = False,
     allowed: Tensor | None = None,
+    toward: Toward | None = None,
 ) -> TokenStats:
     """token_stats as a method of the root module, so that `register_fsdp_forward_method` can bind it there.
 
@@ -101,6 +141,8 @@ def model_stats(
 
     Example: `module.stats = MethodType(model_stats, module)`, then `register_fsdp_forward_method(module, "stats")`.
     """
+    if toward is not None and not head.linear:
+        raise _no_linear_head(module)
     layer: Any = module.get_output_embeddings()
     states = _states(module, micro) if head.linear or score_head is not None else None
     hidden = None if states is None else states.index_select(0, micro.hidden_index)
@@ -113,19 +155,11 @@ def model_stats(
         raise ConfigError("scores come from a score head; load the model with role='critic'")
     if head.kind == "none":
         return TokenStats(values=values, scores=scores)
-    if head.linear and support.plain:
-        assert hidden is not None
-        logprobs, entropies = linear_logprob(
-            hidden,
-            layer.weight,
-            micro.targets,
-            bias=layer.bias,
-            temperature=support.temperature or 1.0,
-            scale=head.scale,
-            softcap=head.softcap,
-            entropy=entropy,
-        )
-        return TokenStats(logprobs=logprobs, entropy=entropies, values=values, scores=scores)
+    if toward is not None and not support.plain:
+        raise ConfigError(f"a divergence is of whole distributions, at a temperature alone; got {support}")
+    if hidden is not None and head.linear and support.plain:
+        found = _plain(_of_head(module, head, hidden, support.temperature or 1.0), micro, entropy, toward)
+        return dataclasses.replace(found, values=values, scores=scores)
     if head.linear:
         assert hidden is not None
         vocab, logits = layer.weight.shape[0], lambda s: head.logits(F.linear(hidden[s], layer.weight, layer.bias))
@@ -134,6 +168,22 @@ def model_stats(
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
     found = _supported(logits, micro, vocab, support, entropy, allowed)
     return dataclasses.replace(found, values=values, scores=scores)
+
+
+def _plain(own: HeadStates, micro: MicroBatch, entropy: bool, toward: Toward | None) -> TokenStats:
+    """Statistics of a distribution that has a temperature alone, without whole logits."""
+    logprobs, entropies = linear_logprob(
+        own.hidden,
+        own.weight,
+        micro.targets,
+        bias=own.bias,
+        temperature=own.projection.temperature,
+        scale=own.projection.scale,
+        softcap=own.projection.softcap,
+        entropy=entropy,
+    )
+    divergence = None if toward is None else linear_divergence(own, toward[0], gkd_beta=toward[1])
+    return TokenStats(logprobs=logprobs, entropy=entropies, divergence=divergence)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:

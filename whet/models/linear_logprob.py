@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from whet.models.products import chunks, linear, weight_grad
-from whet.ops.masked import fp32_or_wider, to_fp32
+from whet.models.products import chunks
+from whet.models.projection import HeadGrads, Projection
+from whet.ops.masked import fp32_or_wider
 
 __all__ = ["CHUNK_BYTES", "HELD_BYTES", "linear_logprob"]
 
@@ -30,9 +31,7 @@ HELD_BYTES = 16_000_000
 class _LogprobOptions:
     """What a call does, besides its tensors."""
 
-    temperature: float
-    scale: float
-    softcap: float | None
+    projection: Projection
     entropy: bool
     rows: int
     """Rows of a chunk."""
@@ -80,7 +79,7 @@ def linear_logprob(
     size = weight.shape[0] * dtype.itemsize
     held = hidden.shape[0] * size <= held_bytes
     rows = max(1, hidden.shape[0] if held else chunk_bytes // size)
-    options = _LogprobOptions(temperature, scale, softcap, entropy, rows, held)
+    options = _LogprobOptions(Projection(temperature, scale, softcap), entropy, rows, held)
     logprobs, entropies = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
     return logprobs, entropies if entropy else None
 
@@ -97,7 +96,7 @@ class _LinearLogprob(torch.autograd.Function):
         entropies = torch.zeros_like(logprobs)
         z = None
         for s in chunks(len(hidden), options.rows):
-            z = _logits(hidden[s], weight, bias, options)
+            z = options.projection.logits(hidden[s], weight, bias)
             logp = z.log_softmax(1)
             logprobs[s] = logp.gather(1, targets[s, None]).squeeze(1)
             if options.entropy:
@@ -116,12 +115,9 @@ class _LinearLogprob(torch.autograd.Function):
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
         options: _LogprobOptions = ctx.options
         grad = torch.zeros_like(entropies) if grad is None else grad
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = weight.new_zeros(weight.shape, dtype=entropies.dtype) if needs_weight else None
-        d_bias = weight.new_zeros(weight.shape[0], dtype=entropies.dtype) if needs_bias else None
+        grads = HeadGrads(hidden, weight, bias, ctx.needs_input_grad[:3], entropies.dtype)
         for s in chunks(len(hidden), options.rows):
-            z = _logits(hidden[s], weight, bias, options) if kept is None else kept
+            z = options.projection.logits(hidden[s], weight, bias) if kept is None else kept
             d = z.softmax(1)  # not exp: torch's softmax is several times faster on CPUs without AVX-512
             if grad_entropy is not None:
                 slope = _finite(z.log_softmax(1), bias).add_(entropies[s, None]).mul_(grad_entropy[s, None])
@@ -129,31 +125,10 @@ class _LinearLogprob(torch.autograd.Function):
             else:
                 d *= -grad[s, None]
             d.scatter_add_(1, targets[s, None], grad[s, None])
-            if options.softcap is not None:
-                d *= 1 - (z * (options.temperature / options.softcap)).square()
-            d *= options.scale / options.temperature
-            if d_bias is not None:
-                d_bias += d.sum(0)
-            d = d.to(hidden.dtype)
-            if d_hidden is not None:
-                d_hidden[s] = linear(d, weight.t())
-            if d_weight is not None and d.dtype == d_weight.dtype:
-                weight_grad(d, hidden[s], into=d_weight)  # a product of its own would be as large as the weight
-            elif d_weight is not None:
-                d_weight += weight_grad(d, hidden[s])
-        to = lambda x, like: None if x is None else x.to(like.dtype)
-        return d_hidden, to(d_weight, weight), to(d_bias, bias), None, None
+            grads.add(s, options.projection.backward_(d, z))
+        return (*grads.sums(), None, None)
 
 
 def _finite(logp: Tensor, bias: Tensor | None) -> Tensor:
     """Logprobs [rows V], 0 in place of -inf: p log p is 0 for a token that the bias forbids, not 0 * -inf."""
     return logp if bias is None else logp.masked_fill_(logp == -torch.inf, 0.0)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _LogprobOptions) -> Tensor:
-    """[rows V], in fp32 or float64: Head.logits, divided by the temperature, in one buffer and with fewer roundings."""
-    z = linear(hidden, weight, bias)
-    z = to_fp32(z)
-    if options.softcap is not None:
-        return z.mul_(options.scale / options.softcap).tanh_().mul_(options.softcap / options.temperature)
-    return z if options.scale == options.temperature else z.mul_(options.scale / options.temperature)

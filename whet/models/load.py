@@ -29,7 +29,7 @@ __all__ = ["load_model", "save_model", "usable_device"]
 logger = logging.getLogger("whet")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
-ROLES = ("actor", "critic", "reference", "reward")
+ROLES = ("actor", "critic", "reference", "reward", "teacher")
 
 
 def load_model(
@@ -49,8 +49,8 @@ def load_model(
         dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
             read in bf16 would lose every small update.
         device: where it goes.
-        role: actor, reference (no gradient), critic (a score head, new where the model has none) or reward (a score
-            head that it has). A score head is that of transformers' sequence classifiers with one label.
+        role: actor, reference or teacher (no gradient), critic (a score head, new where the model has none) or reward
+            (a score head that it has). A score head is that of transformers' sequence classifiers with one label.
         attention: what computes attention over packed rows: auto, flex or plain.
         score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
@@ -76,7 +76,7 @@ def load_model(
     _set_attention(module, facts.reasons, attention, name)
     if vars(module.config).get("router_aux_loss_coef"):
         logger.info("%s: the router's auxiliary loss is not added to the objective", name)
-    if role == "reference":
+    if role in ("reference", "teacher"):
         module.requires_grad_(False)
     return LoadedModel(
         module=module,

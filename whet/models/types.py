@@ -51,6 +51,11 @@ class LoadedModel:
         language = {"logprobs"} if self.lm_head.kind != "none" else set()
         return frozenset(language if self.score_head is None else language | {"values", "scores"})
 
+    @property
+    def num_ids(self) -> int:
+        """Token ids that it can read: the rows of its embedding, padding included."""
+        return int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+
     def base_view(self) -> LoadedModel:
         """The same module with its adapter off: a reference that needs no memory of its own.
 

@@ -37,6 +37,7 @@ from whet.ops.corrections import (
     sampling_metrics,
     weight_metrics,
 )
+from whet.ops.divergence import generalized_jsd, log_mixture
 from whet.ops.gae import generalized_advantages
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, selective_log_softmax
@@ -60,12 +61,15 @@ from whet.ops.policy_losses import (
     cispo_trl,
     clipped_ratio,
     clipped_surrogate,
+    compares_with_teacher,
     distillation,
     geometric_mean,
+    gkd,
     metrics_without_advantage,
     nll,
     reinforce,
     soft_gate,
+    teacher_column,
     vespo,
     zero_without_advantage,
 )
@@ -111,6 +115,7 @@ __all__ = [
     "clipped_ratio",
     "clipped_surrogate",
     "clipped_value",
+    "compares_with_teacher",
     "distillation",
     "draw",
     "effective_sample_size",
@@ -120,7 +125,9 @@ __all__ = [
     "fp32_or_wider",
     "gae_advantages",
     "generalized_advantages",
+    "generalized_jsd",
     "geometric_mean",
+    "gkd",
     "greedy",
     "group_relative",
     "group_spread",
@@ -129,6 +136,7 @@ __all__ = [
     "kl_rewards",
     "leave_one_out",
     "length_weighted",
+    "log_mixture",
     "masked_column",
     "masked_mean",
     "masked_sum",
@@ -158,6 +166,7 @@ __all__ = [
     "sequence_mean_kl",
     "soft_gate",
     "support_logits",
+    "teacher_column",
     "to_fp32",
     "token_weights",
     "total_variation_mask",

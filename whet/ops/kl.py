@@ -109,7 +109,7 @@ def reference_kl(
 
     KL_t = k(d_t), d = log π − log π_ref. With the correction: KL_t = k(d_t)·r_t, r = π/π_old with its gradient, at a
     level of IMPORTANCE_LEVELS, its log held as there. With the ratio of the token its mean under π_old is KL(π‖π_ref),
-    and so is its gradient's, which is not true of k(d) alone.
+    and so is its gradient's where k is k1 or k3, which is not true of k(d) alone; others have another gradient.
 
     Args:
         x: needs ref_logprobs, which gets no gradient; old_logprobs None = logprobs.detach(), a ratio of exactly 1.
@@ -184,13 +184,14 @@ def sequence_mean_kl(kl: Tensor, *, mask: Tensor, sequence: Tensor, num_sequence
 def adapted_beta(beta: float, kl: float, *, target_kl: float, num_sequences: int, kl_horizon: float) -> float:
     """The next coefficient of a KL that is to stay near a target.
 
-    β ← β·(1 + clip(KL/target − 1, ±0.2)·N/horizon), N the sequences that the KL was measured on.
+    β ← β·(1 + clip(KL/target − 1, ±0.2)·min(N/horizon, 1)), N the sequences that the KL was measured on.
     Args: beta: β. kl: measured. target_kl: in nats per token, positive. num_sequences: N. kl_horizon: sequences over
-        which β may change by a fifth.
-    Source: Ziegler et al., arXiv:1909.08593, section 2.2; agrees with verl's AdaptiveKLController.
+        which β may change by a fifth, the most that one call changes it.
+    Source: Ziegler et al., arXiv:1909.08593, section 2.2; agrees with verl's AdaptiveKLController while N is at most
+        the horizon. Beyond it verl's β moves further, and below 0 where N is over five times the horizon.
 
     >>> adapted_beta(0.1, 0.3, target_kl=0.1, num_sequences=64, kl_horizon=640)  # the error 2 is clipped to 0.2
     0.10200000000000001
     """
     error = min(max(kl / target_kl - 1.0, -0.2), 0.2)
-    return beta * (1.0 + error * num_sequences / kl_horizon)
+    return beta * (1.0 + error * min(num_sequences / kl_horizon, 1.0))

@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.errors import DataError
 
-__all__ = ["REWARDS", "boxed", "exact_match", "last_number", "text_of"]
+__all__ = ["REWARDS", "boxed", "exact_match", "last_number", "text_of", "unrewarded"]
 
 NUMBER = re.compile(
     r"(?:(?<![\w)\]}])-)?"  # a sign, but not the minus of "5-3"
@@ -75,6 +75,15 @@ def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | Non
     [1.0, 0.0, 1.0]
     """
     return _judged(completions, answer, _boxed, _gold_boxed)
+
+
+def unrewarded(completions: Sequence[Any], **_: Any) -> list[float | None]:
+    """Not applicable, to any completion: where a teacher alone teaches.
+
+    >>> unrewarded(["4"])
+    [None]
+    """
+    return [None] * len(completions)
 
 
 REWARDS: dict[str, Callable[..., list[float | None]]] = {

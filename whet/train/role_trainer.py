@@ -15,7 +15,7 @@ from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
 from whet.ops.weighting import Weighting
 from whet.train.reductions import Reductions
-from whet.train.worker import REDUCTIONS, Loss, Metrics, ModelWorker
+from whet.train.worker import REDUCTIONS, Divergence, Loss, Metrics, ModelWorker
 from whet.types import TokenBatch, TrainExample
 
 __all__ = ["DataHooks", "Keep", "Report", "RoleTrainer", "TrainingHooks", "lower_rate"]
@@ -98,6 +98,7 @@ class RoleTrainer:
         self.accumulate = accumulate
         self.entropy = False
         self.scores = False
+        self.divergence: Divergence | None = None
         self.loss_per: Literal["token", "unit"] = "token"
         self.reductions: dict[str, dict[str, str]] = {}
         self.displayed: tuple[str, ...] = ()
@@ -123,6 +124,7 @@ class RoleTrainer:
         loss_per: Literal["token", "unit"] | None = None,
         entropy: bool | None = None,
         scores: bool | None = None,
+        divergence: Divergence | None = None,
     ) -> RoleTrainer:
         """Sets the loss: `loss(x: LossInputs) -> (per token [s], {name: [s]})`, or the first alone if not has_aux.
 
@@ -136,6 +138,7 @@ class RoleTrainer:
             loss_per: what the loss returns a number for: each token, or each unit of TokenBatch.unit_of.
             entropy: the loss needs x.entropy.
             scores: the loss needs x.scores, of a model with a value head.
+            divergence: the loss needs x.divergence, from this teacher's distribution.
         """
         self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
@@ -145,6 +148,7 @@ class RoleTrainer:
         self.loss_per = loss_per or self.loss_per
         self.entropy = self.entropy if entropy is None else entropy
         self.scores = self.scores if scores is None else scores
+        self.divergence = divergence or self.divergence
         return self
 
     def with_gen_model_input_fn(self, fn: Callable[[Any], TrainExample | TokenBatch]) -> RoleTrainer:
@@ -234,6 +238,11 @@ class RoleTrainer:
         left_out = () if self.is_on_policy(batch) else self.on_policy_metrics
         return {**self.reductions, **{name: {} for name in left_out}}
 
+    @property
+    def _asked(self) -> dict[str, Any]:
+        """What the loss is given besides logprobs."""
+        return {"entropy": self.entropy, "scores": self.scores, "divergence": self.divergence}
+
     def update(self, batch: TokenBatch, *, keep: Keep | None = None, report: Report | None = None) -> Metrics:
         """One optimizer step on one mini-batch: weighs its tokens, selects, runs forward and backward, steps.
 
@@ -249,9 +258,7 @@ class RoleTrainer:
         self._hooks.on_train_step_start(self)
         whole = self.weighted(batch)
         run = whole if keep is None else whole.select(keep(whole))
-        metrics = self.worker.forward_backward(
-            run, self.loss, entropy=self.entropy, scores=self.scores, reductions=self._reductions(whole)
-        )
+        metrics = self.worker.forward_backward(run, self.loss, **self._asked, reductions=self._reductions(whole))
         metrics = merge(_per_update(metrics), self.worker.optim_step())
         if metrics["optim/skipped"].value:
             self._note_skipped(metrics)
@@ -307,9 +314,7 @@ class RoleTrainer:
         for item in batches:
             self._hooks.on_eval_step_start(self)
             batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
-            found = self.worker.evaluate(
-                batch, self.loss, entropy=self.entropy, scores=self.scores, reductions=self._reductions(batch)
-            )
+            found = self.worker.evaluate(batch, self.loss, **self._asked, reductions=self._reductions(batch))
             found = self._prefixed(found)
             self._hooks.on_eval_step_end(self, found)
             metrics = merge(metrics, _per_update(found))

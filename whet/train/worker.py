@@ -9,8 +9,9 @@ Dim letters: N sequences, S tokens of a batch, s tokens of a micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +21,24 @@ from torch import Tensor, nn
 from whet.config import OptimConfig, RoleConfig
 from whet.data.balance import model_cost
 from whet.data.plans import Plans
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError
 from whet.metrics import Last, Mean, Sum, merge
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
-from whet.models.forward import token_stats
+from whet.models.forward import Toward, head_states, token_stats
 from whet.models.load import save_model
 from whet.models.micro_batch import MicroBatch
 from whet.models.types import LoadedModel
-from whet.ops import Support, aggregate, segment_count
+from whet.ops import Support, aggregate
 from whet.parallel import load_state, read_state, save_state, write_state
 from whet.parallel.formats import STATE_FORMAT, check_format
 from whet.parallel.placement import Placement
+from whet.train.loss_inputs import check_shapes, is_per_unit, loss_inputs, trained_units
 from whet.train.optim import Optim, total_norm
 from whet.train.reductions import REDUCTIONS, Metrics, Reductions, metrics_of, reduced
 from whet.types import LossInputs, TokenBatch, TokenStats
 
-__all__ = ["REDUCTIONS", "Allowed", "Loss", "Metrics", "ModelWorker", "Reductions"]
+__all__ = ["REDUCTIONS", "Allowed", "Divergence", "Loss", "Metrics", "ModelWorker", "Reductions"]
 
 Loss = Callable[[LossInputs], tuple[Tensor, dict[str, Tensor]]]
 Allowed = Callable[[MicroBatch], Tensor]
@@ -44,6 +46,22 @@ Allowed = Callable[[MicroBatch], Tensor]
 BF16_MULTIPLE = 32
 """Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
 megabytes of it."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """What a loss that compares whole distributions asks for: x.divergence, from a teacher's.
+
+    The teacher runs the trained model's own micro-batches, without a gradient: its states of a whole batch are never
+    held. It needs as wide a token budget as that has, and to be packable where that is.
+
+    Example: worker.forward_backward(batch, loss, divergence=Divergence(teacher, gkd_beta=0.5)).
+    """
+
+    teacher: ModelWorker
+    """A worker that is only read."""
+    gkd_beta: float = 0.5
+    """β: 0 the forward KL, 1 the reverse KL; see ops.generalized_jsd."""
 
 
 class ModelWorker:
@@ -213,14 +231,29 @@ class ModelWorker:
         return TokenStats(**{name: whole.cpu() for name, whole in self.placement.gather(out).items()})
 
     def _stats(
-        self, micro: MicroBatch, support: Support, *, entropy: bool, want: Collection[str] | None = None
+        self,
+        micro: MicroBatch,
+        support: Support,
+        *,
+        entropy: bool,
+        want: Collection[str] | None = None,
+        toward: Toward | None = None,
     ) -> TokenStats:
         """The model's statistics of the targets of one forward pass."""
-        allowed = self._allowed(micro, support)
+        options = {"allowed": self._allowed(micro, support), "want": want, "toward": toward}
         with self._layers():
             return self.placement.forward(
-                lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, allowed=allowed, want=want)
+                lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, **options)  # pyright: ignore
             )
+
+    @torch.no_grad()
+    def _toward(self, micro: MicroBatch, divergence: Divergence | None) -> Toward | None:
+        """The teacher's states of one forward pass, where there is a teacher."""
+        if divergence is None:
+            return None
+        teacher = divergence.teacher
+        with teacher._layers():
+            return head_states(teacher.loaded, micro, self.support.temperature or 1.0), divergence.gkd_beta
 
     def _allowed(self, micro: MicroBatch, support: Support) -> Tensor | None:
         """What a constraint allows at each target, where it matters."""
@@ -261,6 +294,7 @@ class ModelWorker:
         *,
         entropy: bool = False,
         scores: bool = False,
+        divergence: Divergence | None = None,
         reductions: Reductions | None = None,
     ) -> Metrics:
         """Adds the gradient of (weights * loss).sum() over the whole batch.
@@ -270,14 +304,15 @@ class ModelWorker:
             loss: per token, [s], where the batch has `weights`; per unit, [u], where it has `unit_weights`.
             entropy: give the loss the entropy.
             scores: give the loss the scores, of a model with a value head.
+            divergence: give the loss the divergence from a teacher's distribution.
             reductions: how a loss's metric is reduced: name -> {label: how}, how one of REDUCTIONS; its mean under its
                 own name if not named.
         Returns: "loss" (the sum) and the loss's metrics, over the tokens of the mask, or over the units with a trained
             token.
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
-        with self.placement.during("backward"):
-            return self._run(batch, loss, entropy, scores, reductions or {}, backward=True)
+        with self.placement.during("backward"), _read_by(divergence):
+            return self._run(batch, loss, entropy, scores, divergence, reductions or {}, backward=True)
 
     @torch.no_grad()
     def evaluate(
@@ -287,16 +322,25 @@ class ModelWorker:
         *,
         entropy: bool = False,
         scores: bool = False,
+        divergence: Divergence | None = None,
         reductions: Reductions | None = None,
     ) -> Metrics:
         """What forward_backward would report, without a gradient."""
-        with self.placement.during("read"):
-            return self._run(batch, loss, entropy, scores, reductions or {}, backward=False)
+        with self.placement.during("read"), _read_by(divergence):
+            return self._run(batch, loss, entropy, scores, divergence, reductions or {}, backward=False)
 
     def _run(
-        self, batch: TokenBatch, loss: Loss, entropy: bool, scores: bool, reductions: Reductions, *, backward: bool
+        self,
+        batch: TokenBatch,
+        loss: Loss,
+        entropy: bool,
+        scores: bool,
+        divergence: Divergence | None,
+        reductions: Reductions,
+        *,
+        backward: bool,
     ) -> Metrics:
-        per_unit = _is_per_unit(batch)
+        per_unit = is_per_unit(batch)
         unit_weights = None if batch.unit_weights is None else batch.unit_weights.to(self.device)
         labels: list[list[tuple[str, str]]] = []
         numbers: list[Tensor] = []  # of each micro-batch, on the device: read once, since a GPU is waited for
@@ -306,7 +350,7 @@ class ModelWorker:
         shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
             self.placement.sync(i == len(shared) - 1)
-            stats = self._stats(micro, self.support, entropy=entropy)
+            stats = self._stats(micro, self.support, entropy=entropy, toward=self._toward(micro, divergence))
             x = loss_inputs(token_columns, sequence_columns, micro, stats)
             found, values = loss(x)
             weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)
@@ -436,65 +480,6 @@ class ModelWorker:
         self.placement.release()
 
 
-def _is_per_unit(batch: TokenBatch) -> bool:
-    """Whether the weights of the batch are of units."""
-    if (batch.weights is None) == (batch.unit_weights is None):
-        raise DataError(
-            "the batch has no loss weights; call RoleTrainer.weighted(batch) once per optimizer step"
-            if batch.weights is None
-            else "the batch has both weights and unit_weights; a loss is per token or per unit: set one of them to None"
-        )
-    return batch.unit_weights is not None
-
-
-def loss_inputs(
-    token_columns: Mapping[str, Tensor],
-    sequence_columns: Mapping[str, Tensor],
-    micro: MicroBatch,
-    stats: TokenStats,
-) -> LossInputs:
-    """A micro-batch's part of the columns, with the model's statistics of its tokens.
-
-    Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
-    through 0 * NaN, its gradient.
-    """
-    part = {name: c.index_select(0, micro.token_index) for name, c in token_columns.items()}
-    mask = part.pop("mask")
-
-    # The ops of whet.ops mask too, since they are also called without a worker. Here it is for a loss of the user's.
-    def kept(x: Tensor) -> Tensor:
-        if not x.is_floating_point():
-            return x
-        return torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
-
-    return LossInputs(
-        sequence=micro.sequence,
-        mask=mask,
-        logprobs=None if stats.logprobs is None else kept(stats.logprobs),  # pyright: ignore[reportArgumentType]
-        entropy=None if stats.entropy is None else kept(stats.entropy),
-        new_values=None if stats.values is None else kept(stats.values),
-        scores=stats.scores,
-        unit_of=micro.unit_of,
-        num_sequences=len(micro.sequences),
-        num_units=len(micro.units),
-        token_columns={"tokens": micro.targets, **{name: kept(c) for name, c in part.items()}},
-        sequence_columns={name: c.index_select(0, micro.sequences) for name, c in sequence_columns.items()},
-    )
-
-
-def trained_units(x: LossInputs) -> Tensor:
-    """Bool [u]: the units with a token of the mask."""
-    return segment_count(x.mask, x.unit, x.num_units) > 0
-
-
-def check_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, per_unit: bool) -> None:
-    """Raises DataError where a loss, or a metric, is not one number for each of the weights."""
-    for name, x in {"the loss": loss, **{f"its metric {n!r}": m for n, m in metrics.items()}}.items():
-        if not isinstance(x, Tensor):
-            raise DataError(f"{name} is a {type(x).__name__}; return a tensor with one number per token or unit")
-        if x.shape != weights.shape:
-            kind, letter, way = ("unit", "u", "unit_weights") if per_unit else ("token", "s", "weights")
-            raise DataError(
-                f"{name} has shape {list(x.shape)}, and the batch has {way}: return one number per {kind}, "
-                f"[{letter}] = [{len(weights)}]; see docs/extending.md"
-            )
+def _read_by(divergence: Divergence | None) -> AbstractContextManager[None]:
+    """Around passes that read a teacher: its weights are where it computes."""
+    return nullcontext() if divergence is None else divergence.teacher.placement.during("read")

@@ -12,7 +12,7 @@ import dataclasses
 import sys
 from typing import Any, NamedTuple
 
-from whet.config.algo import AlgorithmConfig, GRPOConfig, PPOConfig
+from whet.config.algo import AlgorithmConfig, DAPOConfig, DrGRPOConfig, GRPOConfig, PPOConfig
 from whet.config.rollout import RolloutConfig
 from whet.config.training import (
     CheckpointingOptions,
@@ -140,7 +140,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
                 "max_response_length": 20480,
             },
             "other",
-            "there in DAPOConfig; off unless `enable`; counts tokens, not characters, and takes no more than that",
+            "off unless `enable`, which DAPOConfig sets; counts tokens, not characters, and takes no more than that",
         ),
     },
     GRPOConfig: {
@@ -159,6 +159,29 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "sampler_is": Field(None),
         "sampler_is_threshold": Field(2.0),
         "force_compute_kl": Field(False, note="there in the agentic GRPOConfig"),
+    },
+    DAPOConfig: {
+        "algo_variant": Field("dapo", "no effect", "the other fields say it all"),
+        "loss_agg_mode": Field("token-mean"),
+        "beta": Field(None, "other", "None is read as 0.0; no reference is loaded"),
+        "epsilon": Field(0.2),
+        "epsilon_high": Field(0.28),
+        "dynamic_sampling": Field(True, note="carried out, with trainer.max_steps; there it is not"),
+        "overlong_buffer": Field(
+            {
+                "enable": True,
+                "overlong_buffer_length": 4096,
+                "overlong_buffer_penalty": 1.0,
+                "max_response_length": 20480,
+            },
+            "other",
+            "the same values; counts tokens, not characters, and takes no more than the penalty",
+        ),
+    },
+    DrGRPOConfig: {
+        "algo_variant": Field("drgrpo", "no effect", "the other fields say it all"),
+        "advantage_estimator": Field("drgrpo", note="may be changed"),
+        "loss_agg_mode": Field("sequence-mean-token-scale"),
     },
     PPOConfig: {
         "algo_variant": Field("ppo", "no effect", "the other fields say it all"),

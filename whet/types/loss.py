@@ -38,6 +38,8 @@ class LossInputs(Columns):
     """[s], with gradient where the loss asked for it."""
     new_values: Tensor | None
     """[s], with gradient: the critic's, now."""
+    divergence: Tensor | None
+    """[s], with gradient: of the policy's distribution from a teacher's, where the loss asked for it."""
     scores: Tensor | None
     """[n], with gradient: the value head's at each sequence's last token, where the loss asked for it."""
     unit_of: Tensor
@@ -57,6 +59,7 @@ class LossInputs(Columns):
         logprobs: Tensor,
         entropy: Tensor | None = None,
         new_values: Tensor | None = None,
+        divergence: Tensor | None = None,
         scores: Tensor | None = None,
         unit_of: Tensor | None = None,
         num_sequences: int | None = None,
@@ -88,6 +91,7 @@ class LossInputs(Columns):
             "logprobs": logprobs,
             "entropy": entropy,
             "new_values": new_values,
+            "divergence": divergence,
             "scores": scores,
             "unit_of": unit_of,
             "num_sequences": num_sequences,
@@ -117,3 +121,4 @@ class TokenStats:
     entropy: Tensor | None = None
     values: Tensor | None = None
     scores: Tensor | None = None
+    divergence: Tensor | None = None

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from whet.cli import commands, main
 from whet.config import load_run
+from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model, save_model
 
@@ -178,6 +179,25 @@ def test_a_reference_is_loaded_only_for_the_divergence(words):
         learner, train, held = commands.build(load_run(argv))
         assert {role.value for role in learner.cluster.workers} == roles
         assert len(list(train)) == 10 and held is None
+
+
+def test_a_teacher_takes_the_place_of_rewards(words, tmp_path, capsys):
+    save_model(load_model(tiny_model(3)), byte_tokenizer(), tmp_path / "teacher")
+    alone = [w for w in words if not w.startswith("reward=")]
+    asked = [*alone, f"teacher.model={tmp_path / 'teacher'}", "teacher.dtype=float32", "algo.policy_loss_fn=gkd"]
+    assert main(["grpo", *asked]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(row["divergence"] > 0 and row["grad_norm"] > 0 and row["reward"] is None for row in rows)
+    assert {p.name for p in (tmp_path / "run" / "checkpoints" / "step-000002").iterdir() if p.is_dir()} == {"actor"}
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["teacher"]["dtype"] == "float32"
+    for change, said in (
+        (["algo.policy_loss_fn=grpo"], "teacher has no effect: algo.policy_loss_fn='grpo' does not learn from one"),
+        (["teacher.model=null"], "teacher has no model; write teacher.model="),
+        (["algo.policy_loss_fn=distillation", "algo.gkd_beta=0.1"], "gkd_beta=0.1 has no effect"),
+        (["teacher=null"], "no reward; write reward="),
+    ):
+        assert main(["grpo", *asked, *change]) == 2
+        assert said in capsys.readouterr().err
 
 
 def test_rows_are_held_out_once_and_never_trained_on(words, tmp_path):

@@ -116,7 +116,7 @@ def test_a_users_own_class_is_checked_too_and_calls_its_bases():
 
 def test_modes_and_roles_are_their_strings_and_print_as_tunix_does():
     assert Mode.TRAIN == "train" and Mode("eval") is Mode.EVAL and str(Mode.TRAIN) == "Mode.TRAIN"
-    assert [r.value for r in Role] == ["actor", "critic", "reference", "reward", "rollout"]
+    assert [r.value for r in Role] == ["actor", "critic", "reference", "reward", "rollout", "teacher"]
 
 
 # ---- ranges and Tunix's messages -----------------------------------------------------------------------------------

@@ -213,12 +213,20 @@ def test_help_shows_every_key_with_default_type_and_docstring():
 
 def test_help_lists_the_keys_of_every_nested_section_or_says_where_they_are():
     text = show(RunConfig, SHORT)
-    again = ("critic.", "reference.", "reward_model.", "trainer.actor_optimizer.", "trainer.critic_optimizer.")
+    again = (
+        "critic.",
+        "reference.",
+        "reward_model.",
+        "teacher.",
+        "trainer.actor_optimizer.",
+        "trainer.critic_optimizer.",
+    )
     nested = [(k, f, c) for k, f, c in leaves(RunConfig, True) if not k.startswith(again)]
     assert [k for k, *_ in nested if f"\n  {k}=" not in f"\n{text}"] == []
     assert [k for k, f, c in nested if field_docs(c)[f.name].splitlines()[0] not in text] == []
     assert "  trainer.checkpointing_options.max_to_keep=3  (positive int | None)\n      Older ones are removed" in text
-    assert "  Keys: critic.* as actor.* above." in text and "  Keys: reference.* as actor.* above." in text
+    for role in ("critic", "reference", "teacher"):
+        assert f"  Keys: {role}.* as actor.* above." in text
     assert "critic_optimizer.*" not in text  # refused in a run's configuration
 
 

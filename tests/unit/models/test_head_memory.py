@@ -12,6 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 
 from whet.data.packing import plan_micro_batches
 from whet.models import forward
+from whet.models.linear_divergence import HeadStates, linear_divergence
 from whet.models.linear_logprob import linear_logprob
 from whet.models.load import load_model
 from whet.ops import Support
@@ -126,3 +127,21 @@ def test_a_pass_holds_a_chunk_of_logits(kind, support, tied, train, monkeypatch)
     few = peak(2, chunk=2)
     assert peak(4, chunk=2) - few < 64 * ROW / 4  # 64 more tokens: their activations, and not their logits
     assert peak(2, chunk=16) - few >= 12 * ROW
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_a_divergence_holds_a_chunk_of_both_models_logits(beta):
+    def peak(rows, chunk):
+        g = torch.Generator().manual_seed(0)
+        own, other = (
+            HeadStates(*(torch.randn(n, WIDTH, generator=g).requires_grad_() for n in (rows, VOCAB))) for _ in range(2)
+        )
+        with Peak() as seen:
+            linear_divergence(own, other, gkd_beta=beta, chunk_bytes=chunk * ROW).sum().backward()
+        assert own.hidden.grad is not None and own.weight.grad is not None
+        return seen.bytes
+
+    few = peak(64, chunk=2)
+    assert peak(128, chunk=2) - few < 64 * ROW / 16
+    grown = peak(64, chunk=16) - few
+    assert 2 * 14 * ROW <= grown < 12 * 14 * ROW  # of both models, and what is made of them

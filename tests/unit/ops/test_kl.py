@@ -97,6 +97,11 @@ def test_a_coefficient_follows_the_proportional_error_by_hand():
     assert step(math.inf) == pytest.approx(0.5 * (1 + 0.2 * 0.1))
 
 
+def test_a_coefficient_moves_by_a_fifth_at_most_however_many_sequences_a_step_has():
+    step = lambda kl: adapted_beta(0.5, kl, target_kl=0.1, num_sequences=1000, kl_horizon=10.0)
+    assert (step(0.0), step(math.inf)) == pytest.approx((0.4, 0.6))
+
+
 def test_kl_in_the_reward_by_hand():
     old, ref = tensor([-1.0, -2.0, math.nan]), tensor([-2.0, -1.0, -1.0])
     mask = tensor([True, True, False])

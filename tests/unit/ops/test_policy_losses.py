@@ -189,6 +189,8 @@ def test_the_unclipped_arm_is_capped_at_delta():
     x = inputs(log(10, 1.1, 1.1), old_logprobs=[0.0] * 3, advantages=[-1, 1, -1])
     assert clipped_surrogate(x, delta=3.0)[0].tolist() == pytest.approx([3.0, -1.1, 1.1])
     assert clipped_surrogate(x, delta=1.05)[0].tolist() == pytest.approx([1.2, -1.05, 1.1])
+    with pytest.raises(ConfigError, match=r"delta 0\.9 must be at least 1"):  # or a ratio of 1 would have no gradient
+        clipped_surrogate(x, delta=0.9)
     up = inputs(log(10), old_logprobs=[0.0], advantages=[1])  # held by the cap before the clip: not counted
     assert [clipped_surrogate(up, delta=d)[1]["clip_ratio/high"].item() for d in (1.05, 3.0)] == [0, 1]
     for bound in (1.28, 2.0):  # from the upper clip on it is the dual clip
@@ -296,7 +298,7 @@ def test_reinforce_and_distillation_by_hand():
 @pytest.mark.parametrize(
     ("loss", "fields", "message"),
     [
-        (clipped_surrogate, {"delta": 0.0}, r"delta 0\.0 must be positive"),
+        (clipped_surrogate, {"delta": 0.0}, r"delta 0\.0 must be at least 1"),
         (cispo, {"cispo_epsilon_low": -1.0}, r"must be at least 0"),
         (soft_gate, {"sapo_temperature_pos": 0.0}, "sapo_temperature_pos 0.0 must be positive"),
         (vespo, {"vespo_k_neg": math.nan}, "vespo_k_neg nan must be positive"),

@@ -12,7 +12,7 @@ from whet.models.load import load_model
 from whet.ops import clipped_surrogate
 from whet.parallel.placement import Placement
 from whet.train.offload import Offload, OffloadPlacement
-from whet.train.worker import ModelWorker
+from whet.train.worker import Divergence, ModelWorker
 from whet.types import TokenBatch
 
 DEVICE, HOST = torch.device("cpu"), torch.device("cpu:0")  # two names of one place: what moves is seen all the same
@@ -233,3 +233,20 @@ def test_a_closed_worker_holds_neither_masters_nor_moments():
     away.close()
     gc.collect()
     assert away.placement.offload.held_bytes == 0 and not any(ref() is not None for ref in held)
+
+
+def test_a_teacher_is_there_for_the_updates_that_learn_from_it():
+    moves = Moves()
+    away = ModelWorker(load_model(tiny_model(1)), placement=OffloadPlacement(Offload(DEVICE, HOST, copy=moves)))
+    here = ModelWorker(load_model(tiny_model(1)))
+    moves.taken()
+    found = []
+    for teacher in (away, here):
+        student = ModelWorker(load_model(tiny_model()), optim=OptimConfig())
+        metrics = student.forward_backward(
+            batch(), lambda x: (x.need("divergence"), {}), divergence=Divergence(teacher, 0.5)
+        )
+        found.append((metrics["loss"].value, {n: p.grad for n, p in student.module.named_parameters()}))
+    (loss, ours), (other, theirs) = found
+    assert loss == other > 0 and same(ours, theirs)
+    assert [place for place, _ in moves.taken()] == [DEVICE, HOST]

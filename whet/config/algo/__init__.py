@@ -1,9 +1,11 @@
 """The algorithm: the section algo. One class for each choice that an objective is made of, and one for each algorithm.
 
 Names and defaults are Tunix's where Tunix has the field. An algorithm's class is a sum of choices: a new field stands
-with the choice that it belongs to, and a function that asks for a keyword of its name is given it.
+with the choice that it belongs to, and a function that asks for a keyword of its name is given it. What published
+methods choose: presets.
 """
 
+from whet.config.algo import presets
 from whet.config.algo.advantage import NEED_GROUPS, AdvantageFields
 from whet.config.algo.base import AlgorithmConfig, OverlongBuffer
 from whet.config.algo.correction import CorrectionFields
@@ -14,12 +16,15 @@ from whet.config.algo.policy import PolicyConfig
 from whet.config.algo.ppo import PPOConfig, PpoConfig
 from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
+from whet.config.algo.variants import DAPOConfig, DrGRPOConfig
 
 __all__ = [
     "NEED_GROUPS",
     "AdvantageFields",
     "AlgorithmConfig",
     "CorrectionFields",
+    "DAPOConfig",
+    "DrGRPOConfig",
     "EntropyFields",
     "GRPOConfig",
     "GrpoConfig",
@@ -30,4 +35,5 @@ __all__ = [
     "PpoConfig",
     "SelectionFields",
     "SurrogateFields",
+    "presets",
 ]

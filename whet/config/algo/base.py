@@ -49,9 +49,17 @@ class OverlongBuffer:
 
 @config
 class AlgorithmConfig:
-    """What every algorithm is made of: functions by name, as objects, or as "package.module:function"."""
+    """What every algorithm is made of: functions by name, as objects, or as "package.module:function".
+
+    >>> AlgorithmConfig(preset="dapo")
+    Traceback (most recent call last):
+    whet.errors.ConfigError: AlgorithmConfig.preset: a preset is a function: from whet import presets; presets.dapo(...)
+    """
 
     CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = CHOICES
+    REFUSED: ClassVar[dict[str, str]] = {
+        "preset": "a preset is a function: from whet import presets; presets.dapo(...)",
+    }
 
     algo_variant: Name = "grpo"
     """Tunix's name of the algorithm. No effect: the fields below define the algorithm."""

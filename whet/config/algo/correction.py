@@ -13,10 +13,18 @@ from whet.errors import ConfigError, nearest
 __all__ = ["CorrectionFields"]
 
 _LEVELS = ("token", "sequence", "geometric")
+_POSITIVE = (
+    "dppo_threshold",
+    "dppo_threshold_high",
+    "kl_mask_threshold",
+    "rejection_threshold",
+    "sampler_is_threshold",
+)
 _OF_MASK = {
     "dppo_threshold": ("dppo-tv", "dppo-kl"),
     "dppo_threshold_high": ("dppo-tv", "dppo-kl"),
     "kl_mask_threshold": ("sampler-kl",),
+    "off_policy_mask_threshold": ("off-policy",),
     "rejection_level": ("sampler-rejection",),
     "rejection_lower": ("sampler-rejection",),
     "rejection_threshold": ("sampler-rejection",),
@@ -79,14 +87,22 @@ class CorrectionFields(AlgorithmConfig):
             raise ConfigError(
                 f"sampler_is should be None, 'token', 'sequence' or 'geometric'. Received: {self.sampler_is!r}{near}"
             )
+        for name in _POSITIVE:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{name} must be positive, got {value!r}; leave it out for the default")
         for name in ("sampler_is", "rejection"):
             lower, upper = getattr(self, f"{name}_lower"), getattr(self, f"{name}_threshold")
-            if upper is not None and upper <= 0:
-                raise ConfigError(f"{name}_threshold must be positive, got {upper!r}; None = no bound above")
             if lower is not None and (lower <= 0 or (upper is not None and lower >= upper)):
                 raise ConfigError(
                     f"{name}_lower={lower!r} must be positive and below {name}_threshold={upper!r}; None = no bound"
                 )
+        lower, upper = self.sampler_is_lower, self.sampler_is_threshold
+        if self.sampler_is in _LEVELS and self.sampler_is_mode == "mask" and not (lower or 0) <= 1 <= (upper or 1):
+            raise ConfigError(
+                f"sampler_is_mode='mask' with sampler_is_lower={lower!r} and sampler_is_threshold={upper!r} masks out "
+                "tokens on which sampler and trainer agree, of ratio 1: the bounds must lie around 1"
+            )
         if self.off_policy_mask_threshold < 0:
             raise ConfigError(f"off_policy_mask_threshold must not be negative, got {self.off_policy_mask_threshold!r}")
         if not 0 < self.top_entropy_quantile <= 1:
@@ -96,14 +112,21 @@ class CorrectionFields(AlgorithmConfig):
         self._check_used()
 
     def _check_used(self) -> None:
-        """Refuses parameters of a mask or a correction that is not chosen. One of a user's own may read any of them."""
+        """Refuses parameters of a mask or a correction that is not chosen, and masks that would leave out nothing."""
         if self.sampler_is is None:
-            names = ("sampler_is_mode", "sampler_is_lower", "sampler_is_normalize")
+            names = ("sampler_is_mode", "sampler_is_threshold", "sampler_is_lower", "sampler_is_normalize")
             check_effect(self, *names, needs="sampler_is")
-        if any(callable(name) or ":" in name for name in self.loss_masks):
-            return
         for field, masks in _OF_MASK.items():
             if not set(masks) & set(self.loss_masks):
                 check_effect(self, field, needs=f"loss_masks=[{' or '.join(masks)}]")
+        if "top-entropy" in self.loss_masks and self.top_entropy_quantile == 1:
+            raise ConfigError(
+                "loss_masks=[top-entropy] keeps all tokens at top_entropy_quantile=1.0, and costs a pass; set it below "
+                "1 (0.2 is usual), or leave the mask out"
+            )
+        if "sampler-rejection" in self.loss_masks and self.rejection_lower is None and self.rejection_threshold is None:
+            raise ConfigError(
+                "loss_masks=[sampler-rejection] needs rejection_lower or rejection_threshold, 0.999 and 1.001 say"
+            )
         if "sampler-kl" in self.loss_masks and self.kl_mask_threshold is None:
             raise ConfigError("loss_masks=[sampler-kl] needs kl_mask_threshold, in nats (0.02, for example)")

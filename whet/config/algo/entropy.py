@@ -30,9 +30,9 @@ class EntropyFields(AlgorithmConfig):
     """The entropy that use_adaptive_entropy holds up, in nats per token."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Checks the ranges, and that nothing is set that would have no effect."""
         super().__post_init__()
-        for name in ("entropy_coef_min", "entropy_coef_max"):
+        for name in ("entropy_coef_min", "entropy_coef_max", "entropy_target"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}")
         if self.entropy_coef_min > self.entropy_coef_max:
@@ -44,3 +44,8 @@ class EntropyFields(AlgorithmConfig):
         if not self.use_adaptive_entropy:
             names = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
             check_effect(self, *names, needs="use_adaptive_entropy=True")
+        elif not self.entropy_coef_min <= self.entropy_coef <= self.entropy_coef_max:
+            raise ConfigError(
+                f"entropy_coef={self.entropy_coef!r}, where use_adaptive_entropy starts, must be between "
+                f"entropy_coef_min={self.entropy_coef_min!r} and entropy_coef_max={self.entropy_coef_max!r}"
+            )

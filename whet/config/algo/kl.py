@@ -12,6 +12,9 @@ from whet.errors import ConfigError
 
 __all__ = ["KLFields"]
 
+_CORRECTED = ("k1", "k3", "kl", "low_var_kl")
+"""The estimates whose gradient use_bias_correction_kl makes that of the KL."""
+
 
 @config
 class KLFields(AlgorithmConfig):
@@ -26,11 +29,12 @@ class KLFields(AlgorithmConfig):
     """Where the KL acts: a term of the loss; taken from each token's reward before the advantage estimator; or taken
     from the advantage after it."""
     use_bias_correction_kl: Bool = False
-    """Multiply the KL in the loss by the importance ratio policy / old policy, with its gradient."""
+    """Multiply the KL in the loss, k1 or k3, by the importance ratio policy / old policy, with its gradient."""
     target_kl: Float | None = None
     """Adapt beta after each step so that the KL of the sampled completions stays near this; None = beta is fixed."""
     kl_horizon: Float = 10_000.0
-    """With target_kl: the number of completions over which beta may change by a fifth."""
+    """With target_kl: the number of completions over which beta may change by a fifth, the most that a step
+    changes it."""
     force_compute_kl: Bool = False
     """Compute the KL to the reference as a metric also when beta is 0.0."""
     sync_ref_model: Bool = False
@@ -49,6 +53,12 @@ class KLFields(AlgorithmConfig):
             raise ConfigError(
                 f"use_bias_correction_kl=True corrects the KL in the loss; kl_type={self.kl_type!r} takes the KL of "
                 "the policy that sampled, which needs none: leave it off"
+            )
+        mode = self.keywords["kl_loss_mode"]
+        if self.use_bias_correction_kl and mode in self.CHOICES["kl_loss_mode"] and mode not in _CORRECTED:
+            raise ConfigError(
+                f"use_bias_correction_kl=True with kl_loss_mode={mode!r} has a wrong gradient: the importance ratio "
+                "makes that of k1 and k3 alone the KL's; take kl_loss_mode='low_var_kl', or leave the correction off"
             )
         for name in ("target_kl", "kl_horizon"):
             value = getattr(self, name)

@@ -37,6 +37,7 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
         "vespo": "samples of an older policy, weighted as whole sequences without a clip",
         "reinforce": "one update of each rollout, or a correction that does what a ratio would",
         "distillation": "a stronger teacher of the same vocabulary; rewards may come besides",
+        "gkd": "such a teacher alone: more to learn from each token, a pass of it in every update",
     },
     "value_loss_fn": {"ppo": "the usual one: squared error, held near the value at rollout"},
     "importance_sampling_level": {

@@ -28,6 +28,20 @@ class PolicyConfig(SelectionFields, CorrectionFields, EntropyFields, KLFields, S
     num_generations: Size = 1
     """G: completions of each prompt."""
 
+    def __post_init__(self) -> None:
+        """Checks what concerns several choices."""
+        super().__post_init__()
+        punishes = {
+            f"kl_type='reward' with beta={self.beta}": bool(self.beta) and self.kl_type == "reward",
+            "overlong_buffer.enable=True": self.overlong_buffer.enable,
+        }
+        for name, on in punishes.items():
+            if on and self.advantage_estimator == "maxrl":
+                raise ConfigError(
+                    f"advantage_estimator='maxrl' is for rewards that are not negative, and {name} takes from them; "
+                    "leave that out, or take another estimator"
+                )
+
     def check_groups(self) -> None:
         """Raises ConfigError: one completion of each prompt, and something that compares it with its group."""
         if self.num_generations <= 1 and self.advantage_estimator in NEED_GROUPS:

@@ -5,11 +5,23 @@ from __future__ import annotations
 from typing import Literal
 
 from whet.config.algo.base import AlgorithmConfig
+from whet.config.algo.effect import check_effect
 from whet.config.base import config
 from whet.config.fields import Float, Fn, Name
 from whet.errors import ConfigError
 
-__all__ = ["SurrogateFields"]
+__all__ = ["AGG_WITH_NORM", "AGG_WITH_UNITS", "SurrogateFields"]
+
+AGG_WITH_NORM = ("sequence-mean-token-scale", "sequence-mean-token-sum-norm")
+"""The modes of loss_agg_mode that read loss_agg_norm."""
+AGG_WITH_UNITS = (
+    "prompt-mean-token-mean",
+    "seq-mean-token-sum",
+    "sequence-mean-token-mean",
+    "sequence-mean-token-scale",
+    "sequence-mean-token-sum-norm",
+)
+"""Those that read loss_agg_units; the last of them only without a norm."""
 
 _POSITIVE = (
     "sapo_temperature_pos",
@@ -52,6 +64,9 @@ class SurrogateFields(AlgorithmConfig):
     """vespo: λ with a negative advantage."""
     teacher_coef: Float = 1.0
     """distillation: weight of log(teacher / policy), which the advantage of each token is raised by."""
+    gkd_beta: Float = 0.5
+    """gkd: 0.0 = the forward KL (cover all that the teacher does), 1.0 = the reverse (seek what it finds likely),
+    between them the Jensen-Shannon divergence; TRL's beta."""
     loss_agg_mode: Name | Fn = "sequence-mean-token-mean"
     """How the losses of tokens become one: a name, or a function that gives every token its weight."""
     loss_agg_norm: Float | None = None
@@ -61,20 +76,33 @@ class SurrogateFields(AlgorithmConfig):
     does."""
 
     def __post_init__(self) -> None:
-        """Checks the ranges."""
+        """Checks the ranges, and that nothing is set that would have no effect."""
         super().__post_init__()
         for name in ("epsilon", "epsilon_high", "cispo_epsilon_low"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ConfigError(f"{name} must not be negative, got {value!r}")
-        for name in ("delta", *_POSITIVE):
+        for name in _POSITIVE:
             value = getattr(self, name)
-            if value is not None and value <= 0:
+            if value <= 0:
                 raise ConfigError(f"{name} must be positive, got {value!r}")
+        if not 0 <= self.gkd_beta <= 1:
+            raise ConfigError(f"gkd_beta must be between 0 (forward KL) and 1 (reverse KL), got {self.gkd_beta!r}")
+        if self.delta is not None and self.delta < 1:
+            raise ConfigError(
+                f"delta must be at least 1, got {self.delta!r}: below 1 no token with a positive advantage would have "
+                "a gradient at the start; None = off"
+            )
         if self.epsilon_c is not None and self.epsilon_c <= 1:
             raise ConfigError(f"epsilon_c must be greater than 1, got {self.epsilon_c!r}; None turns the dual clip off")
         if self.loss_agg_norm is not None and self.loss_agg_norm <= 0:
             raise ConfigError(f"loss_agg_norm: Invalid 'norm' value: must be positive, got {self.loss_agg_norm!r}")
+        mode = self.loss_agg_mode
+        if mode in self.CHOICES["loss_agg_mode"] and mode not in AGG_WITH_NORM:
+            check_effect(self, "loss_agg_norm", needs=f"loss_agg_mode={' or '.join(AGG_WITH_NORM)}")
+        divided = mode == "sequence-mean-token-sum-norm" and self.loss_agg_norm is not None
+        if mode in self.CHOICES["loss_agg_mode"] and (mode not in AGG_WITH_UNITS or divided):
+            check_effect(self, "loss_agg_units", needs="a loss_agg_mode that divides by sequences or prompts")
 
     @property
     def clip_range(self) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 Every loss is fn(x: LossInputs, **kw) -> (loss [s], {metric: [s]}); metrics are detached, per token, and the caller
 takes their mean over the mask. Masked-out tokens have loss 0 and metrics 0 whatever stands there. Old logprobs and
 advantages are constants. At r = 1 all have the gradient of −A·log π at the level of tokens but cispo-trl (and
-distillation, whose A differs); at sequence-sum n times that, n the tokens of the sequence.
+distillation, whose A differs, and gkd, which has none); at sequence-sum n times that, n the tokens of the sequence.
 Corrections, masks, the KL and the entropy bonus are pieces of their own: see objective.py.
 
 A published method is a surrogate, a level of its ratio and an aggregation:
@@ -23,6 +23,7 @@ A published method is a surrogate, a level of its ratio and an aggregation:
     VESPO (2602.10693)            vespo            its own                     token-mean
     REINFORCE                     reinforce        none                        any
     On-policy distillation        distillation     token                       token-mean
+    GKD (2306.13649)              gkd              none                        token-mean
 
 What the aggregations of Tunix, TRL and TorchRL are called here: whet.ops.weighting.
 """
@@ -32,10 +33,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from whet.ops.policy_losses.base import LossOutput, metrics_without_advantage, zero_without_advantage
+from whet.ops.policy_losses.base import (
+    LossOutput,
+    compares_with_teacher,
+    metrics_without_advantage,
+    teacher_column,
+    zero_without_advantage,
+)
 from whet.ops.policy_losses.clipped import clipped_surrogate, geometric_mean
+from whet.ops.policy_losses.distilled import distillation, gkd
 from whet.ops.policy_losses.ratios import IMPORTANCE_LEVELS
-from whet.ops.policy_losses.smooth import clipped_ratio, distillation, soft_gate
+from whet.ops.policy_losses.smooth import clipped_ratio, soft_gate
 from whet.ops.policy_losses.weighted import cispo, cispo_trl, nll, reinforce, vespo
 
 __all__ = [
@@ -45,12 +53,15 @@ __all__ = [
     "cispo_trl",
     "clipped_ratio",
     "clipped_surrogate",
+    "compares_with_teacher",
     "distillation",
     "geometric_mean",
+    "gkd",
     "metrics_without_advantage",
     "nll",
     "reinforce",
     "soft_gate",
+    "teacher_column",
     "vespo",
     "zero_without_advantage",
 ]
@@ -60,6 +71,7 @@ POLICY_LOSSES: dict[str, Callable[..., LossOutput]] = {
     "cispo-torchrl": clipped_ratio,
     "cispo-trl": cispo_trl,
     "distillation": distillation,
+    "gkd": gkd,
     "gmpo": geometric_mean,
     "grpo": clipped_surrogate,
     "gspo-token": partial(clipped_surrogate, importance_sampling_level="sequence-token"),

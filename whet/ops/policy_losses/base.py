@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-__all__ = ["metrics_without_advantage", "zero_without_advantage"]
+__all__ = ["compares_with_teacher", "metrics_without_advantage", "teacher_column", "zero_without_advantage"]
 
 LossOutput = tuple[Tensor, dict[str, Tensor]]
 """(loss [s], {metric: [s]})."""
@@ -55,6 +55,34 @@ def metrics_without_advantage(loss: Callable[..., Any]) -> tuple[str, ...] | Non
         loss = loss.func
     declared = getattr(loss, "zero_without_advantage", None)
     return declared if declared is None else tuple(of_level(dict.fromkeys(declared), level or "token"))
+
+
+def compares_with_teacher(column: Literal["teacher_logprobs", "divergence"]) -> Callable[[LossFn], LossFn]:
+    """Declares of a policy loss that it needs something of a teacher, which a learner then gives it.
+
+    Args: column: "teacher_logprobs" [s], of the tokens; or "divergence" [s], from the teacher's distribution before
+        each token, with gradient.
+    Returns: what marks the loss and gives it back.
+
+    >>> @compares_with_teacher("teacher_logprobs")
+    ... def own(x):
+    ...     return (x.logprobs - x.need("teacher_logprobs")).square()
+    >>> teacher_column(partial(own)), teacher_column(print)
+    ('teacher_logprobs', None)
+    """
+
+    def declare(loss: LossFn) -> LossFn:
+        loss.teacher_column = column  # pyright: ignore[reportFunctionMemberAccess]
+        return loss
+
+    return declare
+
+
+def teacher_column(loss: Callable[..., Any]) -> str | None:
+    """What a loss has declared by compares_with_teacher, also of a partial's function; None = it needs no teacher."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    return getattr(loss, "teacher_column", None)
 
 
 def of_level(metrics: Mapping[str, Any], level: str) -> dict[str, Any]:

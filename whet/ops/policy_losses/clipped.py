@@ -8,7 +8,7 @@ from torch import Tensor
 from whet.errors import ConfigError
 from whet.ops.masked import segment_mean
 from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_without_advantage
-from whet.ops.policy_losses.ratios import check_positive, detached_advantages, log_ratios, ratio_metrics, upper
+from whet.ops.policy_losses.ratios import detached_advantages, log_ratios, ratio_metrics, upper
 from whet.types import LossInputs
 
 __all__ = ["clipped_surrogate", "geometric_mean"]
@@ -36,12 +36,13 @@ def clipped_surrogate(
         x: needs logprobs, mask, sequence and advantages; old_logprobs None = logprobs.detach(), a ratio of exactly 1.
         epsilon, epsilon_high: clip range, epsilon_high None = epsilon.
         epsilon_c: dual clip, above 1; None = off.
-        delta: δ, the largest ratio of the arm that is not clipped; None = off.
+        delta: δ, the largest ratio of the arm that is not clipped, at least 1; None = off.
         importance_sampling_level: a name of IMPORTANCE_LEVELS.
     Returns: loss [s], and per token: pg_loss, pg_loss/unclipped and /clipped (both arms), pg_clipfrac, ppo_kl
         (−log π + log π_old, before any clip), is_ratio, log_ratio_abs (both as used), clip_ratio/low, /high and
         /region (sequence_clip_ratio/* where r is a sequence's); pg_clipfrac_lower with epsilon_c.
-    Raises: ConfigError: epsilon_c not above 1, negative epsilon, unknown level. DataError: a missing column.
+    Raises: ConfigError: epsilon_c not above 1, delta below 1, negative epsilon, unknown level. DataError: a missing
+        column.
     Source: PPO arXiv:1707.06347; GRPO arXiv:2402.03300; dual clip arXiv:1912.09729; clip-higher, DAPO arXiv:2503.14476;
         two-sided clip arXiv:2505.07291. Agrees with Tunix's grpo_loss_fn, TRL's grpo, bnpo, dr_grpo, dapo and luspo,
         which differ in aggregation alone, and TorchRL's GRPOLoss, which clips log r; clip_ratio/* are TRL's.
@@ -52,7 +53,8 @@ def clipped_surrogate(
     tensor([-2.4000])
     """
     low, high = 1 - epsilon, 1 + upper(epsilon, epsilon_high)
-    check_positive(delta=delta)
+    if delta is not None and not delta >= 1:
+        raise ConfigError(f"delta {delta!r} must be at least 1: below, a ratio of 1 has no gradient where A > 0")
     if epsilon_c is not None and not epsilon_c > 1:
         raise ConfigError(f"epsilon_c {epsilon_c!r} must be above 1 (3.0 is usual); None = no dual clip")
     advantages = detached_advantages(x)

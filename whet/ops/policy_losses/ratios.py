@@ -14,7 +14,7 @@ from whet.errors import ConfigError, lookup_error
 from whet.ops.masked import masked_column, segment_mean, segment_sum, to_fp32
 from whet.types import LossInputs
 
-__all__ = ["IMPORTANCE_LEVELS"]
+__all__ = ["IMPORTANCE_LEVELS", "rollout_logprobs"]
 
 _BOUND = 20.0
 """Log-ratios are held in ±20: exp(88.8) is infinite in fp32. Beyond it a ratio is constant, its gradient 0."""
@@ -67,6 +67,14 @@ and sequence-token have the same gradient. Tunix holds d_t and sequence-token as
 """
 
 
+def rollout_logprobs(x: LossInputs) -> Tensor:
+    """Log π_old, a constant, 0 where masked out: [s]. Where there is none, or it is NaN: the current policy's."""
+    own = masked_column(x.logprobs, x.mask).detach()
+    if x.old_logprobs is None:
+        return own
+    return torch.where(x.mask & ~x.old_logprobs.isnan(), to_fp32(x.old_logprobs.detach()), own)
+
+
 def log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     """Log π − log π_old before any clamp, and the log of the importance ratio: [s] and [s], 0 where masked out.
 
@@ -76,11 +84,7 @@ def log_ratios(x: LossInputs, level: str) -> tuple[Tensor, Tensor]:
     """
     if level not in IMPORTANCE_LEVELS:
         raise lookup_error("importance level", level, IMPORTANCE_LEVELS)
-    logprobs = masked_column(x.logprobs, x.mask)
-    old = logprobs.detach()
-    if x.old_logprobs is not None:
-        old = torch.where(x.mask & ~x.old_logprobs.isnan(), to_fp32(x.old_logprobs.detach()), old)
-    log_ratio = logprobs - old
+    log_ratio = masked_column(x.logprobs, x.mask) - rollout_logprobs(x)
     return log_ratio, torch.where(x.mask, IMPORTANCE_LEVELS[level](log_ratio, x), 0.0)
 
 

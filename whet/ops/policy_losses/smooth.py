@@ -1,10 +1,9 @@
-"""Surrogates of the ratio itself, with its gradient: a soft gate in place of the clip, a clip alone, and none."""
+"""Surrogates of the ratio itself, with its gradient: a soft gate in place of the clip, and a clip alone."""
 
 from __future__ import annotations
 
 import torch
 
-from whet.ops.masked import masked_column
 from whet.ops.policy_losses.base import LossOutput, of_level, output, zero_without_advantage
 from whet.ops.policy_losses.ratios import (
     by_sign,
@@ -16,7 +15,7 @@ from whet.ops.policy_losses.ratios import (
 )
 from whet.types import LossInputs
 
-__all__ = ["clipped_ratio", "distillation", "soft_gate"]
+__all__ = ["clipped_ratio", "soft_gate"]
 
 
 @zero_without_advantage()
@@ -78,31 +77,3 @@ def clipped_ratio(
     clips["clip_ratio/region"] = clips["clip_ratio/high"] | clips["clip_ratio/low"]
     metrics = {**of_level(clips, importance_sampling_level), **ratio_metrics(log_ratio, used, x.mask)}
     return output(-advantages * ratio.clamp(low, high), metrics)
-
-
-def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_sampling_level: str = "token") -> LossOutput:
-    """On-policy distillation on the sampled tokens: the reverse KL to a teacher is part of the advantage.
-
-    l = −r·(A − c·(log π_old − log π_teacher)); r, the importance ratio at a level of IMPORTANCE_LEVELS, has the
-    gradient. Where all rewards are equal A is 0 and the teacher alone teaches.
-
-    Args:
-        x: needs advantages, and teacher_logprobs [s], a column of yours: what the teacher gives the same tokens;
-            old_logprobs None = logprobs.detach().
-        teacher_coef: c.
-        importance_sampling_level: a name of IMPORTANCE_LEVELS.
-    Returns: loss [s]; teacher_kl, log π_old − log π_teacher; is_ratio, log_ratio_abs, ppo_kl.
-    Raises: ConfigError: an unknown level. DataError: a missing column.
-    Source: Thinking Machines, "On-policy distillation" (2025); agrees with tinker's importance_sampling loss under its
-        KL penalty with a discount of 0.
-
-    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.]),
-    ...                advantages=torch.tensor([0.]), token_columns={"teacher_logprobs": torch.tensor([-3.])})
-    >>> distillation(x)[0]  # the teacher finds the token less likely: the loss pushes it down
-    tensor([2.])
-    """
-    old = x.logprobs if x.old_logprobs is None else x.old_logprobs
-    gap = (masked_column(old, x.mask) - masked_column(x.need("teacher_logprobs"), x.mask)).detach()
-    log_ratio, used = log_ratios(x, importance_sampling_level)
-    loss = -used.exp() * (detached_advantages(x) - teacher_coef * gap)
-    return output(loss, {"teacher_kl": gap, **ratio_metrics(log_ratio, used, x.mask)})

@@ -1,0 +1,153 @@
+"""Presets as configurations: from Python, from files and from the command line."""
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from whet import presets
+from whet.config import (
+    DAPOConfig,
+    DrGRPOConfig,
+    GRPOConfig,
+    OverlongBuffer,
+    PPORunConfig,
+    RunConfig,
+    dump,
+    dump_tree,
+    load_run,
+)
+from whet.config.algo.presets import PRESETS, preset
+from whet.errors import ConfigError
+from whet.learners.objective import make_estimator, make_objective
+
+PAGE = Path(__file__).parents[3] / "docs" / "papers.md"
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_can_be_carried_out_and_changed(name):
+    function = PRESETS[name]
+    assert function is getattr(presets, name) and function.__name__ == name
+    made = function()
+    make_estimator(made)
+    make_objective(made)  # refuses a parameter that nothing takes
+    changed = function(num_iterations=3)
+    assert changed == dataclasses.replace(made, num_iterations=3) and changed != made
+    with pytest.raises(ConfigError, match="did you mean num_iterations"):
+        function(num_iteration=3)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_says_its_formula_its_source_and_what_it_can_t_vouch_for(name):
+    text = inspect.getdoc(PRESETS[name]) or ""
+    assert re.search(r"L = ", text) or "loss is GRPO's" in text
+    assert "Source: " in text and ">>> " in text
+
+
+def tables():
+    """Preset -> the rows of its table on the page of papers, (field, value) as text."""
+    found = {}
+    for section in PAGE.read_text().split("\n## ")[1:]:
+        rows = re.findall(r"^\| `([\w.]+)` \| `([^`]+)` \|", section, re.M)
+        if rows:
+            found[re.findall(r"`presets\.(\w+)\(\)`", section)[0]] = rows
+    return found
+
+
+def test_the_page_of_papers_has_every_preset():
+    assert set(tables()) == set(PRESETS)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_page_of_papers_says_what_a_preset_sets(name):
+    made, rows = PRESETS[name](), tables()[name]
+    own = {f.name for f in dataclasses.fields(made)}
+    for field, value in rows:
+        if field in own:
+            assert dump_tree(getattr(made, field)) == yaml.safe_load(value), field
+        else:
+            assert field.split(".")[0] in ("actor", "data", "rollout", "trainer")
+            load_run([f"{field}={value}"])
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_name_in_a_file_is_what_the_function_returns(name):
+    kind = PPORunConfig if type(PRESETS[name]()) is not GRPOConfig else RunConfig
+    assert load_run([f"algo.preset={name}"], kind).algo == PRESETS[name]()
+
+
+def test_other_keys_change_a_preset_wherever_they_stand(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("algo: {epsilon: 0.1, preset: dapo, overlong_buffer: {max_response_length: 8192}}\n")
+    made = load_run(["--config", str(file), "algo.overlong_buffer.overlong_buffer_penalty=0.5"]).algo
+    assert made == presets.dapo(
+        epsilon=0.1,
+        overlong_buffer=OverlongBuffer(enable=True, max_response_length=8192, overlong_buffer_penalty=0.5),
+    )
+    assert load_run(["--config", str(file), "algo.preset=gspo"]).algo.clip_range == (0.1, 4e-4)
+    off = load_run(["--config", str(file), "algo.preset=null"]).algo
+    assert off.epsilon_high is None and off.overlong_buffer.max_response_length == 8192
+    assert RunConfig(algo={"preset": "dapo"}).algo == presets.dapo()  # pyright: ignore
+
+
+def test_a_resolved_configuration_has_the_fields_and_not_the_word():
+    run = load_run(["algo.preset=dapo", "algo.epsilon=0.1"])
+    written = yaml.safe_load(dump(run))
+    assert "preset" not in written["algo"] and written["algo"]["epsilon_high"] == 0.28
+    assert RunConfig(**{"algo": written["algo"]}).algo == run.algo
+
+
+def refused(words, kind=RunConfig):
+    with pytest.raises(ConfigError) as error:
+        load_run(words, kind)
+    return str(error.value)
+
+
+def test_what_is_refused():
+    assert "unknown algo.preset 'dapoo'; did you mean dapo" in refused(["algo.preset=dapoo"])
+    assert "unknown algo.preset ['dapo']" in refused(["algo.preset=[dapo]"])
+    assert "did you mean epsilon" in refused(["algo.preset=dapo", "algo.epsilom=0.1"])
+    message = refused(["algo.preset=ppo"])
+    assert "algo.preset='ppo' is a PPOConfig, and algo is a GRPOConfig here: train by it with whet ppo" in message
+    assert "whet grpo, or take one of ppo, rl2_ppo" in refused(["algo.preset=dapo"], PPORunConfig)
+    with pytest.raises(ConfigError, match=r"GRPOConfig.preset: .* presets\.dapo\(\.\.\.\)"):
+        GRPOConfig(preset="dapo")  # pyright: ignore
+
+
+def test_a_class_of_one_s_own_takes_the_presets_of_its_base():
+    from whet.config import config
+
+    @config
+    class Own(GRPOConfig):
+        """A configuration with a field more."""
+
+    assert preset("gspo", Own) == presets.gspo()
+
+
+# ---- Tunix's classes -------------------------------------------------------------------------------------------------
+
+
+def test_tunix_s_dapo_and_dr_grpo_are_the_presets_with_its_defaults():
+    made = DAPOConfig(beta=None, epsilon=0.1)  # pyright: ignore
+    assert made.beta == 0.0 and made.clip_range == (0.1, 0.28) and made.overlong_buffer.enable
+    own = ("algo_variant", "num_generations", "beta", "kl_loss_mode")
+    for theirs, ours in ((DAPOConfig(), presets.dapo()), (DrGRPOConfig(), presets.dr_grpo())):
+        for field in dataclasses.fields(ours):
+            assert field.name in own or getattr(theirs, field.name) == getattr(ours, field.name), field.name
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"beta": 0.1}, "DAPO does not support KL penalty, so beta must be None."),
+        ({"epsilon": 0.3}, "epsilon_high must be greater than or equal to epsilon."),
+        ({"overlong_buffer": {"overlong_buffer_penalty": -1.0}}, "overlong_buffer_penalty must be non-negative"),
+        ({"num_generations": 1}, "num_generations must be greater than 1"),
+    ],
+)
+def test_tunix_s_dapo_refuses_what_it_does_there(given, message):
+    with pytest.raises(ConfigError, match=message):
+        DAPOConfig(**given)

@@ -1,0 +1,89 @@
+"""Parameters that the chosen functions don't read are refused; choices that are seldom meant are said aloud."""
+
+import pytest
+import torch
+
+from whet.config import GRPOConfig, PPOConfig
+from whet.config.algo.surrogate import AGG_WITH_NORM, AGG_WITH_UNITS
+from whet.errors import ConfigError
+from whet.learners.advice import advise
+from whet.learners.objective import make_objective
+from whet.ops import ADVANTAGE_ESTIMATORS, LOSS_AGG_MODES, token_weights
+
+
+def weigh(x, *, norm_var):
+    """A mask of a user's own that reads a parameter of an estimator."""
+    return torch.ones_like(x.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (GRPOConfig(advantage_estimator="rloo", scale_rewards="none"), "scale_rewards='none' has no effect"),
+        (GRPOConfig(advantage_estimator="drgrpo", advantage_eps=1e-4), "estimator 'drgrpo' takes no parameters"),
+        (GRPOConfig(advantage_estimator="opo", advantage_ddof=0), "advantage_ddof=0 has no effect"),
+        (GRPOConfig(gamma=0.9), "gamma=0.9 .* takes advantage_ddof, advantage_eps, scale_rewards; leave it at 1.0"),
+        (GRPOConfig(norm_var=True), "norm_var=True has no effect: advantage estimator 'grpo'"),
+        (GRPOConfig(global_norm=True), "global_norm=True has no effect: advantage estimator 'grpo'"),
+        (PPOConfig(scale_rewards="none"), "scale_rewards='none' has no effect: advantage estimator 'gae'"),
+        (PPOConfig(advantage_estimator="rloo", whiten_advantages=False), "whiten_advantages=False has no effect"),
+    ],
+)
+def test_a_parameter_that_the_chosen_estimator_does_not_take_is_refused(made, said):
+    with pytest.raises(ConfigError, match=said):
+        make_objective(made)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        PPOConfig(advantage_estimator="rloo", gamma=0.9, gae_lambda=0.5),  # the critic's returns have them
+        PPOConfig(value_loss_fn=weigh, norm_var=True),
+        GRPOConfig(loss_masks=(weigh,), norm_var=True),
+        GRPOConfig(advantage_estimator=lambda rewards, group_ids: rewards, norm_var=True),
+        *(GRPOConfig(advantage_estimator=name) for name in ADVANTAGE_ESTIMATORS),
+    ],
+)
+def test_what_some_function_reads_may_be_set(made):
+    assert make_objective(made)
+
+
+@pytest.mark.parametrize("name", LOSS_AGG_MODES)
+def test_the_configuration_knows_what_each_aggregation_reads(name):
+    mask, unit = torch.tensor([True, True, False]), torch.tensor([0, 0, 1])
+    weights = lambda norm, units: token_weights(mask, unit, name, norm=norm, num_units=units, prompt=unit)
+    assert (name in AGG_WITH_NORM) == (not torch.equal(weights(2.0, None), weights(3.0, None)))
+    norm = 2.0 if name == "sequence-mean-token-scale" else None
+    assert (name in AGG_WITH_UNITS) == (not torch.equal(weights(norm, None), weights(norm, 2)))
+
+
+PULLS_NOT = "does not pull towards the reference"
+LONGER = "longer completions count more"
+IDLE = "no effect while beta is 0.0"
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (GRPOConfig(), None),
+        (PPOConfig(beta=0.0), None),
+        (GRPOConfig(beta=0.1, kl_loss_mode="kl"), PULLS_NOT),
+        (GRPOConfig(beta=0.1, kl_loss_mode="k1", kl_clamp_value=10.0), PULLS_NOT),
+        (PPOConfig(beta=0.1, kl_method="kl", kl_type="loss"), PULLS_NOT),
+        (GRPOConfig(beta=0.1, kl_loss_mode="k1", use_bias_correction_kl=True), None),
+        (GRPOConfig(beta=0.1, kl_loss_mode="k1", kl_type="reward"), None),
+        (GRPOConfig(importance_sampling_level="sequence", loss_agg_mode="token-mean"), LONGER),
+        (PPOConfig(importance_sampling_level="sequence-sum"), LONGER),
+        (GRPOConfig(policy_loss_fn="gmpo", loss_agg_mode="token-mean"), LONGER),
+        (GRPOConfig(importance_sampling_level="sequence"), None),
+        (GRPOConfig(loss_agg_mode="token-mean"), None),
+        (GRPOConfig(beta=0.0, kl_loss_mode="k2"), "kl_loss_mode='k2': " + IDLE),
+        (PPOConfig(beta=0.0, kl_method="kl"), "kl_method='kl': " + IDLE),
+        (GRPOConfig(beta=0.0, kl_type="reward", kl_clamp_value=1.0), "kl_type='reward', kl_clamp_value=1.0: " + IDLE),
+        (GRPOConfig(beta=0.0, use_bias_correction_kl=True), "use_bias_correction_kl=True: " + IDLE),
+        (GRPOConfig(beta=0.0, kl_loss_mode="k2", force_compute_kl=True), None),
+    ],
+)
+def test_choices_that_are_seldom_meant_are_said_aloud_once(made, said, caplog):
+    advise(made)
+    assert [said in record.message for record in caplog.records] == [] if said is None else [True]

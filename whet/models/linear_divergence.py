@@ -1,0 +1,124 @@
+"""The divergence of a policy's linear head from a teacher's over the whole vocabulary, without holding [rows, V].
+
+One autograd function: the logits of both are made chunk by chunk, and again in the backward pass.
+Dim legend: s rows (hidden states with a target), D width (each model has its own), V vocabulary.
+Left out on purpose: logits that are kept where they are few, and a teacher with a gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from whet.models.linear_logprob import CHUNK_BYTES
+from whet.models.products import chunks
+from whet.models.projection import HeadGrads, Projection
+from whet.ops import generalized_jsd, log_mixture
+from whet.ops.masked import fp32_or_wider
+
+__all__ = ["HeadStates", "linear_divergence"]
+
+
+@dataclass(frozen=True)
+class HeadStates:
+    """What a linear head makes its logits of."""
+
+    hidden: Tensor
+    """[s D]."""
+    weight: Tensor
+    """[V D]."""
+    bias: Tensor | None = None
+    """[V]."""
+    projection: Projection = field(default_factory=Projection)
+
+    def of_ids(self, size: int) -> HeadStates:
+        """The same head over the first ids alone."""
+        if len(self.weight) <= size:
+            return self
+        bias = None if self.bias is None else self.bias[:size]
+        return HeadStates(self.hidden, self.weight[:size], bias, self.projection)
+
+    def logprobs(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """[rows V] twice: the logits of some rows, and their log-softmax."""
+        z = self.projection.logits(self.hidden[rows], self.weight, self.bias)
+        return z, z.log_softmax(1)
+
+
+def linear_divergence(
+    policy: HeadStates, teacher: HeadStates, *, gkd_beta: float = 0.5, chunk_bytes: int = CHUNK_BYTES
+) -> Tensor:
+    """The generalised Jensen-Shannon divergence of each row's distribution from a teacher's.
+
+    Dᵢ = generalized_jsd(log p, log q, β), p and q the softmax of both heads' logits z over the ids that both have: a
+    vocabulary that is padded further than the other's loses what is beyond the other's end.
+    ∂D/∂z[j] = pⱼ (gⱼ − Σ_v p_v g_v), g = (1 − β) (log p − log m); at β = 1 g = log p − log q; at β = 0 it is pⱼ − qⱼ.
+
+    Args:
+        policy: with gradient.
+        teacher: of the same rows; a constant.
+        gkd_beta: β: 0 the forward KL, 1 the reverse KL.
+        chunk_bytes: of the logits of one model in one chunk; a few times this is held.
+    Returns: [s], in nats; fp32, or float64 for float64 input. The gradients of weight and bias are summed in that
+        precision, whatever theirs is.
+    Raises: ConfigError: β is not in [0, 1].
+    Source: agrees with TRL's GKDTrainer.generalized_jsd_loss, summed over the vocabulary; memory as linear_logprob.
+
+    >>> flat, sure = (HeadStates(torch.ones(1, 1), torch.tensor([[0.], [x]])) for x in (0., 20.))
+    >>> linear_divergence(flat, sure, gkd_beta=0.0)  # log 1 - log 1/2
+    tensor([0.6931])
+    """
+    size = min(len(policy.weight), len(teacher.weight))
+    policy, teacher = policy.of_ids(size), teacher.of_ids(size)
+    rows = max(1, chunk_bytes // (size * fp32_or_wider(policy.hidden.dtype).itemsize))
+    constants = (teacher.hidden.detach(), teacher.weight.detach(), teacher.bias)
+    options = (policy.projection, teacher.projection, gkd_beta, rows)
+    return _LinearDivergence.apply(policy.hidden, policy.weight, policy.bias, *constants, options)  # pyright: ignore
+
+
+class _LinearDivergence(torch.autograd.Function):
+    """See linear_divergence."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        *tensors, options = given
+        policy, teacher, beta, size = _parts(tensors, options)
+        found = policy.hidden.new_empty(len(policy.hidden), dtype=fp32_or_wider(policy.hidden.dtype))
+        for rows in chunks(len(found), size):
+            own = policy.logprobs(rows)[1]
+            found[rows] = generalized_jsd(own, teacher.logprobs(rows)[1].to(own.dtype), gkd_beta=beta)
+        ctx.save_for_backward(*tensors)
+        ctx.options = options
+        return found
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        policy, teacher, beta, size = _parts(ctx.saved_tensors, ctx.options)
+        grads = HeadGrads(policy.hidden, policy.weight, policy.bias, ctx.needs_input_grad[:3], grad.dtype)
+        for rows in chunks(len(grad), size):
+            z, own = policy.logprobs(rows)
+            d = _slope(own, teacher.logprobs(rows)[1].to(own.dtype), beta).mul_(grad[rows, None])
+            del own
+            grads.add(rows, policy.projection.backward_(d, z))
+        return (*grads.sums(), None, None, None, None)
+
+
+def _parts(tensors: Any, options: tuple[Projection, Projection, float, int]) -> tuple[Any, Any, float, int]:
+    """Policy and teacher, β and the rows of a chunk."""
+    own, other, beta, size = options
+    return HeadStates(*tensors[:3], own), HeadStates(*tensors[3:], other), beta, size
+
+
+def _slope(own: Tensor, other: Tensor, beta: float) -> Tensor:
+    """∂D/∂z of a chunk [rows V], from the logprobs of both."""
+    p = own.exp()
+    if beta == 0:
+        return p.sub_(other.exp())
+    none = own == -torch.inf  # 0 · inf would be NaN
+    g = (own - log_mixture(own, other, beta).masked_fill(none, 0.0)).masked_fill_(none, 0.0)
+    g -= (p * g).sum(1, keepdim=True)
+    return g.mul_(p).mul_(1.0 if beta == 1 else 1 - beta)

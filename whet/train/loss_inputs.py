@@ -1,0 +1,80 @@
+"""What a worker gives a loss of a micro-batch, and what it asks of what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from whet.errors import DataError
+from whet.models.micro_batch import MicroBatch
+from whet.ops import segment_count
+from whet.types import LossInputs, TokenBatch, TokenStats
+
+__all__ = ["check_shapes", "is_per_unit", "loss_inputs", "trained_units"]
+
+
+def is_per_unit(batch: TokenBatch) -> bool:
+    """Whether the weights of the batch are of units."""
+    if (batch.weights is None) == (batch.unit_weights is None):
+        raise DataError(
+            "the batch has no loss weights; call RoleTrainer.weighted(batch) once per optimizer step"
+            if batch.weights is None
+            else "the batch has both weights and unit_weights; a loss is per token or per unit: set one of them to None"
+        )
+    return batch.unit_weights is not None
+
+
+def loss_inputs(
+    token_columns: Mapping[str, Tensor],
+    sequence_columns: Mapping[str, Tensor],
+    micro: MicroBatch,
+    stats: TokenStats,
+) -> LossInputs:
+    """A micro-batch's part of the columns, with the model's statistics of its tokens.
+
+    Numbers at masked-out tokens are 0: whatever stood there (NaN from an environment) reaches neither a loss nor,
+    through 0 * NaN, its gradient.
+    """
+    part = {name: c.index_select(0, micro.token_index) for name, c in token_columns.items()}
+    mask = part.pop("mask")
+
+    # The ops of whet.ops mask too, since they are also called without a worker. Here it is for a loss of the user's.
+    def kept(x: Tensor) -> Tensor:
+        if not x.is_floating_point():
+            return x
+        return torch.where(mask.view(-1, *[1] * (x.dim() - 1)), x, 0.0)
+
+    return LossInputs(
+        sequence=micro.sequence,
+        mask=mask,
+        logprobs=None if stats.logprobs is None else kept(stats.logprobs),  # pyright: ignore[reportArgumentType]
+        entropy=None if stats.entropy is None else kept(stats.entropy),
+        new_values=None if stats.values is None else kept(stats.values),
+        divergence=None if stats.divergence is None else kept(stats.divergence),
+        scores=stats.scores,
+        unit_of=micro.unit_of,
+        num_sequences=len(micro.sequences),
+        num_units=len(micro.units),
+        token_columns={"tokens": micro.targets, **{name: kept(c) for name, c in part.items()}},
+        sequence_columns={name: c.index_select(0, micro.sequences) for name, c in sequence_columns.items()},
+    )
+
+
+def trained_units(x: LossInputs) -> Tensor:
+    """Bool [u]: the units with a token of the mask."""
+    return segment_count(x.mask, x.unit, x.num_units) > 0
+
+
+def check_shapes(loss: Tensor, metrics: Mapping[str, Tensor], weights: Tensor, per_unit: bool) -> None:
+    """Raises DataError where a loss, or a metric, is not one number for each of the weights."""
+    for name, x in {"the loss": loss, **{f"its metric {n!r}": m for n, m in metrics.items()}}.items():
+        if not isinstance(x, Tensor):
+            raise DataError(f"{name} is a {type(x).__name__}; return a tensor with one number per token or unit")
+        if x.shape != weights.shape:
+            kind, letter, way = ("unit", "u", "unit_weights") if per_unit else ("token", "s", "weights")
+            raise DataError(
+                f"{name} has shape {list(x.shape)}, and the batch has {way}: return one number per {kind}, "
+                f"[{letter}] = [{len(weights)}]; see docs/extending.md"
+            )
