@@ -26,6 +26,8 @@ from typing import Any
 import common
 from learning_tasks import TASKS
 
+from whet.config.algo.presets import PRESETS
+
 LEARNING_RATE = 2e-4
 GROUP = 8
 """Completions of a prompt, in the methods that compare with a group."""
@@ -33,11 +35,18 @@ GROUP = 8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """A published method, as the fields of its configuration."""
+    """A published method: a preset, with groups of 8 where it has groups."""
 
-    fields: dict[str, Any]
+    preset: str
+    changes: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields in place of the preset's."""
     note: str = ""
     """What of the published method is otherwise here, and what to know of the row."""
+
+    def configuration(self) -> Any:
+        """The section algo."""
+        groups = {} if PRESETS[self.preset]().num_generations == 1 else {"num_generations": GROUP}
+        return PRESETS[self.preset](**{**groups, **self.changes})
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -50,102 +59,56 @@ class Method:
             if (value := getattr(algo, f.name)) != getattr(usual, f.name)
         }
 
-    def configuration(self) -> Any:
-        """The section algo."""
-        from whet.config import GRPOConfig, PPOConfig
-
-        return (PPOConfig if self.ppo else GRPOConfig)(**{"num_generations": GROUP, **self.fields})
-
-    @property
-    def ppo(self) -> bool:
-        """Whether a critic is trained."""
-        return self.fields.get("advantage_estimator") == "gae"
-
-    @property
-    def group(self) -> int:
-        """Completions of a prompt that are trained on."""
-        return self.fields.get("num_generations", GROUP)
-
     @property
     def sampled(self) -> int:
         """Completions of a prompt that are sampled: the greedy one of ReMax as well."""
-        return self.group + (self.fields.get("advantage_estimator") == "remax")
+        algo = self.configuration()
+        return algo.num_generations + (algo.advantage_estimator == "remax")
 
 
-_NO_KL = {"beta": 0.0}
-_TOKENS = {**_NO_KL, "loss_agg_mode": "token-mean"}
-_SUMS = {"policy_loss_fn": "reinforce", "loss_agg_mode": "seq-mean-token-sum"}
-_IN_REWARD = {"kl_type": "reward", "kl_loss_mode": "k1"}
-_ALONE = {"num_generations": 1}
-_ONE_BATCH = {"dynamic_sampling": True, "max_num_gen_batches": 1}
 _LEFT = (
     "groups whose rewards agree are left out and not replaced, so that a step with 16 or fewer left makes one update"
 )
 _TWO_UPDATES = "published with one update of each rollout; the updates of a step are those of all methods here"
+_NO_KL = {"beta": 0.0}
 
 METHODS: dict[str, Method] = {
-    "grpo": Method(fields={"beta": 0.04}, note="Tunix's defaults, with its KL of 0.04"),
-    "grpo_without_kl": Method(fields=_NO_KL),
+    "grpo": Method(preset="deepseek_grpo", note="with its KL of 0.04; in groups of 8 these are Tunix's defaults"),
+    "grpo_without_kl": Method(preset="deepseek_grpo", changes=_NO_KL),
     "grpo_top_entropy": Method(
-        fields={**_NO_KL, "loss_masks": ("top-entropy",), "top_entropy_quantile": 0.2},
+        preset="deepseek_grpo",
+        changes={**_NO_KL, "loss_masks": ("top-entropy",), "top_entropy_quantile": 0.2},
         note="grpo_without_kl on the fifth of the tokens with the highest entropy",
     ),
-    "dr_grpo": Method(fields={**_NO_KL, "advantage_estimator": "drgrpo", "loss_agg_mode": "sequence-mean-token-scale"}),
+    "dr_grpo": Method(preset="dr_grpo"),
     "dapo": Method(
-        fields={**_TOKENS, "epsilon_high": 0.28, "dynamic_sampling": True},
+        preset="dapo",
+        changes={"overlong_buffer": {"enable": False}},
         note="without the punishment of long completions, of which there are none; it samples further batches of "
         "prompts, so look at accuracy_at_equal_completions too",
     ),
-    "gspo": Method(fields={**_NO_KL, "importance_sampling_level": "sequence", "epsilon": 3e-4, "epsilon_high": 4e-4}),
-    "rloo": Method(fields={**_SUMS, **_IN_REWARD, "advantage_estimator": "rloo", "beta": 0.03}, note=_TWO_UPDATES),
-    "cispo": Method(fields={**_TOKENS, "policy_loss_fn": "cispo", "epsilon_high": 4.0}),
-    "sapo": Method(fields={**_NO_KL, "policy_loss_fn": "sapo"}),
-    "gmpo": Method(fields={**_NO_KL, "policy_loss_fn": "gmpo", "epsilon": 0.4}),
-    "vespo": Method(fields={**_TOKENS, "policy_loss_fn": "vespo"}),
-    "reinforce_plus_plus": Method(
-        fields={**_ALONE, **_IN_REWARD, "advantage_estimator": "reinforce_plus_plus", "beta": 0.01}
-    ),
-    "reinforce_plus_plus_baseline": Method(
-        fields={"advantage_estimator": "reinforce_plus_plus_baseline", "kl_loss_mode": "k2", "beta": 0.01}
-    ),
+    "gspo": Method(preset="gspo"),
+    "rloo": Method(preset="rloo", note=_TWO_UPDATES),
+    "cispo": Method(preset="cispo"),
+    "sapo": Method(preset="sapo"),
+    "gmpo": Method(preset="gmpo"),
+    "vespo": Method(preset="vespo"),
+    "reinforce_plus_plus": Method(preset="reinforce_pp"),
+    "reinforce_plus_plus_baseline": Method(preset="reinforce_pp_baseline"),
     "remax": Method(
-        fields={**_ALONE, **_SUMS, **_IN_REWARD, **_NO_KL, "advantage_estimator": "remax"},
-        note=f"half of the completions are the greedy ones of the baseline; {_TWO_UPDATES}",
+        preset="remax", note=f"half of the completions are the greedy ones of the baseline; {_TWO_UPDATES}"
     ),
-    "opo": Method(fields={**_SUMS, **_NO_KL, "advantage_estimator": "opo"}, note=_TWO_UPDATES),
-    "scale_rl": Method(
-        fields={
-            **_NO_KL,
-            **_ONE_BATCH,
-            "advantage_estimator": "scalerl",
-            "policy_loss_fn": "cispo-trl",
-            "epsilon_high": 5.0,
-            "loss_agg_mode": "prompt-mean-token-mean",
-        },
-        note=_LEFT,
-    ),
-    "trl_grpo": Method(
-        fields={**_TOKENS, "advantage_eps": 1e-4, "use_bias_correction_kl": True}, note="TRL's defaults"
-    ),
-    "rl2_reinforce": Method(
-        fields={**_TOKENS, **_ONE_BATCH, **_IN_REWARD, "advantage_estimator": "reinforce", "advantage_eps": 2.0**-23},
-        note=f"RL2's defaults; {_LEFT}",
-    ),
+    "opo": Method(preset="opo", note=_TWO_UPDATES),
+    "scale_rl": Method(preset="scale_rl", note=_LEFT),
+    "trl_grpo": Method(preset="trl_grpo"),
+    "rl2_reinforce": Method(preset="rl2_reinforce", note=_LEFT),
     "ppo": Method(
-        fields={
-            **_ALONE,
-            **_NO_KL,
-            "advantage_estimator": "gae",
-            "policy_loss_fn": "ppo",
-            "gae_lambda": 0.99,
-            "critic_warmup_steps": 5,
-            "loss_agg_mode": "token-mean",
-        },
+        preset="ppo",
+        changes={**_NO_KL, "gae_lambda": 0.99, "critic_warmup_steps": 5},
         note="recipes/demo_ppo.yaml; of the 5 first steps, which count, only the critic (rate 5e-4) learns",
     ),
 }
-"""What a paper leaves to the reader is whet's default; groups are of 8 wherever there are groups. The KL is that of the
-published method, none where it has none. One learning rate for all."""
+"""The KL is that of the published method, none where it has none. One learning rate for all."""
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -197,6 +160,7 @@ def make_learner(args: argparse.Namespace, task_name: str, method: Method, seed:
         DataConfig,
         GRPOLearner,
         OptimConfig,
+        PPOConfig,
         PPOLearner,
         RLCluster,
         RLTrainingConfig,
@@ -207,13 +171,14 @@ def make_learner(args: argparse.Namespace, task_name: str, method: Method, seed:
     task = TASKS[task_name]
     model = task.warm_start(str(args.models / f"{task_name}-{seed}"), seed)
     prompts = args.completions // method.sampled
+    algo = method.configuration()
+    critic = isinstance(algo, PPOConfig)
     linear = OptimConfig(lr=args.lr, schedule="linear", warmup_steps=5, max_grad_norm=1.0)
     constant = OptimConfig(lr=5e-4, schedule="constant_with_warmup", warmup_steps=5, max_grad_norm=1.0)
-    algo = method.configuration()
     cluster = RLCluster(
         actor=RoleConfig(model=model, dtype="float32", optim=linear),
         reference=RoleConfig(model=model, dtype="float32") if algo.beta else None,
-        critic=RoleConfig(model=model, dtype="float32", optim=constant) if method.ppo else None,
+        critic=RoleConfig(model=model, dtype="float32", optim=constant) if critic else None,
         tokenizer=model,
         cluster_config=ClusterConfig(
             rollout_config=RolloutConfig(
@@ -230,7 +195,7 @@ def make_learner(args: argparse.Namespace, task_name: str, method: Method, seed:
             ),
         ),
     )
-    learner = PPOLearner if method.ppo else GRPOLearner
+    learner = PPOLearner if critic else GRPOLearner
     return learner(cluster, algo, reward_fns=[task.reward], data=DataConfig(batch_size=prompts), observers=observers)
 
 

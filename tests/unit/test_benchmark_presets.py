@@ -68,7 +68,7 @@ def test_presets_goes_on_where_it_stopped_and_a_method_that_fails_is_a_row(
 ):
     presets = scripts["presets"]
     chosen = ["remax", "dapo", "ppo", "wrong"]
-    monkeypatch.setitem(presets.METHODS, "wrong", presets.Method(fields={"policy_loss_fn": "qrpo"}))
+    monkeypatch.setitem(presets.METHODS, "wrong", presets.Method(preset="gspo", changes={"policy_loss_fn": "qrpo"}))
     argv = ["--out", str(tmp_path), "--seeds", "1", "--steps", "1", "--completions", "32", "--eval-limit", "4"]
 
     def called(methods, task="order"):
@@ -95,10 +95,12 @@ def test_presets_goes_on_where_it_stopped_and_a_method_that_fails_is_a_row(
 
 def test_every_method_is_a_configuration_and_differs_from_the_others(scripts):
     methods = scripts["presets"].METHODS
-    assert len({json.dumps(m.chosen, sort_keys=True, default=str) + str(m.ppo) for m in methods.values()}) == len(
-        methods
-    )
+    made = [
+        type(m.configuration()).__name__ + json.dumps(m.chosen, sort_keys=True, default=str) for m in methods.values()
+    ]
+    assert len(set(made)) == len(methods)
     assert {m.sampled for n, m in methods.items() if n not in ("remax", "ppo", "reinforce_plus_plus")} == {8}
+    assert [methods[n].sampled for n in ("remax", "ppo", "reinforce_plus_plus")] == [2, 1, 1]
 
 
 def test_what_was_run_with_another_setting_or_method_is_not_of_the_result(scripts, tmp_path):
