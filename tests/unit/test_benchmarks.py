@@ -12,7 +12,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
     "common", "tasks", "sides", "machine", "grpo_step", "learning_curve", "train_sides", "train_step",
-    "floor", "rollout_sides", "rollout",
+    "floor", "rollout_sides", "rollout", "learning_tasks", "presets",
 )  # fmt: skip
 
 
@@ -54,6 +54,9 @@ def test_defaults_are_the_recorded_setting(scripts):
         ("rollout", ["--engines", "sglang"], "known are whet, generate, continuous, vllm"),
         ("rollout", ["--workloads", "25m-fp64-*"], "no workload"),
         ("rollout", ["--rounds", "0"], "at least 1"),
+        ("presets", ["--out", "x", "--methods", "grpo,qrpo"], "--methods qrpo: known are grpo, grpo_without_kl"),
+        ("presets", ["--out", "x", "--seeds", "0"], "at least 1"),
+        ("presets", ["--out", "x", "--completions", "40"], "a multiple of 32"),
     ],
 )
 def test_a_setting_that_means_nothing_is_refused(scripts, capsys, name, argv, said):
