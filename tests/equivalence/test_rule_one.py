@@ -22,6 +22,7 @@ LIMIT = {("Qwen3", torch.float32): 1e-5, ("Phi", torch.float64): 1e-12}
 ADVANTAGES = torch.randn(BATCH.num_sequences, generator=torch.Generator().manual_seed(2)).index_select(
     0, BATCH.sequence
 )
+PROMPT = BATCH.group_of.index_select(0, BATCH.trajectory)
 
 
 def objective(logprobs, index, weights):
@@ -38,7 +39,7 @@ def objective(logprobs, index, weights):
 def test_any_split_gives_the_gradient_of_the_whole(mode, family, dtype):
     model = tiny(family, dtype)
     loaded = load_model(model)
-    weights = token_weights(BATCH.mask, BATCH.trajectory, mode, norm=14.0)
+    weights = token_weights(BATCH.mask, BATCH.trajectory, mode, norm=14.0, prompt=PROMPT)
     assert (weights > 0).sum() > 20 and (weights == 0).any()
     # not eager: its softmax is in fp32 whatever the model's dtype
     objective(one_by_one(model, BATCH, attention="sdpa"), torch.arange(BATCH.num_tokens), weights).backward()

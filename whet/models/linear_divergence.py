@@ -110,7 +110,8 @@ class _LinearDivergence(torch.autograd.Function):
 def _parts(tensors: Any, options: tuple[Projection, Projection, float, int]) -> tuple[Any, Any, float, int]:
     """Policy and teacher, β and the rows of a chunk."""
     own, other, beta, size = options
-    return HeadStates(*tensors[:3], own), HeadStates(*tensors[3:], other), beta, size
+    hidden, weight, bias, *theirs = tensors
+    return HeadStates(hidden, weight, bias, own), HeadStates(*theirs, other), beta, size  # pyright: ignore
 
 
 def _slope(own: Tensor, other: Tensor, beta: float) -> Tensor:

@@ -37,7 +37,7 @@ from whet.ops.corrections import (
     sampling_metrics,
     weight_metrics,
 )
-from whet.ops.divergence import generalized_jsd, log_mixture
+from whet.ops.divergence import check_beta, generalized_jsd, log_mixture
 from whet.ops.gae import generalized_advantages
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
 from whet.ops.logprobs import entropy, selective_log_softmax
@@ -110,6 +110,7 @@ __all__ = [
     "batch_normalized",
     "best_alone",
     "binary_kl_mask",
+    "check_beta",
     "cispo",
     "cispo_trl",
     "clipped_ratio",

@@ -46,7 +46,10 @@ def generalized_jsd(logprobs: Tensor, teacher_logprobs: Tensor, *, gkd_beta: flo
 
 
 def check_beta(gkd_beta: float) -> None:
-    """Raises ConfigError where β is not in [0, 1]."""
+    """Raises ConfigError where β is not in [0, 1].
+
+    >>> check_beta(0.5)
+    """
     if not 0 <= gkd_beta <= 1:
         raise ConfigError(f"gkd_beta must be between 0 (forward KL) and 1 (reverse KL), got {gkd_beta!r}")
 

@@ -79,7 +79,11 @@ def compares_with_teacher(column: Literal["teacher_logprobs", "divergence"]) -> 
 
 
 def teacher_column(loss: Callable[..., Any]) -> str | None:
-    """What a loss has declared by compares_with_teacher, also of a partial's function; None = it needs no teacher."""
+    """What a loss has declared by compares_with_teacher, also of a partial's function; None = it needs no teacher.
+
+    >>> teacher_column(compares_with_teacher("divergence")(lambda x: x.divergence))
+    'divergence'
+    """
     while isinstance(loss, partial):
         loss = loss.func
     return getattr(loss, "teacher_column", None)

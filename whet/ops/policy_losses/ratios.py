@@ -14,7 +14,7 @@ from whet.errors import ConfigError, lookup_error
 from whet.ops.masked import masked_column, segment_mean, segment_sum, to_fp32
 from whet.types import LossInputs
 
-__all__ = ["IMPORTANCE_LEVELS", "rollout_logprobs"]
+__all__ = ["IMPORTANCE_LEVELS"]
 
 _BOUND = 20.0
 """Log-ratios are held in ±20: exp(88.8) is infinite in fp32. Beyond it a ratio is constant, its gradient 0."""
