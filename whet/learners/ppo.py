@@ -166,6 +166,9 @@ class PPOLearner(PolicyLearner):
     def planned_passes(self, num_groups: int) -> dict[str, str]:
         """What a step runs besides rollout and updates, and what it leaves out, each with the reason."""
         found = {**super().planned_passes(num_groups), "values": "runs: the critic's, for advantages and returns"}
+        if self.shares_trunk:
+            found["loss"] += f" + {self.algo_config.vf_coef} * value loss"
+            found["completions with advantage 0"] = "run: their values are learned"
         if n := self.algo_config.critic_warmup_steps:
             found["update of the actor"] = f"skipped in the first {n} steps: critic_warmup_steps"
         return found

@@ -253,6 +253,8 @@ def test_a_shared_critic_learns_and_the_policy_stays_a_language_model(tmp_path):
         clip_range_value=100.0,
         vf_coef=1.0,
     )
+    passes = made.planned_passes(4)
+    assert passes["loss"].endswith(" + 1.0 * value loss") and "values" in passes["completions with advantage 0"]
     found = made.train(rows(40)).rows
     assert found[0]["critic/vf_loss"] == pytest.approx(4.5) and found[-1]["critic/vf_loss"] < 0.5
     assert {"critic/vpred_mean", "critic/vf_clipfrac", "critic/return_mean"} <= found[0].keys()
