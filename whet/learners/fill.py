@@ -68,7 +68,7 @@ def teaches(rewarded: Rewarded, bounds: tuple[float, float] | None = None) -> np
     nothing, and a group without any is not trained on.
     Args: rewarded: all groups. bounds: (low, high).
     """
-    sizes = [len({c.generation for c in group.completions}) for group in rewarded.groups]
+    sizes = rewarded.sizes
     group_of = np.repeat(np.arange(len(sizes)), sizes)
     if bounds is None:
         return group_spread(torch.from_numpy(rewarded.total), torch.from_numpy(group_of)).numpy()

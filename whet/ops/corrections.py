@@ -16,6 +16,7 @@ from torch import Tensor
 from whet.errors import ConfigError, lookup_error
 from whet.ops.kl import kl_divergence
 from whet.ops.masked import masked_column, masked_mean, segment_mean, segment_sum
+from whet.ops.policy_losses.ratios import rollout_logprobs
 from whet.types import LossInputs
 
 __all__ = [
@@ -54,8 +55,7 @@ def sampler_log_ratio(x: LossInputs, level: str = "token") -> Tensor:
         raise lookup_error("level of the sampler's correction", level, _LEVELS)
     sampler = x.need("sampler_logprobs")
     known = x.mask & ~sampler.isnan()
-    old = (x.logprobs if x.old_logprobs is None else x.old_logprobs).detach()
-    gap = masked_column(old, known) - masked_column(sampler.detach(), known)
+    gap = masked_column(rollout_logprobs(x), known) - masked_column(sampler.detach(), known)
     if level != "token":
         by_sequence = (
             segment_sum(gap, x.sequence, x.num_sequences)

@@ -15,6 +15,7 @@ from torch import Tensor
 from whet.errors import ConfigError
 from whet.ops.corrections import sampler_rejection
 from whet.ops.masked import masked_column, segment_mean, to_fp32
+from whet.ops.policy_losses.ratios import rollout_logprobs
 from whet.types import LossInputs
 
 __all__ = [
@@ -186,10 +187,7 @@ def _log_ratio(x: LossInputs, other: Tensor) -> Tensor:
 
 def _old_and_new(x: LossInputs) -> tuple[Tensor, Tensor]:
     """Log π_old(a) and log π(a), without gradient; the same where π_old is not known."""
-    new = masked_column(x.logprobs.detach(), x.mask)
-    if x.old_logprobs is None:
-        return new, new
-    return torch.where(x.mask & ~x.old_logprobs.isnan(), to_fp32(x.old_logprobs.detach()), new), new
+    return rollout_logprobs(x), masked_column(x.logprobs.detach(), x.mask)
 
 
 def _pushed_too_far(x: LossInputs, divergence: Tensor, change: Tensor, low: float, high: float | None) -> Tensor:

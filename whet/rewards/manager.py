@@ -83,6 +83,11 @@ class Rewarded:
         }
         return dataclasses.replace(self, greedy=alone.total, metrics={**self.metrics, **metrics})
 
+    @property
+    def sizes(self) -> list[int]:
+        """The trajectories of each group."""
+        return _sizes(self.groups)
+
     @classmethod
     def cat(cls, parts: Sequence[Rewarded]) -> Rewarded:
         """Parts of one batch that were judged apart, as if they had been judged together.
@@ -109,7 +114,7 @@ class Rewarded:
 
     def select(self, chosen: Sequence[int] | np.ndarray) -> Rewarded:
         """Some of the groups, in the order given. Deviations and means of the functions are made from them alone."""
-        bounds = np.cumsum([0, *_sizes(self.groups)])
+        bounds = np.cumsum([0, *self.sizes])
         at = np.concatenate([np.empty(0, int), *(np.arange(bounds[i], bounds[i + 1]) for i in chosen)])
         table = {name: values[at] for name, values in self.table.items()}
         return dataclasses.replace(
