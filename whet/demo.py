@@ -222,18 +222,16 @@ def warm_start(folder: str, seed: int, *, steps: int = 1100, demonstrations: int
 
 def _batch(pairs: list[tuple[str, str]], tokenizer: Any) -> Any:
     """Demonstrations as a TokenBatch: everything after the prompt is trained."""
-    from whet.types import Completion, Group, Prompt, TokenBatch
+    from whet.types import Example, TokenBatch, TrainSequence
 
-    groups = []
+    examples = []
     for prompt, completion in pairs:
         tokens = np.array([*tokenizer(completion)["input_ids"], tokenizer.eos_token_id], dtype=np.int32)
-        zeros = np.zeros(len(tokens), dtype=np.int32)
-        made = Completion(
-            tokens=tokens, logprobs=zeros.astype(np.float32), versions=zeros, finish_reason="stop", generation=0
+        prefix = np.array(tokenizer(prompt)["input_ids"], dtype=np.int32)
+        examples.append(
+            Example(sequences=(TrainSequence(prefix=prefix, tokens=tokens, mask=np.ones(len(tokens), bool)),))
         )
-        ids = np.array(tokenizer(prompt)["input_ids"], dtype=np.int32)
-        groups.append(Group(prompt=Prompt(tokens=ids, source=prompt), completions=(made,)))
-    return TokenBatch.from_groups(groups, [0.0] * len(groups))
+    return TokenBatch.from_examples(examples)
 
 
 def _valid_share(worker: Any, tokenizer: Any) -> float:

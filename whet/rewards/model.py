@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from whet.errors import ConfigError
-from whet.types import Completion, Group, Message, Prompt, TokenBatch
+from whet.types import Example, Message, TokenBatch, TrainSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -126,17 +125,17 @@ def _batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> TokenBatch:
     >>> _batch([([5, 6], [7]), ([5, 6], [8, 9])]).prefix_of.tolist()
     [0, 0]
     """
-    groups = []
-    for before, of_one in itertools.groupby(pairs, key=lambda pair: list(pair[0])):
-        done = tuple(
-            Completion(
-                tokens=np.asarray(after, np.int32),
-                logprobs=np.zeros(len(after), np.float32),
-                versions=np.zeros(len(after), np.int32),
-                finish_reason="stop",
-                generation=i,
+    examples = [
+        Example(
+            sequences=tuple(
+                TrainSequence(
+                    prefix=np.asarray(before, np.int32),
+                    tokens=np.asarray(after, np.int32),
+                    mask=np.ones(len(after), bool),
+                )
+                for _, after in of_one
             )
-            for i, (_, after) in enumerate(of_one)
         )
-        groups.append(Group(prompt=Prompt(tokens=np.asarray(before, np.int32), source=""), completions=done))
-    return TokenBatch.from_groups(groups, torch.zeros(len(pairs)))
+        for before, of_one in itertools.groupby(pairs, key=lambda pair: list(pair[0]))
+    ]
+    return TokenBatch.from_examples(examples)

@@ -1,6 +1,7 @@
 """The records that travel through a step, from a data set's row to the gradient.
 
 Prompt -> Completion -> Group: read-only numpy, made by data/, rollout/ and rewards/.
+Example: a row of supervised training, its sequences, made by data/.
 TokenBatch: torch on the CPU, what learners see, identical on every rank.
 LossInputs, TokenStats: what a loss receives and what a model returns.
 
@@ -18,10 +19,21 @@ from __future__ import annotations
 
 from whet.types.batch import TokenBatch
 from whet.types.loss import LossInputs, TokenStats
-from whet.types.records import Completion, FinishReason, Group, Message, Prompt, RolloutOutput, TrainExample
+from whet.types.records import (
+    Completion,
+    Example,
+    FinishReason,
+    Group,
+    Message,
+    Prompt,
+    RolloutOutput,
+    TrainExample,
+    TrainSequence,
+)
 
 __all__ = [
     "Completion",
+    "Example",
     "FinishReason",
     "Group",
     "LossInputs",
@@ -31,4 +43,5 @@ __all__ = [
     "TokenBatch",
     "TokenStats",
     "TrainExample",
+    "TrainSequence",
 ]

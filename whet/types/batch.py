@@ -14,7 +14,7 @@ from torch import Tensor
 from whet.errors import DataError, nearest
 from whet.types.columns import Columns, RequiredColumn
 from whet.types.loss import LossInputs
-from whet.types.records import Group, TrainExample
+from whet.types.records import Example, Group, TrainExample
 
 __all__ = ["TokenBatch"]
 
@@ -305,6 +305,55 @@ class TokenBatch(Columns):
                 "sampler_logprobs": _joined([c.logprobs for c in completions], torch.float32),
                 "versions": versions,
             },
+        )
+
+    @classmethod
+    def from_examples(cls, examples: Sequence[Example], *, paired: bool = False, version: int = 0) -> TokenBatch:
+        """Lays the sequences of supervised training end to end.
+
+        Args:
+            examples: encoded rows.
+            paired: the sequences of a row are one unit, and each is its own trajectory; else each sequence is a unit,
+                and those of a row are one trajectory.
+            version: stamped on the trained tokens.
+        Returns: a group for each example. Rewards are NaN, sampler_logprobs 0: nothing was sampled.
+        Raises: DataError: no examples, a sequence without tokens or without a prefix, or a column that only some have.
+
+        >>> from whet.types import TrainSequence
+        >>> chosen = TrainSequence(prefix=np.array([5, 6]), tokens=np.array([7, 2]), mask=np.array([True, True]))
+        >>> other = TrainSequence(prefix=np.array([5, 6]), tokens=np.array([8]), mask=np.array([True]))
+        >>> batch = TokenBatch.from_examples([Example(sequences=(chosen, other))], paired=True)
+        >>> batch.prefixes.tolist(), batch.prefix_of.tolist(), batch.unit_of.tolist()
+        ([5, 6], [0, 0], [0, 0])
+        """
+        sequences = [s for e in examples for s in e.sequences]
+        if not sequences:
+            raise DataError("a batch needs at least one example, got none")
+        if empty := [i for i, s in enumerate(sequences) if len(s.tokens) == 0 or len(s.prefix) == 0]:
+            raise DataError(
+                f"sequence {empty[0]} has no tokens or no prefix; every sequence needs one of each at least"
+            )
+        places = {(e, s.prefix.tobytes()): s.prefix for e, x in enumerate(examples) for s in x.sequences}
+        keys = {key: k for k, key in enumerate(places)}
+        row_of = torch.tensor([e for e, x in enumerate(examples) for _ in x.sequences])
+        mask = _joined([s.mask for s in sequences], torch.bool)
+        each = [{n: torch.tensor(c, dtype=torch.float32) for n, c in x.columns.items()} for x in examples]
+        return cls(
+            prefixes=_joined(list(places.values()), torch.long),
+            prefix_ends=torch.tensor([len(p) for p in places.values()]).cumsum(0),
+            prefix_of=torch.tensor([keys[e, s.prefix.tobytes()] for e, x in enumerate(examples) for s in x.sequences]),
+            ends=torch.tensor([len(s.tokens) for s in sequences]).cumsum(0),
+            trajectory_of=torch.arange(len(sequences)) if paired else row_of,
+            group_of=row_of if paired else torch.arange(len(examples)),
+            rewards=torch.full((len(sequences) if paired else len(examples),), torch.nan, dtype=torch.float64),
+            token_columns={
+                "tokens": _joined([s.tokens for s in sequences], torch.long),
+                "mask": mask,
+                "sampler_logprobs": torch.zeros(len(mask)),
+                "versions": torch.where(mask, version, -1).to(torch.int32),
+            },
+            sequence_columns=_cat_columns(each),
+            unit_of=row_of if paired else torch.arange(len(sequences)),
         )
 
     @classmethod

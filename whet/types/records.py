@@ -1,4 +1,4 @@
-"""What is made before a batch is: prompts, completions, groups, and the padded forms of Tunix's verbs.
+"""What is made before a batch is: prompts, completions, groups, examples, and the padded forms of Tunix's verbs.
 
 Read-only numpy, since many small tensors are expensive to move. Dim letters: B rows, P prompt, C completion, G group,
 V vocabulary.
@@ -13,7 +13,17 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Completion", "FinishReason", "Group", "Message", "Prompt", "RolloutOutput", "TrainExample"]
+__all__ = [
+    "Completion",
+    "Example",
+    "FinishReason",
+    "Group",
+    "Message",
+    "Prompt",
+    "RolloutOutput",
+    "TrainExample",
+    "TrainSequence",
+]
 
 Message = dict[str, Any]
 """One chat message: {"role": ..., "content": ...}."""
@@ -78,6 +88,36 @@ class Group:
     greedy: Completion | None = None
     """The greedy completion of the prompt, which is no part of the group and is not trained on; only where an estimator
     asks for it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainSequence:
+    """One sequence that was not sampled, encoded.
+
+    Example: "2+2=" answered by "4<end>": TrainSequence(prefix=[50, 43, 50, 61], tokens=[52, 256], mask=[True, True]).
+    """
+
+    prefix: np.ndarray
+    """int32 [P]: what stands before the tokens; at least one. Sequences of one row that begin alike share it."""
+    tokens: np.ndarray
+    """int32 [C]: all after the prefix; at least one."""
+    mask: np.ndarray
+    """bool [C]: True = trained."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Example:
+    """One row of supervised training, encoded: a sequence, the forks of a conversation, or a pair.
+
+    Example: row 7, a chosen and a rejected answer: Example(sequences=(a, b), columns={"chosen": (1.0, 0.0)}, row=7).
+    """
+
+    sequences: tuple[TrainSequence, ...]
+    """At least one."""
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    """A number for each sequence, by name: columns per sequence of the batch."""
+    row: int = 0
+    """Place in the data set."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
