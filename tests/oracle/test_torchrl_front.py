@@ -1,0 +1,261 @@
+"""whet.torchrl against the installed TorchRL: equal where that is right, both numbers where it is not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+llm = pytest.importorskip("torchrl.objectives.llm")
+
+from tensordict import LazyStackedTensorDict, TensorDict  # noqa: E402
+from torchrl.modules.distributions import LLMMaskedCategorical  # noqa: E402
+
+from whet.torchrl import DAPO, CISPOLoss, GRPOLoss, MCAdvantage, MCAdvantageSelector  # noqa: E402
+
+ROWS, WIDTH, VOCAB = 4, 7, 5
+TORCHRL = {GRPOLoss: llm.GRPOLoss, DAPO: llm.DAPO, CISPOLoss: llm.CISPOLoss}
+
+
+class Actor(torch.nn.Module):
+    """A table of logits with the methods that TorchRL's wrappers have."""
+
+    def __init__(self, seed, mask):
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.logits = torch.nn.Parameter(torch.randn(ROWS, WIDTH, VOCAB, generator=g, dtype=torch.float64))
+        self.mask = mask
+
+    def get_dist(self, data, **_):
+        return LLMMaskedCategorical(logits=self.logits, mask=self.mask)
+
+    _get_sft_dist = _get_rlhf_dist = get_dist
+
+
+def case(seed, *, whole=False):
+    """An actor and its data; `whole`: every place is trained, so that TorchRL's means over all places are right."""
+    g = torch.Generator().manual_seed(100 + seed)
+    start = torch.zeros(ROWS, 1) if whole else torch.randint(1, WIDTH - 1, (ROWS, 1), generator=g)
+    actor = Actor(seed, torch.arange(WIDTH) >= start)
+    action = torch.randint(0, VOCAB, (ROWS, WIDTH), generator=g)
+    true = actor.logits.detach().log_softmax(-1).gather(-1, action[..., None]).squeeze(-1)
+    near = lambda: true + 0.3 * torch.randn(ROWS, WIDTH, generator=g, dtype=torch.float64)
+    data = TensorDict(
+        {
+            "advantage": torch.randn(ROWS, 1, 1, generator=g, dtype=torch.float64),
+            ("tokens", "full"): action,
+            ("log_probs", "full"): near(),
+            ("next", "ref_log_probs", "full"): near(),
+        },
+        [ROWS],
+    )
+    return SimpleNamespace(actor=actor, data=data, mask=actor.mask, share=actor.mask.double().mean().item())
+
+
+def both(cls, p, **options):
+    """(fields, gradient of the sum of the loss fields) of whet and of TorchRL, floats in float64."""
+    found = []
+    for kind in (cls, TORCHRL[cls]):
+        out = kind(p.actor, **options).double()(p.data)
+        fields = {k: v for k, v in out.items() if v is not None}
+        loss = sum(v.sum() for k, v in fields.items() if k.startswith("loss_"))
+        (grad,) = torch.autograd.grad(loss, p.actor.logits)
+        found.append(({k: v.detach() for k, v in fields.items()}, grad))
+    return found
+
+
+def equal(a, b, names):
+    for name in names:
+        torch.testing.assert_close(a[name].reshape(-1), b[name].reshape(-1), rtol=1e-6, atol=1e-12, msg=name)
+
+
+OPTIONS = [
+    {},
+    {"clip_epsilon": (0.1, 0.3), "aggregation": "prompt_mean"},
+    {"aggregation": "none", "entropy_coeff": 0.3},
+    {"reduction": "none", "masking_strategy": "rlhf"},
+    {"kl_mask_threshold": 0.05, "entropy_coeff": 0.3},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_objective_entropy_bonus_ess_and_gradient_are_torchrl_s(options):
+    p = case(1)
+    (ours, grad), (theirs, there) = both(GRPOLoss, p, **options)
+    equal(ours, theirs, ["loss_objective", "loss_entropy", "ESS"])
+    torch.testing.assert_close(grad, there, rtol=1e-6, atol=1e-12)
+    assert 0 < ours["clip_fraction"] < 1 and set(ours) == set(theirs)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_where_every_token_is_trained_all_fields_are_equal(seed):
+    (ours, grad), (theirs, there) = both(
+        GRPOLoss, case(seed, whole=True), kl_to_ref_coeff=0.3, kl_to_inference_coeff=0.1
+    )
+    assert list(ours) == list(theirs) or set(ours) == set(theirs)
+    assert len(ours) == 10
+    equal(ours, theirs, ours)
+    torch.testing.assert_close(grad, there, rtol=1e-6, atol=1e-12)
+
+
+def test_prompt_and_padding_dilute_the_other_fields_there_and_not_here():
+    p = case(2)
+    (ours, _), (theirs, _) = both(GRPOLoss, p, kl_to_ref_coeff=0.3, kl_to_inference_coeff=0.1)
+    assert p.share < 0.7
+    for name in (
+        "clip_fraction",
+        "kl_approx",
+        "kl_to_ref",
+        "loss_kl_to_ref",
+        "kl_to_inference",
+        "loss_kl_to_inference",
+    ):
+        assert theirs[name].item() == pytest.approx(p.share * ours[name].item(), rel=1e-6), name
+    h = p.actor.get_dist(None).logits.detach().log_softmax(-1)
+    mine = -(h.exp() * h).sum(-1)[p.mask].mean().item()
+    assert ours["entropy"].item() == pytest.approx(mine, rel=1e-6)
+    assert theirs["entropy"].item() == pytest.approx(p.share * mine, rel=1e-6)
+
+
+def test_the_recipe_s_mean_is_the_loss_here_and_a_tenth_of_it_there():
+    p = case(3, whole=True)
+    for options, leaves in (
+        ({"entropy_bonus": False}, 4),
+        ({}, 6),
+        ({"kl_to_ref_coeff": 1.0, "kl_to_inference_coeff": 1.0}, 10),
+    ):
+        here, there = (kind(p.actor, **options).double()(p.data) for kind in (GRPOLoss, llm.GRPOLoss))
+        of = lambda x: torch.autograd.grad(x, p.actor.logits)[0]
+        torch.testing.assert_close(
+            of(here.mean(reduce=True)), of(there.mean(reduce=True)) * leaves, rtol=1e-6, atol=1e-12
+        )
+
+
+def test_sum_is_a_sum_here_and_the_mean_there():
+    p = case(1)
+    (ours, _), (theirs, _) = both(GRPOLoss, p, reduction="sum")
+    assert ours["loss_objective"].item() == pytest.approx(
+        theirs["loss_objective"].item() * p.mask.sum().item(), rel=1e-6
+    )
+
+
+def test_nothing_trained_gives_zeros_here_and_nan_there():
+    p = case(0)
+    p.actor.mask = torch.zeros_like(p.mask)
+    (ours, grad), (theirs, _) = both(GRPOLoss, p, kl_to_ref_coeff=0.1)
+    assert theirs["ESS"].isnan() and ours["ESS"] == 1 and all(v.isfinite().all() for v in ours.values())
+    assert (grad == 0).all()
+
+
+def test_dapo_has_its_own_range_here():
+    p = case(5, whole=True)
+    logp = p.actor.logits.detach().log_softmax(-1).gather(-1, p.data["tokens", "full"][..., None]).squeeze(-1)
+    p.data["log_probs", "full"] = logp - torch.tensor(1.25).log()  # a ratio of 1.25 throughout
+    (ours, _), (theirs, _) = both(DAPO, p)
+    assert ours["clip_fraction"] == 0 and theirs["clip_fraction"] == 1
+    (ours, grad), (theirs, there) = both(DAPO, case(5), clip_epsilon=(0.2, 0.28))
+    equal(ours, theirs, ["loss_objective"])
+    torch.testing.assert_close(grad, there, rtol=1e-6, atol=1e-12)
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens():
+    p = case(4, whole=True)
+    p.data["advantage"] = torch.ones(ROWS, 1, 1, dtype=torch.float64)
+    p.data["log_probs", "full"] = p.data["log_probs", "full"] - 3.0  # every ratio is far above the range
+    (_, grad), (_, there) = both(CISPOLoss, p, entropy_bonus=False, clip_epsilon=0.2)
+    assert (there == 0).all()
+    p2 = case(4, whole=True)
+    logp = torch.log_softmax(p2.actor.logits, -1).gather(-1, p.data["tokens", "full"][..., None])
+    (plain,) = torch.autograd.grad(-1.2 * logp.mean(), p2.actor.logits)
+    torch.testing.assert_close(grad, plain, rtol=1e-6, atol=1e-12)
+
+
+def test_ragged_advantages_lie_at_the_response_here_and_at_the_left_there():
+    p = case(6)
+    for b in range(ROWS):
+        p.actor.mask[b] = torch.arange(WIDTH) >= b  # rows of 7, 6, 5 and 4 tokens
+    rows = []
+    for b in range(ROWS):
+        row = p.data[b].clone().exclude("advantage")
+        row = row.apply(lambda x, b=b: x[b:], batch_size=[])
+        rows.append(row.set("advantage", torch.arange(1.0, WIDTH - b + 1, dtype=torch.float64)[:, None]))
+    ragged = LazyStackedTensorDict(*rows)
+    here, there = (kind(p.actor, entropy_bonus=False).double()(ragged) for kind in (GRPOLoss, llm.GRPOLoss))
+    whole = p.data.clone()
+    whole["advantage"] = torch.stack(
+        [torch.nn.functional.pad(r["advantage"], (0, 0, b, 0)) for b, r in enumerate(rows)]
+    )
+    right = llm.GRPOLoss(p.actor, entropy_bonus=False).double()(whole)
+    assert here.loss_objective.item() == pytest.approx(right.loss_objective.item(), rel=1e-6)
+    assert abs(there.loss_objective.item() - right.loss_objective.item()) > 0.1
+
+
+# ---- MCAdvantage --------------------------------------------------------------------------------------------------
+
+
+def trajectory(group, rewards):
+    steps = len(rewards)
+    done = torch.arange(steps) == steps - 1
+    return TensorDict(
+        {
+            "query": [group] * steps if isinstance(group, str) else torch.full((steps,), group),
+            "step": torch.arange(steps),
+            "next": {"reward": torch.tensor(rewards, dtype=torch.float64)[:, None], "done": done[:, None]},
+        },
+        [steps],
+    )
+
+
+def stream(seed, groups=3, count=18, most=4):
+    g = torch.Generator().manual_seed(seed)
+    number = lambda most: int(torch.randint(0, most, (), generator=g))
+    return [trajectory(number(groups), [float(number(3)) for _ in range(1 + number(most))]) for _ in range(count)]
+
+
+GATHER = [
+    {"trajectory_return": None},
+    {"trajectory_return": "sum"},
+    {"trajectory_return": "max"},
+    {"trajectory_return": "mean", "keep_return_bounds": (0.4, 1.4)},
+    {"trajectory_return": "sum", "keep_return_bounds": (1.5, 2.5), "candidate_group_size": 5},
+    {"trajectory_return": "sum", "candidate_group_size": 5, "candidate_selection_min_size": 4},
+]
+
+
+@pytest.mark.parametrize("options", GATHER, ids=str)
+def test_groups_advantages_and_counters_are_torchrl_s(options):
+    here, there = MCAdvantage(3, **options), llm.MCAdvantage(3, prompt_key="query", **options)
+    written = 0
+    for t in stream(7, count=40):
+        ours, theirs = here.inv(t.clone()), there.inv(t.clone())
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            written += 1
+            assert (
+                ours["query"].tolist() == theirs["query"].tolist() and ours["step"].tolist() == theirs["step"].tolist()
+            )
+            torch.testing.assert_close(ours["advantage"], theirs["advantage"], rtol=1e-6, atol=1e-7)
+    assert written > 2
+    stats = here.get_stats()
+    known = there.get_stats()
+    if options["trajectory_return"] is None:  # not counted there
+        known = {k: v for k, v in known.items() if "return" not in k and k != "successful_trajectories"}
+        known["selected_trajectories"] = stats["selected_trajectories"]
+    assert {k: stats[k] for k in known} == known
+
+
+@pytest.mark.parametrize("strategy", ["first", "uniform", "balanced"])
+@pytest.mark.parametrize("most", [100_000, 1])
+def test_the_selector_chooses_what_torchrl_s_does(strategy, most):
+    g = torch.Generator().manual_seed(0)
+    ours, theirs = (k(strategy, max_combinations=most) for k in (MCAdvantageSelector, llm.MCAdvantageSelector))
+    for _ in range(40):
+        returns = TensorDict({"return": torch.randint(0, 4, (6,), generator=g).float()}, [6])
+        for bounds in (None, (0.5, 1.2), (2.0, 2.6)):
+            asked = {"group_size": 3, "keep_return_bounds": bounds}
+            assert ours.select(returns, **asked) == theirs.select(returns, **asked)
+
+
+def test_a_single_value_has_no_advantage_here_and_nan_there():
+    one = trajectory("a", [1.0])
+    assert MCAdvantage(1, trajectory_return=None).inv(one.clone())["advantage"].item() == 0
+    assert llm.MCAdvantage(1, prompt_key="query").inv(one.clone())["advantage"].isnan()

@@ -1,0 +1,277 @@
+"""Trajectories of one prompt, gathered until there are enough to compare them: TorchRL's Monte-Carlo advantage.
+
+Dim legend: T steps of a trajectory, G trajectories of a group.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from tensordict import TensorDict, is_tensor_collection, lazy_stack
+from torch import Tensor
+
+from whet.errors import ConfigError, DataError, lookup_error
+from whet.ops import Grouped
+from whet.torchrl.selection import MCAdvantageSelector, inside
+
+__all__ = ["COUNTERS", "GroupGatherer", "Trajectory", "mc_advantage"]
+
+RETURNS: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.amax, "mean": torch.mean, "sum": torch.sum}
+"""What the return of a trajectory is, of its rewards [T]."""
+LEAST_STD = 1e-6
+"""What a group's deviation is held above, as TorchRL does."""
+COUNTERS = (
+    "completed_trajectories",
+    "completed_decisions",
+    "trajectory_return_sum",
+    "trajectory_return_max",
+    "successful_trajectories",
+    "completed_groups",
+    "written_groups",
+    "dropped_groups",
+    "rescued_groups",
+    "selected_trajectories",
+    "unselected_trajectories",
+    "evicted_groups",
+    "expired_groups",
+    "discarded_trajectories",
+)
+"""What is counted: TorchRL's names, and the groups given up because there were too many or they waited too long, with
+the trajectories that went with them."""
+
+
+class Trajectory(NamedTuple):
+    """A finished trajectory: the group it belongs to, the reward of each of its steps, and whatever else it is."""
+
+    group: Hashable
+    """The prompt's text or a number; equal ones belong together."""
+    rewards: Tensor
+    """[T ...], a number each step."""
+    item: Any = None
+    """Given back with the advantages."""
+
+
+@dataclass
+class _Waiting:
+    """A group that is not full: its trajectories, and when the last of them came, in seconds."""
+
+    trajectories: list[Trajectory] = field(default_factory=list)
+    since: float = 0.0
+
+
+class GroupGatherer:
+    """Holds trajectories by group, and gives a group back with its advantages once it is full.
+
+    Aᵢ = (Rᵢ − mean(R)) / max(σ(R), 1e-6), R the returns of the group's trajectories, σ with n − 1; all steps of a
+    trajectory have its advantage. With trajectory_return=None each step has its own: R are the rewards of all steps of
+    all trajectories.
+
+    Args:
+        grpo_size: G.
+        trajectory_return: what a return is, of the rewards of the steps: sum, max or mean; None = steps are pooled.
+        keep_return_bounds: (low, high), exclusive: a group whose mean return is not between is dropped (DAPO's dynamic
+            sampling); None = all are kept.
+        candidate_group_size: trajectories that a group may wait for until a choice of G lies inside the bounds; None =
+            G.
+        candidate_selection_min_size: trajectories that are waited for before the first choice; None = G.
+        candidate_selector: how the choice is made; None = MCAdvantageSelector().
+        max_queued_groups: incomplete groups held at most; one more, and the one that has waited longest is given up.
+            None = no bound.
+        group_timeout: seconds since its last trajectory after which an incomplete group is given up; None = never.
+        clock: gives the time in seconds.
+    Raises: ConfigError: a value out of its range, or options that exclude each other.
+    Source: agrees with TorchRL's MCAdvantage where two rewards differ; where all are equal whet gives exactly 0.
+        There the default is None, and nothing bounds the groups.
+    """
+
+    def __init__(
+        self,
+        grpo_size: int,
+        *,
+        trajectory_return: str | None = "sum",
+        keep_return_bounds: tuple[float, float] | None = None,
+        candidate_group_size: int | None = None,
+        candidate_selection_min_size: int | None = None,
+        candidate_selector: Any = None,
+        max_queued_groups: int | None = None,
+        group_timeout: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.grpo_size = grpo_size
+        self.trajectory_return = trajectory_return
+        self.keep_return_bounds = _checked_bounds(keep_return_bounds)
+        self.candidate_group_size = grpo_size if candidate_group_size is None else candidate_group_size
+        least = grpo_size if candidate_selection_min_size is None else candidate_selection_min_size
+        self.candidate_selection_min_size = least
+        self.candidate_selector = MCAdvantageSelector() if candidate_selector is None else candidate_selector
+        self.max_queued_groups = max_queued_groups
+        self.group_timeout = group_timeout
+        self.clock = clock
+        self._check()
+        self.queues: OrderedDict[Hashable, _Waiting] = OrderedDict()  # in the order of their last trajectory
+        self.stats: dict[str, float] = {}
+        self.reset()
+
+    def reset(self) -> None:
+        """Sets all counters to 0."""
+        self.stats = dict.fromkeys(COUNTERS, 0) | {"trajectory_return_sum": 0.0, "trajectory_return_max": -torch.inf}
+
+    def _check(self) -> None:
+        """Raises ConfigError: see the class."""
+        most, least = self.candidate_group_size, self.candidate_selection_min_size
+        if self.trajectory_return is not None and self.trajectory_return not in RETURNS:
+            raise lookup_error("trajectory_return", self.trajectory_return, [*RETURNS, "None"])
+        smallest = 1 if self.trajectory_return is None else 2
+        rules = (
+            (self.grpo_size >= smallest, f"grpo_size {self.grpo_size!r} must be at least {smallest}: a trajectory is "
+             "compared with others of its group (trajectory_return=None compares the steps of one)"),
+            (most >= self.grpo_size, f"candidate_group_size {most!r} must be at least grpo_size {self.grpo_size}"),
+            (self.grpo_size <= least <= most, f"candidate_selection_min_size {least!r} must lie between grpo_size "
+             f"{self.grpo_size} and candidate_group_size {most}"),
+            (self.max_queued_groups is None or self.max_queued_groups >= 1, f"max_queued_groups "
+             f"{self.max_queued_groups!r} must be at least 1; None = no bound"),
+            (self.group_timeout is None or self.group_timeout > 0, f"group_timeout {self.group_timeout!r} must be a "
+             "positive number of seconds; None = never"),
+            (self.trajectory_return is not None or (most == self.grpo_size and self.keep_return_bounds is None),
+             "keep_return_bounds and candidate_group_size choose by the returns of trajectories; set "
+             'trajectory_return to "sum", "max" or "mean"'),
+        )  # fmt: skip
+        for good, message in rules:
+            if not good:
+                raise ConfigError(message)
+
+    def add(self, trajectory: Trajectory) -> list[tuple[Trajectory, Tensor]] | None:
+        """Takes a trajectory; returns its group where that is full now.
+
+        Returns: the group's trajectories in the order they came (of those chosen), each with its advantages, in the
+            shape of its rewards; None while the group waits, and where it is dropped.
+        Raises: DataError: no rewards, or one that is not finite.
+        """
+        if not trajectory.rewards.numel() or not trajectory.rewards.isfinite().all():
+            raise DataError(
+                f"the rewards of a trajectory of group {trajectory.group!r} are {trajectory.rewards.tolist()}; each "
+                "step needs one that is finite (leave a trajectory that was not scored out of the group)"
+            )
+        self.expire()
+        self._count(trajectory)
+        waiting = self.queues.setdefault(trajectory.group, _Waiting())
+        waiting.trajectories.append(trajectory)
+        waiting.since = self.clock()
+        self.queues.move_to_end(trajectory.group)
+        if len(waiting.trajectories) < self.candidate_selection_min_size:
+            self._bound()
+            return None
+        found = self._advantages(waiting.trajectories)
+        if found is None and len(waiting.trajectories) < self.candidate_group_size:
+            self._bound()
+            return None
+        del self.queues[trajectory.group]
+        self.stats["completed_groups"] += 1
+        self.stats["dropped_groups" if found is None else "written_groups"] += 1
+        return found
+
+    def expire(self) -> int:
+        """Gives up the groups that have waited too long. Returns: how many."""
+        if self.group_timeout is None:
+            return 0
+        now, before = self.clock(), self.stats["expired_groups"]
+        while self.queues and now - next(iter(self.queues.values())).since > self.group_timeout:
+            self._give_up("expired_groups")
+        return int(self.stats["expired_groups"] - before)
+
+    def _bound(self) -> None:
+        """Gives up the group that has waited longest where there are too many."""
+        if self.max_queued_groups is not None and len(self.queues) > self.max_queued_groups:
+            self._give_up("evicted_groups")
+
+    def _give_up(self, counter: str) -> None:
+        _, waiting = self.queues.popitem(last=False)
+        self.stats[counter] += 1
+        self.stats["discarded_trajectories"] += len(waiting.trajectories)
+
+    def _count(self, trajectory: Trajectory) -> None:
+        total = float(trajectory.rewards.sum())
+        self.stats["completed_trajectories"] += 1
+        self.stats["completed_decisions"] += len(trajectory.rewards) if trajectory.rewards.dim() else 1
+        self.stats["trajectory_return_sum"] += total
+        self.stats["trajectory_return_max"] = max(self.stats["trajectory_return_max"], total)
+        self.stats["successful_trajectories"] += int(total > 0)
+
+    def _advantages(self, group: list[Trajectory]) -> list[tuple[Trajectory, Tensor]] | None:
+        """The trajectories chosen and their advantages; None = no choice lies inside the bounds."""
+        if self.trajectory_return is None:
+            steps = _relative(torch.cat([t.rewards.flatten() for t in group]))
+            each = steps.split([t.rewards.numel() for t in group])
+            return [(t, a.reshape(t.rewards.shape).to(t.rewards)) for t, a in zip(group, each, strict=True)]
+        reduce = RETURNS[self.trajectory_return]
+        returns = torch.stack([reduce(t.rewards.detach().double()) for t in group])
+        chosen = self._chosen(group, returns)
+        if chosen is None:
+            return None
+        advantages = _relative(returns[chosen])
+        return [
+            (group[i], a.to(group[i].rewards).expand(group[i].rewards.shape).clone())
+            for i, a in zip(chosen, advantages, strict=True)
+        ]
+
+    def _chosen(self, group: list[Trajectory], returns: Tensor) -> list[int] | None:
+        """The places of the trajectories that are trained on; None = none yet."""
+        selector, bounds = self.candidate_selector, self.keep_return_bounds
+        candidates = TensorDict({"return": returns}, [len(group)])
+        if "trajectories" in selector.in_keys and all(is_tensor_collection(t.item) for t in group):
+            candidates["trajectories"] = lazy_stack([t.item for t in group], 0)
+        chosen = selector.select(candidates, group_size=self.grpo_size, keep_return_bounds=bounds)
+        if chosen is None or not inside(returns[chosen].tolist(), bounds):
+            return None
+        rescued = len(group) > self.grpo_size and not inside(returns[: self.grpo_size].tolist(), bounds)
+        self.stats["rescued_groups"] += int(rescued)
+        self.stats["selected_trajectories"] += len(chosen)
+        self.stats["unselected_trajectories"] += len(group) - len(chosen)
+        return chosen
+
+
+def mc_advantage(
+    trajectories: Iterable[Trajectory], grpo_size: int, **options: Any
+) -> Iterator[list[tuple[Trajectory, Tensor]]]:
+    """The groups of a stream of trajectories, as they fill up: each trajectory with the advantage of its steps.
+
+    Args: trajectories: in any order, finished. grpo_size, options: see GroupGatherer.
+    Returns: an iterator over groups: [(trajectory, advantages in the shape of its rewards), ...]. Groups that never
+        fill up are not in it.
+    Raises: ConfigError: an unknown option. DataError: a reward that is not finite.
+
+    >>> stream = [Trajectory("a", torch.tensor([0., 1.])), Trajectory("b", torch.tensor([1.])),
+    ...           Trajectory("a", torch.tensor([0., 0., 0.]))]
+    >>> [[advantages for _, advantages in group] for group in mc_advantage(stream, 2)]
+    [[tensor([0.7071, 0.7071]), tensor([-0.7071, -0.7071, -0.7071])]]
+    """
+    known = [n for n in GroupGatherer.__init__.__annotations__ if n not in ("return", "grpo_size")]
+    if wrong := [name for name in options if name not in known]:
+        raise lookup_error("option of mc_advantage", wrong[0], known)
+    return _groups(GroupGatherer(grpo_size, **options), trajectories)
+
+
+def _groups(gatherer: GroupGatherer, trajectories: Iterable[Trajectory]) -> Iterator[list[tuple[Trajectory, Tensor]]]:
+    for trajectory in trajectories:
+        if (group := gatherer.add(trajectory)) is not None:
+            yield group
+
+
+def _relative(rewards: Tensor) -> Tensor:
+    """(r − mean) / max(σ, 1e-6) of one group: [n], fp32, exactly 0 where all are equal."""
+    g = Grouped.by(rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device))
+    return g.advantages((g.rewards - g.mean) / g.std(1).clamp(min=LEAST_STD))
+
+
+def _checked_bounds(bounds: tuple[float, float] | None) -> tuple[float, float] | None:
+    """The bounds as numbers. Raises ConfigError: not an increasing pair."""
+    if bounds is None:
+        return None
+    if len(bounds) != 2 or not bounds[0] < bounds[1]:
+        raise ConfigError(f"keep_return_bounds {bounds!r} must be an increasing pair (low, high)")
+    return float(bounds[0]), float(bounds[1])

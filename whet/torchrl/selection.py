@@ -1,0 +1,132 @@
+"""Which trajectories of a group that holds more than are needed are trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any
+
+from whet.errors import ConfigError, DataError, lookup_error
+
+__all__ = ["MCAdvantageSelector", "inside"]
+
+_STRATEGIES = ("balanced", "first", "uniform")
+
+
+def inside(values: Sequence[float], bounds: tuple[float, float] | None) -> bool:
+    """Whether the mean of some returns lies strictly between the bounds; None = any does.
+
+    >>> inside([0., 1.], (0.1, 0.9)), inside([1., 1.], (0.1, 0.9))
+    (True, False)
+    """
+    return bounds is None or bounds[0] < sum(values) / len(values) < bounds[1]
+
+
+class MCAdvantageSelector:
+    """Chooses the trajectories of an oversampled group.
+
+    first: the first that came. uniform: spread evenly over the sorted returns. balanced: of all subsets whose mean
+    return lies inside the bounds, the one nearest to their middle, of equals the one of the widest range; uniform where
+    there are no bounds.
+
+    Args:
+        strategy: balanced, first or uniform.
+        max_combinations: subsets that balanced tries at most; beyond, uniform's choice is moved into the bounds, one
+            trajectory at a time.
+        in_keys: what `select` is given of each candidate, "return" and, for a selector of your own, "trajectories".
+    Raises: ConfigError: an unknown strategy, no combinations, no keys.
+    Source: agrees with TorchRL's MCAdvantageSelector.
+
+    >>> import torch
+    >>> from tensordict import TensorDict
+    >>> returns = TensorDict({"return": torch.tensor([0., 0., 0., 1.])}, [4])
+    >>> MCAdvantageSelector().select(returns, group_size=2, keep_return_bounds=(0.1, 0.9))
+    [0, 3]
+    """
+
+    def __init__(
+        self, strategy: str = "balanced", *, max_combinations: int = 100_000, in_keys: Sequence[Any] | None = None
+    ) -> None:
+        if strategy not in _STRATEGIES:
+            raise lookup_error("selection strategy", strategy, _STRATEGIES)
+        if max_combinations < 1:
+            raise ConfigError(f"max_combinations {max_combinations!r} must be at least 1")
+        if in_keys is not None and not in_keys:
+            raise ConfigError('in_keys is empty; name what select() reads, ["return"] is the default')
+        self.strategy = strategy
+        self.max_combinations = max_combinations
+        self.in_keys = ["return"] if in_keys is None else list(in_keys)
+
+    def select(
+        self, candidates: Any, *, group_size: int, keep_return_bounds: tuple[float, float] | None = None
+    ) -> list[int] | None:
+        """The places of the trajectories chosen; None = no choice has a mean inside the bounds.
+
+        Args: candidates: a TensorDict [n] with the keys `in_keys`, the first of them a number each. group_size: how
+                many are chosen. keep_return_bounds: of their mean, exclusive; None = any.
+        Raises: DataError: fewer candidates than group_size, or no single number each.
+        """
+        values = self._values(candidates)
+        if len(values) < group_size:
+            raise DataError(f"{len(values)} candidates for a group of {group_size}; wait until there are as many")
+        if len(values) == group_size or self.strategy == "first":
+            chosen: list[int] | None = list(range(group_size))
+        elif self.strategy == "uniform" or keep_return_bounds is None:
+            chosen = _uniform(values, group_size)
+        elif math.comb(len(values), group_size) <= self.max_combinations:
+            chosen = _nearest(values, group_size, keep_return_bounds)
+        else:
+            chosen = _moved(values, group_size, keep_return_bounds)
+        if chosen is None or not inside([values[i] for i in chosen], keep_return_bounds):
+            return None
+        return chosen
+
+    def _values(self, candidates: Any) -> list[float]:
+        """The first key of each candidate, as a number."""
+        found = candidates.get(self.in_keys[0])
+        if found.numel() != candidates.numel():
+            raise DataError(
+                f"{self.in_keys[0]!r} has the shape {list(found.shape)} for {candidates.numel()} candidates; the "
+                "strategies of whet take one number each: override select() for others"
+            )
+        return [float(v) for v in found.detach().reshape(-1).cpu()]
+
+
+def _uniform(values: list[float], size: int) -> list[int]:
+    """Places spread evenly over the sorted values."""
+    ordered = sorted(range(len(values)), key=values.__getitem__)
+    if size == 1:
+        return [ordered[len(ordered) // 2]]
+    return [ordered[round(i * (len(ordered) - 1) / (size - 1))] for i in range(size)]
+
+
+def _nearest(values: list[float], size: int, bounds: tuple[float, float]) -> list[int] | None:
+    """Of all subsets inside the bounds the one nearest to their middle, then of the widest range, then the first."""
+    middle = 0.5 * (bounds[0] + bounds[1])
+
+    def far(subset: tuple[int, ...]) -> tuple[float, float]:
+        own = [values[i] for i in subset]
+        return abs(sum(own) / size - middle), min(own) - max(own)
+
+    subsets = (s for s in combinations(range(len(values)), size) if inside([values[i] for i in s], bounds))
+    best = min(subsets, key=far, default=None)
+    return None if best is None else list(best)
+
+
+def _moved(values: list[float], size: int, bounds: tuple[float, float]) -> list[int] | None:
+    """Uniform's choice, its worst replaced by the best of the others, one at a time, until the mean is inside."""
+    chosen = _uniform(values, size)
+    low = sum(values[i] for i in chosen) / size <= bounds[0]
+    ordered = sorted(range(len(values)), key=values.__getitem__)
+    towards = reversed(ordered) if low else ordered
+    leaving = sorted(chosen, key=values.__getitem__, reverse=not low)
+    for new in towards:
+        if inside([values[i] for i in chosen], bounds):
+            return chosen
+        if new in chosen:
+            continue
+        if not leaving:
+            return None
+        chosen[chosen.index(leaving.pop(0))] = new
+    return chosen

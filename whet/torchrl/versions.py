@@ -1,0 +1,18 @@
+"""The releases of TorchRL whose defaults and keys are kept, by the keyword compat."""
+
+from __future__ import annotations
+
+from whet.errors import lookup_error
+
+__all__ = ["RELEASES", "check_compat"]
+
+RELEASES = ("0.14", "0.9")
+
+
+def check_compat(compat: str) -> None:
+    """Raises ConfigError: none of RELEASES.
+
+    >>> check_compat("0.14")
+    """
+    if compat not in RELEASES:
+        raise lookup_error("release of TorchRL, compat=", compat, RELEASES)
