@@ -1,15 +1,22 @@
 """whet.torchrl against the installed TorchRL: equal where that is right, both numbers where it is not."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import tiny_model
 
 llm = pytest.importorskip("torchrl.objectives.llm")
 
 from tensordict import LazyStackedTensorDict, TensorDict  # noqa: E402
+from torchrl.data import LazyStackStorage, LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacement  # noqa: E402
+from torchrl.envs.transforms import Transform  # noqa: E402
 from torchrl.modules.distributions import LLMMaskedCategorical  # noqa: E402
+from torchrl.modules.llm import TransformersWrapper  # noqa: E402
+from torchrl.modules.llm.policies import Tokens  # noqa: E402
 
+from whet.data.tokenizer import byte_tokenizer  # noqa: E402
 from whet.torchrl import DAPO, CISPOLoss, GRPOLoss, MCAdvantage, MCAdvantageSelector  # noqa: E402
 
 ROWS, WIDTH, VOCAB = 4, 7, 5
@@ -259,3 +266,75 @@ def test_a_single_value_has_no_advantage_here_and_nan_there():
     one = trajectory("a", [1.0])
     assert MCAdvantage(1, trajectory_return=None).inv(one.clone())["advantage"].item() == 0
     assert llm.MCAdvantage(1, prompt_key="query").inv(one.clone())["advantage"].isnan()
+
+
+# ---- inside TorchRL -----------------------------------------------------------------------------------------------
+
+PROMPTS = ["ab", "cd", "ab", "cd"]
+
+
+@pytest.fixture(scope="module")
+def rollout():
+    """A tiny model, the actor that trains it, and what TorchRL's wrapper generated with it, rewarded."""
+    model = tiny_model().eval()
+    wrapper = lambda **options: TransformersWrapper(
+        model, tokenizer=byte_tokenizer(), input_mode="tokens", return_log_probs=True, pad_output=True, **options
+    )
+    prompts = torch.tensor([list(p.encode()) for p in PROMPTS])
+    data = TensorDict({"tokens": Tokens(prompt=prompts, batch_size=(4,)), "query": PROMPTS}, [4])
+    torch.manual_seed(0)
+    data = wrapper(generate=True, generate_kwargs={"max_new_tokens": 3, "do_sample": True, "top_k": 264})(data)
+    rewards = torch.tensor([0.0, 1.0, 1.0, 3.0]).reshape(4, 1, 1)
+    data["next"] = TensorDict({"reward": rewards, "done": torch.ones(4, 1, dtype=torch.bool)}, [4])
+    return SimpleNamespace(model=model, actor=wrapper(generate=False), data=data)
+
+
+@pytest.mark.parametrize("storage", [LazyStackStorage, LazyTensorStorage])
+def test_loss_and_advantage_in_a_replay_buffer_of_torchrl_s(storage, rollout):
+    transform = MCAdvantage(2)
+    assert isinstance(transform, Transform)
+    buffer = ReplayBuffer(storage=storage(8), sampler=SamplerWithoutReplacement(), transform=transform, batch_size=4)
+    buffer.extend(rollout.data[:1].clone())
+    assert len(buffer) == 0 and transform.queued_groups == 1
+    buffer.extend(rollout.data[1:].clone())
+    assert len(buffer) == 4 and transform.queued_groups == 0
+    sample = buffer.sample()
+    signs = dict(zip(sample["next", "reward"].flatten().tolist(), sample["advantage"].flatten().tolist(), strict=False))
+    assert signs[0.0] == pytest.approx(-(0.5**0.5)) and signs[3.0] == pytest.approx(0.5**0.5)
+    out = GRPOLoss(rollout.actor)(sample)
+    assert out.ESS.item() == pytest.approx(1.0, abs=1e-6) and out.clip_fraction == 0
+    out.mean(reduce=True).backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in rollout.model.parameters())
+    rollout.model.zero_grad()
+
+
+def test_the_wrapper_s_first_logprob_and_missing_row_are_made_good_here(rollout):
+    data = MCAdvantage(2).inv(rollout.data.clone())
+    assert (data["log_probs"].response[:, 0] == 0).all() and data["log_probs"].full is None
+    with pytest.raises(KeyError, match="log_probs"):
+        llm.GRPOLoss(rollout.actor)(data)
+    ours = GRPOLoss(rollout.actor)(data)
+    rows = torch.nn.functional.pad(data["log_probs"].response, (2, 0), value=torch.nan)
+    data["log_probs"].full = rows
+    theirs = llm.GRPOLoss(rollout.actor)(data)
+    assert theirs.ESS < 0.9 and theirs.clip_fraction > 0.1  # the model has not moved
+    again = GRPOLoss(rollout.actor)(data)
+    assert ours.ESS.item() == pytest.approx(1) and again.loss_objective == ours.loss_objective
+
+
+def test_the_first_token_of_a_row_has_no_distribution(rollout):
+    data = rollout.data.clone()
+    data["advantage"] = torch.ones(4, 1, 1)
+    with torch.no_grad():
+        data = rollout.actor(data)  # records the logprobs of whole rows, 0.0 for the first token
+    ours, theirs = (kind(rollout.actor, masking_strategy="generic")(data) for kind in (GRPOLoss, llm.GRPOLoss))
+    assert theirs.ESS < 0.95 and theirs.clip_fraction > 0.1
+    assert ours.ESS.item() == pytest.approx(1) and ours.clip_fraction == 0
+
+
+def test_a_transform_is_pickled_with_what_it_holds():
+    transform = MCAdvantage(2)
+    transform.inv(trajectory("a", [1.0]))
+    again = pickle.loads(pickle.dumps(transform))
+    assert isinstance(again, Transform) and again.queued_groups == 1
+    assert again.inv(trajectory("a", [0.0]))["advantage"].flatten().tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])

@@ -304,8 +304,8 @@ class PolicyLearner(RLLearner):
         control = self.control
         objective = replace(self.objective, beta=control.loss_beta, entropy_coef=control.loss_entropy_coef)
         loss, metrics = objective(x)
-        if x.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs:
-            metrics |= sampling_metrics(x)
+        recorded = x.sampler_logprobs is not None and self.cluster.rollout.caps.logprobs
+        metrics |= sampling_metrics(x, recorded=recorded)
         if x.entropy is not None:
             metrics["entropy"] = x.entropy.detach()
         return loss, metrics

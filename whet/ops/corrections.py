@@ -196,13 +196,16 @@ def mismatch_metrics(old_logprobs: Tensor, sampler_logprobs: Tensor, *, mask: Te
     return {name: float(value) for name, value in metrics.items()}
 
 
-def sampling_metrics(x: LossInputs) -> dict[str, Tensor]:
+def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tensor]:
     """How far the current policy is from the sampler at each token, for the metrics of an update.
 
     With δ = log π − log π_sampler: sampling/sampling_logp_difference |δ|; sampling/kl_approx −δ, whose mean estimates
     KL(π_sampler‖π); sampling/kl_to_inference exp(−δ) + δ − 1, k3 of KL(π‖π_sampler); sampling/weight exp(δ) and its
     square, of which the effective sample size is made.
-    Args: x: needs sampler_logprobs; one that is NaN counts as no difference.
+    Args:
+        x: needs sampler_logprobs; one that is NaN counts as no difference.
+        recorded: False = the engine reports no logprobs: the policy at the start of the step stands for the sampler,
+            and the first metric, which would say nothing, is left out.
     Returns: [s] each, without gradient, 0 where masked out; exponents held in ±20.
     Source: the first is TRL's; the others are TorchRL's kl_approx, kl_to_inference and ESS over the trained tokens
         alone: TorchRL divides the first two by all positions, prompt and padding included.
@@ -213,16 +216,17 @@ def sampling_metrics(x: LossInputs) -> dict[str, Tensor]:
     >>> found["sampling/kl_approx"], found["sampling/kl_to_inference"]
     (tensor([-1.]), tensor([0.3679]))
     """
-    known = x.mask & ~x.need("sampler_logprobs").isnan()
-    gap = masked_column(x.logprobs.detach(), known) - masked_column(x.need("sampler_logprobs").detach(), known)
+    sampler = x.need("sampler_logprobs").detach() if recorded else rollout_logprobs(x)
+    known = x.mask & ~sampler.isnan()
+    gap = masked_column(x.logprobs.detach(), known) - masked_column(sampler, known)
     weight = torch.where(x.mask, gap.clamp(-20.0, 20.0).exp(), 0.0)
-    return {
+    found = {
         "sampling/kl_approx": -gap,
         "sampling/kl_to_inference": kl_divergence(gap, torch.zeros_like(gap), mode="k3"),
-        "sampling/sampling_logp_difference": gap.abs(),
         "sampling/weight": weight,
         "sampling/weight_squared": weight.square(),
     }
+    return {**found, "sampling/sampling_logp_difference": gap.abs()} if recorded else found
 
 
 def weight_metrics(

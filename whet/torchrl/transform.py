@@ -98,7 +98,7 @@ class MCAdvantage:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Made anew as it was: its class depends on what is imported where it is read."""
-        return _empty, (), self.__dict__
+        return _empty, (), self.__getstate__()
 
     # ---- what a replay buffer calls ------------------------------------------------------------------------------
 

@@ -253,7 +253,15 @@ def test_an_engine_without_logprobs_has_nothing_to_compare_with():
     with pytest.raises(ConfigError, match="the engine reports no logprobs to compare with"):
         learner(cluster(reference=tiny_model(1), engine=Silent), loss_masks=("off-policy",))
     row = learner(cluster(reference=tiny_model(1), engine=Silent)).train(rows(4)).rows[0]
-    assert not [name for name in row if name.startswith("sampling/")]
+    assert "sampling/sampling_logp_difference/mean" not in row
+
+
+def test_without_the_engine_s_logprobs_the_sample_size_is_of_what_the_updates_have_moved():
+    made = cluster(reference=tiny_model(1), engine=Silent, lr=3e-2, max_steps=1)
+    row = learner(made, num_iterations=4, use_rollout_logps=False).train(rows(4)).rows[0]
+    assert 0 < row["sampling/ess"] < 0.99 and row["sampling/kl_to_inference"] > 0.01 and row["sampling/kl_approx"] != 0
+    once = learner(cluster(reference=tiny_model(1), engine=Silent, max_steps=1)).train(rows(4)).rows[0]
+    assert once["sampling/ess"] == 1.0 and once["sampling/kl_approx"] == 0  # one update: the ratio is 1
 
 
 def squared(d):
