@@ -202,6 +202,7 @@ def sampling_metrics(x: LossInputs, *, recorded: bool = True) -> dict[str, Tenso
     With δ = log π − log π_sampler: sampling/sampling_logp_difference |δ|; sampling/kl_approx −δ, whose mean estimates
     KL(π_sampler‖π); sampling/kl_to_inference exp(−δ) + δ − 1, k3 of KL(π‖π_sampler); sampling/weight exp(δ) and its
     square, of which the effective sample size is made.
+
     Args:
         x: needs sampler_logprobs; one that is NaN counts as no difference.
         recorded: False = the engine reports no logprobs: the policy at the start of the step stands for the sampler,

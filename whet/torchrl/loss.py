@@ -144,6 +144,8 @@ class GRPOLoss(nn.Module):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, int | float) and value >= 0):
                 raise ConfigError(f"{name} {value!r} must be a number of at least 0")
+        if self.kl_mask_threshold == 0:
+            raise ConfigError("kl_mask_threshold 0 must be positive; None keeps all tokens")
         if self.compat == "0.9":
             for name, default in _OF_TODAY.items():
                 if getattr(self, name) != default:
@@ -202,7 +204,7 @@ class GRPOLoss(nn.Module):
         trained = read_tokens(tensordict, scored, keys, compat=self.compat)
         moved, x = sampling_metrics(trained.inputs()), trained.inputs()
         kept = trained
-        if self.kl_mask_threshold:
+        if self.kl_mask_threshold is not None:
             kept = trained.only(sampler_kl_mask(x, kl_mask_threshold=self.kl_mask_threshold).bool())
             x = kept.inputs()
         low, high = float(self.clip_epsilon_low), float(self.clip_epsilon_high)

@@ -142,6 +142,7 @@ class MCAdvantage:
         return [self._trajectory(tensordict[a:b]) for a, b in zip([0, *ends], ends, strict=False)]
 
     def _trajectory(self, steps: TensorDictBase) -> Trajectory:
+        steps = steps.clone()  # it may wait long, and collectors write their next batch over the last
         return Trajectory(self._group(steps[0]), self._need(steps, self.rewards_key), steps)
 
     def _group(self, step: TensorDictBase) -> Hashable:

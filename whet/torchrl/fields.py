@@ -1,0 +1,292 @@
+"""TorchRL's objectives, option by option, and what each is here: the source of docs/from-torchrl.md.
+
+    python -m whet.torchrl.fields > docs/from-torchrl.md
+
+A state is "same" (name, default and meaning), "other" (see the note), "refused" (raises ConfigError with the reason) or
+"absent".
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+__all__ = ["DEFECTS", "REQUIRED", "TORCHRL", "Field", "page"]
+
+REQUIRED = "(required)"
+"""The default of an option that has none."""
+
+
+class Field(NamedTuple):
+    """An option, key, field or name of TorchRL's: its default there, its state here, and a note."""
+
+    default: Any = None
+    state: str = "same"
+    note: str = ""
+
+
+_MEAN = "the mean over trained tokens; there over all places, prompt and padding included, or 0 at those"
+_KL = "aggregated as the objective is; there a mean over all places, whatever `aggregation` says"
+_GATHER: dict[str, Field] = {
+    "grpo_size": Field(REQUIRED, note="0 and less are refused; so is 1, unless steps are pooled"),
+    "prompt_key": Field("query", note='None is "query"'),
+    "rewards_key": Field(("next", "reward")),
+    "advantage_key": Field("advantage"),
+    "done_key": Field(("next", "done")),
+    "verbose": Field(False, "other", "accepted without effect: `get_stats()` says what is held"),
+    "trajectory_return": Field(None, "other", '"sum" by default; None pools the steps of all trajectories, as there'),
+    "keep_return_bounds": Field(None),
+    "candidate_group_size": Field(None),
+    "candidate_selection_min_size": Field(None),
+    "candidate_selector": Field(None, note="TorchRL's own selectors may be given too"),
+}
+
+TORCHRL: dict[str, dict[str, Field]] = {
+    "GRPOLoss": {
+        "actor_network": Field(None, "other", "also any module that returns logprobs, or (logprobs, entropy)"),
+        "clip_epsilon": Field(0.2, note="`DAPO`: (0.2, 0.28); `CISPOLoss`: (1, 0.2), no bound below"),
+        "kl_mask_threshold": Field(None, note="at most 0 is refused; there it is as None"),
+        "aggregation": Field("token_mean", note="an unknown one is refused; `prompt_mean` is 0-d, there (1,)"),
+        "entropy_bonus": Field(True, note="of the trained tokens' logits alone: no masked copy of all of them"),
+        "samples_mc_entropy": Field(1),
+        "entropy_coeff": Field(0.01, note="a mapping of heads is refused when the loss is made"),
+        "gamma": Field(None, "refused", "accepted there, and never used"),
+        "reduction": Field(None, "other", '"sum" sums over the trained tokens; there it is the mean'),
+        "clip_value": Field(None, "refused", "accepted there, and never used"),
+        "kl_to_ref_coeff": Field(None, note="a negative one is refused; there it is as None"),
+        "kl_to_inference_coeff": Field(None),
+        "device": Field(None),
+        "masking_strategy": Field("sft", note='"generic" leaves out the first token, whose distribution is none'),
+        "ref_log_prob_padding_side": Field("left"),
+        "ref_log_prob_padding_value": Field(0.0),
+        "kwargs": Field(REQUIRED, "refused", "an unknown option is an error that names the nearest"),
+    },
+    "GRPOLoss.set_keys": {
+        "advantage": Field("advantage", note="(B, T, 1), (B, 1, 1); also (B,), (B, 1), (B, T). Ragged: on the left"),
+        "action": Field(("tokens", "full")),
+        "sample_log_prob": Field(
+            ("log_probs", "full"), note="where it is missing, `('log_probs', 'response')` is laid at the right end"
+        ),
+        "ref_log_probs": Field(("next", "ref_log_probs", "full")),
+    },
+    "GRPOLossOutput": {
+        "loss_objective": Field(REQUIRED),
+        "clip_fraction": Field(REQUIRED, "other", _MEAN),
+        "kl_approx": Field(REQUIRED, "other", _MEAN),
+        "ESS": Field(REQUIRED, note="1 where nothing is trained; there NaN"),
+        "entropy": Field(None, "other", _MEAN),
+        "loss_entropy": Field(None),
+        "loss_kl_to_ref": Field(None, "other", _KL),
+        "kl_to_ref": Field(None, "other", _MEAN),
+        "loss_kl_to_inference": Field(None, "other", _KL),
+        "kl_to_inference": Field(None, "other", _MEAN),
+    },
+    "MCAdvantage": _GATHER,
+    "MCAdvantageSelector": {
+        "strategy": Field("balanced"),
+        "max_combinations": Field(100_000),
+        "in_keys": Field(None),
+    },
+    "torchrl.objectives.llm": {
+        "CISPOLoss": Field(REQUIRED, "other", "the policy gradient weighted by a clipped, constant ratio"),
+        "CISPOLossOutput": Field(REQUIRED),
+        "DAPO": Field(REQUIRED, "other", "DAPO's own clip range"),
+        "DAPOLossOutput": Field(REQUIRED),
+        "DistillationLoss": Field(REQUIRED, "absent", "policy_loss_fn distillation or gkd of a whet run"),
+        "DistillationLossOutput": Field(REQUIRED, "absent", "with it"),
+        "GRPOLoss": Field(REQUIRED),
+        "GRPOLossOutput": Field(REQUIRED, "other", "`.loss`, `.sum(reduce=True)`, `.mean(reduce=True)` are the loss"),
+        "LLMLossOutput": Field(REQUIRED),
+        "MCAdvantage": Field(REQUIRED),
+        "MCAdvantageSelector": Field(REQUIRED),
+        "RayMCAdvantage": Field(REQUIRED, "absent", "a RayReplayBuffer takes transform_factory=MCAdvantage"),
+        "SFTLoss": Field(REQUIRED, "absent", "`whet sft`"),
+        "SFTLossOutput": Field(REQUIRED, "absent", "with it"),
+        "k3_kl_token_estimate": Field(REQUIRED, "absent", '`whet.ops.kl_divergence(..., mode="k3")`'),
+    },
+}
+"""Class, or what else has names -> name -> what it is here."""
+
+OWN = {
+    "GRPOLoss": ("compat",),
+    "GRPOLoss.set_keys": ("mask",),
+    "GRPOLossOutput": ("loss",),
+    "MCAdvantage": ("compat", "max_queued_groups", "group_timeout", "clock"),
+    "torchrl.objectives.llm": ("Trajectory", "mc_advantage"),
+}
+"""What whet has besides."""
+
+DEFECTS: tuple[tuple[str, str], ...] = (
+    (
+        "`CISPOLoss` has no stop-gradient and no log π: a clipped token gets no gradient, the opposite of CISPO",
+        "the ratio is a constant that weighs −A log π; such runs can be repeated with policy_loss_fn=cispo-torchrl",
+    ),
+    (
+        "`TransformersWrapper` records a logprob of 0.0 for the first generated token, so that fresh data look off "
+        "policy (ESS 0.7 in the test)",
+        "where the first recorded logprob of every row is exactly 0.0 it is taken as not recorded: a ratio of 1",
+    ),
+    (
+        "in tokens mode the wrapper writes no `('log_probs', 'full')`, and the loss raises KeyError on it",
+        "the response's logprobs are laid at the right end of the row",
+    ),
+    (
+        "the recipe trains on `loss.mean(reduce=True)`, the mean over all fields, metrics included: the gradient is "
+        "divided by 4, by 6 with the entropy bonus, by 10 with both KLs",
+        "`.mean(reduce=True)` is the loss; a learning rate that was tuned there is divided by the same number here",
+    ),
+    (
+        "the KLs, kl_approx, clip_fraction and entropy divide by all places: the longer the prompts, the smaller the "
+        "KL's weight",
+        "they divide by the trained tokens",
+    ),
+    (
+        "unknown keywords are swallowed; an unknown aggregation or reduction is the token mean; `DAPO()` is "
+        "`GRPOLoss()`",
+        "unknown names raise with the nearest; DAPO has its range",
+    ),
+    (
+        "`kl_mask_threshold` is documented as a distance from the reference; it is one from the sampler",
+        "the same distance, documented as what it is",
+    ),
+    (
+        "advantages of different lengths are padded on the right, all else on the left",
+        "on the left",
+    ),
+    (
+        'masking_strategy="generic" trains the first token, under a flat distribution (ESS 0.9 in the test)',
+        "the first token is left out",
+    ),
+    (
+        "an actor of tensordict's, ProbabilisticTensorDictSequential, is asked for `logits_key`, which it refuses",
+        "get_dist(tensordict) alone is called",
+    ),
+    (
+        "`TransformersWrapper(pad_model_input=False)` runs rows under a mask that is not causal",
+        "nothing can be done about it in a loss: leave pad_model_input at True",
+    ),
+    (
+        "`MCAdvantage` pools the rewards of all steps by default: with one reward at the end, long trajectories weigh "
+        "more in mean and deviation",
+        'trajectory_return="sum" is the default',
+    ),
+    ("a group of equal rewards keeps rounding noise, one of a single value is NaN", "advantages are exactly 0"),
+    ("incomplete groups are held for ever", "max_queued_groups and group_timeout, and counters of what was given up"),
+    (
+        "with several writers and local queues, groups never fill up",
+        "share_memory_ raises with what to do instead",
+    ),
+    ("a reward that is missing, or NaN, fails late or not at all", "DataError when the trajectory is given"),
+)
+"""What TorchRL 0.14.1 does, and what whet does in its place. Each was seen by running it, or read in its source."""
+
+_INTRO = """# From TorchRL
+
+One import changes: `torchrl.objectives.llm` becomes `whet.torchrl` (`pip install 'whet[torchrl]'`, which brings
+tensordict). Losses are modules over a TensorDict, computed by the same functions that whet's own runs use; nothing is
+imported from TorchRL, and its actors, collectors and replay buffers work with them.
+
+```python
+import torch
+from tensordict import TensorDict
+from whet.torchrl import GRPOLoss, MCAdvantage
+
+def rollout(prompt, tokens, reward):  # one row: a trajectory of one step
+    done, reward = torch.tensor([[True]]), torch.tensor([[[reward]]])
+    return TensorDict({
+        "query": [prompt],
+        "tokens": {"full": torch.tensor([tokens])},
+        "log_probs": {"full": torch.full((1, len(tokens)), -1.0)},
+        "next": {"reward": reward, "done": done},
+    }, [1])
+
+groups = MCAdvantage(grpo_size=2)
+assert groups.inv(rollout("2+2=", [7, 4], 1.0)) is None  # the group waits
+batch = groups.inv(rollout("2+2=", [7, 5], 0.0))  # and is full
+
+class Policy(torch.nn.Module):  # any module that yields logprobs; or a TorchRL actor
+    def __init__(self):
+        super().__init__()
+        self.logits = torch.nn.Parameter(torch.zeros(10))
+
+    def forward(self, data):
+        logp = self.logits.log_softmax(0)
+        entropy = -(logp.exp() * logp).sum().expand(data["tokens", "full"].shape)
+        return logp[data["tokens", "full"]], entropy
+
+loss = GRPOLoss(Policy(), clip_epsilon=(0.2, 0.28), kl_to_inference_coeff=0.05)
+out = loss(batch)
+out.loss.backward()  # loss_objective + loss_entropy + loss_kl_to_inference
+print(out.ESS, out.clip_fraction)
+```
+
+- *same*: name, default and meaning.
+- *other*: the default or the meaning differs, as the note says.
+- *refused*: raises ConfigError with the reason.
+- *absent*: not here.
+
+The total loss is `out.loss`, the sum of the fields that begin with `loss_`. `out.sum(reduce=True)` and
+`out.mean(reduce=True)` are it too, whatever else is logged. `loss_objective`, `loss_entropy`, `ESS` and their gradients
+equal TorchRL 0.14.1's to 1e-6, and so do all fields where every place of the batch is trained. Log-ratios are held in
+±20, an advantage is in fp32.
+
+`mc_advantage` does what MCAdvantage does, without TensorDicts:
+
+```python
+import torch
+from whet.torchrl import Trajectory, mc_advantage
+
+stream = (Trajectory(group=i % 2, rewards=torch.tensor([float(i)])) for i in range(8))
+for group in mc_advantage(stream, 4, max_queued_groups=100, group_timeout=600.0):
+    print([(t.group, advantages.tolist()) for t, advantages in group])
+```
+
+As the transform of a ReplayBuffer, MCAdvantage must be made after TorchRL has been imported, which is when it becomes a
+Transform: `ReplayBuffer(storage=..., transform=MCAdvantage(4), batch_size=16)`.
+"""
+_2025 = """## The version of 2025
+
+`GRPOLoss(actor, compat="0.9")` and `MCAdvantage(4, compat="0.9")` keep the keys and formulas of TorchRL's releases of
+2025 (about 0.9), for runs that are to be repeated:
+
+- keys `advantage`, `action` = "tokens_response", `sample_log_prob` = "log_probs", `ref_log_prob` = ("next",
+  "ref_log_prob"); MCAdvantage groups by "text" and pools steps;
+- trained is what has a recorded logprob other than 0;
+- objective, entropy and its bonus, clip_fraction and kl_approx are means over all places, padding counted (`reduction`:
+  mean, sum or none); the KLs are means over the trained tokens; ESS is that of the rows at each place, and their mean;
+- `aggregation`, `kl_mask_threshold`, `masking_strategy` and the padding of reference logprobs are not options.
+
+Its MCAdvantage never emptied a group, so that later trajectories gave it out again; whet's does.
+
+A whet run logs the same diagnostics: [the run folder](run-folder.md) has `sampling/ess` (ESS), `sampling/kl_approx`,
+`sampling/kl_to_inference`, `kl` (kl_to_ref), `entropy/token_mean` and `clip_ratio/region_mean`, of GRPO and PPO alike.
+"""
+
+
+def page() -> str:
+    """The text of docs/from-torchrl.md."""
+    parts = [_INTRO]
+    for title, fields in TORCHRL.items():
+        known = all(field.default == REQUIRED for field in fields.values())
+        head = "| name | here | note |\n|---|---|---|" if known else (
+            "| option | default in TorchRL | here | note |\n|---|---|---|---|"
+        )  # fmt: skip
+        rows = [_row(name, field, known) for name, field in fields.items()]
+        parts.append("\n".join([f"## {title}", "", head, *rows, ""]))
+        if title in OWN:
+            parts.append(f"whet's own: {', '.join(f'`{name}`' for name in OWN[title])}.\n")
+    parts.append(_2025)
+    rows = [f"| {there} | {here} |" for there, here in DEFECTS]
+    parts.append("\n".join(["## Where TorchRL 0.14.1 errs", "", "| there | here |", "|---|---|", *rows, ""]))
+    parts.append("Written by `python -m whet.torchrl.fields`; a test keeps it current.\n")
+    return "\n".join(parts)
+
+
+def _row(name: str, field: Field, known: bool) -> str:
+    default = field.default if field.default == REQUIRED else f"`{field.default!r}`"
+    cells = [f"`{name}`", *([] if known else [default]), field.state, field.note]
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
