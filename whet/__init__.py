@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         TrainingConfig,
     )
     from whet.config.algo import presets
+    from whet.config.evaluate import EvalRunConfig
     from whet.errors import (
         CheckpointError,
         ConfigError,
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
         TrainingError,
         WhetError,
     )
+    from whet.evaluation.evaluator import Evaluation, evaluate
     from whet.learners.base import RLLearner
     from whet.learners.grpo import GRPOLearner, GrpoLearner
     from whet.learners.ppo import PPOLearner, PpoLearner
@@ -66,6 +68,8 @@ __all__ = [
     "DataError",
     "DrGRPOConfig",
     "EngineError",
+    "EvalRunConfig",
+    "Evaluation",
     "GRPOConfig",
     "GRPOLearner",
     "Group",
@@ -101,6 +105,7 @@ __all__ = [
     "TrainingError",
     "WhetError",
     "__version__",
+    "evaluate",
     "presets",
 ]
 
@@ -130,6 +135,7 @@ _MODULES = {
         "TrainingConfig",
     ),
     "whet.config.algo": ("presets",),
+    "whet.config.evaluate": ("EvalRunConfig",),
     "whet.errors": (
         "CheckpointError",
         "ConfigError",
@@ -139,6 +145,7 @@ _MODULES = {
         "TrainingError",
         "WhetError",
     ),
+    "whet.evaluation.evaluator": ("Evaluation", "evaluate"),
     "whet.learners.base": ("RLLearner",),
     "whet.learners.grpo": ("GRPOLearner", "GrpoLearner"),
     "whet.learners.ppo": ("PPOLearner", "PpoLearner"),

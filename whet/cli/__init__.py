@@ -22,18 +22,24 @@ COMMANDS = {
     "ppo": "train a policy by PPO, and a critic with it: --config run.yaml, key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "talk with a model: model=FOLDER",
+    "eval": "measure a model on a data set: model=FOLDER data=FILE reward=NAME",
     "version": "print the version",
 }
 
 _TRAIN = ("demo", "grpo", "ppo")
 """The commands that train."""
-_FLAGS = {"print_config": ("chat", "generate", "grpo", "ppo"), "profile": ("demo", "grpo", "ppo")}
+_FLAGS = {"print_config": ("chat", "eval", "generate", "grpo", "ppo"), "profile": ("demo", "grpo", "ppo")}
 """Flags (words without a value), besides --help, and the commands that take them."""
 _PROFILE = " --profile (trainer.profile=true) profiles the second step."
 _EXAMPLES = {
     "generate": (
         "\n\nExamples:\n  whet generate model=runs/a prompt='2*2+4*3='\n"
         "  whet generate model=runs/a/final prompts=test.jsonl num_generations=4 out=completions.jsonl"
+    ),
+    "eval": (
+        "\n\nA run's configuration as --config stands for its own evaluation: the same data, sampling and rewards.\n\n"
+        "Examples:\n  whet eval model=runs/a data=test.jsonl reward=last_number\n"
+        "  whet eval --config runs/a/config.yaml model=runs/a num_generations=16 temperature=0.6"
     ),
     "chat": (
         "\n\nIn the chat: /reset, /set temperature=0.7, /quit; Ctrl-C stops an answer.\n\n"
@@ -128,6 +134,10 @@ def _work(command: str, words: list[str], config: Any) -> None:
         from whet.cli.chat import chat
 
         chat(config)
+    elif command == "eval":
+        from whet.cli.evaluate import evaluate
+
+        evaluate(config)
     else:
         from whet.cli import commands
 
@@ -169,6 +179,10 @@ def _keys(command: str) -> list[str]:
 
     if command in _TRAIN:
         return [*(f.name for f in dataclasses.fields(RunConfig)), *SHORT, "seed"]
+    if command == "eval":
+        from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
+
+        return [*(f.name for f in dataclasses.fields(EvalRunConfig)), *EVAL_SHORT]
     return [f.name for f in dataclasses.fields(GenerateConfig if command == "generate" else ChatConfig)]
 
 
@@ -180,6 +194,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config import PPORunConfig, RunConfig, load_run
 
         return load_run(words, PPORunConfig if command == "ppo" else RunConfig)
+    if command == "eval":
+        from whet.config.evaluate import load_eval
+
+        return load_eval(words)
     from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
 
     return load_sampled(GenerateConfig if command == "generate" else ChatConfig, words)
@@ -191,6 +209,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config import check_complete
 
         check_complete(config)
+    elif command == "eval":
+        from whet.config.evaluate import check_eval
+
+        check_eval(config)
     elif command != "demo":
         from whet.config.generate import check_model
 
@@ -220,6 +242,11 @@ def _command_help(command: str) -> str:
             "\n\nalgo.preset=NAME is a published method, which the other keys of algo then change: docs/papers.md."
             "\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
         )
+    elif command == "eval":
+        from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
+
+        keys = show(EvalRunConfig, EVAL_SHORT, hidden=("rollout.vllm.", "rollout.sglang."))
+        end = _EXAMPLES[command]
     else:
         from whet.config.generate import ChatConfig, GenerateConfig
 
