@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RoleConfig,
         RolloutConfig,
         RunConfig,
+        SupervisedDataConfig,
         TrainingConfig,
     )
     from whet.config.algo import presets
@@ -99,6 +100,7 @@ __all__ = [
     "RunConfig",
     "Sampler",
     "SamplerOutput",
+    "SupervisedDataConfig",
     "TokenBatch",
     "TrainExample",
     "TrainingConfig",
@@ -132,6 +134,7 @@ _MODULES = {
         "RoleConfig",
         "RolloutConfig",
         "RunConfig",
+        "SupervisedDataConfig",
         "TrainingConfig",
     ),
     "whet.config.algo": ("presets",),
