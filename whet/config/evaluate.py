@@ -215,7 +215,9 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
 
 def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation that a run of this configuration makes, as a tree: its data, sampling and rewards."""
-    rollout, data = check(RolloutConfig, run.get("rollout", {})), check(DataConfig, run.get("data", {}))
+    known = {f.name for f in dataclasses.fields(DataConfig)}  # of supervised training it has other keys besides
+    data = check(DataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known})
+    rollout = check(RolloutConfig, run.get("rollout") or {})
     algo, trainer = (run.get(name) or {} for name in ("algo", "trainer"))
     sampling = rollout.for_mode(Mode.EVAL)
     usual = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == "num_generations")

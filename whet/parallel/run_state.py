@@ -117,6 +117,7 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cluster": ("a mapping", _mapping),
     "health": ("since when warnings last", _health),
     "learner": ("a mapping by name", _mapping),
+    "observers": ("a mapping by name", _mapping),
     "skipped": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
     "moved": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),
 }

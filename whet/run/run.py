@@ -38,6 +38,7 @@ from whet.run.observer import Control, Observer, Observers
 from whet.run.provenance import check_reads, check_settings, plain
 from whet.run.random_state import random_state, set_random_state
 from whet.run.task import Roles, Stream, Task
+from whet.run.watching import watchers
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
 from whet.util.device import memory_metrics
@@ -95,7 +96,7 @@ class Run:
         self.profiler = StepProfiler(config.profiling, folder=config.run_dir, trace=roles.trace)
         self.tokens = 0
         self.reads: dict[str, Any] | None = None
-        self.observers = Observers(observers)
+        self.observers = Observers([*watchers(config), *observers])
         self._stop = Interrupts()
         self._begun = False
         self._saved_step = 0
@@ -369,7 +370,7 @@ class Run:
     def _state(self) -> dict[str, Any]:
         """What run.pt holds of the step just finished, but for what every checkpoint has."""
         assert self.stream is not None
-        own = self.task.state()
+        own = {**self.task.state(), "observers": self.observers.state()}
         check_storable(own, "the state of the run")
         return {
             **own,
@@ -449,6 +450,7 @@ class Run:
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)
         self.task.restore(state, self.step)
+        self.observers.restore(state.get("observers", {}))
         set_random_state(state["random"])
         self.checkpoints.discard(after=self.step)
         log.info("resumed from %s: step %d is done", checkpoint, self.step)
