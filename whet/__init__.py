@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from whet.learners.ppo import PPOLearner, PpoLearner
     from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
     from whet.run.observer import Control, Observer
+    from whet.run.push import push_to_hub
     from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.types import Completion, Group, LossInputs, Prompt, RolloutOutput, TokenBatch, TrainExample
 
@@ -109,6 +110,7 @@ __all__ = [
     "__version__",
     "evaluate",
     "presets",
+    "push_to_hub",
 ]
 
 _MODULES = {
@@ -155,6 +157,7 @@ _MODULES = {
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
     "whet.rollout.sampler": ("CacheConfig", "Sampler", "SamplerOutput"),
     "whet.run.observer": ("Control", "Observer"),
+    "whet.run.push": ("push_to_hub",),
     "whet.types": ("Completion", "Group", "LossInputs", "Prompt", "RolloutOutput", "TokenBatch", "TrainExample"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -23,12 +23,13 @@ COMMANDS = {
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "talk with a model: model=FOLDER",
     "eval": "measure a model on a data set: model=FOLDER data=FILE reward=NAME",
+    "push": "give a run's model away on the Hugging Face hub: whet push RUN repo=NAME",
     "version": "print the version",
 }
 
 _TRAIN = ("demo", "grpo", "ppo")
 """The commands that train."""
-_FLAGS = {"print_config": ("chat", "eval", "generate", "grpo", "ppo"), "profile": ("demo", "grpo", "ppo")}
+_FLAGS = {"print_config": ("chat", "eval", "generate", "grpo", "ppo", "push"), "profile": ("demo", "grpo", "ppo")}
 """Flags (words without a value), besides --help, and the commands that take them."""
 _PROFILE = " --profile (trainer.profile=true) profiles the second step."
 _EXAMPLES = {
@@ -41,6 +42,7 @@ _EXAMPLES = {
         "Examples:\n  whet eval model=runs/a data=test.jsonl reward=last_number\n"
         "  whet eval --config runs/a/config.yaml model=runs/a num_generations=16 temperature=0.6"
     ),
+    "push": "\n\nExample:\n  whet push runs/a repo=me/sums which=best dry_run=true",
     "chat": (
         "\n\nIn the chat: /reset, /set temperature=0.7, /quit; Ctrl-C stops an answer.\n\n"
         "Example:\n  whet chat model=Qwen/Qwen3-0.6B max_tokens=1000"
@@ -138,6 +140,10 @@ def _work(command: str, words: list[str], config: Any) -> None:
         from whet.cli.evaluate import evaluate
 
         evaluate(config)
+    elif command == "push":
+        from whet.cli.push import push
+
+        push(config)
     else:
         from whet.cli import commands
 
@@ -183,6 +189,10 @@ def _keys(command: str) -> list[str]:
         from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
 
         return [*(f.name for f in dataclasses.fields(EvalRunConfig)), *EVAL_SHORT]
+    if command == "push":
+        from whet.config.push import PushConfig
+
+        return [f.name for f in dataclasses.fields(PushConfig)]
     return [f.name for f in dataclasses.fields(GenerateConfig if command == "generate" else ChatConfig)]
 
 
@@ -198,6 +208,10 @@ def _config(command: str, words: list[str]) -> Any:
         from whet.config.evaluate import load_eval
 
         return load_eval(words)
+    if command == "push":
+        from whet.config.push import load_push
+
+        return load_push(words)
     from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
 
     return load_sampled(GenerateConfig if command == "generate" else ChatConfig, words)
@@ -213,6 +227,10 @@ def _check(command: str, config: Any) -> None:
         from whet.config.evaluate import check_eval
 
         check_eval(config)
+    elif command == "push":
+        from whet.config.push import check_push
+
+        check_push(config)
     elif command != "demo":
         from whet.config.generate import check_model
 
@@ -247,6 +265,10 @@ def _command_help(command: str) -> str:
 
         keys = show(EvalRunConfig, EVAL_SHORT, hidden=("rollout.vllm.", "rollout.sglang."))
         end = _EXAMPLES[command]
+    elif command == "push":
+        from whet.config.push import PushConfig
+
+        keys, end = show(PushConfig), _EXAMPLES[command]
     else:
         from whet.config.generate import ChatConfig, GenerateConfig
 

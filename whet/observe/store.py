@@ -35,7 +35,7 @@ from whet.observe.files import (
 )
 from whet.observe.lock import FolderLock
 
-__all__ = ["RunFolder", "holds_steps"]
+__all__ = ["RunFolder", "holds_steps", "read_rows"]
 
 log = logging.getLogger("whet")
 
@@ -192,6 +192,7 @@ class RunFolder:
             remove(self.path / "final", strict=True)
         if _number(self.path / "summary.json", "steps") > step:
             (self.path / "summary.json").unlink()
+        (self.path / "model_card.md").unlink(missing_ok=True)  # written anew at the end
 
     def _keep_damaged(self, found: _Rows) -> None:
         """Keeps metrics.jsonl as it was, next to the one written without its damaged lines."""
@@ -255,6 +256,15 @@ def holds_steps(path: str | Path) -> bool:
     False
     """
     return any(row["mode"] == "train" for row in _read(Path(path) / "metrics.jsonl").rows)
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a run folder that may be open elsewhere; [] where there are none.
+
+    >>> read_rows("nowhere")
+    []
+    """
+    return _read(Path(path) / "metrics.jsonl").rows
 
 
 def _number(path: Path, name: str) -> int:

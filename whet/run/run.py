@@ -36,6 +36,7 @@ from whet.parallel.run_state import check_storable
 from whet.run.interrupts import Interrupts
 from whet.run.observer import Control, Observer, Observers
 from whet.run.provenance import check_reads, check_settings, plain
+from whet.run.push import Giving
 from whet.run.random_state import random_state, set_random_state
 from whet.run.task import Roles, Stream, Task
 from whet.run.watching import watchers
@@ -57,7 +58,7 @@ class Record(Protocol):
         ...
 
 
-class Run:
+class Run(Giving):
     """One training run.
 
     Args:

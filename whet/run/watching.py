@@ -1,9 +1,9 @@
-"""What a run watches of its own metrics: trainer.keep_best and trainer.stop_when, each an observer.
+"""The observers of every run: trainer.keep_best and trainer.stop_when watch its metrics, and its model card is written.
 
-Both set a checkpoint aside, which max_to_keep then does not remove: `best`, and `before_stop`, the last one that was
-written while every watched metric lay within its band. checkpoints/best and checkpoints/before_stop are text files with
-the names of their folders, as checkpoints/latest is. What they know is part of a checkpoint, so that a resumed run
-keeps and stops as the uninterrupted one.
+The first two set a checkpoint aside, which max_to_keep then does not remove: `best`, and `before_stop`, the last one
+that was written while every watched metric lay within its band. checkpoints/best and checkpoints/before_stop are text
+files with the names of their folders, as checkpoints/latest is. What they know is part of a checkpoint, so that a
+resumed run keeps and stops as the uninterrupted one.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from typing import Any
 from whet.config import Mode, TrainingConfig
 from whet.config.watching import Band, KeepBestOptions
 from whet.errors import ConfigError, nearest
+from whet.observe.card import write_card
 from whet.run.observer import Observed, Observer
 
-__all__ = ["BEFORE_STOP", "BEST", "KeepBest", "StopWhen", "watchers"]
+__all__ = ["BEFORE_STOP", "BEST", "KeepBest", "StopWhen", "WriteCard", "watchers"]
 
 log = logging.getLogger("whet")
 
@@ -33,10 +34,23 @@ _NO_METRIC = ("step", "mode", "version")
 
 
 def watchers(config: TrainingConfig) -> list[Observer]:
-    """The observers that a configuration asks for."""
+    """The observers that every run has, and those that its configuration asks for."""
     best = [] if config.keep_best is None else [KeepBest(config.keep_best)]
     stop = [StopWhen(config.stop_when)] if config.stop_when else []
-    return [*best, *stop]
+    return [*best, *stop, WriteCard()]
+
+
+class WriteCard(Observer):
+    """Writes the model card of a finished run into its folder: model_card.md."""
+
+    def on_run_end(self, run: Observed, error: BaseException | None) -> None:
+        """The model is trained and saved: what is wrong with its card is logged, and fails no run."""
+        if error is not None or run.folder is None:
+            return
+        try:
+            write_card(run.folder.path)
+        except Exception as wrong:
+            log.warning("the model card could not be written: %s: %s", type(wrong).__name__, wrong)
 
 
 class KeepBest(Observer):
