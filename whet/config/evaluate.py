@@ -181,6 +181,7 @@ EVAL_SHORT: dict[str, str] = {
     "limit": "data.limit",
     "split": "data.split",
     "batch_size": "data.batch_size",
+    "source_column": "data.source_column",
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",

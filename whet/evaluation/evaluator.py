@@ -19,6 +19,7 @@ import numpy as np
 from whet._version import __version__
 from whet.config import Mode, check, dump_tree
 from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
+from whet.config.loader import merged
 from whet.data.order import digests, hold_out
 from whet.data.reading import each
 from whet.data.sources import load_rows
@@ -113,11 +114,12 @@ def evaluate(
     objects: dict[str, Any] = {}
     tree: dict[str, Any] = {}
     for key, value in keys.items():
-        *section, name = EVAL_SHORT.get(key, key).split(".")
-        node = tree.setdefault(section[0], {}) if section else tree
-        if not isinstance(node, dict) or name in node:
-            raise ConfigError(f"{key} and {'.'.join([*section, name])} are the same key; give it once")
-        node[name] = value
+        node = value
+        for part in reversed(EVAL_SHORT.get(key, key).split(".")):
+            node = {part: node}
+        if twice := _twice(tree, node):
+            raise ConfigError(f"{twice} is given twice, the second time as {key}; give it once")
+        tree = merged(tree, node)
     named = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
     for name, value in named.items():
         plain = isinstance(value, str | Path) or (name == "reward" and _is_named(value))
@@ -128,6 +130,20 @@ def evaluate(
         elif value is not None:
             tree[name] = str(value) if isinstance(value, Path) else value
     return Evaluator(check(EvalRunConfig, tree, short=EVAL_SHORT), **objects).run()
+
+
+def _twice(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """A key that both of two nested mappings have a value of; "" = none.
+
+    >>> _twice({"rollout": {"top_p": 1.0}}, {"rollout": {"top_k": 2}}), _twice({"a": {"b": 1}}, {"a": {"b": 1}})
+    ('', 'a.b')
+    """
+    for key in a.keys() & b.keys():
+        if not isinstance(a[key], Mapping) or not isinstance(b[key], Mapping):
+            return key
+        if inside := _twice(a[key], b[key]):
+            return f"{key}.{inside}"
+    return ""
 
 
 def _is_named(reward: Any) -> bool:
