@@ -317,7 +317,7 @@ class _Work:
         self.tokens += sum(int(one.lengths.sum()) for one in found)
         reward = measure(found, None, ())["reward"].value
         speed = self.tokens / max(time.monotonic() - self.begun, 1e-9)
-        progress.update(part.first + len(part.groups), reward=reward, tokens_per_s=speed)
+        progress.update(part.first + len(part.groups), value=reward, tokens_per_s=speed)
         return found
 
     def _texts(self, part: Part) -> list[list[str]]:

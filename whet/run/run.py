@@ -187,9 +187,8 @@ class Run(Giving):
         if self.task.has_evaluation and self.step == 0:
             self.evaluate(0)
             self._check_observers()
-        self.progress = Progress(
-            total, description=c.pbar_description if self.ranks.is_writer else None, start=self.step
-        )
+        described = c.pbar_description if self.ranks.is_writer else None
+        self.progress = Progress(total, description=described, start=self.step, metric=self.task.headline)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
 
@@ -297,9 +296,9 @@ class Run(Giving):
 
     def _show(self, row: Mapping[str, float]) -> None:
         shown = {n: row[n] for n in self.trainer.displayed if n in row}
-        speed = row["perf/tokens_per_second"]
+        speed, value = row["perf/tokens_per_second"], row.get(self.task.headline, float("nan"))
         assert self.progress is not None
-        self.progress.update(self.step, reward=row.get("reward", float("nan")), tokens_per_s=speed, shown=shown)
+        self.progress.update(self.step, value=value, tokens_per_s=speed, shown=shown)
 
     def _do_what_is_due(self) -> None:
         """Evaluates and saves, by the configuration or because an observer asks for it."""
@@ -385,8 +384,7 @@ class Run(Giving):
         options = self.config.checkpointing_options or CheckpointingOptions()
         whole = {**state, "settings": self._compared(), "reads": self.reads}
         with self.roles.trace.span("checkpoint"):
-            tokenizer = self.roles.tokenizer
-            return self.checkpoints.save(state["step"], whole, tokenizer=tokenizer, keep=options.max_to_keep)
+            return self.checkpoints.save(state["step"], whole, tokenizer=self.roles.tokenizer, keep=options.max_to_keep)
 
     def _updates(self) -> tuple[int, ...]:
         """Grows with every update of a role: weights and optimizers are as they were while it is the same."""
@@ -489,7 +487,10 @@ class Run(Giving):
         for trainer in self.roles.trainers.values():
             trainer.hooks.on_train_end(trainer)
         if self.step == 0:
-            raise DataError("the run ended without a single step: every prompt was dropped; raise max_prompt_length")
+            raise DataError(
+                "the run ended without a single step: every row was dropped; raise rollout.max_prompt_length, in "
+                "supervised training data.max_length"
+            )
         self.save()  # before an evaluation that a longer run never makes: its draws and lengths are not the next step's
         evaluated = any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows)
         if self.task.has_evaluation and not evaluated:
