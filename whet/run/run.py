@@ -160,7 +160,7 @@ class Run(Giving):
         elif c.resume is not None:
             self._resume()
         if c.resume is None:
-            self._refuse_old_checkpoints()
+            self.checkpoints.open(new=True)
         if self.folder is not None:
             self.folder.write_config(self.settings)
             self._note_environment(resumed=self.step > 0)
@@ -409,15 +409,6 @@ class Run(Giving):
     def _compared(self) -> dict[str, Any]:
         """What a resume compares: the settings, and what was given from Python and has no key there."""
         return plain({**self.settings, **self.task.compared()})
-
-    def _refuse_old_checkpoints(self) -> None:
-        """Raises ConfigError where a new run would take another's checkpoints for its own."""
-        root = self.checkpoints.root
-        self.checkpoints.open()
-        if self.checkpoints.exist():
-            raise ConfigError(
-                f"{root} holds the checkpoints of a run; set trainer.resume=latest to resume it, or another folder"
-            )
 
     def _resume(self) -> int:
         """Restores the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""

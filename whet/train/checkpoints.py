@@ -61,13 +61,18 @@ class Checkpoints:
         self._aside: dict[str, int] = {}
         """The steps whose checkpoints are kept whatever their number, by what they are kept as."""
 
-    def open(self) -> None:
+    def open(self, *, new: bool = False) -> None:
         """Creates the folder, checks that it can be written, locks it, and removes what a kill left half written.
 
-        Raises: CheckpointError: it can't be written. ConfigError: another process uses it.
+        Args: new: for a new run, which would take another's checkpoints there for its own.
+        Raises: CheckpointError: it can't be written. ConfigError: another process uses it, or a new run finds some.
         """
         if self.root is not None and self._lock is None:
             self._lock = open_root(self.root)
+        if new and self.exist():
+            raise ConfigError(
+                f"{self.root} holds the checkpoints of a run; set trainer.resume=latest to resume it, or another folder"
+            )
 
     def close(self) -> None:
         """Releases the lock."""
