@@ -26,6 +26,8 @@ _PIECES = ("advantages", "loss", "aggregation")
 _VERSIONS = ("whet", "torch", "transformers", "tokenizers", "datasets", "python")
 _SHOWN = ("reward", "accuracy", "loss", "completions/mean_length", "completions/clipped_ratio")
 """Numbers of an evaluation that a card shows, besides those that begin as follows."""
+_OF_THEIR_OWN = ("cpo", "ipo", "kto", "orpo", "simpo")
+"""Losses of preference training that are known by names of their own."""
 _BEGINNINGS = ("pass@", "majority@")
 
 
@@ -113,8 +115,12 @@ def _method(settings: Mapping[str, Any]) -> str:
         return "PPO" if "gae_lambda" in algo else "GRPO"
     if "actor" not in settings and "reward_model" in settings:
         return "RM"
-    kind = str(algo.get("loss_type", ""))
-    return "" if not kind else "SFT" if "beta" not in algo else kind.upper() if kind.isidentifier() else "DPO"
+    if "loss_type" not in algo:
+        return ""
+    if "beta" not in algo:
+        return "SFT"
+    kind = str(algo["loss_type"])
+    return kind.upper() if kind in _OF_THEIR_OWN else "DPO"
 
 
 def _results(path: str | Path) -> dict[str, Any]:
