@@ -243,10 +243,8 @@ def _data(data: Mapping[str, Any], on_hub: Sequence[str]) -> str:
 
 def _rewards(facts: CardFacts) -> list[str]:
     """The reward functions, with their weights where the configuration has them."""
-    names = [
-        n.removeprefix("rewards/").removesuffix("/std") for row in facts.rows[:1] for n in row if n.endswith("/std")
-    ]
-    names = [n for n in dict.fromkeys(names) if n not in ("advantage", "score") and "/" not in n]
+    row = facts.rows[0] if facts.rows else {}
+    names = [n.removeprefix("rewards/") for n in row if n.startswith("rewards/") and f"{n}/std" in row]
     weights = facts.settings.get("reward")
     by_name = {str(k).rpartition(":")[2]: v for k, v in weights.items()} if isinstance(weights, Mapping) else {}
     return [f"{n} (weight {by_name[n]:g})" if n in by_name else n for n in names]

@@ -219,7 +219,7 @@ def _check_file(name: str, path: Path) -> None:
     try:
         if name.endswith(".safetensors"):
             with safe_open(path, framework="pt") as weights:
-                if not weights.keys():  # noqa: SIM118, not a dict
+                if not weights.keys():
                     raise ValueError("it holds no weights")
         elif name.endswith(".json"):
             json.loads(path.read_bytes())

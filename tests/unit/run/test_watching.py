@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 from helpers import tiny_model
@@ -85,13 +86,15 @@ def train(worker, tmp_path, monkeypatch):
             }
         )
 
-        class Models:
-            trainers = {Role.ACTOR: RoleTrainer(worker, loss=lambda x: None)}
-            tokenizer, trace = byte_tokenizer(), Trace()
-            checkpoints = Checkpoints(config.checkpoint_root, trainers)
-            describe = staticmethod(dict)
-
-        made = Run(Scripted(config, evals), Count(), Models(), config, observers=observers)
+        trainers = {Role.ACTOR: RoleTrainer(worker, loss=lambda x: None)}
+        models = SimpleNamespace(
+            trainers=trainers,
+            tokenizer=byte_tokenizer(),
+            trace=Trace(),
+            checkpoints=Checkpoints(config.checkpoint_root, trainers),
+            describe=dict,
+        )
+        made = Run(Scripted(config, evals), Count(), models, config, observers=observers)
         with made as run:
             for index, _ in run.steps():
                 row = {} if entropy is None or entropy[index] is None else {"entropy": entropy[index]}
