@@ -64,7 +64,9 @@ def show_table(results: Numbers, by_source: Mapping[str, Numbers]) -> None:
     from rich.text import Text
 
     head, *rows = rows_of(results, by_source)
-    table = Table(*(Text(h) for h in head), box=None, header_style="bold", pad_edge=False)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in head:
+        table.add_column(Text(name), no_wrap=True)
     for row in rows:
         table.add_row(*(Text("".join(c for c in cell if c.isprintable())) for cell in row))
     Console(highlight=False).print(table)
