@@ -44,8 +44,9 @@ def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
     Args: values [P]: a number for each prompt; NaN = it does not count.
     Source: Miller 2024, Adding Error Bars to Evals (arXiv 2411.00640), equation 1, clustered by prompt.
 
-    >>> estimate([1.0, 0.0, 1.0, 0.0, float("nan")])
-    Estimate(value=0.5, se=0.2886751345948129, prompts=4)
+    >>> found = estimate([1.0, 0.0, 1.0, 0.0, float("nan")])
+    >>> found.value, round(found.se, 4), found.prompts
+    (0.5, 0.2887, 4)
     """
     known = np.asarray(values, np.float64)
     known = known[~np.isnan(known)]
