@@ -166,7 +166,7 @@ class Evaluator:
     ) -> None:
         require_single_process()
         self.config = config
-        self.model = config.model if model is None else model
+        self.model: Any = config.model if model is None else model
         self.tokenizer = config.tokenizer if tokenizer is None else tokenizer
         self.data = config.data.path if data is None else data
         self.reward = reward
@@ -237,6 +237,7 @@ class _Work:
         self.generations = c.num_generations_eval or 1
         self.ks = settled_ks(self.config.k, self.generations)
         self.seed = self.config.seed if c.seed is None else c.seed
+        log.info("%s: %d prompts, %d completions of each", self.name, len(self.prompts), self.generations)
         sampling = sampling_of(c, sampler.eos_ids, sampler.tokenizer)
         self.sampling = sampler.fitted(sampling, self.prompts, given=False)
         if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):

@@ -186,13 +186,14 @@ def _front_matter(facts: CardFacts) -> str:
     from huggingface_hub import ModelCardData
 
     learns = {"GRPO": ["reinforcement-learning"], "PPO": ["reinforcement-learning"]}.get(facts.method, [])
+    licence: dict[str, Any] = dict(facts.licence)
     made = ModelCardData(
         base_model=facts.base,
         datasets=list(facts.datasets) or None,
         library_name="peft" if facts.adapter else "transformers",
         pipeline_tag=facts.pipeline,
         tags=["whet", *([facts.method.lower()] if facts.method else []), *learns],
-        **facts.licence,
+        **licence,
     )
     found = {name: value for name, value in sorted(made.to_dict().items()) if value is not None}
     return _yaml(found)
