@@ -33,9 +33,8 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
         found = Evaluator(config).run("Evaluating")
     except BaseException:
         if made is not None:
-            for place in (made / "completions", made):
-                with suppress(OSError):
-                    place.rmdir()  # where nothing was written, only the name taken
+            with suppress(OSError):
+                made.rmdir()  # where nothing was written, only the name taken
         raise
     show_table(found.results, found.by_source)
     log.info("%d prompts in %.0f s; results: %s", found.about["prompts"], found.about["seconds"], found.folder)

@@ -198,7 +198,7 @@ class Evaluator:
             if folder is not None:
                 folder.write_results(evaluation.plain())
         except (Exception, KeyboardInterrupt) as error:
-            if folder is not None and not isinstance(error, ConfigError) and any(folder.completions.iterdir()):
+            if folder is not None and not isinstance(error, ConfigError) and any(folder.completions.glob("*")):
                 log.warning("what was completed is kept in %s; continue with resume=true out=%s", folder.path, c.out)
             raise
         finally:

@@ -61,7 +61,6 @@ class EvalFolder:
         if not there and (others := sorted(p.name for p in self.path.iterdir() if p.name != ".lock")):
             raise ConfigError(f"out={path} holds {others[0]}, and no evaluation; give a folder that is empty or new")
         self.completions = self.path / "completions"
-        self.completions.mkdir(exist_ok=True)
         self._lock = FolderLock(self.path, "out")
 
     def close(self) -> None:
@@ -90,6 +89,7 @@ class EvalFolder:
                     f"out={self.path} holds other completions:\n  {lines}\nput these back, or give another out"
                 )
             parts = self._parts(prompts, draws["num_generations"], keep=same)
+        self.completions.mkdir(exist_ok=True)
         write_atomic(noted, (to_json(about, indent=1) + "\n").encode())
         write_atomic(self.path / "config.yaml", dump(config).encode())
         write_atomic(self.path / "environment.json", (to_json(environment(), indent=2) + "\n").encode())

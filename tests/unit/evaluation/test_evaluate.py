@@ -195,6 +195,13 @@ def test_folders_are_not_mixed(measured, tmp_path):
         measured(out=str(tmp_path / "e"), resume=True)
 
 
+def test_a_name_is_not_used_up_by_what_fails_before_a_draw(measured, tmp_path):
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="did you mean exact_match"):
+            measured(reward="exact_macth", out=str(tmp_path / "e"))
+    assert measured(out=str(tmp_path / "e")).folder == tmp_path / "e"
+
+
 def test_greedy_is_one_completion_and_several_are_refused(measured):
     found = measured(temperature=0.0, num_generations=1)
     assert {n for n in found.results if "@" in n} == {"pass@1"}
