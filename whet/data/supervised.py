@@ -129,9 +129,9 @@ class RowEncoder:
         over, cut = self.lengths.told(), f"{c['truncated']} cut at the end, {c['dropped']} left out"
         found = [f"{over} ({cut})"] if over else []
         if c["empty"]:
-            found.append(f"{c['empty']} rows with nothing to train left out")
+            found.append(f"rows with nothing to train, left out: {c['empty']}")
         if c["changed"]:
-            found.append(f"in {c['changed']} rows the chat template changes what is said")
+            found.append(f"rows that the chat template changes: {c['changed']}")
         return "; ".join(found)
 
     def _read(self, row: Mapping[str, Any], number: int) -> Read:
