@@ -1,5 +1,5 @@
-"""Tokens and masks of conversations against TRL's: its training templates mark what the assistant says, whet finds it by
-turns in the models' own templates.
+"""Tokens and masks of conversations against TRL's: its training templates mark what the assistant says, and whet finds
+it by turns in the models' own templates.
 """
 
 from pathlib import Path

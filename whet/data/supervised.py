@@ -337,7 +337,8 @@ class PreferenceEncoder(RowEncoder):
         answers = self._pair(row, number)
         if answers is None:
             raise self._no_form(row, number)
-        columns, name = {"chosen": (1.0, 0.0)}, self.data.margin_column or "margin"
+        name = self.data.margin_column or "margin"
+        columns: dict[str, tuple[float, ...]] = {"chosen": (1.0, 0.0)}
         if self._column(row, ("margin",), "margin_column", number) or name in row:
             columns["margin"] = (_number(row[name], name, number),) * 2
         return Read(answers, columns, EQUAL if not answers else "")

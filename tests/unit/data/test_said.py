@@ -10,7 +10,9 @@ from whet.errors import DataError
 
 THINK = "<think>\np\n</think>\n\nb"
 PARTS = [{"type": "text", "text": "hi"}]
-JOINS = QWEN.replace("{{ m.content }}", "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}")
+JOINS = QWEN.replace(
+    "{{ m.content }}", "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}"
+)
 CALLS = (
     "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}{% for m in messages %}<|im_start|>"
     "{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ ARGS }}</call>"

@@ -96,7 +96,10 @@ def test_an_example_knows_its_row(tokenizer):
     ("row", "says"),
     [
         ("text", "row 2 is str; a row is a mapping"),
-        ({"mesages": TALK}, "row 2 has the columns mesages; did you mean messages? taken are messages or conversations"),
+        (
+            {"mesages": TALK},
+            "row 2 has the columns mesages; did you mean messages? taken are messages or conversations",
+        ),
         ({"prompt": "x"}, "taken are messages or conversations; prompt (or question) with response (or completion)"),
         ({"messages": "hello"}, "column 'messages' holds the text 'hello'; expected a list of messages, or its JSON"),
         ({"messages": "[1, 2]"}, "column 'messages' holds the text '[1, 2]'; expected a list of messages"),
@@ -114,7 +117,10 @@ def test_an_example_knows_its_row(tokenizer):
         ({"prompt": "", "response": "x"}, "the prompt '' has no tokens"),
         ({"text": "a\ud800"}, "row 2, column 'text': 'a\\ud800' is not valid text"),
         ({"messages": [user("x")]}, "row 2 has nothing to train: its turns are of user, and what is trained is what"),
-        ({"messages": [user("x"), {"role": "model", "content": "y"}]}, "nothing to train: its turns are of model, user"),
+        (
+            {"messages": [user("x"), {"role": "model", "content": "y"}]},
+            "nothing to train: its turns are of model, user",
+        ),
         ({"messages": [user("x"), said("\n")]}, "row 2 has nothing to train"),
         ({"prompt": "x", "response": ""}, "row 2 has nothing to train: its answer is empty"),
     ],
@@ -227,8 +233,14 @@ def test_a_margin_goes_with_both_sequences(tokenizer, margin):
         ({"chosen": "a", "rejeted": "b"}, "row 4 has the columns chosen, rejeted; did you mean rejected?"),
         ({"prompt": "x", "chosen": "a", "rejected": "a"}, "nothing to train: chosen and rejected say the same"),
         ({"prompt": "x", "chosen": "a", "rejected": [said("b")]}, "'chosen' and 'rejected' is a text and the other a"),
-        ({"prompt": "x", "chosen": TALK, "rejected": [said("b")]}, "an answer begins with a turn of 'user', but not with"),
-        ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": None}, "column 'margin' holds None; expected a number"),
+        (
+            {"prompt": "x", "chosen": TALK, "rejected": [said("b")]},
+            "an answer begins with a turn of 'user', but not with",
+        ),
+        (
+            {"prompt": "x", "chosen": "a", "rejected": "b", "margin": None},
+            "column 'margin' holds None; expected a number",
+        ),
         ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": float("nan")}, "column 'margin' holds nan"),
         ({"chosen": [user("x")], "rejected": [user("y")]}, "nothing to train: its turns are of user"),
     ],
@@ -315,7 +327,9 @@ def test_drop_leaves_long_rows_out_and_counts_them(tokenizer):
 
 def test_a_long_row_is_an_error_that_names_it_and_the_ways_on(tokenizer):
     encode = SFTEncoder(tokenizer, SupervisedDataConfig(max_length=8))
-    with pytest.raises(DataError, match=r"row 3 has 9 tokens, over max_length 8; raise max_length to 9, or set on_long"):
+    with pytest.raises(
+        DataError, match=r"row 3 has 9 tokens, over max_length 8; raise max_length to 9, or set on_long"
+    ):
         encode(LONG, 3)
 
 

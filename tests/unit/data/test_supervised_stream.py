@@ -21,7 +21,12 @@ TALKS = [
     for i in range(6)
 ]
 PAIRS = [
-    {"prompt": f"q{i}", "chosen": [user(f"q{i}"), said("good")], "rejected": [user(f"q{i}"), said("bad")], "margin": 0.5}
+    {
+        "prompt": f"q{i}",
+        "chosen": [user(f"q{i}"), said("good")],
+        "rejected": [user(f"q{i}"), said("bad")],
+        "margin": 0.5,
+    }
     for i in range(3)
 ]
 LABELLED = [{"prompt": f"q{i}", "completion": "x, y\nz", "label": i % 2 == 0} for i in range(3)]
@@ -103,7 +108,7 @@ def test_a_split_is_named_before_the_source(folder, source, rows):
 def test_a_split_or_a_source_that_is_not_there_is_named(folder, source):
     (folder / "data").mkdir()
     write(folder / "data" / "train.jsonl", TALKS)
-    with pytest.raises(DataError, match="has no split 'valid'|no file or folder 'nothing.jsonl'"):
+    with pytest.raises(DataError, match=r"has no split 'valid'|no file or folder 'nothing.jsonl'"):
         load_rows(source)
 
 
