@@ -176,6 +176,7 @@ def test_pairs_in_every_form_give_the_same_tokens_and_share_the_prompt(tokenizer
     made = pair(tokenizer, row)
     assert texts(tokenizer, made) == [HEAD + "[[a<|im_end|>\n]]", HEAD + "[[b<|im_end|>\n]]"]
     assert made.columns == {"chosen": (1.0, 0.0)} and made.row == 4
+    assert made.sequences[0].prefix is made.sequences[1].prefix
     batch = TokenBatch.from_examples([made], paired=True)
     assert batch.prefix_of.tolist() == [0, 0] and batch.unit_of.tolist() == [0, 0]
 

@@ -192,5 +192,10 @@ def test_rows_that_were_left_out_do_not_count_and_long_ones_are_told_of_together
         stream(tokenizer, rows, data=SupervisedDataConfig(max_length=5))
     with pytest.raises(DataError, match=r"^row 1 has 10 tokens"):  # of a stream there is no last row
         list(stream(tokenizer, iter(rows), data=SupervisedDataConfig(max_length=5), num_epochs=1))
+    caplog.clear()
+    dropping = SupervisedDataConfig(max_length=5, on_long="drop")
+    left = stream(tokenizer, iter(rows), data=dropping, num_epochs=1)
+    assert [x.row for batch in left for x in batch] == [0, 2]
+    assert [r.message for r in caplog.records] == [left.encode.told()]
     with pytest.raises(DataError, match=r"2 rows don't fill one batch of 3; .* or give more rows"):
         stream(tokenizer, rows, data=SupervisedDataConfig(max_length=5, on_long="drop"), batch_size=3)
