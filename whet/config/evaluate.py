@@ -69,6 +69,9 @@ class EvalDataConfig:
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     system_prompt: Text = ""
     """Put before every conversation. "" = off."""
+    on_template_change: Literal["error", "accept"] = "error"
+    """What to do where the chat template changes or leaves out what a prompt says: "error", or "accept" what it makes of
+    it."""
     limit: Count | None = None
     """Use only the first N rows; None = all."""
 
@@ -224,7 +227,7 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     usual = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == "num_generations")
     generations = 1 if sampling.temperature == 0 else algo.get("num_generations", usual)
     seed = trainer.get("seed", 0)
-    same = ("subset", "prompt_column", "apply_chat_template", "system_prompt")
+    same = ("subset", "prompt_column", "apply_chat_template", "system_prompt", "on_template_change")
     rows: dict[str, Any] = {name: getattr(data, name) for name in same}
     if data.eval_path is not None or data.eval_split is not None:
         rows |= {"path": data.eval_path or data.path, "split": data.eval_split}

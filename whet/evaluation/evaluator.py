@@ -260,6 +260,7 @@ class _Work:
             prompt_column=c.prompt_column,
             apply_chat_template=c.apply_chat_template,
             system_prompt=c.system_prompt,
+            on_template_change=c.on_template_change,
             max_prompt_length=rollout.max_prompt_length,
             on_long_prompt=rollout.on_long_prompt,
         )
