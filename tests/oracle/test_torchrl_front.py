@@ -1,5 +1,6 @@
 """whet.torchrl against the installed TorchRL: equal where that is right, both numbers where it is not."""
 
+import inspect
 import pickle
 from types import SimpleNamespace
 
@@ -16,11 +17,13 @@ from torchrl.modules.distributions import LLMMaskedCategorical  # noqa: E402
 from torchrl.modules.llm import TransformersWrapper  # noqa: E402
 from torchrl.modules.llm.policies import Tokens  # noqa: E402
 
+import whet.torchrl  # noqa: E402
 from whet.data.tokenizer import byte_tokenizer  # noqa: E402
 from whet.torchrl import DAPO, CISPOLoss, GRPOLoss, MCAdvantage, MCAdvantageSelector  # noqa: E402
+from whet.torchrl.fields import OWN, REQUIRED, TORCHRL  # noqa: E402
 
 ROWS, WIDTH, VOCAB = 4, 7, 5
-TORCHRL = {GRPOLoss: llm.GRPOLoss, DAPO: llm.DAPO, CISPOLoss: llm.CISPOLoss}
+PEERS = {GRPOLoss: llm.GRPOLoss, DAPO: llm.DAPO, CISPOLoss: llm.CISPOLoss}
 
 
 class Actor(torch.nn.Module):
@@ -61,7 +64,7 @@ def case(seed, *, whole=False):
 def both(cls, p, **options):
     """(fields, gradient of the sum of the loss fields) of whet and of TorchRL, floats in float64."""
     found = []
-    for kind in (cls, TORCHRL[cls]):
+    for kind in (cls, PEERS[cls]):
         out = kind(p.actor, **options).double()(p.data)
         fields = {k: v for k, v in out.items() if v is not None}
         loss = sum(v.sum() for k, v in fields.items() if k.startswith("loss_"))
@@ -338,3 +341,39 @@ def test_a_transform_is_pickled_with_what_it_holds():
     again = pickle.loads(pickle.dumps(transform))
     assert isinstance(again, Transform) and again.queued_groups == 1
     assert again.inv(trajectory("a", [0.0]))["advantage"].flatten().tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])
+
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+
+
+def options_of(cls):
+    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+    return {p.name: REQUIRED if p.default is p.empty else p.default for p in parameters}
+
+
+@pytest.mark.parametrize("name", ["GRPOLoss", "MCAdvantage", "MCAdvantageSelector"])
+def test_the_table_has_every_option_of_torchrl_s_and_its_default(name):
+    assert options_of(getattr(llm, name)) == {n: f.default for n, f in TORCHRL[name].items()}
+
+
+def test_the_table_has_every_key_field_and_name():
+    keys = {f.name: f.default for f in llm.GRPOLoss._AcceptedKeys.__dataclass_fields__.values()}
+    known = {n: f.default for n, f in TORCHRL["GRPOLoss.set_keys"].items()}
+    assert known == {n: keys[n] for n in known} and not {n for n in keys if "log_prob" in n} - known.keys()
+    assert set(TORCHRL["GRPOLossOutput"]) == set(llm.GRPOLossOutput.__expected_keys__)
+    assert set(TORCHRL["torchrl.objectives.llm"]) == set(llm.__all__)
+
+
+def test_what_the_table_calls_the_same_is_here():
+    taken = {"GRPOLoss": {*options_of(GRPOLoss)}, "GRPOLossOutput": {*whet.torchrl.GRPOLossOutput.__expected_keys__}}
+    taken |= {
+        "GRPOLoss.set_keys": {*vars(GRPOLoss(None).tensor_keys)},
+        "torchrl.objectives.llm": {*whet.torchrl.__all__},
+    }
+    taken |= {"MCAdvantageSelector": {*options_of(MCAdvantageSelector)}}
+    taken |= {"MCAdvantage": {*options_of(MCAdvantage), *whet.torchrl.transform._OPTIONS}}
+    for title, fields in TORCHRL.items():
+        here = {n for n, f in fields.items() if f.state in ("same", "other")}
+        assert here <= taken[title]
+        extra = taken[title] - here - {"loss", "options", "unknown"}
+        assert extra == set(OWN.get(title, ())) - {"loss"}

@@ -227,11 +227,17 @@ def test_it_is_pickled_and_unknown_attributes_are_errors():
     again = pickle.loads(pickle.dumps(groups))
     assert advantages(again.inv(steps("a", [1.0]))) == pytest.approx([-HALF, HALF])
     with pytest.raises(AttributeError, match="has no attribute 'queue'"):
-        groups.queue  # noqa: B018
+        groups.queue
 
 
-@pytest.mark.parametrize(("options", "says"), [({"strategy": "best"}, "'best'"), ({"max_combinations": 0}, "at least 1"),
-                                               ({"in_keys": []}, "in_keys is empty")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"strategy": "best"}, "'best'"),
+        ({"max_combinations": 0}, "at least 1"),
+        ({"in_keys": []}, "in_keys is empty"),
+    ],
+)
 def test_a_selector_s_options(options, says):
     with pytest.raises(ConfigError, match=says):
         MCAdvantageSelector(**options)

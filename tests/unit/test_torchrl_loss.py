@@ -111,8 +111,9 @@ def test_what_is_trained_where_no_distribution_says_it(more, strategy, trained):
 def test_keys_are_named_as_the_user_likes():
     data, policy = batch(), Policy()
     want = GRPOLoss(policy, kl_to_ref_coeff=0.1)(data)
-    own = TensorDict({"tokens": data["tokens"], "adv": data["advantage"], "old": data["log_probs", "full"],
-                      "ref": data["next", "ref_log_probs", "full"][..., None], "m": data["tokens", "full"] >= 0}, [B])  # fmt: skip
+    own = {"tokens": data["tokens"], "adv": data["advantage"], "old": data["log_probs", "full"]}
+    ref = data["next", "ref_log_probs", "full"][..., None]
+    own = TensorDict({**own, "ref": ref, "m": data["tokens", "full"] >= 0}, [B])
     loss = GRPOLoss(policy, kl_to_ref_coeff=0.1)
     loss.set_keys(advantage="adv", sample_log_prob="old", ref_log_probs="ref", mask="m")
     found = loss(own)
