@@ -4,10 +4,12 @@ import ast
 import importlib
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from tensordict import TensorDict
+from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential, TensorDictModule
 from torch.distributions import Categorical
 
 import whet.torchrl
@@ -79,10 +81,43 @@ def test_any_module_that_yields_logprobs(policy):
     assert (grad[0, :2] == 0).all() and (grad[0, 2:] != 0).any(-1).all()  # padding is not trained
 
 
+def test_modules_of_tensordict_s_with_and_without_a_distribution():
+    policy, tokens = Policy(), ("tokens", "full")
+    pair = TensorDictModule(
+        lambda ids: policy({tokens: ids}), in_keys=[tokens], out_keys=[("log_probs", "full"), "entropy"]
+    )
+    logits = TensorDictModule(lambda ids: policy.logits, in_keys=[tokens], out_keys=["logits"])
+    draw = ProbabilisticTensorDictModule(in_keys=["logits"], out_keys=["drawn"], distribution_class=Categorical)
+    want = GRPOLoss(policy)(batch()).loss.item()
+    for actor in (pair, ProbabilisticTensorDictSequential(logits, draw)):
+        assert GRPOLoss(actor)(batch()).loss.item() == pytest.approx(want, rel=1e-9)
+
+
+class Drawn(Policy):
+    """Its distribution can be drawn from and has no formula for its entropy."""
+
+    def get_dist(self, data):
+        known = Categorical(logits=self.logits)
+        return SimpleNamespace(log_prob=known.log_prob, sample=known.sample, entropy=self.entropy)
+
+    def entropy(self):
+        raise NotImplementedError
+
+
+def test_an_entropy_without_a_formula_is_estimated_by_draws():
+    torch.manual_seed(0)
+    found, true = GRPOLoss(Drawn(), samples_mc_entropy=500)(batch()), GRPOLoss(Policy())(batch())
+    assert found.entropy.item() == pytest.approx(true.entropy.item(), rel=0.05)
+    assert found.entropy != true.entropy and found.loss_entropy.requires_grad
+
+
 def test_the_fields_that_begin_with_loss_are_the_loss():
     out = GRPOLoss(Policy(), kl_to_ref_coeff=0.2, kl_to_inference_coeff=0.1)(batch())
     total = sum(getattr(out, name) for name in LOSSES)
-    assert out.loss == total == out.mean(reduce=True) == out.sum(reduce=True) and len(list(out.keys())) == 10
+    assert [x.item() for x in (out.loss, out.mean(reduce=True), out.sum(reduce=True))] == pytest.approx(
+        [total.item()] * 3
+    )
+    assert len(list(out.keys())) == 10
     logged = [out.clip_fraction, out.kl_approx, out.ESS, out.entropy, out.kl_to_ref, out.kl_to_inference]
     assert not any(v.requires_grad for v in logged)
     assert set(GRPOLoss(Policy(), kl_to_ref_coeff=0.2, kl_to_inference_coeff=0.1).out_keys) == set(out.keys())

@@ -38,7 +38,8 @@ class Scored:
 
 def padded(data: TensorDictBase, key: Any, value: float, *, side: str = "left", need: bool = True) -> Any:
     """A tensor of the data, rows of different lengths padded. Raises MissingKeyError: it is needed and not there."""
-    found = data.get(key, None, as_padded_tensor=True, padding_side=side, padding_value=value)
+    options = {"as_padded_tensor": True, "padding_side": side, "padding_value": value}
+    found = data.get(key, None, **options)  # pyright: ignore[reportCallIssue, reportArgumentType]
     if found is None and need:
         keys = sorted(map(str, data.keys(True, True)))
         raise MissingKeyError(

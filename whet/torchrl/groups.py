@@ -119,7 +119,7 @@ class GroupGatherer:
 
     def reset(self) -> None:
         """Sets all counters to 0."""
-        self.stats = dict.fromkeys(COUNTERS, 0) | {"trajectory_return_sum": 0.0, "trajectory_return_max": -torch.inf}
+        self.stats = {**dict.fromkeys(COUNTERS, 0), "trajectory_return_sum": 0.0, "trajectory_return_max": -torch.inf}
 
     def _check(self) -> None:
         """Raises ConfigError: see the class."""

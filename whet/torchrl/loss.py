@@ -85,6 +85,8 @@ class GRPOLoss(nn.Module):
 
     output_type: type[LLMLossOutput] = GRPOLossOutput
     default_clip: float | tuple[float, float] = 0.2
+    clip_epsilon_low: Tensor
+    clip_epsilon_high: Tensor
 
     def __init__(
         self,
@@ -225,7 +227,7 @@ class GRPOLoss(nn.Module):
             found |= self._kl("kl_to_ref", self.kl_to_ref_coeff, ref, kept)
         if self.kl_to_inference_coeff is not None:
             found |= self._kl("kl_to_inference", self.kl_to_inference_coeff, x.need("sampler_logprobs"), kept)
-        return self.output_type(**found)
+        return self.output_type(**found)  # pyright: ignore[reportArgumentType]
 
     def _entropy(self, scored: Scored, trained: Tokens, kept: Tokens) -> dict[str, Tensor]:
         """The bonus, and its mean over the trained tokens; in 2025 over all places."""

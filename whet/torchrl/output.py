@@ -9,6 +9,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from tensordict import TensorClass
 from torch import Tensor
 
@@ -48,13 +51,13 @@ class LLMLossOutput(TensorClass["nocast"]):  # pyright: ignore[reportInvalidType
     def loss(self) -> Tensor:
         """The loss: the sum of the fields that begin with loss_, whatever else is logged."""
         parts = [part for part in (getattr(self, name) for name in LOSSES) if part is not None]
-        return sum(parts[1:], start=parts[0])
+        return torch.stack(torch.broadcast_tensors(*parts)).sum(0)
 
-    def mean(self, dim: object = None, *, reduce: bool | None = None, **options: object) -> object:
+    def mean(self, dim: Any = None, *, reduce: bool | None = None, **options: Any) -> Any:  # pyright: ignore
         """With reduce=True, as TorchRL's recipes have it: the loss. Else TensorDict's mean of every field."""
         return self.loss.mean() if reduce else self.to_tensordict().mean(dim, **options)
 
-    def sum(self, dim: object = None, *, reduce: bool | None = None, **options: object) -> object:
+    def sum(self, dim: Any = None, *, reduce: bool | None = None, **options: Any) -> Any:  # pyright: ignore
         """With reduce=True: the loss, summed over tokens where it is given for each. Else TensorDict's sum."""
         return self.loss.sum() if reduce else self.to_tensordict().sum(dim, **options)
 

@@ -128,8 +128,7 @@ class MCAdvantage:
     def _trajectories(self, tensordict: TensorDictBase) -> list[Trajectory]:
         """The trajectories of a batch [T] or [..., T]."""
         if tensordict.ndim > 1:
-            rows = (tensordict.flatten(0, -2) if tensordict.ndim > 2 else tensordict).unbind(0)
-            return [t for row in rows for t in self._trajectories(row)]
+            return [t for row in tensordict.unbind(0) for t in self._trajectories(row)]
         if tensordict.ndim == 0:
             tensordict = tensordict.unsqueeze(0)
         done = self._need(tensordict, self.done_key).reshape(len(tensordict), -1).any(-1)
@@ -217,7 +216,7 @@ def _end_to_end(trajectories: list[TensorDictBase]) -> TensorDictBase:
     """One TensorDict [steps]; a lazy one where the lengths of its tensors differ from step to step."""
     if not any(isinstance(t, LazyStackedTensorDict) for t in trajectories):
         try:
-            return torch.cat(trajectories, 0)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            return torch.cat(trajectories, 0)  # pyright: ignore
         except RuntimeError:  # tensors of one trajectory are longer than those of another
             pass
     return lazy_stack([step for t in trajectories for step in t.unbind(0)], 0)

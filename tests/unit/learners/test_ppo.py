@@ -289,6 +289,7 @@ def test_metrics_have_tunixs_names():
            "critic/return_mean", "critic/explained_variance", "pg_clipfrac", "entropy"]  # fmt: skip
     assert sorted({*each, *own} - row.keys()) == []
     assert row["rewards/reward_kl_penalty"] > 0
+    assert row["sampling/ess"] == pytest.approx(1.0, abs=1e-4)  # its first update is on policy
     assert row["rewards/score/mean"] == pytest.approx(0.7)  # Tunix's buffer would make it 0
     assert row["rewards/reward/mean"] < 0.7 and row["advantages/mean"] == pytest.approx(0, abs=1e-6)
 
