@@ -10,6 +10,8 @@ from whet.config.algo import (
     PolicyConfig,
     PPOConfig,
     PpoConfig,
+    PreferenceConfig,
+    RewardModelConfig,
 )
 from whet.config.base import check, config, field_docs
 from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
@@ -51,8 +53,10 @@ __all__ = [
     "PerfMetricsOptions",
     "PolicyConfig",
     "PpoConfig",
+    "PreferenceConfig",
     "ProfilerOptions",
     "RLTrainingConfig",
+    "RewardModelConfig",
     "Role",
     "RoleConfig",
     "RolloutConfig",
