@@ -11,7 +11,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +55,15 @@ __all__ = [
 ]
 
 
+class HasKeywords(Protocol):
+    """A configuration that says what functions may ask of it by name."""
+
+    @property
+    def keywords(self) -> Mapping[str, Any]:
+        """Name -> value."""
+        ...
+
+
 def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
     """What a name stands for: a callable as it is, "package.module:function" resolved, or a name that whet knows."""
     if callable(value):
@@ -92,7 +101,7 @@ def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None
     )
 
 
-def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[..., Any]:
+def with_fields(fn: Callable[..., Any], config: HasKeywords) -> Callable[..., Any]:
     """A function with the keyword-only arguments bound that the configuration has as fields.
 
     What a functools.partial has bound already stays, and so does what a function does not ask for by keyword.

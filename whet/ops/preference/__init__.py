@@ -6,7 +6,7 @@ them. What a loss looks at across the batch is made once, before the update, as 
 
 What TRL's trainers are called here:
 
-    DPOTrainer                loss_type: the same names; reference_free as it was before release 0.29
+    DPOTrainer                loss_type: the same names; reference_free is of its older releases
     CPOTrainer                cpo (sigmoid), cpo_hinge (hinge), cpo_ipo (ipo), simpo, alphapo
     ORPOTrainer, KTOTrainer   orpo; kto and apo_zero_unpaired
 """
@@ -53,6 +53,7 @@ __all__ = [
     "F_DIVERGENCES",
     "PREFERENCE_LOSSES",
     "PREFERENCE_RATIOS",
+    "REWARD_LOSSES",
     "REWARD_REDUCTIONS",
     "Needs",
     "PreferenceInputs",
@@ -95,3 +96,5 @@ PREFERENCE_LOSSES: dict[str, Callable[..., Any]] = {
     "sppo_hard": sppo_hard,
 }
 """fn(p: PreferenceInputs, **kw) -> [u], or ([u], metrics), by name."""
+REWARD_LOSSES: dict[str, Callable[..., Any]] = {"bradley_terry": bradley_terry}
+"""fn(x: LossInputs, **kw) -> ([u], metrics), of x.scores, by name."""

@@ -38,8 +38,8 @@ def sft(p: PreferenceInputs) -> Tensor:
     l = NLL
     Args: p: pairs, with the step column tokens_per_pair.
     Returns: [u].
-    Source: the third term of MPO (arXiv:2411.10442); agrees with TRL. With use_weighting each pair's own part is
-        weighed, where TRL weighs the mean of all by the mean weight.
+    Source: the third term of MPO (arXiv:2411.10442); agrees with TRL, where it fails with
+        use_weighting; here each pair's own part is weighed.
 
     Example: loss_type=[sigmoid, sft] with loss_weights=[1.0, 0.1].
     """

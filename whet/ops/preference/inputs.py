@@ -190,6 +190,7 @@ def preference_inputs(
 
     logps = Σ w log π over the trained tokens, w = 1; with ld_alpha w = α for the tokens of a sequence beyond the
     trained length of the shorter side.
+
     Args:
         x: with the column `side`, and with ref_logprobs where the reference is read.
         side: the column per sequence that is 1 for the chosen side, 0 for the rejected one.

@@ -9,6 +9,7 @@ units; N sequences, S tokens and U units of a whole optimizer step.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,8 +54,8 @@ class StepPasses:
 class PreferenceObjective:
     """What preference training minimises of each unit: loss(x) -> ([u], metrics), for RoleTrainer with loss_per="unit".
 
-    l = v · Σ_k w_k l_k, w the loss_weights, v = exp(mean over y_w's tokens of (log π − log Σ p²)) · the same of y_l with
-    use_weighting, else 1; v is a constant.
+    l = v · Σ_k w_k l_k, w the loss_weights; with use_weighting v = exp(mean over y_w's tokens of (log π − log Σ p²)) ·
+    the same of y_l, a constant; else v = 1.
     Call it with LossInputs of units: with the column chosen (or label), with ref_logprobs where `needs.reference`, and
     with the columns that `with_step_columns` makes of the whole batch.
     Returns: (loss [u], metrics [u] each), by TRL's names: rewards/chosen, rewards/rejected (β r unless a loss has
@@ -273,6 +274,6 @@ def _of_sequences(column: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
 def _bound(fn: Callable[..., Any], keyword_only: bool = False) -> dict[str, Any]:
     """The keywords that a partial has bound; with keyword_only those that a function takes by keyword alone."""
     if keyword_only:
-        code = fn.__code__
-        return dict.fromkeys(code.co_varnames[code.co_argcount : code.co_argcount + code.co_kwonlyargcount])
+        asked = inspect.signature(fn).parameters.values()
+        return {p.name: p.default for p in asked if p.kind is inspect.Parameter.KEYWORD_ONLY}
     return dict(fn.keywords) if isinstance(fn, functools.partial) else {}

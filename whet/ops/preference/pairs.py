@@ -1,7 +1,7 @@
 """Losses of pairs against a reference: each a function of the two sides' log-ratios, pair by pair.
 
-    r_w = log π(y_w|x) − log π_ref(y_w|x), r_l the same of the rejected side; δ = s_w − s_l, the difference of the scores,
-    which are r_w and r_l under the reverse KL and f'(exp r) of another f-divergence. σ the logistic function.
+    r_w = log π(y_w|x) − log π_ref(y_w|x), r_l the same of the rejected side; δ = s_w − s_l, the difference of the
+    scores, which are r_w and r_l under the reverse KL and f'(exp r) of another f-divergence. σ the logistic function.
 
 Dim legend: u units. Left out on purpose: means, which the weights of units make.
 """
@@ -187,8 +187,8 @@ def bco(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     one's before its update included
     Args: p: pairs, with the step column bco_shift, δ. beta: β.
     Returns: [u].
-    Source: BCO (arXiv:2404.04656); TRL's bco_pair had it until release 0.23 and has no shift since. δ is of whole
-        optimizer steps, is saved with the run, and stands still in evaluation.
+    Source: BCO (arXiv:2404.04656); TRL's bco_pair had it in older releases and has no shift in 1.16. δ is of
+        whole optimizer steps, is saved with the run, and stands still in evaluation.
 
     Example: PREFERENCE_LOSSES["bco"](p, beta=0.1), after PreferenceObjective.with_step_columns.
     """

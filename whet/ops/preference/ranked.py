@@ -67,8 +67,8 @@ def aot_unpaired(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: flo
     """Rewards as distributions: those of chosen answers are to dominate those of rejected ones, whatever the prompt.
 
     L = Σ_k f(c_k − d_k) / U, f(z) = −(1 − ε) log σ(β z) − ε log σ(−β z), c_k and d_k the k-th least r_w and r_l of the
-    step's U pairs; of one pair l = ½ (f(r_w − d) + f(c − r_l)) with the gradient of their sum, d and c the partners of its
-    sides
+    step's U pairs; of one pair l = ½ (f(r_w − d) + f(c − r_l)) with the gradient of their sum, d and c the partners of
+    its sides
     Args: p: pairs, with the step column aot_other, the partners. beta: β. label_smoothing: ε.
     Returns: [u]. Each f has two arguments in different pairs: both pairs have it, half of its value and the gradient
         of their own argument each. The column is made in a pass without gradient over the whole optimizer step.
