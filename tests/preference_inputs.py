@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import torch
 
@@ -17,6 +15,8 @@ NEEDED = {"exo_pair": {"label_smoothing": 0.05}, "simpo": {"beta": 2.0}, "alphap
 """What a loss can't do without, or is not itself without."""
 PAIRS = sorted(name for name, fn in PREFERENCE_LOSSES.items() if needs_of(fn).rows == "pairs")
 LABELS = sorted(set(PREFERENCE_LOSSES) - set(PAIRS))
+ALL_PARAMETERS = set().union(*map(keywords_of, PREFERENCE_LOSSES.values()))
+"""Fields that some loss takes."""
 
 
 def config(name, **fields):
@@ -97,14 +97,3 @@ def inputs(batch, logprobs, sequences=None, **constants):
         sequence_columns={k: c[n] for k, c in batch.sequence_columns.items()},
         **{k: c[tokens] for k, c in constants.items()},
     )
-
-
-def taken(name):
-    """The fields that a loss takes."""
-    return keywords_of(PREFERENCE_LOSSES[name])
-
-
-@functools.cache
-def parameters():
-    """All fields that some loss takes."""
-    return frozenset().union(*(taken(name) for name in PREFERENCE_LOSSES))
