@@ -11,12 +11,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig
+from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig, SupervisedConfig
 from whet.config.algo.effect import changed, own_functions
 from whet.errors import ConfigError, lookup_error
 from whet.ops import (
@@ -53,15 +53,6 @@ __all__ = [
     "reward_functions",
     "with_fields",
 ]
-
-
-class HasKeywords(Protocol):
-    """A configuration that says what functions may ask of it by name."""
-
-    @property
-    def keywords(self) -> Mapping[str, Any]:
-        """Name -> value."""
-        ...
 
 
 def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
@@ -101,7 +92,7 @@ def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None
     )
 
 
-def with_fields(fn: Callable[..., Any], config: HasKeywords) -> Callable[..., Any]:
+def with_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConfig) -> Callable[..., Any]:
     """A function with the keyword-only arguments bound that the configuration has as fields.
 
     What a functools.partial has bound already stays, and so does what a function does not ask for by keyword.
