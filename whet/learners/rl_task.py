@@ -149,6 +149,7 @@ class RLTask(Task):
             prompt_column=data.prompt_column,
             apply_chat_template=data.apply_chat_template,
             system_prompt=data.system_prompt or None,
+            on_template_change=data.on_template_change,
         )
 
     # ---- what is written and compared ----------------------------------------------------------------------------
@@ -295,6 +296,8 @@ def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metr
 
 
 def _counted(encode: PromptEncoder) -> str:
-    """How prompts over the limit were treated, for the log; "" where there were none."""
+    """How prompts over the limit, or that the template changes, were treated, for the log; "" where there were none."""
     found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
-    return f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
+    over = f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
+    changed = encode.counts["changed"]
+    return over + (f"; the chat template changes what {changed} of them say" if changed else "")
