@@ -75,7 +75,7 @@ def prepared(made, batch, logprobs, running=None):
     """The batch with the columns that an objective makes of the whole step."""
     own, rows = other_rows(batch, logprobs) if made.needs.mismatched_pass else (None, None)
     passes = StepPasses(logprobs=logprobs.detach(), mismatched=rows, mismatched_logprobs=own)
-    return made.with_step_columns(batch, passes, running=running)[0]
+    return made.with_passes(made.with_counts(batch), passes, running=running)[0]
 
 
 def inputs(batch, logprobs, sequences=None, **constants):

@@ -113,7 +113,7 @@ class Pairs:
         """Whet's loss and means of metrics, as a worker would sum them over parts."""
         made = make_preference_objective(PreferenceConfig(**fields))
         batch = self.batch.with_token_columns(ref_logprobs=self.ref)
-        batch, _ = made.with_step_columns(batch, StepPasses(logprobs=self.logprobs.detach()))
+        batch, _ = made.with_passes(made.with_counts(batch), StepPasses(logprobs=self.logprobs.detach()))
         weights = unit_weights(batch.mask, batch.unit)
         total, sums = torch.zeros(()), collections.Counter()
         for units in torch.arange(batch.num_units).chunk(parts):
@@ -312,7 +312,7 @@ def without_reference(name, fields, *, prompt, trainer, loss_type=None, pairs=No
     theirs, their_metrics = trainer.get_batch_loss_metrics(own, model, model.batch())
     made = make_preference_objective(config)
     logprobs, _ = model.logprobs()
-    batch, _ = made.with_step_columns(pairs.batch)
+    batch = made.with_counts(pairs.batch)
     loss, metrics = made(inputs(batch, logprobs))
     return theirs, their_metrics, loss.mean(), {n: m.mean().item() for n, m in metrics.items()}, model
 
@@ -369,7 +369,7 @@ def test_trl_s_alphapo_has_no_number_for_a_long_answer():
     assert CPOTrainer.cpo_loss(own, h, h)[0].isnan()
     batch = batch_of([(1, 1)])
     made = make_preference_objective(PreferenceConfig(loss_type="cpo", alpha=0.01))
-    batch, _ = made.with_step_columns(batch)
+    batch = made.with_counts(batch)
     _, metrics = made(inputs(batch, torch.tensor([-120.0, -120.0])))
     assert metrics["rewards/chosen"].item() == pytest.approx(0.1 * (1 - math.exp(1.2)) / 0.01)
 
@@ -421,7 +421,7 @@ def test_losses_of_labelled_rows_are_trl_s(name):
     fields = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.7}
     made = make_preference_objective(PreferenceConfig(loss_type=name, **fields))
     other = rows.with_token_columns(ref_logprobs=ref)
-    batch, _ = made.with_step_columns(batch, StepPasses(mismatched=other, mismatched_logprobs=own))
+    batch, _ = made.with_passes(made.with_counts(batch), StepPasses(mismatched=other, mismatched_logprobs=own))
     loss, metrics = made(inputs(batch, logprobs))
     ours, (theirs, their_metrics) = loss.mean(), kto_of(name, fields, torch.arange(6), batch, logprobs, sums)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)

@@ -85,7 +85,7 @@ def test_labelled_rows_by_hand():
     batch = batch.with_token_columns(ref_logprobs=ref)
     rows = mismatched(batch).with_token_columns(ref_logprobs=torch.tensor([-1.0, -1.0]).double())
     passes = StepPasses(mismatched=rows, mismatched_logprobs=torch.tensor([-0.9, -0.7]).double())
-    loss, metrics = made(inputs(made.with_step_columns(batch, passes)[0], logprobs))  # z = (0.1 + 0.3) / 2
+    loss, metrics = made(inputs(made.with_passes(batch, passes)[0], logprobs))  # z = (0.1 + 0.3) / 2
     sigma = lambda z: 1 / (1 + math.exp(-z))
     assert loss.tolist() == pytest.approx([2 * (1 - sigma(1 - 0.2)), 1 - sigma(0.2 - 0.5)])
     assert metrics["rewards/chosen"].tolist() == [1.0, 0.0] and metrics["rewards/rejected"].tolist() == [0.0, 0.5]
@@ -235,11 +235,11 @@ def test_bco_keeps_the_mean_of_all_rewards_so_far():
         p = made.inputs(inputs(batch, logprobs))
         seen.append(torch.cat([0.5 * p.chosen.logratio, 0.5 * p.rejected.logratio]))
         passes = StepPasses(logprobs=logprobs)
-        batch, running = made.with_step_columns(batch, passes, running=running)
+        batch, running = made.with_passes(batch, passes, running=running)
         mean = torch.cat(seen).mean().item()
         assert batch.bco_shift[0].item() == pytest.approx(mean)
         assert running == {"bco_mean": pytest.approx(mean), "bco_rewards": sum(len(s) for s in seen)}
-    quiet, same = made.with_step_columns(batch, passes, running=running, learning=False)
+    quiet, same = made.with_passes(batch, passes, running=running, learning=False)
     assert same == running and quiet.bco_shift[0].item() == running["bco_mean"]
 
 
@@ -271,15 +271,15 @@ def test_mismatched_rows_are_of_other_rows_and_within_the_limit():
 def test_pairs_and_labels_are_not_confused():
     pairs, labels = random_batch("sigmoid")[0], random_batch("kto")[0]
     with pytest.raises(DataError, match="unit 0 is a pair: apo_zero_unpaired takes each row by itself"):
-        objective("apo_zero_unpaired").with_step_columns(pairs)
+        objective("apo_zero_unpaired").with_counts(pairs)
     with pytest.raises(DataError, match="the loss needs chosen"):
-        objective("sigmoid").with_step_columns(labels)
+        objective("sigmoid").with_counts(labels)
     with pytest.raises(DataError, match="unit 1 is no pair: sigmoid needs a chosen and a rejected side"):
-        objective("sigmoid").with_step_columns(batch_of([(1, 1), (2,)]).with_token_columns(ref_logprobs=torch.zeros(4)))
+        objective("sigmoid").with_counts(batch_of([(1, 1), (2,)]).with_token_columns(ref_logprobs=torch.zeros(4)))
     apart = batch_of([(2, 3), (1, 4)], paired=False)  # the sides of pairs, as rows with a label
     apart = apart.with_token_columns(ref_logprobs=torch.zeros(apart.num_tokens))
     made = objective("apo_zero_unpaired")
-    found = made(inputs(made.with_step_columns(apart)[0], torch.full((10,), -0.1)))[1]
+    found = made(inputs(made.with_counts(apart), torch.full((10,), -0.1)))[1]
     assert found["rows/chosen"].tolist() == [1.0, 0.0, 1.0, 0.0]
 
 

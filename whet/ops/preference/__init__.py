@@ -2,7 +2,8 @@
 
 Every loss is fn(p: PreferenceInputs, **kw) -> [u], or ([u], {metric: [u]}), and says by `needs` what it reads: pairs or
 rows with a label, a reference, the whole batch of an optimizer step, numbers that it keeps. A PreferenceObjective mixes
-them. What a loss looks at across the batch is made once, before the update, as columns: `with_step_columns`.
+them. What a loss looks at across the batch is made once, before the update, as columns: `with_counts` and
+`with_passes`.
 
 What TRL's trainers are called here:
 
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from whet.ops.preference.alone import cpo, cpo_hinge, cpo_ipo, orpo, sft, simpo
+from whet.ops.preference.alone import alpha_reward, cpo, cpo_hinge, cpo_ipo, log_odds, orpo, sft, simpo
 from whet.ops.preference.generators import F_DIVERGENCES
 from whet.ops.preference.inputs import (
     Needs,
@@ -27,10 +28,11 @@ from whet.ops.preference.inputs import (
     StepInputs,
     needs,
     needs_of,
+    pair_of,
     preference_inputs,
 )
 from whet.ops.preference.labelled import apo_zero_unpaired, kto, mismatched
-from whet.ops.preference.objective import PREFERENCE_RATIOS, PreferenceObjective, StepPasses
+from whet.ops.preference.objective import PreferenceObjective, StepPasses
 from whet.ops.preference.pairs import (
     apo_down,
     apo_zero,
@@ -44,6 +46,7 @@ from whet.ops.preference.pairs import (
     robust,
     sigmoid,
     sigmoid_norm,
+    smoothed_logsigmoid,
     sppo_hard,
 )
 from whet.ops.preference.ranked import aot, aot_unpaired
@@ -52,7 +55,6 @@ from whet.ops.preference.reward import REWARD_REDUCTIONS, bradley_terry
 __all__ = [
     "F_DIVERGENCES",
     "PREFERENCE_LOSSES",
-    "PREFERENCE_RATIOS",
     "REWARD_LOSSES",
     "REWARD_REDUCTIONS",
     "Needs",
@@ -62,11 +64,15 @@ __all__ = [
     "StepColumns",
     "StepInputs",
     "StepPasses",
+    "alpha_reward",
     "bradley_terry",
+    "log_odds",
     "mismatched",
     "needs",
     "needs_of",
+    "pair_of",
     "preference_inputs",
+    "smoothed_logsigmoid",
 ]
 
 PREFERENCE_LOSSES: dict[str, Callable[..., Any]] = {

@@ -12,13 +12,14 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from whet.ops.preference.inputs import LossOutput, PreferenceInputs, StepColumns, StepInputs, needs
 from whet.ops.preference.pairs import smoothed_logsigmoid
 
 __all__ = ["alpha_reward", "cpo", "cpo_hinge", "cpo_ipo", "log_odds", "orpo", "sft", "simpo"]
+
+F = torch.nn.functional
 
 
 def _tokens_per_pair(step: StepInputs) -> StepColumns:
@@ -41,7 +42,9 @@ def sft(p: PreferenceInputs) -> Tensor:
     Source: the third term of MPO (arXiv:2411.10442); agrees with TRL, where it fails with
         use_weighting; here each pair's own part is weighed.
 
-    Example: loss_type=[sigmoid, sft] with loss_weights=[1.0, 0.1].
+    >>> from whet.ops.preference import pair_of
+    >>> sft(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0))
+    tensor([1.5000])
     """
     return _nll(p)
 
@@ -91,7 +94,9 @@ def cpo(
     Source: CPO (arXiv:2401.08417); agrees with TRL's CPOTrainer, loss_type="sigmoid". At α ≠ 0 TRL takes the power of
         exp(h), which is no number for a long answer in fp32.
 
-    Example: loss_type=cpo.
+    >>> from whet.ops.preference import pair_of
+    >>> cpo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
+    tensor([2.1931])
     """
     chosen, rejected, logps = _contrast(p, False, alpha)
     loss = smoothed_logsigmoid(beta * (chosen - rejected), label_smoothing)
@@ -107,7 +112,9 @@ def cpo_hinge(p: PreferenceInputs, *, beta: float = 0.1, cpo_alpha: float = 1.0,
     Returns: ([u], metrics).
     Source: agrees with TRL's CPOTrainer, loss_type="hinge".
 
-    Example: loss_type=cpo_hinge.
+    >>> from whet.ops.preference import pair_of
+    >>> cpo_hinge(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
+    tensor([2.5000])
     """
     chosen, rejected, logps = _contrast(p, False, alpha)
     loss = torch.relu(1 - beta * (chosen - rejected))
@@ -123,7 +130,9 @@ def cpo_ipo(p: PreferenceInputs, *, beta: float = 0.1, cpo_alpha: float = 1.0, a
     Returns: ([u], metrics).
     Source: agrees with TRL's CPOTrainer, loss_type="ipo".
 
-    Example: loss_type=cpo_ipo.
+    >>> from whet.ops.preference import pair_of
+    >>> cpo_ipo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=0.5)[0]
+    tensor([1.7500])
     """
     chosen, rejected, logps = _contrast(p, True, alpha)
     loss = (chosen - rejected - 1 / (2 * beta)).square()
@@ -149,7 +158,9 @@ def simpo(
     Returns: ([u], metrics).
     Source: SimPO (arXiv:2405.14734), AlphaPO (arXiv:2501.03884); agrees with TRL's CPOTrainer, loss_type="simpo".
 
-    Example: loss_type=simpo, cpo_alpha=0, beta=2.0.
+    >>> from whet.ops.preference import pair_of
+    >>> simpo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0), beta=2.0, cpo_alpha=0.0)[0]
+    tensor([0.0789])
     """
     chosen, rejected, logps = _contrast(p, True, alpha)
     loss = smoothed_logsigmoid(beta * (chosen - rejected) - simpo_gamma, label_smoothing)
@@ -177,7 +188,9 @@ def orpo(p: PreferenceInputs, *, beta: float = 0.1) -> LossOutput:
     Source: ORPO (arXiv:2403.07691); agrees with TRL's ORPOTrainer but for the NLL, which is of the trained tokens here
         and of prompt and answer there: the same for a prompt of one token.
 
-    Example: loss_type=orpo.
+    >>> from whet.ops.preference import pair_of
+    >>> orpo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), tokens_per_pair=2.0))[0]
+    tensor([1.5168])
     """
     chosen, rejected, logps = _contrast(p, True, 0.0)
     odds = log_odds(chosen) - log_odds(rejected)

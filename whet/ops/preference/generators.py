@@ -9,10 +9,11 @@ import math
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 __all__ = ["F_DIVERGENCES", "alpha_divergence", "forward_kl", "js_divergence", "reverse_kl"]
+
+F = torch.nn.functional
 
 _LARGEST = 80.0
 """Of an exponent, so that its exp is a number in fp32 and bf16."""

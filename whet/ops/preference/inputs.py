@@ -19,7 +19,6 @@ from whet.ops.masked import masked_column, segment_count, segment_sum
 from whet.types import LossInputs
 
 __all__ = [
-    "LossOutput",
     "Needs",
     "PreferenceInputs",
     "Side",
@@ -27,6 +26,7 @@ __all__ = [
     "StepInputs",
     "needs",
     "needs_of",
+    "pair_of",
     "preference_inputs",
 ]
 
@@ -39,7 +39,12 @@ Generator = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Side:
-    """One side of each unit: the sums of its sequences. All are 0 where a unit lacks this side."""
+    """One side of each unit: the sums of its sequences. All are 0 where a unit lacks this side.
+
+    >>> side = pair_of((-3.0, -3.0), (-4.0, -2.0), length=(2, 1)).chosen
+    >>> side.logratio, side.per_token(side.logps)
+    (tensor([1.]), tensor([-1.5000]))
+    """
 
     there: Tensor
     """Bool [u]: the unit has a sequence of this side."""
@@ -94,14 +99,19 @@ class PreferenceInputs:
         if name not in self.chosen.columns:
             raise DataError(
                 f"the loss needs {name}, which is made of the whole batch of an optimizer step: call "
-                "PreferenceObjective.with_step_columns(batch) before the update"
+                "PreferenceObjective.with_counts(batch), and with_passes, before the update"
             )
         return torch.where(self.chosen.there, self.chosen.columns[name], self.rejected.columns[name])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepInputs:
-    """What a loss may look at before an update: the whole batch of the optimizer step."""
+    """What a loss may look at before an update: the whole batch of the optimizer step.
+
+    >>> step = StepInputs(rows=pair_of((-3.0, -3.0)), counted=torch.tensor([True]))
+    >>> step.rows.chosen.length.sum()
+    tensor(1)
+    """
 
     rows: PreferenceInputs
     """Of all U units. The policy's numbers are its own before the update where the loss asks for that pass, else 0."""
@@ -117,7 +127,11 @@ class StepInputs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepColumns:
-    """What a loss makes of a whole step."""
+    """What a loss makes of a whole step.
+
+    >>> StepColumns(columns={"tokens_per_pair": torch.tensor(2.5)}).running
+    {}
+    """
 
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """By name: a number of each side [U 2] (chosen, rejected), of each unit [U], or one of all [] ."""
@@ -131,7 +145,11 @@ StepFn = Callable[..., StepColumns]
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a preference loss needs, as it declares by `needs`; a function that declares nothing has the defaults."""
+    """What a preference loss needs, as it declares by `needs`; a function that declares nothing has the defaults.
+
+    >>> Needs().rows, Needs().reference
+    ('pairs', True)
+    """
 
     rows: Literal["pairs", "labels"] = "pairs"
     """Units of a chosen and a rejected side, or rows with a label."""
@@ -225,6 +243,33 @@ def preference_inputs(
         for i in (0, 1)
     )
     return PreferenceInputs(chosen=next(sides), rejected=next(sides), x=x)
+
+
+def pair_of(
+    logps: tuple[float, float],
+    ref_logps: tuple[float, float] = (0.0, 0.0),
+    length: tuple[int, int] = (1, 1),
+    **columns: float,
+) -> PreferenceInputs:
+    """One pair of made-up sums, (chosen, rejected) each: for examples, and to try a loss of one's own.
+
+    Args: logps, ref_logps: Σ log π of policy and reference. length: trained tokens. columns: what was made of the step.
+    Returns: PreferenceInputs of one unit.
+
+    >>> pair_of((-3.0, -3.0), (-4.0, -2.0)).chosen.logratio
+    tensor([1.])
+    """
+    tokens = [torch.full((n,), logp / n) for n, logp in zip(length, logps)]
+    refs = [torch.full((n,), logp / n) for n, logp in zip(length, ref_logps)]
+    x = LossInputs(
+        sequence=torch.tensor([0] * length[0] + [1] * length[1]),
+        mask=torch.ones(sum(length), dtype=torch.bool),
+        logprobs=torch.cat(tokens),
+        ref_logprobs=torch.cat(refs),
+        unit_of=torch.tensor([0, 0]),
+        sequence_columns={"chosen": torch.tensor([1.0, 0.0]), **{n: torch.full((2,), c) for n, c in columns.items()}},
+    )
+    return preference_inputs(x)
 
 
 def _length_weights(x: LossInputs, length: Tensor, ld_alpha: float) -> Tensor:

@@ -26,7 +26,14 @@ def mismatched(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
     Source: KTO (arXiv:2402.01306); agrees with TRL's KTOTrainer for single rows, which turns by one within what was a
         micro-batch when the data set was read.
 
-    Example: for prompts x and completions y of three rows: (x1, y3), (x2, y1), (x3, y2).
+    >>> from whet.types import Example, TrainSequence
+    >>> import numpy as np
+    >>> import numpy as np
+    >>> of = lambda x, y: TrainSequence(prefix=np.array([x]), tokens=np.array([y]), mask=np.array([True]))
+    >>> rows = [Example(sequences=(of(x, 10 * x),)) for x in (1, 2, 3)]
+    >>> turned = mismatched(TokenBatch.from_examples(rows))
+    >>> turned.prefixes.tolist(), turned.tokens.tolist()
+    ([1, 2, 3], [30, 10, 20])
     """
     rows = batch.group_of.index_select(0, batch.trajectory_of)
     turn = int(rows.bincount().max())
@@ -58,11 +65,15 @@ def mismatched(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
 
 
 def _kl(step: StepInputs) -> StepColumns:
-    assert step.mismatched is not None, "the mismatched rows were not read"
-    return StepColumns(columns={"kto_kl": step.mismatched.chosen.logratio.double().mean().clamp(min=0)})
+    """Z of this step; where it is of one row alone, and nothing is mismatched, that of the step before."""
+    z = step.running.get("kto_kl", 0.0)
+    if step.mismatched is not None:
+        z = float(step.mismatched.chosen.logratio.double().mean().clamp(min=0))
+    running = {"kto_kl": z} if step.learning else step.running
+    return StepColumns(columns={"kto_kl": torch.tensor(z, dtype=torch.float64)}, running=running)
 
 
-@needs(rows="labels", mismatched_pass=True, step=_kl)
+@needs(rows="labels", mismatched_pass=True, running=True, step=_kl)
 def kto(
     p: PreferenceInputs, *, beta: float = 0.1, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -71,11 +82,14 @@ def kto(
     l = λ_D (1 − σ(β (r − z))) for a desirable row, λ_U (1 − σ(β (z − r))) for another; z = max(0, mean of
     log π(y'|x) / π_ref(y'|x)) over the step's mismatched rows, a constant
     Args: p: rows with a label, with the step column kto_kl, z. beta: β. desirable_weight: λ_D. undesirable_weight: λ_U.
-    Returns: ([u], metrics). z is made in a pass without gradient over the mismatched rows of the whole optimizer step.
+    Returns: ([u], metrics). z is made in a pass without gradient over the mismatched rows of the whole optimizer step;
+        a step of one row has the z of the step before.
     Source: KTO (arXiv:2402.01306), equation 7; agrees with TRL's KTOTrainer, which has a z for each micro-batch: the
         same without gradient accumulation.
 
-    Example: PREFERENCE_LOSSES["kto"](p, beta=0.1), after PreferenceObjective.with_step_columns.
+    >>> from whet.ops.preference import pair_of
+    >>> kto(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), kto_kl=0.5), beta=0.5)[0]
+    tensor([0.4378])
     """
     z = p.number("kto_kl").to(p.chosen.logps.dtype)
     gain = desirable_weight * (beta * (z - p.chosen.logratio)).sigmoid()
@@ -94,7 +108,9 @@ def apo_zero_unpaired(
     Returns: [u].
     Source: APO (arXiv:2408.06266); agrees with TRL's KTOTrainer.
 
-    Example: PREFERENCE_LOSSES["apo_zero_unpaired"](p, beta=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> apo_zero_unpaired(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.3775])
     """
     gain = desirable_weight * (-beta * p.chosen.logratio).sigmoid()
     loss = undesirable_weight * (beta * p.rejected.logratio).sigmoid()

@@ -8,6 +8,7 @@ units; N sequences, S tokens and U units of a whole optimizer step.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -23,7 +24,6 @@ from whet.ops.preference.inputs import (
     LossOutput,
     Needs,
     PreferenceInputs,
-    Side,
     StepInputs,
     needs_of,
     preference_inputs,
@@ -31,16 +31,18 @@ from whet.ops.preference.inputs import (
 from whet.ops.preference.pairs import sigmoid
 from whet.types import LossInputs, TokenBatch
 
-__all__ = ["PREFERENCE_RATIOS", "PreferenceObjective", "StepPasses"]
+__all__ = ["PreferenceObjective", "StepPasses"]
 
-PREFERENCE_RATIOS = {"mean_token_accuracy": "tokens/chosen"}
-"""Metrics that are sums, and those that they are to be divided by once a step is whole."""
 _OF_CHOSEN, _OF_REJECTED = ("rewards/chosen", "logps/chosen"), ("rewards/rejected", "logps/rejected")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepPasses:
-    """What was read of policy and reference before an update, for losses that ask for it."""
+    """What was read of policy and reference before an update, for losses that ask for it.
+
+    >>> StepPasses(logprobs=torch.tensor([-1.0])).mismatched is None
+    True
+    """
 
     logprobs: Tensor | None = None
     """[S]: the policy's, of the batch."""
@@ -57,10 +59,10 @@ class PreferenceObjective:
     l = v · Σ_k w_k l_k, w the loss_weights; with use_weighting v = exp(mean over y_w's tokens of (log π − log Σ p²)) ·
     the same of y_l, a constant; else v = 1.
     Call it with LossInputs of units: with the column chosen (or label), with ref_logprobs where `needs.reference`, and
-    with the columns that `with_step_columns` makes of the whole batch.
+    with the columns that `with_counts` and `with_passes` make of the whole batch.
     Returns: (loss [u], metrics [u] each), by TRL's names: rewards/chosen, rewards/rejected (β r unless a loss has
-        rewards of its own), rewards/accuracies, rewards/margins, logps/chosen, logps/rejected, mean_token_accuracy with
-        tokens/chosen (see PREFERENCE_RATIOS), the losses' own, and with several losses each as loss/<name>. Of rows
+        rewards of its own), rewards/accuracies, rewards/margins, logps/chosen, logps/rejected, mean_token_accuracy (a
+        count; see `ratios`), the losses' own, and with several losses each as loss/<name>. Of rows
         with a label those of a side are 0 where the row is of the other, and rows/chosen, rows/rejected say which.
     Raises: ConfigError: losses that don't go together. DataError: a missing column, or a loss of another shape.
     Source: WPO (arXiv:2406.11827), MPO (arXiv:2411.10442); agrees with TRL's DPOTrainer.
@@ -125,51 +127,80 @@ class PreferenceObjective:
         )
 
     @property
+    def ratios(self) -> dict[str, str]:
+        """Metrics that are sums over units, and those that they are to be divided by once a step is whole."""
+        found = {"mean_token_accuracy": "tokens/chosen"}
+        if self.needs.rows == "labels":
+            found |= dict.fromkeys(_OF_CHOSEN, "rows/chosen") | dict.fromkeys(_OF_REJECTED, "rows/rejected")
+        return found
+
+    @property
     def constants(self) -> tuple[str, ...]:
         """What it asks of the model besides log-probabilities: RoleTrainer.with_loss_fn(constants=...)."""
         return ("correct", "log_sum_sq_probs") if self.use_weighting else ("correct",)
 
     def inputs(self, x: LossInputs) -> PreferenceInputs:
         """The sums of each unit's sides, as the losses are given them."""
-        side = "label" if self.needs.rows == "labels" and "label" in x.sequence_columns else "chosen"
         reference = self.needs.reference
+        generator = self.generator if reference else None
         return preference_inputs(
-            x, side=side, reference=reference, ld_alpha=self.ld_alpha, generator=self.generator if reference else None
+            x, side=self._side(x), reference=reference, ld_alpha=self.ld_alpha, generator=generator
         )
 
-    def with_step_columns(
+    def with_counts(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with what its losses make of the whole optimizer step and need no pass for, e.g. a count of tokens.
+
+        Args: batch: of whole units.
+        Returns: it with more columns per sequence.
+        Raises: DataError: a pair without one of its sides, or a row that is a pair where labels are needed.
+        """
+        x = _whole(batch, torch.zeros(batch.num_tokens))
+        rows = preference_inputs(x, side=self._side(x), reference=False)
+        self._check_sides(rows)
+        seen = StepInputs(rows=rows, counted=_counted(batch))
+        return self._with_columns(batch, seen, passes=False)[0]
+
+    def with_passes(
         self,
         batch: TokenBatch,
-        passes: StepPasses | None = None,
+        passes: StepPasses,
         *,
         running: Mapping[str, float] | None = None,
         learning: bool = True,
     ) -> tuple[TokenBatch, dict[str, float]]:
-        """The batch with what its losses make of the whole optimizer step, and what they keep for the next.
+        """The batch with what its losses make of the whole optimizer step and need a pass for; and what they keep.
 
         Args: batch: of whole units, with ref_logprobs where `needs.reference`. passes: what `needs.policy_pass` and
             `needs.mismatched_pass` ask for. running: what was kept. learning: False in evaluation: nothing kept moves.
         Returns: (the batch with more columns per sequence, what is kept).
-        Raises: DataError: a pair without one of its sides, or a row that is a pair where labels are needed.
         """
-        passes = passes or StepPasses()
         logprobs = torch.zeros(batch.num_tokens) if passes.logprobs is None else passes.logprobs
-        rows = self.inputs(_whole(batch, logprobs))
-        self._check_sides(rows)
         other = None
         if passes.mismatched is not None and passes.mismatched_logprobs is not None:
             x = _whole(passes.mismatched, passes.mismatched_logprobs)
             other = preference_inputs(x, reference=self.needs.reference)
-        counted = segment_count(batch.mask, batch.unit, batch.num_units) > 0
-        place = batch.unit_of, (~self._of_chosen(batch)).long()
-        kept = dict(running or {})
+        seen = StepInputs(
+            rows=self.inputs(_whole(batch, logprobs)),
+            counted=_counted(batch),
+            mismatched=other,
+            running=running or {},
+            learning=learning,
+        )
+        return self._with_columns(batch, seen, passes=True)
+
+    def _with_columns(
+        self, batch: TokenBatch, seen: StepInputs, *, passes: bool
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """The columns of the losses that need a pass, or of those that don't."""
+        x = _whole(batch, torch.zeros(0))
+        place = batch.unit_of, (x.need(self._side(x)) < 0.5).long()
+        kept = dict(seen.running)
         for loss in self.losses.values():
-            step = needs_of(loss).step
-            if step is None:
+            need = needs_of(loss)
+            if need.step is None or (need.policy_pass or need.mismatched_pass) != passes:
                 continue
-            words = {n: v for n, v in _bound(loss).items() if n in _bound(step, keyword_only=True)}
-            seen = StepInputs(rows=rows, counted=counted, mismatched=other, running=kept, learning=learning)
-            made = step(seen, **words)
+            words = {n: v for n, v in _bound(loss).items() if n in _bound(need.step, keyword_only=True)}
+            made = need.step(dataclasses.replace(seen, running=kept), **words)
             batch = batch.with_sequence_columns(**{n: _of_sequences(c, place) for n, c in made.columns.items()})
             kept |= made.running
         return batch, kept
@@ -197,10 +228,9 @@ class PreferenceObjective:
         metrics = self._logged(x, p, metrics)
         return total, {name: value.detach().to(total.dtype) for name, value in metrics.items()}
 
-    def _of_chosen(self, batch: TokenBatch) -> Tensor:
-        """Bool [N]: which sequences are of the chosen side."""
-        labels = self.needs.rows == "labels" and "label" in batch.sequence_columns
-        return batch.need("label" if labels else "chosen") >= 0.5
+    def _side(self, x: LossInputs) -> str:
+        """The column that says which sequences are of the chosen side."""
+        return "label" if self.needs.rows == "labels" and "label" in x.sequence_columns else "chosen"
 
     def _check_sides(self, rows: PreferenceInputs) -> None:
         both = rows.chosen.there & rows.rejected.there
@@ -237,16 +267,15 @@ class PreferenceObjective:
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
             found["rewards/accuracies"] = found["rewards/margins"] > 0
         if x.correct is not None:
-            found["mean_token_accuracy"] = _correct(x, p.chosen)
+            of_chosen = (x.need(self._side(x)) >= 0.5).index_select(0, x.sequence)
+            found["mean_token_accuracy"] = segment_count(x.correct & x.mask & of_chosen, x.unit, x.num_units)
             found["tokens/chosen"] = p.chosen.length
         return found
 
 
-def _correct(x: LossInputs, chosen: Side) -> Tensor:
-    """[u]: the tokens of the chosen side that the policy finds likeliest."""
-    side = "label" if "label" in x.sequence_columns and "chosen" not in x.sequence_columns else "chosen"
-    of_chosen = (x.need(side) >= 0.5).index_select(0, x.sequence)
-    return segment_count(x.need("correct") & x.mask & of_chosen, x.unit, x.num_units)
+def _counted(batch: TokenBatch) -> Tensor:
+    """Bool [U]: the units with a trained token."""
+    return segment_count(batch.mask, batch.unit, batch.num_units) > 0
 
 
 def _whole(batch: TokenBatch, logprobs: Tensor) -> LossInputs:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from whet.ops.preference.inputs import PreferenceInputs, StepColumns, StepInputs, needs
@@ -32,6 +31,8 @@ __all__ = [
     "smoothed_logsigmoid",
     "sppo_hard",
 ]
+
+F = torch.nn.functional
 
 
 def smoothed_logsigmoid(z: Tensor, label_smoothing: float) -> Tensor:
@@ -62,7 +63,9 @@ def sigmoid(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: float = 
     Source: DPO (arXiv:2305.18290), ε its conservative form (cDPO); agrees with RL2, with TRL's CPOTrainer at any ε and
         with its DPOTrainer at ε = 0, which reads no label_smoothing here.
 
-    Example: PREFERENCE_LOSSES["sigmoid"](preference_inputs(x), beta=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> sigmoid(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.3133])
     """
     return smoothed_logsigmoid(beta * _difference(p), label_smoothing)
 
@@ -76,7 +79,9 @@ def sigmoid_norm(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: agrees with TRL's DPOTrainer; the length-normalised DPO of Tülu 3 (arXiv:2411.15124).
 
-    Example: PREFERENCE_LOSSES["sigmoid_norm"](p, beta=5.0).
+    >>> from whet.ops.preference import pair_of
+    >>> sigmoid_norm(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.3869])
     """
     return -F.logsigmoid(beta * _mean_difference(p))
 
@@ -90,7 +95,9 @@ def hinge(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: SLiC (arXiv:2309.06657); agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["hinge"](p, beta=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> hinge(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.])
     """
     return torch.relu(1 - beta * _difference(p))
 
@@ -104,7 +111,9 @@ def ipo(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: IPO (arXiv:2310.12036), per token as TRL has it after its authors; agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["ipo"](p, beta=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> ipo(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.2500])
     """
     return (_mean_difference(p) - 1 / (2 * beta)).square()
 
@@ -118,7 +127,9 @@ def robust(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: float = 0
     Returns: [u].
     Source: robust DPO (arXiv:2403.00409); agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["robust"](p, label_smoothing=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> robust(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5, label_smoothing=0.1)
+    tensor([0.1883])
     """
     z = beta * _difference(p)
     right, flipped = -(1 - label_smoothing) * F.logsigmoid(z), -label_smoothing * F.logsigmoid(-z)
@@ -134,7 +145,9 @@ def exo_pair(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: float =
     Returns: [u].
     Source: EXO (arXiv:2402.00856), equation 16; agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["exo_pair"](p, label_smoothing=1e-3).
+    >>> from whet.ops.preference import pair_of
+    >>> exo_pair(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5, label_smoothing=0.001)
+    tensor([1.2763])
     """
     z, epsilon = beta * _difference(p), label_smoothing
     right = z.sigmoid() * (F.logsigmoid(z) - math.log1p(-epsilon))
@@ -149,7 +162,9 @@ def nca_pair(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: NCA (arXiv:2402.05369); agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["nca_pair"](p, beta=0.01).
+    >>> from whet.ops.preference import pair_of
+    >>> nca_pair(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([1.1982])
     """
     chosen, rejected = beta * p.chosen.logratio, beta * p.rejected.logratio
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
@@ -163,7 +178,9 @@ def bco_pair(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: BCO (arXiv:2404.04656) without its shift; agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["bco_pair"](p, beta=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> bco_pair(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.9482])
     """
     return -F.logsigmoid(beta * p.chosen.logratio) - F.logsigmoid(-beta * p.rejected.logratio)
 
@@ -190,7 +207,9 @@ def bco(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Source: BCO (arXiv:2404.04656); TRL's bco_pair had it in older releases and has no shift in 1.16. δ is of
         whole optimizer steps, is saved with the run, and stands still in evaluation.
 
-    Example: PREFERENCE_LOSSES["bco"](p, beta=0.1), after PreferenceObjective.with_step_columns.
+    >>> from whet.ops.preference import pair_of
+    >>> bco(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), bco_shift=0.25), beta=0.5)
+    tensor([0.9628])
     """
     shift = p.number("bco_shift").to(p.chosen.logps.dtype)
     return -F.logsigmoid(beta * p.chosen.logratio - shift) - F.logsigmoid(shift - beta * p.rejected.logratio)
@@ -204,7 +223,9 @@ def sppo_hard(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: SPPO (arXiv:2405.00675), equation 4.7 with probabilities 1 and 0; agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["sppo_hard"](p, beta=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> sppo_hard(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.])
     """
     return (p.chosen.logratio - 0.5 / beta).square() + (p.rejected.logratio + 0.5 / beta).square()
 
@@ -217,7 +238,9 @@ def apo_zero(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: APO (arXiv:2408.06266), equation 7; agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["apo_zero"](p, beta=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> apo_zero(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.7551])
     """
     return (-beta * p.chosen.logratio).sigmoid() + (beta * p.rejected.logratio).sigmoid()
 
@@ -230,7 +253,9 @@ def apo_down(p: PreferenceInputs, *, beta: float = 0.1) -> Tensor:
     Returns: [u].
     Source: APO (arXiv:2408.06266), equation 8; agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["apo_down"](p, beta=0.1).
+    >>> from whet.ops.preference import pair_of
+    >>> apo_down(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.8914])
     """
     margin = p.chosen.logratio - p.rejected.logratio
     return (beta * p.chosen.logratio).sigmoid() + (-beta * margin).sigmoid()
@@ -245,7 +270,9 @@ def discopop(p: PreferenceInputs, *, beta: float = 0.1, discopop_tau: float = 0.
     Returns: [u].
     Source: DiscoPOP (arXiv:2406.08414), equation 5; agrees with TRL.
 
-    Example: PREFERENCE_LOSSES["discopop"](p, beta=0.05).
+    >>> from whet.ops.preference import pair_of
+    >>> discopop(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1)), beta=0.5)
+    tensor([0.3679])
     """
     z = beta * _difference(p)
     m = (z / discopop_tau).sigmoid()

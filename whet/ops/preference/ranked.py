@@ -49,7 +49,9 @@ def aot(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: float = 0.0)
     Source: AOT (arXiv:2406.05882), its paired form; agrees with TRL, which sorts each micro-batch by itself: the same
         without gradient accumulation.
 
-    Example: PREFERENCE_LOSSES["aot"](p, beta=0.1), after PreferenceObjective.with_step_columns.
+    >>> from whet.ops.preference import pair_of
+    >>> aot(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), aot_partner=-2.0), beta=0.5)
+    tensor([0.3133])
     """
     margin = p.chosen.logps - p.rejected.logps
     return smoothed_logsigmoid(beta * (margin - p.number("aot_partner").to(margin.dtype)), label_smoothing)
@@ -75,7 +77,9 @@ def aot_unpaired(p: PreferenceInputs, *, beta: float = 0.1, label_smoothing: flo
     Source: AOT (arXiv:2406.05882), its unpaired form; agrees with TRL, which sorts each micro-batch by itself: the
         same without gradient accumulation.
 
-    Example: PREFERENCE_LOSSES["aot_unpaired"](p, beta=0.1), after PreferenceObjective.with_step_columns.
+    >>> from whet.ops.preference import pair_of
+    >>> aot_unpaired(pair_of((-3.0, -3.0), (-4.0, -2.0), (2, 1), aot_other=0.5), beta=0.5)
+    tensor([0.4814])
     """
     p.number("aot_other")
     sides = [(side.logratio, side.columns["aot_other"].to(side.logps.dtype)) for side in (p.chosen, p.rejected)]

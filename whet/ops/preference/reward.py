@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from whet.ops.masked import segment_sum
 from whet.ops.preference.inputs import LossOutput
 from whet.types import LossInputs
 
 __all__ = ["REWARD_REDUCTIONS", "bradley_terry"]
+
+F = torch.nn.functional
 
 REWARD_REDUCTIONS = {"min_reward": "min", "max_reward": "max"}
 """How its metrics are reduced that are not means."""

@@ -1,16 +1,16 @@
-"""The algorithms of supervised training: the section algo of `whet rm` and `whet dpo`.
+"""The objectives of reward models and preference training: the section algo of `whet rm` and `whet dpo`.
 
 Names and defaults are TRL's where TRL has the field.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from whet.config.algo.effect import check_effect
 from whet.config.algo.preference_names import PREFERENCE_CHOICES
+from whet.config.algo.sft import SupervisedConfig
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Pieces
 from whet.errors import ConfigError
@@ -19,7 +19,7 @@ __all__ = ["PreferenceConfig", "RewardModelConfig"]
 
 
 @config
-class RewardModelConfig:
+class RewardModelConfig(SupervisedConfig):
     """Training of a reward model on pairs: the preference model of Bradley and Terry on the scores of last tokens.
 
     >>> RewardModelConfig(center_rewards_coefficient=-1.0)
@@ -42,14 +42,9 @@ class RewardModelConfig:
         if c is not None and c < 0:
             raise ConfigError(f"center_rewards_coefficient must not be negative, got {c!r}")
 
-    @property
-    def keywords(self) -> Mapping[str, Any]:
-        """What a loss is given where it asks for it by name: the fields."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-
 
 @config
-class PreferenceConfig:
+class PreferenceConfig(SupervisedConfig):
     """Preference training: DPO and its relatives, of pairs or of rows with a label.
 
     >>> PreferenceConfig(loss_type="simpo", cpo_alpha=0.0, beta=2.0).loss_type
@@ -159,8 +154,3 @@ class PreferenceConfig:
                     f"f_divergence_type={self.f_divergence_type!r} is a divergence from the reference, and "
                     "reference_free=True reads none; leave one of them out"
                 )
-
-    @property
-    def keywords(self) -> Mapping[str, Any]:
-        """What a loss is given where it asks for it by name: the fields."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
