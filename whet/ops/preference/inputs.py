@@ -190,7 +190,11 @@ def needs(**declared: Any) -> Callable[[LossFn], LossFn]:
 
 
 def needs_of(loss: Callable[..., Any]) -> Needs:
-    """What a loss has declared by `needs`, also of a partial's function."""
+    """What a loss has declared by `needs`, also of a partial's function.
+
+    >>> needs_of(needs(rows="labels")(lambda p: p.chosen.logratio)).rows
+    'labels'
+    """
     while isinstance(loss, partial):
         loss = loss.func
     return getattr(loss, "needs", Needs())
