@@ -80,7 +80,7 @@ ENTROPY = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
 
 
 def test_a_reward_model_learns_what_can_be_learned(folder, tmp_path):
-    made = reward_learner(folder, loop(tmp_path, num_epochs=40))
+    made = reward_learner(folder, loop(tmp_path, num_epochs=30))
     run = made.train(TORN, TORN)
     first, *_, last = [row for row in run.rows if row["mode"] == "eval"]
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)  # the score head starts at 0
@@ -96,15 +96,12 @@ def test_a_reward_model_learns_what_can_be_learned(folder, tmp_path):
     ("name", "algo", "best"),
     [
         ("sigmoid", {"beta": 0.5}, ENTROPY),
-        ("cpo", {"beta": 0.5, "cpo_alpha": 0.0}, ENTROPY),
         ("ipo", {"beta": 0.5}, 0.75),  # the mean difference d of both answers per token: (d - 1)² thrice, (d + 1)² once
-        ("sppo_hard", {"beta": 0.5}, 1.5),  # r of a: (r - 1)² thrice, (r + 1)² once, and the same of b
-        ("apo_zero", {"beta": 1.0}, 0.5),  # 3 (1 - σ) + σ, least where σ is 1; of both answers
         ("kto", {"beta": 1.0}, 0.25),
     ],
 )
 def test_a_policy_learns_what_can_be_learned(name, algo, best, folder):
-    run = learner(name, folder, loop(num_epochs=60), batch_size=4, **algo).train(TORN)
+    run = learner(name, folder, loop(num_epochs=30), batch_size=4, lr=0.02, **algo).train(TORN)
     losses = [row["loss"] for row in train_rows(run)]
     assert losses[-1] == pytest.approx(best, abs=0.02) and losses[0] > best + 0.05
 
@@ -244,7 +241,7 @@ def test_what_does_not_fit_is_refused(folder):
     with pytest.raises(ConfigError, match="can't know the mismatched rows of each step"):
         learner("kto", folder, precompute_ref_log_probs=True)
     with pytest.raises(ConfigError, match="a stream has no end that is known"):
-        learner("sigmoid", folder, loop(max_steps=1), precompute_ref_log_probs=True).train(iter(PAIRS))
+        learner("sigmoid", folder, loop(max_steps=1, num_epochs=None), precompute_ref_log_probs=True).train(iter(PAIRS))
 
 
 def test_a_run_says_what_a_step_reads(folder):
