@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from helpers import exact_model, gap, same, tiny_model, weights_of
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from whet.cli import main
 from whet.config import (
     CheckpointingOptions,
     OptimConfig,
@@ -249,3 +250,23 @@ def test_a_run_says_what_a_step_reads(folder):
     assert learner("simpo", folder).planned_passes(3)["ref_logprobs"].startswith("skipped")
     assert "mismatched rows" in learner("kto", folder).planned_passes(3)
     assert "policy before the update" in learner("aot", folder).planned_passes(3)
+
+
+def test_whet_dpo_and_whet_rm_train_folders_that_transformers_loads(folder, tmp_path, capsys):
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    words = [f"model={folder}", f"data={tmp_path / 'pairs.jsonl'}", "data.batch_size=4", "trainer.num_epochs=2"]
+    run = lambda name, *more: main([name, *words, f"trainer.run_dir={tmp_path / name}", *more])
+    assert run("dpo", "data.eval_fraction=0.2", "actor.lr=1e-2", "actor.dtype=float32") == 0
+    found = json.loads((tmp_path / "dpo" / "summary.json").read_text())
+    assert found["eval_loss_before"] == pytest.approx(math.log(2), abs=1e-6)
+    assert found["eval_loss_after"] < 0.69
+    environment = json.loads((tmp_path / "dpo" / "environment.json").read_text())
+    assert environment["passes"]["loss"] == "sigmoid(beta=0.1, label_smoothing=0.0)"
+    AutoModelForCausalLM.from_pretrained(tmp_path / "dpo" / "final")
+    assert run("rm", "reward_model.lr=1e-2", "reward_model.dtype=float32") == 0
+    AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm" / "final", num_labels=1)
+    capsys.readouterr()
+    assert main(["dpo", *words, "algo.loss_type=simpo", "algo.discopop_tau=0.2"]) == 2
+    assert "discopop_tau=0.2 has no effect: simpo" in capsys.readouterr().err
+    assert main(["dpo", *words, "algo.loss_type=simpo", f"reference.model={folder}"]) == 2
+    assert "would be loaded and never read" in capsys.readouterr().err
