@@ -29,7 +29,10 @@ log = logging.getLogger("whet")
 class Encoder(Protocol):
     """What makes examples of rows, and counts what became of them."""
 
-    counts: dict[str, int]
+    @property
+    def counts(self) -> Mapping[Any, int]:
+        """What became of the rows, by a word for it."""
+        ...
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """A row as an example; None = it is left out."""

@@ -222,6 +222,12 @@ def preference_inputs(
     Returns: PreferenceInputs of u units.
     Raises: DataError: one of them is missing.
     Source: LD-DPO (arXiv:2409.06411) and f-DPO (arXiv:2309.16240), as TRL's DPOTrainer.
+
+    >>> x = LossInputs(sequence=torch.tensor([0, 0, 1]), mask=torch.ones(3, dtype=torch.bool),
+    ...                logprobs=torch.tensor([-1., -2., -4.]), unit_of=torch.tensor([0, 0]),
+    ...                sequence_columns={"chosen": torch.tensor([1., 0.])})
+    >>> preference_inputs(x, reference=False, ld_alpha=0.5).chosen.logps  # -1 - 0.5 * 2
+    tensor([-2.])
     """
     place = 2 * x.unit_of + (x.need(side) < 0.5).long()
     of_token, number = place.index_select(0, x.sequence), 2 * x.num_units
