@@ -2,6 +2,7 @@
 
 import inspect
 import pickle
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -309,6 +310,15 @@ def test_loss_and_advantage_in_a_replay_buffer_of_torchrl_s(storage, rollout):
     out.mean(reduce=True).backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in rollout.model.parameters())
     rollout.model.zero_grad()
+
+
+def test_made_before_torchrl_is_imported_a_buffer_refuses_it(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delitem(sys.modules, "torchrl.envs.transforms")
+        early = MCAdvantage(2)
+    assert not isinstance(early, Transform)
+    with pytest.raises(RuntimeError, match="must be either a Transform instance"):
+        ReplayBuffer(storage=LazyStackStorage(8), transform=early, batch_size=4).extend(trajectory("a", [1.0]))
 
 
 def test_the_wrapper_s_first_logprob_and_missing_row_are_made_good_here(rollout):

@@ -64,13 +64,12 @@ def test_public_methods_of_public_classes_have_docstrings(module):
     for name in literal_all(module) or []:
         value = getattr(made, name)
         if inspect.isclass(value) and value.__module__ == module:
-            bare += [
-                f"{name}.{n}"
-                for n, v in vars(value).items()
-                if not n.startswith("_")
-                and (inspect.isfunction(v) or isinstance(v, property | classmethod | staticmethod))
-                and not inspect.getdoc(getattr(v, "fget", None) or getattr(v, "__func__", v))
-            ]
+            for n, v in vars(value).items():
+                made_here = inspect.isfunction(v) or isinstance(v, property | classmethod | staticmethod)
+                function = getattr(v, "fget", None) or getattr(v, "__func__", v)
+                if n.startswith("_") or not made_here or function.__module__.startswith("tensordict."):
+                    continue  # TensorClass puts its own methods, some of them bare, into a class
+                bare += [] if inspect.getdoc(function) else [f"{name}.{n}"]
     assert bare == []
 
 

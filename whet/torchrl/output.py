@@ -72,3 +72,8 @@ class DAPOLossOutput(LLMLossOutput):
 
 class CISPOLossOutput(LLMLossOutput):
     """What CISPOLoss returns."""
+
+
+LLMLossOutput.__doc__ = "The parts of a loss, and what is logged beside them; its property `loss` is the loss itself."
+for _kind, _of in ((GRPOLossOutput, "GRPOLoss"), (DAPOLossOutput, "DAPO"), (CISPOLossOutput, "CISPOLoss")):
+    _kind.__doc__ = f"What {_of} returns: the fields of LLMLossOutput."  # TensorClass puts a signature in its place
