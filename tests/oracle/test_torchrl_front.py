@@ -97,6 +97,16 @@ def test_objective_entropy_bonus_ess_and_gradient_are_torchrl_s(options):
     assert 0 < ours["clip_fraction"] < 1 and set(ours) == set(theirs)
 
 
+def test_a_row_without_a_trained_token_counts_in_the_mean_over_rows():
+    p = case(2)
+    p.actor.mask[1] = False
+    p.data["log_probs", "full"][2, -1] = torch.nan  # not recorded: not trained
+    (ours, grad), (theirs, there) = both(GRPOLoss, p, aggregation="prompt_mean")
+    equal(ours, theirs, ["loss_objective", "loss_entropy", "ESS"])
+    torch.testing.assert_close(grad, there, rtol=1e-6, atol=1e-12)
+    assert (grad[1] == 0).all() and (grad[2, -1] == 0).all()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_where_every_token_is_trained_all_fields_are_equal(seed):
     (ours, grad), (theirs, there) = both(
@@ -333,6 +343,24 @@ def test_the_wrapper_s_first_logprob_and_missing_row_are_made_good_here(rollout)
     assert theirs.ESS < 0.9 and theirs.clip_fraction > 0.1  # the model has not moved
     again = GRPOLoss(rollout.actor)(data)
     assert ours.ESS.item() == pytest.approx(1) and again.loss_objective == ours.loss_objective
+
+
+def test_prompts_of_different_lengths_without_padding(rollout):
+    wrapper = lambda **options: TransformersWrapper(
+        rollout.model, tokenizer=byte_tokenizer(), input_mode="tokens", return_log_probs=True, **options
+    )
+    asked = [
+        TensorDict({"tokens": Tokens(prompt=torch.tensor(list(p.encode())), batch_size=()), "query": p}, [])
+        for p in ("ab", "cde", "ab", "cde")
+    ]
+    sampling = {"max_new_tokens": 3, "do_sample": True, "top_k": 264}
+    data = wrapper(generate=True, pad_output=False, generate_kwargs=sampling)(LazyStackedTensorDict(*asked))
+    rewards = torch.tensor([0.0, 1.0, 1.0, 3.0]).reshape(4, 1, 1)
+    data["next"] = TensorDict({"reward": rewards, "done": torch.ones(4, 1, dtype=torch.bool)}, [4])
+    buffer = ReplayBuffer(storage=LazyStackStorage(8), transform=MCAdvantage(2), batch_size=4)
+    buffer.extend(data)
+    out = GRPOLoss(wrapper(generate=False, pad_output=False))(buffer.sample())
+    assert out.ESS.item() == pytest.approx(1.0) and out.clip_fraction == 0 and out.loss.requires_grad
 
 
 def test_the_first_token_of_a_row_has_no_distribution(rollout):

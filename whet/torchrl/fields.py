@@ -176,6 +176,29 @@ DEFECTS: tuple[tuple[str, str], ...] = (
         "with several writers and local queues, groups never fill up",
         "share_memory_ raises with what to do instead",
     ),
+    (
+        "masking strategies give logprobs of shapes that don't fit those recorded, and say little about it",
+        "all are of the whole row; where they are not, the error has both shapes and the key",
+    ),
+    (
+        "how the total is had differs from loss to loss: SFTLoss sums with metrics in it, DistillationLoss must not be "
+        "summed",
+        "`out.loss`, always",
+    ),
+    (
+        "the recipe's accumulation makes its first optimizer step one micro-batch early",
+        "not the loss's business; in whet's own runs weights are made once for a whole step",
+    ),
+    ("KLComputation fails on the dense reward of its own docstring", "absent; kl_type=reward in a whet run"),
+    ("TopKRewardSelector fails on two trajectories end to end", "absent; MCAdvantage's candidates, which it takes"),
+    (
+        "AdaptiveKLController documents KLs and needs negated penalties: positive KLs always lower the coefficient",
+        "absent; target_kl in a whet run takes the KL itself",
+    ),
+    (
+        "SFTLoss notices missing assistant tokens only where every row lacks them, and changes the dict that it is given",
+        "absent; `whet sft` names or counts each row that has nothing to train",
+    ),
     ("a reward that is missing, or NaN, fails late or not at all", "DataError when the trajectory is given"),
 )
 """What TorchRL 0.14.1 does, and what whet does in its place. Each was seen by running it, or read in its source."""
