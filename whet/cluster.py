@@ -31,7 +31,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy import PolicyRollouts
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import RoleWorkers
+from whet.train.role_workers import ACTOR, RoleWorkers
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
@@ -42,8 +42,6 @@ __all__ = ["RLCluster"]
 
 log = logging.getLogger("whet")
 
-SHARED = "actor"
-"""critic=SHARED: a score head on the actor's own trunk."""
 _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 """Draws of training, evaluation and direct calls never share an address."""
 
@@ -54,7 +52,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
     Args:
         actor, critic, reference, reward, teacher: a module, a folder, a hub name, or a RoleConfig. One that is the
             actor's own module is copied, so that it stays what it is, or has its own trunk; critic="actor" is a score
-            head on the actor's trunk, trained with it. The reward model is a sequence classifier of one label;
+            head on the actor's trunk, trained with it; reference="actor" is the actor as it begins, which needs no
+            second copy where an adapter is trained. The reward model is a sequence classifier of one label;
             learners call it as one more reward function. The teacher is what distillation learns from, a language
             model of the actor's tokenizer; the padding of its vocabulary may be another.
         tokenizer: a tokenizer, a folder or a hub name.
@@ -96,6 +95,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
             )
         shares_trunk, critic = _shared_critic(critic)
         policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
+        _check_dropout(policy)
         self.tokenizer = load_tokenizer(tokenizer)
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = grammars_of(policy, self.tokenizer)
@@ -111,7 +111,10 @@ class RLCluster(RoleWorkers, TunixVerbs):
         ):
             if model is None:
                 continue
-            loaded = policy if role is Role.ACTOR else self.load(role, model)
+            if role is Role.REFERENCE:
+                model, loaded = self.load_reference(model, actor, policy)
+            else:
+                loaded = policy if role is Role.ACTOR else self.load(role, model)
             budget, own = self._budget(loaded, positions), support
             if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
                 known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
@@ -353,11 +356,20 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
     Raises ConfigError: settings of a model of its own that a shared one has not.
     """
     given = critic.model if isinstance(critic, RoleConfig) else critic
-    if not isinstance(given, str) or given != SHARED:
+    if not isinstance(given, str) or given != ACTOR:
         return False, critic
-    if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=SHARED):
+    if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=ACTOR):
         raise ConfigError(
-            f"critic.model={SHARED} is a score head on the actor's trunk: the actor's optimizer and settings are its "
+            f"critic.model={ACTOR} is a score head on the actor's trunk: the actor's optimizer and settings are its "
             "own; leave out the critic's other keys"
         )
     return True, None
+
+
+def _check_dropout(policy: LoadedModel) -> None:
+    """Raises ConfigError for an adapter's dropout: the policy that samples would not be the one that is trained."""
+    if policy.adapter is not None and policy.adapter.dropout:
+        raise ConfigError(
+            f"actor.lora.lora_dropout={policy.adapter.dropout} must be 0.0 in reinforcement learning: the sampler "
+            "draws without dropout, so every ratio of trainer to sampler would be noise; SFT, reward models and DPO take it"
+        )

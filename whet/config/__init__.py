@@ -16,6 +16,7 @@ from whet.config.data import DataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
+from whet.config.lora import LoraConfig, lora_short
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
 from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
@@ -42,6 +43,7 @@ __all__ = [
     "DrGRPOConfig",
     "GRPOConfig",
     "GrpoConfig",
+    "LoraConfig",
     "MetricsLoggerOptions",
     "Mode",
     "OptimConfig",
@@ -69,6 +71,7 @@ __all__ = [
     "field_docs",
     "load",
     "load_run",
+    "lora_short",
     "read_yaml",
     "show",
     "tree",
