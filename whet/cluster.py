@@ -371,5 +371,6 @@ def _check_dropout(policy: LoadedModel) -> None:
     if policy.adapter is not None and policy.adapter.dropout:
         raise ConfigError(
             f"actor.lora.lora_dropout={policy.adapter.dropout} must be 0.0 in reinforcement learning: the sampler "
-            "draws without dropout, so every ratio of trainer to sampler would be noise; SFT, reward models and DPO take it"
+            "draws without dropout, so every ratio of trainer to sampler would be noise; SFT, reward models and DPO "
+            "take it"
         )

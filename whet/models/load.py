@@ -163,15 +163,15 @@ def _base_of(
     """The base model of an adapter, with the weight of the score head that was saved with the adapter."""
     if saved.score is not None and saved.fields.get("task_type") == "SEQ_CLS" and role not in ("critic", "reward"):
         raise ConfigError(
-            f"{saved.path!r} is the adapter of a critic or a reward model: it has a score head and no LM head; it can't "
-            f"be the {role}"
+            f"{saved.path!r} is the adapter of a critic or a reward model: it has a score head and no LM head; it "
+            f"can't be the {role}"
         )
     try:
         module, weight = read_model(saved.base, dtype, role, bits=bits, device=device)
     except ConfigError as error:
         raise ConfigError(
-            f"{error}\n(it is the base model of the adapter {saved.path!r}, by its {ADAPTER_CONFIG}; where the model has "
-            "moved, correct base_model_name_or_path there)"
+            f"{error}\n(it is the base model of the adapter {saved.path!r}, by its {ADAPTER_CONFIG}; where the model "
+            "has moved, correct base_model_name_or_path there)"
         ) from error
     return module, weight if saved.score is None else saved.score, saved.path
 

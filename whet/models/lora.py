@@ -243,8 +243,8 @@ def _modules_to_save(module: PreTrainedModel, before: Mapping[str, nn.Module], n
         for part in found:
             if any(adapter_layer(inside) or quantized_layer(inside) for inside in part.modules()):
                 raise ConfigError(
-                    f"lora.modules_to_save={name}: it has an adapter or is held in 4 bits, so it can't be trained whole; "
-                    "name it in one place, or leave its layers out of target_modules"
+                    f"lora.modules_to_save={name}: it has an adapter or is held in 4 bits, so it can't be trained "
+                    "whole; name it in one place, or leave its layers out of target_modules"
                 )
             ids |= {id(p.requires_grad_(True)) for p in part.parameters()}
     every = module.named_parameters(remove_duplicate=False)

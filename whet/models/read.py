@@ -67,7 +67,8 @@ def read_model(
     Args: path: of a model, a run or a checkpoint, or a hub name. dtype: of the parameters. role: actor, critic,
         reference or reward. bits: transformers' configuration of weights held in 4 bits; None = they are not. device:
         where these are read to.
-    Returns: the module, on the CPU if it is not held in bits, and the [1 D] score head that its class has no place for, or None.
+    Returns: the module, on the CPU if it is not held in bits, and the [1 D] score head that its class has no place
+        for, or None.
     Raises: ConfigError: nothing to read there, or not all of it, or more than a model of that config has.
     """
     given, path = path, model_folder(path)

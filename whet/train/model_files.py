@@ -58,7 +58,7 @@ class ModelFiles:
         write_state(state, folder / "state.pt")
 
     def check(self, folder: Path) -> None:
-        """Raises CheckpointError where a checkpoint holds an adapter and this model has none, or the other way round."""
+        """Raises CheckpointError where a checkpoint holds an adapter and this model has none, or the reverse."""
         there, whole = (folder / ADAPTER_WEIGHTS).is_file(), (folder / "model.safetensors").is_file()
         if there != self.adapted and (there or whole):
             raise CheckpointError(

@@ -41,7 +41,7 @@ __all__ = ["ACTOR", "RoleWorkers"]
 log = logging.getLogger("whet")
 
 ACTOR = "actor"
-"""In place of a model: the actor's own. critic=ACTOR is a score head on its trunk, reference=ACTOR what it begins as."""
+"""In place of a model: the actor's own. critic=ACTOR is a score head on its trunk, reference=ACTOR its beginning."""
 SLOW = 1e-5
 """Learning rate below which an adapter hardly learns: a tenth of the default."""
 READ_ONLY = (Role.REFERENCE, Role.REWARD, Role.TEACHER)

@@ -122,8 +122,8 @@ class ModelWorker:
             loaded.module.requires_grad_(False)
         elif optim is not None and loaded.adapter is None and (bits := quantized_parts(loaded.module)):
             raise ConfigError(
-                f"{loaded.name} can't be trained as it is: {bits[0]} and {len(bits) - 1} other layers are held in 4 bits; "
-                "set lora to train an adapter on it, or leave out quantization"
+                f"{loaded.name} can't be trained as it is: {bits[0]} and {len(bits) - 1} other layers are held in "
+                "4 bits; set lora to train an adapter on it, or leave out quantization"
             )
         self.placement = placement or Placement()
         self.placement.materialise(loaded.module, dtype)
