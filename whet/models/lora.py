@@ -236,12 +236,14 @@ def _check_targets(module: nn.Module, given: LoraConfig) -> None:
 def _modules_to_save(module: PreTrainedModel, before: Mapping[str, nn.Module], names: Sequence[str]) -> set[str]:
     """Makes modules train whole. Returns: the names of all modules that hold their parameters, tied ones included."""
     ids: set[int] = set()
+    adapter = Adapter.of(module)
+    taken = {id(layer.get_base_layer()) for layer in (adapter.layers.values() if adapter else ())}
     for name in names:
         found = [part for n, part in before.items() if n and (n == name or n.endswith(f".{name}"))]
         if not found and name != SCORE:
             raise lookup_error("lora.modules_to_save", name, sorted({n.rpartition(".")[2] for n in before} - {""}))
         for part in found:
-            if any(adapter_layer(inside) or quantized_layer(inside) for inside in part.modules()):
+            if any(id(inside) in taken or quantized_layer(inside) for inside in part.modules()):
                 raise ConfigError(
                     f"lora.modules_to_save={name}: it has an adapter or is held in 4 bits, so it can't be trained "
                     "whole; name it in one place, or leave its layers out of target_modules"
