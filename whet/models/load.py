@@ -93,9 +93,9 @@ def load_model(
             f"{saved.path!r} is an adapter already, so {role}.lora would put a second one on top; leave lora out to "
             "train that one, or merge it first (trainer.merge_adapter=true writes it merged)"
         )
-    bits = None if quantization is None else quantization_config(quantization, device)
-    if bits is not None and isinstance(model, nn.Module):
+    if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
+    bits = None if quantization is None else quantization_config(quantization, device)
     module, weight, name = _module_of(model if saved is None else saved, dtype, role, bits, device)
     module = module.train() if bits is not None else module.to(device).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout

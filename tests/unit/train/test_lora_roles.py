@@ -167,7 +167,7 @@ def folder_made(path):
 def test_a_role_that_is_only_read_has_no_adapter_to_train(base):
     with pytest.raises(ConfigError, match="lora makes an adapter to train"):
         adapted(base, reference=role(base))
-    with pytest.raises(ConfigError, match="must be 0.0 in reinforcement learning"):
+    with pytest.raises(ConfigError, match=r"must be 0\.0 in reinforcement learning"):
         cluster(RoleConfig(model=base, lora=LoraConfig(lora_dropout=0.1)))
 
 
