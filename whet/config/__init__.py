@@ -11,8 +11,9 @@ from whet.config.algo import (
     PPOConfig,
     PpoConfig,
 )
+from whet.config.algo.sft import SFTConfig, SupervisedConfig
 from whet.config.base import check, config, field_docs
-from whet.config.data import DataConfig
+from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
@@ -20,6 +21,7 @@ from whet.config.lora import LoraConfig, lora_short
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
 from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
+from whet.config.run_supervised import SFTRunConfig, SupervisedRunConfig, check_supervised, load_supervised, shorthands
 from whet.config.training import (
     BatchSizes,
     CheckpointingOptions,
@@ -28,6 +30,7 @@ from whet.config.training import (
     PerfMetricsOptions,
     ProfilerOptions,
     RLTrainingConfig,
+    SupervisedTrainingConfig,
     TrainingConfig,
 )
 
@@ -59,11 +62,19 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "SFTConfig",
+    "SFTRunConfig",
     "SGLangOptions",
+    "SourceConfig",
+    "SupervisedConfig",
+    "SupervisedDataConfig",
+    "SupervisedRunConfig",
+    "SupervisedTrainingConfig",
     "TrainingConfig",
     "VLLMOptions",
     "check",
     "check_complete",
+    "check_supervised",
     "config",
     "diff",
     "dump",
@@ -71,8 +82,10 @@ __all__ = [
     "field_docs",
     "load",
     "load_run",
+    "load_supervised",
     "lora_short",
     "read_yaml",
+    "shorthands",
     "show",
     "tree",
 ]

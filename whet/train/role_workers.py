@@ -10,7 +10,7 @@ import copy
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from whet.train.offload import OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Allowed, Loss, ModelWorker
 from whet.util.device import empty_cache
+from whet.util.memory import release_freed_memory
 from whet.util.model_paths import model_folder
 
 __all__ = ["ACTOR", "RoleWorkers"]
@@ -61,6 +62,9 @@ class RoleWorkers:
         offload_to_cpu: keep on a GPU only what the phase needs.
     """
 
+    ENTRY: ClassVar[str] = "models"
+    """Of run.pt, where `state` is kept."""
+
     tokenizer: Any
     checkpoints: Checkpoints
 
@@ -77,7 +81,8 @@ class RoleWorkers:
         self._meshes = dict(role_to_mesh or {})
         self.trace = Trace()
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
-        self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
+        noted = None if found is None else Checkpoints.state(found, needs=(self.ENTRY,))
+        self._noted_dtypes = {} if noted is None else noted[self.ENTRY]["dtypes"]
         self._plans = Plans()
         self._workers: dict[Role, ModelWorker] = {}
         self._trainers: dict[Role, RoleTrainer] = {}
@@ -177,7 +182,8 @@ class RoleWorkers:
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
         if optimizer is not None and own not in (OptimConfig(), OptimConfig(lr=LORA_LR)):
             raise ConfigError(
-                f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer; keep one"
+                f"{role.value}.optim and training_config.{role.value}_optimizer (or optimizer=) both set an optimizer; "
+                "keep one"
             )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         trained = role not in READ_ONLY if trained is None else trained
@@ -235,6 +241,29 @@ class RoleWorkers:
         if mesh is not None:
             return torch.device(mesh.device_type)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def fit(self, longest: int) -> None:
+        """Raises the token budget of the micro-batches to what must stay together, where the user has set none.
+
+        Args: longest: tokens of the longest sequence, or pair, to come.
+        Raises: ConfigError: max_tokens_per_microbatch is set and below that.
+        """
+        for worker in self._workers.values():
+            budget = self._loop.token_budget(worker.device.type, longest)
+            if budget > worker.max_tokens:
+                log.info("max_tokens_per_microbatch raised from %d to %d to fit the data", worker.max_tokens, budget)
+                worker.max_tokens = budget
+
+    def advance(self, worker: ModelWorker) -> None:
+        """Ends a step of a model that is trained: its weights have another version."""
+        worker.version += 1
+        self._plans.drop()
+        self.give_back(worker)
+
+    def give_back(self, worker: ModelWorker) -> None:
+        """Lets freed memory leave the process: the next phase takes its own elsewhere."""
+        release_freed_memory()
+        empty_cache(worker.device)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 
