@@ -31,7 +31,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy import PolicyRollouts
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import ACTOR, RoleWorkers
+from whet.train.role_workers import ACTOR, Given, RoleWorkers
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
@@ -95,12 +95,11 @@ class RLCluster(RoleWorkers, TunixVerbs):
             )
         shares_trunk, critic = _shared_critic(critic)
         policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
-        _check_dropout(policy)
         self.tokenizer = load_tokenizer(tokenizer)
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = grammars_of(policy, self.tokenizer)
         self._masks = Masks(self._grammars)
-        support, allowed = self._drawn_from()
+        support, allowed = self._drawn_from(policy)
         positions = max_positions(policy.module)  # of the one that samples: no role is given longer sequences
         for role, model, optimizer in (
             (Role.ACTOR, actor, config.actor_optimizer),
@@ -111,10 +110,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         ):
             if model is None:
                 continue
-            if role is Role.REFERENCE:
-                model, loaded = self.load_reference(model, actor, policy)
-            else:
-                loaded = policy if role is Role.ACTOR else self.load(role, model)
+            model, loaded = (model, policy) if role is Role.ACTOR else self._load(role, model, actor, policy)
             budget, own = self._budget(loaded, positions), support
             if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
                 known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
@@ -129,11 +125,19 @@ class RLCluster(RoleWorkers, TunixVerbs):
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
         self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
-    def _drawn_from(self) -> tuple[Support, Allowed]:
+    def _load(self, role: Role, model: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
+        """A role's model beside the actor, and what it comes from."""
+        if role is Role.REFERENCE:
+            return self.load_reference(model, actor, policy)
+        return model, self.load(role, model)
+
+    def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
         """The distribution that training samples from, as the trainer has to know it: support and constraint.
 
-        Raises: ConfigError: the engine's name, stop strings or a constraint of training or evaluation are wrong.
+        Raises: ConfigError: the engine's name, stop strings or a constraint of training or evaluation are wrong, or the
+            policy is trained with dropout.
         """
+        _check_dropout(policy)
         resolve_engine(self.cluster_config.rollout_engine)
         for mode in (Mode.TRAIN, Mode.EVAL):
             self._grammars.check(self.sampling(mode))

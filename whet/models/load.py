@@ -87,32 +87,21 @@ def load_model(
     """
     device = usable_device(device)
     _check_words(role, attention, device)
-    saved = None if isinstance(model, nn.Module) else find_adapter(adapter_folder(str(model)))
-    if saved is not None and lora is not None:
-        raise ConfigError(
-            f"{saved.path!r} is an adapter already, so {role}.lora would put a second one on top; leave lora out to "
-            "train that one, or merge it first (trainer.merge_adapter=true writes it merged)"
-        )
+    saved = _saved_adapter(model, lora, role)
     if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
     bits = None if quantization is None else quantization_config(quantization, device)
     module, weight, name = _module_of(model if saved is None else saved, dtype, role, bits, device)
-    module = module.train() if bits is not None else module.to(device).train()  # pyright: ignore[reportArgumentType]
+    module = (module if bits is not None else module.to(device)).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
         module.set_attn_implementation("eager")
     _drop_dropout(module, name)
     _check_finite(module, name)
     facts = facts_of(module, name)
     module = _with_heads(module, weight, role, name, score_head)
-    if (given := saved or lora) is not None:
-        with_adapter(module, given, seed=seed)
-        if merge or (merge is None and saved is not None and role in ONLY_READ and bits is None):
-            module = merged_model(module).to(device=device, dtype=_dtype(dtype)).train()  # pyright: ignore
-    elif Adapter.of(module) is not None:
-        check_adapter(module)
+    merge = role in ONLY_READ and bits is None if merge is None else merge
+    module = _with_adapter(module, saved or lora, seed, merge and saved is not None)
     _set_attention(module, facts.reasons, attention, name)
-    if vars(module.config).get("router_aux_loss_coef"):
-        logger.info("%s: the router's auxiliary loss is not added to the objective", name)
     if role in ("reference", "teacher"):
         module.requires_grad_(False)
     return LoadedModel(
@@ -127,8 +116,35 @@ def load_model(
     )
 
 
+def _with_adapter(
+    module: PreTrainedModel, given: LoraConfig | SavedAdapter | None, seed: int, merge: bool
+) -> PreTrainedModel:
+    """The module with an adapter, as others take it: checked, and merged where that is asked for."""
+    if given is not None:
+        with_adapter(module, given, seed=seed)
+    elif Adapter.of(module) is not None:
+        check_adapter(module)
+    if not merge:
+        return module
+    like = next(module.parameters())
+    return merged_model(module).to(device=like.device, dtype=like.dtype).train()  # pyright: ignore
+
+
+def _saved_adapter(model: str | Path | nn.Module, lora: LoraConfig | None, role: str) -> SavedAdapter | None:
+    """The adapter that a folder or hub name stands for. Raises ConfigError where it would get another on top."""
+    saved = None if isinstance(model, nn.Module) else find_adapter(adapter_folder(str(model)))
+    if saved is not None and lora is not None:
+        raise ConfigError(
+            f"{saved.path!r} is an adapter already, so {role}.lora would put a second one on top; leave lora out to "
+            "train that one, or merge it first (trainer.merge_adapter=true writes it merged)"
+        )
+    return saved
+
+
 def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention: str, name: str) -> None:
-    """Gives a model that takes a layout whet's attention; says why another trains padded."""
+    """Gives a model that takes a layout whet's attention; says why another trains padded, and what is left out."""
+    if vars(module.config).get("router_aux_loss_coef"):
+        logger.info("%s: the router's auxiliary loss is not added to the objective", name)
     if not reasons:
         module.set_attn_implementation(ATTENTION)
         return

@@ -90,7 +90,14 @@ def note_reads(
     """
     return {
         "models": {
-            role.value: _model(role.value, w) for role, w in workers.items()
+            role.value: _model(
+                role.value,
+                w.module,
+                w.optim is None and not w.replaced,
+                adapted=w.loaded.adapter is not None,
+                view=w.loaded.is_view,
+            )
+            for role, w in workers.items()
         },
         "stop_ids": list(stop_ids),
         "tokenizer": _tokenizer(tokenizer),
@@ -261,14 +268,13 @@ def _nested(tree: dict[str, Any]) -> dict[str, Any]:
 # ---- models and tokenizer --------------------------------------------------------------------------------------------
 
 
-def _model(role: str, worker: ModelWorker) -> dict[str, Any]:
-    """What is recorded of a model."""
-    module = worker.module
+def _model(
+    role: str, module: nn.Module, only_read: bool, *, adapted: bool = False, view: bool = False
+) -> dict[str, Any]:
+    """What is recorded of a model. Args: adapted: it has an adapter. view: its weights are another role's."""
     config = plain(module.config.to_dict())  # pyright: ignore
-    only_read = worker.optim is None and not worker.replaced
-    adapted = worker.loaded.adapter is not None
     digest = None
-    if not worker.loaded.is_view and (only_read or adapted):  # a view's is its owner's
+    if not view and (only_read or adapted):
         size = sum(t.numel() * t.element_size() for t in module.parameters() if t.device.type == "cpu")
         if size >= TELL_BYTES:
             log.info("%s: hashing %.0f GB of weights for the checkpoint's resume check", role, size / 1e9)
