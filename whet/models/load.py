@@ -60,9 +60,8 @@ def load_model(
     """A causal language model, critic or reward model from a folder, from the hub, or as given.
 
     Args:
-        model: a folder (of a model, an adapter, a finished run, or a checkpoint), a hub name, or a transformers module,
-            which is used as it is, its dtype included. One on the meta device stays there. An adapter's stands for its
-            base model with it.
+        model: a folder (of a model, of an adapter, which stands for its base with it, of a finished run, or of a
+            checkpoint), a hub name, or a transformers module, which is used as it is, its dtype included.
         dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
             read in bf16 would lose every small update.
         device: where it goes.
@@ -72,8 +71,7 @@ def load_model(
         score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
         lora: put a new adapter into the model; what is trained is the adapter, a score head and modules to save.
         quantization: hold the base's linear layers in 4 bits: nf4 or fp4.
-        merge: whether a saved adapter is merged into its base; None = in a reference, teacher or reward model, which
-            are only read, unless their base is held in 4 bits.
+        merge: a saved adapter into its base; None = in a role that is only read, unless it is held in 4 bits.
         seed: of a new adapter.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
@@ -88,18 +86,10 @@ def load_model(
     device = usable_device(device)
     _check_words(role, attention, device)
     saved = _saved_adapter(model, lora, role)
-    if quantization is not None and isinstance(model, nn.Module):
-        raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
-    bits = None if quantization is None else quantization_config(quantization, device)
-    module, weight, name = _module_of(model if saved is None else saved, dtype, role, bits, device)
-    module = (module if bits is not None else module.to(device)).train()  # pyright: ignore[reportArgumentType]
-    if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
-        module.set_attn_implementation("eager")
-    _drop_dropout(module, name)
-    _check_finite(module, name)
+    module, weight, name = _module_of(model if saved is None else saved, dtype, role, quantization, device)
     facts = facts_of(module, name)
     module = _with_heads(module, weight, role, name, score_head)
-    merge = role in ONLY_READ and bits is None if merge is None else merge
+    merge = role in ONLY_READ and quantization is None if merge is None else merge
     module = _with_adapter(module, saved or lora, seed, merge and saved is not None)
     _set_attention(module, facts.reasons, attention, name)
     if role in ("reference", "teacher"):
@@ -154,12 +144,31 @@ def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention:
 
 
 def _module_of(
+    model: str | Path | nn.Module | SavedAdapter,
+    dtype: str | torch.dtype,
+    role: str,
+    quantization: str | None,
+    device: torch.device,
+) -> tuple[PreTrainedModel, Tensor | None, str]:
+    """The module of a folder or hub name, or the one given, in train mode without dropout on its device; the weight of a
+    score head saved with it; its name.
+    """
+    if quantization is not None and isinstance(model, nn.Module):
+        raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
+    bits = None if quantization is None else quantization_config(quantization, device)
+    module, weight, name = _read(model, dtype, role, bits, device)
+    module = (module if bits is not None else module.to(device)).train()  # pyright: ignore[reportArgumentType]
+    if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
+        module.set_attn_implementation("eager")
+    _drop_dropout(module, name)
+    _check_finite(module, name)
+    return module, weight, name
+
+
+def _read(
     model: str | Path | nn.Module | SavedAdapter, dtype: str | torch.dtype, role: str, bits: Any, device: torch.device
 ) -> tuple[PreTrainedModel, Tensor | None, str]:
-    """The module of a folder or hub name, or the one given; the weight of a score head saved with it; its name.
-
-    Args: bits: how the base is held in 4 bits; None = it is not. device: where it is then read to.
-    """
+    """As `_module_of`, as it is. Args: bits: how a base is held in 4 bits; None = it is not."""
     if isinstance(model, SavedAdapter):
         return _base_of(model, _dtype(dtype), role, bits, device)
     if not isinstance(model, nn.Module):
