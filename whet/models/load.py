@@ -150,8 +150,9 @@ def _module_of(
     quantization: str | None,
     device: torch.device,
 ) -> tuple[PreTrainedModel, Tensor | None, str]:
-    """The module of a folder or hub name, or the one given, in train mode without dropout on its device; the weight of a
-    score head saved with it; its name.
+    """The module of a folder or hub name, or the one given, in train mode without dropout on its device.
+
+    Returns: it, the weight of a score head saved with it, and its name.
     """
     if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
