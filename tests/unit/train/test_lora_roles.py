@@ -26,6 +26,7 @@ from whet.errors import CheckpointError, ConfigError
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model, save_model
 from whet.rollout.sampler import Sampler
+from whet.run.push import push_to_hub
 from whet.train.role_workers import RoleWorkers
 from whet.train.worker import ModelWorker
 from whet.types import TokenBatch
@@ -335,5 +336,8 @@ def test_ppo_gives_the_critic_an_adapter_like_the_actors(words, tmp_path, capsys
     run = tmp_path / "run"
     assert main(["ppo", *words, f"trainer.run_dir={run}", "trainer.max_steps=1"]) == 0
     assert "an adapter of rank 2, lr 0.0001" in capsys.readouterr().err
+    alone, whole = (push_to_hub(run, "me/it", dry_run=True, merged=merged).files for merged in (False, True))
+    assert "adapter_model.safetensors" in alone and not {"model.safetensors", "config.json"} & alone.keys()
+    assert {"model.safetensors", "config.json"} <= whole.keys() and "adapter_config.json" not in whole
     saved = load_file(run / "checkpoints" / "step-000001" / "critic" / "adapter_model.safetensors")
     assert "base_model.model.score.weight" in saved and len(saved) == 29
