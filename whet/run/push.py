@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from whet.config import read_yaml
-from whet.data.tokenizer import load_tokenizer
 from whet.errors import CheckpointError, ConfigError, WhetError, nearest
 from whet.observe.card import card_facts, model_card
 from whet.observe.files import read_json
@@ -134,7 +134,7 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
         hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, _beside(folder))
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml{hint}")
     if which == FINAL:
-        if not (folder / FINAL / "config.json").is_file():
+        if not any((folder / FINAL / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise ConfigError(
                 f"{folder} has no {FINAL}/: the run has not finished; resume it, or give which=step-... of a checkpoint"
             )
@@ -209,7 +209,10 @@ def _merged(model: Path, folder: Path) -> Path:
     loaded = load_model(str(model), role="critic" if scores else "actor")
 
     def write(place: Path) -> None:
-        save_model(loaded, load_tokenizer(str(model)), place, merge=True)
+        save_model(loaded, None, place, merge=True)
+        for path in model.iterdir():
+            if _MODEL.fullmatch(path.name) and "adapter" not in path.name:  # the tokenizer's
+                shutil.copy(path, place / path.name)
 
     write_folder(folder / "merged", write)
     return folder / "merged"
