@@ -19,6 +19,7 @@ from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
+from whet.config.lora import LoraConfig, lora_short
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
 from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
@@ -56,6 +57,7 @@ __all__ = [
     "DrGRPOConfig",
     "GRPOConfig",
     "GrpoConfig",
+    "LoraConfig",
     "MetricsLoggerOptions",
     "Mode",
     "OptimConfig",
@@ -95,6 +97,7 @@ __all__ = [
     "load",
     "load_run",
     "load_supervised",
+    "lora_short",
     "read_yaml",
     "shorthands",
     "show",

@@ -12,6 +12,7 @@ from whet.config.base import config
 from whet.config.data import SupervisedDataConfig
 from whet.config.fields import Bool, Name
 from whet.config.loader import load
+from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.training import SupervisedTrainingConfig
 from whet.errors import ConfigError
@@ -107,7 +108,7 @@ def shorthands(kind: type[SupervisedRunConfig]) -> Mapping[str, str]:
     """
     role = kind.TRAINED
     optim = {f"{role}.{f.name}": f"{role}.optim.{f.name}" for f in fields(OptimConfig)}
-    return {"model": f"{role}.model", "data": "data.path", **optim}
+    return {"model": f"{role}.model", "data": "data.path", **optim, **lora_short((role,))}
 
 
 def load_supervised(argv: Sequence[str], kind: type[R]) -> R:

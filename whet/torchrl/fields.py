@@ -196,7 +196,7 @@ DEFECTS: tuple[tuple[str, str], ...] = (
         "absent; target_kl in a whet run takes the KL itself",
     ),
     (
-        "SFTLoss notices missing assistant tokens only where every row lacks them, and changes the dict that it is given",
+        "SFTLoss notices missing assistant tokens only where every row lacks them, and changes a dict it is given",
         "absent; `whet sft` names or counts each row that has nothing to train",
     ),
     ("a reward that is missing, or NaN, fails late or not at all", "DataError when the trajectory is given"),
