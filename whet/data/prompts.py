@@ -1,11 +1,11 @@
 """From rows to prompts: which column, which template, how long.
 
-Token ids are made once, here; nothing re-tokenises later. Left out on purpose: images (refused) and tools.
+Token ids are made once, here; nothing re-tokenises later. Left out on purpose: images (refused).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -72,6 +72,7 @@ class PromptEncoder:
         prompt_column: str | None = None,
         apply_chat_template: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Any] | None = None,
         system_prompt: str | None = None,
         max_prompt_length: int | None = None,
         on_long_prompt: LongPrompt = "error",
@@ -81,7 +82,8 @@ class PromptEncoder:
             prompt_column: None = prompt, prompts, messages or question, the first that is there.
             apply_chat_template: texts become one user turn; messages always go through the template.
             chat_template_kwargs: further arguments of the template, e.g. {"enable_thinking": False}, which is the
-                default; templates ignore what they don't know.
+                default; templates ignore what they don't know. A chat_template among them is taken for the tokenizer's.
+            tools: descriptions of tools, for the template; None = none.
             system_prompt: put before messages that have no system turn; texts need apply_chat_template for it. None or
                 "" = off.
             max_prompt_length: tokens, template included; None = no limit.
@@ -98,6 +100,8 @@ class PromptEncoder:
         self.prompt_column = prompt_column
         self.apply_chat_template = apply_chat_template
         self.chat_template_kwargs = {"enable_thinking": False, **(chat_template_kwargs or {})}
+        if tools:
+            self.chat_template_kwargs["tools"] = list(tools)
         self.system_prompt = system_prompt or None
         self.max_prompt_length = max_prompt_length
         self.on_long_prompt = on_long_prompt
@@ -138,24 +142,29 @@ class PromptEncoder:
         columns = {column: value for column, value in row.items() if column != name}
         return Prompt(tokens=ids, source=source, columns=columns, row=number)
 
-    def _tokens(self, source: str | list[Message], number: int) -> list[int]:
-        """The ids that the model is given."""
-        if isinstance(source, str) and not self.apply_chat_template:
-            if self.system_prompt is not None:
-                raise ConfigError(
-                    f"row {number} is plain text, which has no system turn; set apply_chat_template=True for "
-                    "system_prompt, or put it in the text"
-                )
-            return list(self.tokenizer(source, verbose=False).input_ids)
-        messages = [{"role": "user", "content": source}] if isinstance(source, str) else source
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
+    def is_plain(self, source: str | list[Message]) -> bool:
+        """Whether a prompt is encoded as the text that it is, without a chat template."""
+        return isinstance(source, str) and not self.apply_chat_template
+
+    def messages(self, source: str | list[Message]) -> list[Message]:
+        """A prompt as the conversation that the template is given: a text is one user turn."""
+        found = [{"role": "user", "content": source}] if isinstance(source, str) else list(source)
+        if self.system_prompt is not None and found[0]["role"] != "system":
+            found.insert(0, {"role": "system", "content": self.system_prompt})
+        return found
+
+    def rendered(self, messages: list[Message], where: str, *, tokenize: bool = False) -> Any:
+        """A conversation as the chat template writes it, the assistant's turn open: text, or with `tokenize` ids.
+
+        Args: messages: one that ends in an assistant turn is continued. where: for messages of errors: "row 7".
+        Raises: DataError: the template refuses it.
+        """
         self._need_template()
         open_turn = messages[-1]["role"] == "assistant"
         try:
-            ids: Any = self.tokenizer.apply_chat_template(
+            return self.tokenizer.apply_chat_template(
                 messages,
-                tokenize=True,
+                tokenize=tokenize,
                 return_dict=False,
                 add_generation_prompt=not open_turn,
                 continue_final_message=open_turn,
@@ -164,14 +173,24 @@ class PromptEncoder:
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(str(m["role"]) for m in messages)
             raise DataError(
-                f"row {number}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
+                f"{where}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
                 "the row, or the tokenizer's chat_template"
             ) from error
-        return list(ids)
+
+    def _tokens(self, source: str | list[Message], number: int) -> list[int]:
+        """The ids that the model is given."""
+        if self.is_plain(source):
+            if self.system_prompt is not None:
+                raise ConfigError(
+                    f"row {number} is plain text, which has no system turn; set apply_chat_template=True for "
+                    "system_prompt, or put it in the text"
+                )
+            return list(self.tokenizer(source, verbose=False).input_ids)
+        return list(self.rendered(self.messages(source), f"row {number}", tokenize=True))
 
     def _need_template(self) -> None:
         """Raises ConfigError where the tokenizer has no chat template."""
-        if self.tokenizer.chat_template is None:
+        if self.tokenizer.chat_template is None and "chat_template" not in self.chat_template_kwargs:
             raise ConfigError(
                 "this tokenizer has no chat template, which messages need; set tokenizer.chat_template, take the "
                 "instruction-tuned model's tokenizer, or give plain text prompts"

@@ -85,7 +85,7 @@ class PPOLearner(PolicyLearner):
                 f"critic_warmup_steps={config.critic_warmup_steps} trains the critic alone, and this one shares the "
                 "actor's trunk; set 0, or give the critic a model of its own"
             )
-        if not reward_fns and Role.REWARD not in rl_cluster.workers:
+        if not reward_fns and Role.REWARD not in rl_cluster.workers and rl_cluster.rollout_for().env_path is None:
             raise ConfigError(
                 "PPO requires one of `reward_fns` or a reward model to be set; give the learner reward_fns=[...], or "
                 "pass RLCluster(reward=...)"
