@@ -204,14 +204,14 @@ class RolloutConfig:
     chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: false}."""
     env_path: Name | Fn | None = None
-    """What answers a turn: a file ("env.py") or module with interact(messages), reward_fn(messages, answer) and TOOL, the
-    tools that the chat template tells of; from Python also the function interact itself. Its reward_fn is the reward
-    where none is given. None = nothing answers: docs/environments.md."""
+    """What answers a turn: a file ("env.py") or module with interact(messages), reward_fn(messages, answer) and TOOL,
+    the tools that the chat template tells of; from Python also the function interact itself. Its reward_fn is the
+    reward where none is given. None = nothing answers. See docs/environments.md."""
     max_turns: Count = 1
     """Turns of the model in an episode; between two of them interact is called. 1 = it never is."""
     max_episode_tokens: Count | None = None
-    """With max_turns above 1: the most tokens after the prompt, those of tools included, at which an episode is ended, as
-    it is at the model's positions; None = max_turns times max_tokens_to_generate."""
+    """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode ends there, and at
+    the model's positions; None = max_turns times max_tokens_to_generate."""
     eval: Tree = field(default_factory=dict)
     """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
 
@@ -284,7 +284,7 @@ class RolloutConfig:
             raise ConfigError(f"generation_kwargs: {taken[0]} has a field of its own: set {OWN_FIELDS[taken[0]]}")
         if self.max_turns > 1 and self.env_path is None:
             raise ConfigError(
-                f"max_turns={self.max_turns} needs env_path, the file whose interact(messages) answers between the turns"
+                f"max_turns={self.max_turns} needs env_path, the file whose interact(messages) answers between turns"
             )
         if self.max_turns == 1 and self.max_episode_tokens is not None:
             raise ConfigError(

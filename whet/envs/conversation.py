@@ -122,7 +122,9 @@ def _checked(found: Any, what: str) -> list[Message] | RewardError:
             return RewardError(f"{what}, message {place}: {shown(message, 80)}; a message has a role and a content")
         if message["role"] == "assistant" or not isinstance(message["role"], str):
             role = shown(message["role"], 40)
-            return RewardError(f"{what}, message {place} has the role {role}; give user or tool, the model's turn is its own")
+            return RewardError(
+                f"{what}, message {place} has the role {role}; give user or tool, the model's turn is its own"
+            )
         if not isinstance(message["content"], str):
             return RewardError(f"{what}, message {place}: the content is {shown(message['content'], 80)}; give a text")
     return [dict(m) for m in found]

@@ -63,9 +63,12 @@ def load_script(given: Any, *, turns: int = 1) -> Script:
             name=given, interact=module.get("interact"), reward_fn=module.get("reward_fn"), tools=_tools(tools, given)
         )
         if not callable(found.interact) and not callable(found.reward_fn):
-            other = next((f"; {form} is of another generation of RL2" for n, form in OTHER_FORMS.items() if n in module), "")
+            other = next(
+                (f"; {form} is of another generation of RL2" for n, form in OTHER_FORMS.items() if n in module), ""
+            )
             raise ConfigError(
-                f"environment {given!r} has neither interact(messages) nor reward_fn(messages, answer){other}; write one"
+                f"environment {given!r} has neither interact(messages) nor reward_fn(messages, answer){other}; "
+                "write one"
             )
     if turns > 1:
         _check_interact(found)
@@ -76,7 +79,9 @@ def _check_interact(script: Script) -> None:
     """Raises ConfigError where interact can't be called between two turns."""
     fn = script.interact
     if not callable(fn):
-        raise ConfigError(f"environment {script.name!r} has no interact(messages), which max_turns above 1 calls; write it")
+        raise ConfigError(
+            f"environment {script.name!r} has no interact(messages), which max_turns above 1 calls; write it"
+        )
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         raise ConfigError(f"interact of {script.name!r} is async; in this release it is a plain function")
     try:

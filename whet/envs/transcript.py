@@ -26,8 +26,8 @@ __all__ = ["Transcript"]
 class Transcript:
     """One episode.
 
-    Args: prompt: encoded by `encode`. encode: of the prompts, whose template the later turns go through too. A prompt of
-        plain text has none: the contents of the messages follow one another.
+    Args: prompt: encoded by `encode`. encode: of the prompts, whose template the later turns go through too. A prompt
+        of plain text has none: the contents of the messages follow one another.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> encode = PromptEncoder(byte_tokenizer())

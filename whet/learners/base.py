@@ -215,7 +215,7 @@ class RLLearner:
             first=first,
             mode=mode,
             greedy=self.needs_greedy and mode is Mode.TRAIN,
-            play=turns_of(self, mode),
+            play=turns_of(self.cluster, mode, self.encoder(mode)),
         )
 
     def encoder(self, mode: Mode) -> PromptEncoder:
@@ -236,7 +236,9 @@ class RLLearner:
         """
 
         def called(own: Sequence[Group]) -> Rewarded:
-            texts = [[list(c.messages) if c.messages else self.cluster.decode(c.tokens) for c in g.completions] for g in own]
+            texts = [
+                [list(c.messages) if c.messages else self.cluster.decode(c.tokens) for c in g.completions] for g in own
+            ]
             return self.reward_manager(own, texts, mode=step.mode)
 
         def judged(own: Sequence[Group]) -> Rewarded:

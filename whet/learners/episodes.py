@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from whet.cluster import RLCluster
 from whet.config import Mode
+from whet.data.prompts import PromptEncoder
 from whet.envs import Conversation, Script, load_script
 from whet.models.modes import max_positions
 from whet.rollout.policy import Play
-
-if TYPE_CHECKING:
-    from whet.cluster import RLCluster
-    from whet.learners.base import RLLearner
 
 __all__ = ["environment_of", "turns_of"]
 
@@ -28,17 +24,17 @@ def environment_of(cluster: RLCluster) -> Script | None:
     return found
 
 
-def turns_of(learner: RLLearner, mode: Mode) -> Play | None:
-    """What an episode of a mode plays; None = one completion."""
-    config = learner.cluster.rollout_for(mode)
+def turns_of(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | None:
+    """What an episode of a mode plays; None = one completion. Args: encode: of the mode's prompts."""
+    config, training = cluster.rollout_for(mode), cluster.training_config
     if config.max_turns == 1:
         return None
     return Conversation(
         load_script(config.env_path, turns=config.max_turns),
-        learner.encoder(mode),
+        encode,
         turns=config.max_turns,
         tokens=config.most_tokens,
-        positions=max_positions(learner.cluster.actor.module),
-        timeout_s=learner.config.reward_timeout_s,
-        on_error=learner.config.on_reward_error,
+        positions=max_positions(cluster.actor.module),
+        timeout_s=training.reward_timeout_s,
+        on_error=training.on_reward_error,
     ).play
