@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         RoleConfig,
         RolloutConfig,
         RunConfig,
+        SupervisedDataConfig,
         TrainingConfig,
     )
     from whet.config.algo import presets
@@ -95,6 +96,7 @@ __all__ = [
     "RunConfig",
     "Sampler",
     "SamplerOutput",
+    "SupervisedDataConfig",
     "TokenBatch",
     "TrainExample",
     "TrainingConfig",
@@ -127,6 +129,7 @@ _MODULES = {
         "RoleConfig",
         "RolloutConfig",
         "RunConfig",
+        "SupervisedDataConfig",
         "TrainingConfig",
     ),
     "whet.config.algo": ("presets",),

@@ -11,27 +11,17 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, Role, RoleConfig, RolloutConfig
-from whet.data.plans import Plans
+from whet.config import ClusterConfig, Mode, RLTrainingConfig, Role, RoleConfig, RolloutConfig
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import check_same_ids, load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
-from whet.models.load import load_model
 from whet.models.modes import max_positions
-from whet.models.precision import compute_dtype
-from whet.models.recompute import checkpoint_activations
 from whet.models.types import LoadedModel
-from whet.observe.trace import Trace
 from whet.ops import Support, clipped_surrogate, clipped_value
-from whet.parallel.comm import require_single_process
-from whet.parallel.placement import Placement
-from whet.parallel.ranks import Ranks
 from whet.rewards.model import RewardModel
 from whet.rollout import resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
@@ -40,14 +30,13 @@ from whet.rollout.constraint import Masks
 from whet.rollout.driver import Rollouts
 from whet.rollout.policy import Play, PolicyRollouts
 from whet.train.checkpoints import Checkpoints
-from whet.train.offload import OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
+from whet.train.role_workers import RoleWorkers
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
 from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
-from whet.util.model_paths import model_folder
 
 __all__ = ["RLCluster"]
 
@@ -59,7 +48,7 @@ _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 """Draws of training, evaluation and direct calls never share an address."""
 
 
-class RLCluster(TunixVerbs):
+class RLCluster(RoleWorkers, TunixVerbs):
     """Roles, engine and tokenizer of one run.
 
     Args:
@@ -91,48 +80,49 @@ class RLCluster(TunixVerbs):
         cluster_config: ClusterConfig,
         perf_config: Any = None,
     ) -> None:
-        require_single_process()
-        super().__init__()
+        super().__init__(
+            cluster_config.training_config,
+            role_to_mesh=cluster_config.role_to_mesh,
+            offload_to_cpu=cluster_config.offload_to_cpu,
+        )
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
         self.perf_config = perf_config or self.training_config.perf_metrics_options
-        self.trace = Trace()
         self.global_steps = 0
         config = self.training_config
-        found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
-        self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
         if isinstance(actor, nn.Module):
             reference, critic, teacher = (
                 copy.deepcopy(actor) if m is actor else m for m in (reference, critic, teacher)
             )
         shares_trunk, critic = _shared_critic(critic)
-        policy = self._load(Role.ACTOR, actor, score_head=shares_trunk)
+        policy = self.load(Role.ACTOR, actor, score_head=shares_trunk)
         self.tokenizer = load_tokenizer(tokenizer)
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = grammars_of(policy, self.tokenizer)
         self._masks = Masks(self._grammars)
-        self._plans = Plans()
         support, allowed = self._drawn_from()
         positions = max_positions(policy.module)  # of the one that samples: no role is given longer sequences
-        add = functools.partial(self._add, support=support, allowed=allowed, positions=positions)
-        self._workers: dict[Role, ModelWorker] = {}
-        add(Role.ACTOR, actor, policy, config.actor_optimizer)
         for role, model, optimizer in (
+            (Role.ACTOR, actor, config.actor_optimizer),
             (Role.REFERENCE, reference, None),
             (Role.CRITIC, critic, config.critic_optimizer or config.actor_optimizer),
             (Role.REWARD, reward, None),
             (Role.TEACHER, teacher, None),
         ):
-            if model is not None:
-                add(role, model, self._load(role, model), optimizer)
-        self._reward_tokenizer = self._tokenizer_of(Role.REWARD, reward, reward_tokenizer)
+            if model is None:
+                continue
+            loaded = policy if role is Role.ACTOR else self.load(role, model)
+            budget, own = self._budget(loaded, positions), support
+            if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
+                known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
+                own = dataclasses.replace(support, forbidden_ids=known)
+            self.add(role, model, loaded, optimizer, max_tokens=budget, support=own, allowed=allowed)
+        self._reward_tokenizer = self.tokenizer_of(Role.REWARD, reward, reward_tokenizer)
         self._check_teacher(teacher)
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
-        self._trainers = {
-            role: RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
-            for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value))
-            if role in self._workers
-        }
+        for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
+            if role in self._workers:
+                self.train(role, loss, accumulate=accumulate)
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
         self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
@@ -147,48 +137,11 @@ class RLCluster(TunixVerbs):
         sampling = self.sampling(Mode.TRAIN)
         return support_of(sampling), functools.partial(self._masks.of_targets, sampling)
 
-    def _load(self, role: Role, model: nn.Module | str | RoleConfig, score_head: bool = False) -> LoadedModel:
-        """A role's model. A module stays where it is. Args: score_head: besides a LM head."""
-        given = RoleConfig(model=model) if isinstance(model, str) else model
-        if not isinstance(given, RoleConfig):
-            return load_model(given, device=next(given.parameters()).device, role=role.value, score_head=score_head)
-        if given.model is None:
-            raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
-        return load_model(
-            given.model,
-            device=self.device(role),
-            role=role.value,
-            attention=given.attention,
-            score_head=score_head,
-        )
-
-    def _add(
-        self,
-        role: Role,
-        model: nn.Module | str | RoleConfig,
-        loaded: LoadedModel,
-        optimizer: Any,
-        *,
-        support: Support,
-        allowed: Allowed,
-        positions: int | None,
-    ) -> None:
-        """Gives a role its worker. A module keeps its dtype."""
-        given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
-        placement = self._placement(loaded.module.device)
-        if isinstance(given, RoleConfig):
-            noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
-            dtype = compute_dtype(noted or given.dtype, loaded)
-            checkpoint_activations(loaded.module, given.gradient_checkpointing)
-            dtype = placement.ranks.agree(dtype)  # "auto" goes by a timing
-        own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
-        if optimizer is not None and own != OptimConfig():
-            raise ConfigError(
-                f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer; keep one"
-            )
-        optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
-        usual = self.training_config.token_budget(loaded.module.device.type)
-        budget = self.cluster_config.token_budget(loaded.module.device.type, positions)
+    def _budget(self, loaded: LoadedModel, positions: int | None) -> int:
+        """Tokens of a micro-batch of a role's model. Args: positions: of the model that samples."""
+        device = loaded.module.device.type
+        usual = self.training_config.token_budget(device)
+        budget = self.cluster_config.token_budget(device, positions)
         if budget > usual and not self._workers:
             log.info(
                 "max_tokens_per_microbatch raised from the default %d to %d to fit the longest sequence "
@@ -196,43 +149,14 @@ class RLCluster(TunixVerbs):
                 usual,
                 budget,
             )
-        if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
-            known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
-            support = dataclasses.replace(support, forbidden_ids=known)
-        self._workers[role] = ModelWorker(
-            loaded,
-            optim=None if role in (Role.REFERENCE, Role.REWARD, Role.TEACHER) else optimizer,
-            dtype=dtype,
-            support=support,
-            allowed=allowed,
-            max_tokens=budget,
-            saturating_tokens=self.training_config.saturating_tokens(loaded.module.device.type),
-            max_sequences=self.training_config.max_segments_per_packed_row,
-            given=given if isinstance(given, RoleConfig) else None,
-            placement=placement,
-            plans=None if role is Role.REWARD else self._plans,  # it runs other batches, maybe of other tokens
-        )
-        empty_cache(self._workers[role].device)  # an engine with an allocator of its own looks at what is free
-
-    def _tokenizer_of(self, role: Role, model: nn.Module | str | RoleConfig | None, given: Any = None) -> Any:
-        """A role's own tokenizer; None = the policy's."""
-        if model is None or given is not None:
-            return None if given is None else load_tokenizer(given)
-        model = model.model if isinstance(model, RoleConfig) else model
-        if not isinstance(model, str):
-            return None
-        place = Path(model_folder(model))
-        if place.is_dir() and not any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-            log.info("%s has no tokenizer; as %s it reads the policy's token ids", model, role.value)
-            return None
-        return load_tokenizer(model)
+        return budget
 
     def _check_teacher(self, teacher: nn.Module | str | RoleConfig | None) -> None:
         """Raises ConfigError where the teacher reads other token ids than the policy writes."""
         if teacher is None:
             return
         loaded = self._workers[Role.TEACHER].loaded
-        own = self._tokenizer_of(Role.TEACHER, teacher)
+        own = self.tokenizer_of(Role.TEACHER, teacher)
         if own is not None:
             check_same_ids(self.tokenizer, own, f"the teacher {loaded.name}")
         if loaded.num_ids < len(self.tokenizer):
@@ -270,33 +194,7 @@ class RLCluster(TunixVerbs):
                 samplings=[self.sampling(mode) for mode in Mode],
             )
 
-    def _placement(self, device: torch.device) -> Placement:
-        """Where a role's tensors lie, after offload_to_cpu."""
-        if self.cluster_config.offload_to_cpu and device.type != "cpu":
-            return OffloadPlacement()
-        if self.cluster_config.offload_to_cpu and not self._workers:
-            log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
-        return Placement()
-
-    def device(self, role: Role) -> torch.device:
-        """Where a role's model is loaded: its mesh's kind of device, or the GPU if there is one."""
-        mesh = (self.cluster_config.role_to_mesh or {}).get(role)
-        if mesh is not None:
-            return torch.device(mesh.device_type)
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
     # ---- roles ---------------------------------------------------------------------------------------------------
-
-    def worker(self, role: Role) -> ModelWorker:
-        """The worker of a role. Raises ConfigError where the cluster was made without it."""
-        if role not in self._workers:
-            raise ConfigError(f"this cluster has no {role.value}; give RLCluster({role.value}=...)")
-        return self._workers[role]
-
-    @property
-    def workers(self) -> Mapping[Role, ModelWorker]:
-        """The roles that this cluster has."""
-        return self._workers
 
     @property
     def actor(self) -> ModelWorker:
@@ -352,11 +250,6 @@ class RLCluster(TunixVerbs):
         )
 
     # ---- sampling ------------------------------------------------------------------------------------------------
-
-    @property
-    def ranks(self) -> Ranks:
-        """The processes that train together: `agree`, `shared`, `is_writer`."""
-        return self.actor.placement.ranks
 
     @property
     def rollout(self) -> RolloutEngine:
@@ -439,7 +332,7 @@ class RLCluster(TunixVerbs):
 
     def state(self) -> dict[str, Any]:
         """What a resumed cluster needs besides its workers: counters, lengths, and what each role computes in."""
-        return {**self._rollouts.state(), "calls": self._calls, "dtypes": self.dtypes}
+        return {**super().state(), **self._rollouts.state(), "calls": self._calls}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Takes `state` back after the workers were loaded; the engine gets their weights."""
@@ -448,29 +341,13 @@ class RLCluster(TunixVerbs):
 
     def describe(self) -> dict[str, Any]:
         """What was chosen for this machine: compute dtypes, what training runs on, and what the engine does, if any."""
-        training = {role.value: w.backends for role, w in self._workers.items()}
         engine = self._rollouts.describe()
-        return {
-            "compute_dtype": self.dtypes,
-            "training": training,
-            **({} if engine is None else {"rollout": engine}),
-        }
-
-    @property
-    def trainers(self) -> Mapping[Role, RoleTrainer]:
-        """The roles that are trained."""
-        return self._trainers
-
-    @property
-    def dtypes(self) -> dict[str, str]:
-        """What each role computes in."""
-        return {role.value: str(w.dtype).removeprefix("torch.") for role, w in self._workers.items()}
+        return {**super().describe(), **({} if engine is None else {"rollout": engine})}
 
     def close(self) -> None:
         """Frees the engine and the optimizers."""
         self._rollouts.close()
-        for worker in self._workers.values():
-            worker.close()
+        super().close()
 
 
 def _shared_critic(critic: Any) -> tuple[bool, Any]:

@@ -609,7 +609,7 @@ def test_an_engine_rests_where_that_makes_room_and_freed_memory_leaves_then(plac
 
 def test_what_loading_left_is_given_back_before_the_engine_looks_for_memory(monkeypatch):
     log = []
-    monkeypatch.setattr("whet.cluster.empty_cache", lambda device: log.append("empty"))
+    monkeypatch.setattr("whet.train.role_workers.empty_cache", lambda device: log.append("empty"))
     make = whet.cluster.make_engine
     monkeypatch.setattr("whet.cluster.make_engine", lambda *a, **o: (log.append("engine"), make(*a, **o))[1])
     c = cluster()

@@ -12,7 +12,7 @@ from whet.config.algo import (
     PpoConfig,
 )
 from whet.config.base import check, config, field_docs
-from whet.config.data import DataConfig
+from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
@@ -58,6 +58,8 @@ __all__ = [
     "RolloutConfig",
     "RunConfig",
     "SGLangOptions",
+    "SourceConfig",
+    "SupervisedDataConfig",
     "TrainingConfig",
     "VLLMOptions",
     "check",

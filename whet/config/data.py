@@ -1,17 +1,20 @@
-"""The data set: the section data."""
+"""The data set: the section data of RL and of supervised training."""
 
 from __future__ import annotations
 
+from dataclasses import field
+from typing import Literal
+
 from whet.config.base import config
-from whet.config.fields import Bool, Count, Float, Name, Size, Text
+from whet.config.fields import Bool, Count, Float, Name, Size, Text, Tree
 from whet.errors import ConfigError
 
-__all__ = ["DataConfig"]
+__all__ = ["DataConfig", "SourceConfig", "SupervisedDataConfig"]
 
 
 @config
-class DataConfig:
-    """Where prompts come from."""
+class SourceConfig:
+    """Where rows come from, and how many make a step."""
 
     path: Name | None = None
     """Hub name, folder, a json, jsonl, csv, parquet or arrow file, "file.py:function" or "package.module:function" that
@@ -27,17 +30,11 @@ class DataConfig:
     eval_fraction: Float = 0.0
     """Share of the rows kept for evaluation and not trained on. 0.0 = off."""
     batch_size: Size = 8
-    """Prompts of one step."""
-    prompt_column: Name | None = None
-    """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
+    """Rows of one step: prompts, conversations or pairs."""
     shuffle: Bool = True
     """A new order in each epoch, from the run's seed. No effect on a stream, which keeps its own order."""
     streaming: Bool = False
     """Read the data set during the run, without downloading it first."""
-    apply_chat_template: Bool = False
-    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
-    system_prompt: Text = ""
-    """Put before every conversation. "" = off."""
     limit: Count | None = None
     """Use only the first N rows; None = all."""
 
@@ -47,3 +44,54 @@ class DataConfig:
             raise ConfigError(f"eval_fraction must lie in [0, 1), got {self.eval_fraction!r}; 0.0 turns it off")
         if self.eval_fraction and (self.eval_path or self.eval_split):
             raise ConfigError("eval_fraction cuts rows off the training data; drop it, or eval_path and eval_split")
+
+
+@config
+class DataConfig(SourceConfig):
+    """Where prompts come from."""
+
+    prompt_column: Name | None = None
+    """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
+    apply_chat_template: Bool = False
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
+    system_prompt: Text = ""
+    """Put before every conversation. "" = off."""
+
+
+@config
+class SupervisedDataConfig(SourceConfig):
+    """Where rows of supervised training come from, and what of them is trained."""
+
+    messages_column: Name | None = None
+    """Column with a conversation; None = messages or conversations, whichever is there."""
+    prompt_column: Name | None = None
+    """Column with the prompt; None = prompt or question, whichever is there."""
+    response_column: Name | None = None
+    """Column with what follows the prompt; None = response or completion, whichever is there."""
+    text_column: Name | None = None
+    """Column with plain text, trained whole; None = text."""
+    chosen_column: Name | None = None
+    """Column with the better answer of a pair; None = chosen."""
+    rejected_column: Name | None = None
+    """Column with the worse answer of a pair; None = rejected."""
+    label_column: Name | None = None
+    """Column that says whether a single answer is good (true, 1) or bad (false, 0); None = label."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """Tokens that are trained: "assistant" = every turn of the assistant's, "last" = its last turn only, "all" = every
+    token but the first. No effect on pairs and labelled answers: what follows the prompt is trained."""
+    apply_chat_template: Bool = False
+    """Make a plain-text prompt a user's turn and its response the assistant's; conversations always go through it."""
+    chat_template_kwargs: Tree = field(default_factory=dict)
+    """Further arguments of the chat template, e.g. {enable_thinking: true}; false is the default."""
+    system_prompt: Text = ""
+    """Put before every conversation that has no system turn. "" = off."""
+    on_template_change: Literal["error", "accept"] = "error"
+    """What to do where the chat template changes or leaves out what a row says, e.g. thinking, or blanks at the end:
+    "error", or "accept" what the template makes of it."""
+    max_length: Count | None = None
+    """Most tokens of a sequence, prompt and template included. None = no limit."""
+    on_long: Literal["error", "truncate", "drop"] = "error"
+    """What to do with a row over max_length: "error"; "truncate" = cut it at its end, and drop it where nothing trained
+    is left; "drop". Dropped and cut rows are counted."""
+    on_empty: Literal["error", "drop"] = "error"
+    """What to do with a row that has nothing to train: "error", or "drop" and count it."""

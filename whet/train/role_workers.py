@@ -1,0 +1,221 @@
+"""RoleWorkers: the models of a run, each behind a worker, with the trainers of those that are trained.
+
+Reinforcement learning has a cluster (whet.cluster.RLCluster), which adds the engine and the sampling to it; supervised
+training needs no more than this.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
+from whet.data.plans import Plans
+from whet.data.tokenizer import load_tokenizer
+from whet.errors import ConfigError
+from whet.models.load import load_model
+from whet.models.precision import compute_dtype
+from whet.models.recompute import checkpoint_activations
+from whet.models.types import LoadedModel
+from whet.observe.trace import Trace
+from whet.ops import Support
+from whet.parallel.comm import require_single_process
+from whet.parallel.placement import Placement
+from whet.parallel.ranks import Ranks
+from whet.train.checkpoints import Checkpoints
+from whet.train.offload import OffloadPlacement
+from whet.train.role_trainer import RoleTrainer
+from whet.train.worker import Allowed, Loss, ModelWorker
+from whet.util.device import empty_cache
+from whet.util.model_paths import model_folder
+
+__all__ = ["RoleWorkers"]
+
+log = logging.getLogger("whet")
+
+READ_ONLY = (Role.REFERENCE, Role.REWARD, Role.TEACHER)
+"""Roles that have no optimizer, unless a run trains them."""
+
+
+class RoleWorkers:
+    """The models of a run: `add` gives a role its worker, `train` a trainer to those that are trained.
+
+    Args:
+        config: of the loop.
+        role_to_mesh: device mesh of each role; None = all on this process's device.
+        offload_to_cpu: keep on a GPU only what the phase needs.
+    """
+
+    tokenizer: Any
+    checkpoints: Checkpoints
+
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        role_to_mesh: Mapping[Role, Any] | None = None,
+        offload_to_cpu: bool = False,
+    ) -> None:
+        require_single_process()
+        super().__init__()  # of a mixin
+        self._loop, self._offload = config, offload_to_cpu
+        self._meshes = dict(role_to_mesh or {})
+        self.trace = Trace()
+        found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
+        self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
+        self._plans = Plans()
+        self._workers: dict[Role, ModelWorker] = {}
+        self._trainers: dict[Role, RoleTrainer] = {}
+
+    # ---- making --------------------------------------------------------------------------------------------------
+
+    def load(self, role: Role, model: nn.Module | str | RoleConfig, *, score_head: bool = False) -> LoadedModel:
+        """A role's model. A module stays where it is. Args: score_head: besides a LM head."""
+        given = RoleConfig(model=model) if isinstance(model, str) else model
+        if not isinstance(given, RoleConfig):
+            return load_model(given, device=next(given.parameters()).device, role=role.value, score_head=score_head)
+        if given.model is None:
+            raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
+        return load_model(
+            given.model,
+            device=self.device(role),
+            role=role.value,
+            attention=given.attention,
+            score_head=score_head,
+        )
+
+    def add(
+        self,
+        role: Role,
+        model: nn.Module | str | RoleConfig,
+        loaded: LoadedModel,
+        optimizer: Any,
+        *,
+        max_tokens: int,
+        trained: bool | None = None,
+        support: Support | None = None,
+        allowed: Allowed | None = None,
+    ) -> ModelWorker:
+        """Gives a role its worker. A module keeps its dtype.
+
+        Args:
+            role: whose model it is.
+            model: what it was loaded from.
+            loaded: the model.
+            optimizer: in place of the role's own `optim`; None = that.
+            max_tokens: of a micro-batch.
+            trained: None = as is usual for the role.
+            support, allowed: the distribution that its logprobs are of; see ModelWorker.
+        """
+        given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
+        placement = self._placement(loaded.module.device)
+        if isinstance(given, RoleConfig):
+            noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
+            dtype = compute_dtype(noted or given.dtype, loaded)
+            checkpoint_activations(loaded.module, given.gradient_checkpointing)
+            dtype = placement.ranks.agree(dtype)  # "auto" goes by a timing
+        own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
+        if optimizer is not None and own != OptimConfig():
+            raise ConfigError(
+                f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer; keep one"
+            )
+        optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
+        trained = role not in READ_ONLY if trained is None else trained
+        self._workers[role] = worker = ModelWorker(
+            loaded,
+            optim=optimizer if trained else None,
+            dtype=dtype,
+            support=support,
+            allowed=allowed,
+            max_tokens=max_tokens,
+            saturating_tokens=self._loop.saturating_tokens(loaded.module.device.type),
+            max_sequences=self._loop.max_segments_per_packed_row,
+            given=given if isinstance(given, RoleConfig) else None,
+            placement=placement,
+            plans=None if role is Role.REWARD else self._plans,  # it runs other batches, maybe of other tokens
+        )
+        empty_cache(worker.device)  # an engine with an allocator of its own looks at what is free
+        return worker
+
+    def train(self, role: Role, loss: Loss, *, accumulate: int = 1, plain: bool = False) -> RoleTrainer:
+        """Gives a role its trainer. Args: plain: its metrics have their plain names, whatever the role."""
+        trainer = RoleTrainer(self._workers[role], loss=loss, accumulate=accumulate, role=role)
+        if plain:
+            trainer.prefix = ""
+        self._trainers[role] = trainer
+        return trainer
+
+    def tokenizer_of(self, role: Role, model: nn.Module | str | RoleConfig | None, given: Any = None) -> Any:
+        """A role's own tokenizer; None = the policy's."""
+        if model is None or given is not None:
+            return None if given is None else load_tokenizer(given)
+        model = model.model if isinstance(model, RoleConfig) else model
+        if not isinstance(model, str):
+            return None
+        place = Path(model_folder(model))
+        if place.is_dir() and not any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+            log.info("%s has no tokenizer; as %s it reads the policy's token ids", model, role.value)
+            return None
+        return load_tokenizer(model)
+
+    def _placement(self, device: torch.device) -> Placement:
+        """Where a role's tensors lie, after offload_to_cpu."""
+        if self._offload and device.type != "cpu":
+            return OffloadPlacement()
+        if self._offload and not self._workers:
+            log.info("offload_to_cpu has nothing to do: the models lie on the CPU")
+        return Placement()
+
+    def device(self, role: Role) -> torch.device:
+        """Where a role's model is loaded: its mesh's kind of device, or the GPU if there is one."""
+        mesh = self._meshes.get(role)
+        if mesh is not None:
+            return torch.device(mesh.device_type)
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def worker(self, role: Role) -> ModelWorker:
+        """The worker of a role. Raises ConfigError where there is none."""
+        if role not in self._workers:
+            raise ConfigError(f"there is no {role.value}; give {type(self).__name__}({role.value}=...)")
+        return self._workers[role]
+
+    @property
+    def workers(self) -> Mapping[Role, ModelWorker]:
+        """The roles that there are."""
+        return self._workers
+
+    @property
+    def trainers(self) -> Mapping[Role, RoleTrainer]:
+        """The roles that are trained."""
+        return self._trainers
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that train together: `agree`, `shared`, `is_writer`."""
+        return next(iter(self._workers.values())).placement.ranks
+
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """What each role computes in."""
+        return {role.value: str(w.dtype).removeprefix("torch.") for role, w in self._workers.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs besides the workers: what each role computes in."""
+        return {"dtypes": self.dtypes}
+
+    def describe(self) -> dict[str, Any]:
+        """What was chosen for this machine: compute dtypes, and what training runs on."""
+        training = {role.value: w.backends for role, w in self._workers.items()}
+        return {"compute_dtype": self.dtypes, "training": training}
+
+    def close(self) -> None:
+        """Frees the optimizers."""
+        for worker in self._workers.values():
+            worker.close()
