@@ -1,16 +1,16 @@
 """RL2's keys, and what each is here: the source of the translation and of docs/from-rl2.md.
 
-All generations of RL2 in one table for each of its trainers: the README of July 2025, and its configuration of May 2026.
-How a key is read: "same": its value goes to the key named; "made": translate.py makes the keys named from it and others;
-"one": of several ranks, refused above 1; "none": accepted, it has no effect here; "refused": anything but its harmless
-values is.
+All generations of RL2 in one table for each trainer: the README of July 2025, and the configuration of May 2026.
+How a key is read: "same": its value goes to the key named; "made": translate.py makes the keys named, from it and
+others; "one": of several ranks, refused above 1; "none": accepted, it has no effect here; "refused": anything but its
+harmless values is.
 """
 
 from __future__ import annotations
 
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["KEYS", "VERBS", "Key"]
+__all__ = ["KEYS", "MEGATRON", "VERBS", "Key"]
 
 VERBS = ("ppo", "sft", "rm", "dpo")
 """RL2's trainers."""
@@ -31,7 +31,8 @@ class Key(NamedTuple):
 _RANKS = "whet runs one process now"
 _ONE = Key("one", note=f"{_RANKS}: a model, and a sequence, lie on one device; set it to 1", harmless=(None, 1))
 _FSDP = _ONE._replace(harmless=(None, 0, 1))
-_MEGATRON = "Megatron is not here: leave its keys out, whet trains with its own worker"
+MEGATRON = "Megatron is not here: leave its keys out, whet trains with its own worker"
+"""Why its keys are refused."""
 _LIGER = "whet has fused layers of its own, and never makes a whole row of logits"
 _BUDGET = "training's budget counts for all passes"
 _ROLE_FOLDER = "all roles are saved together, in the run folder: trainer.save_dir"
@@ -82,7 +83,7 @@ def _model(role: str, section: str) -> dict[str, Key]:
         "tokenizer_name": Key("made", "tokenizer", "one tokenizer for all roles: the actor's"),
         "use_liger_kernel": Key("none", note=_LIGER),
         "dtype": Key(
-            "made", f"{section}.dtype", "bfloat16 or float32; masters are fp32 in any case; float16 is refused"
+            "made", f"{section}.dtype", "bfloat16 or float32; masters are fp32 either way; float16 is refused"
         ),
         "ddp_size": _ONE,
         "fsdp_size": _FSDP,
@@ -130,9 +131,9 @@ def _trained(role: str, section: str) -> dict[str, Key]:
             "made", "trainer.checkpointing_options.save_interval_steps", "with it all checkpoints are kept"
         ),
         "save_optimizer": Key("none", note="checkpoints hold the optimizer, the model that is given away does not"),
-        "tf_config.*": Key("refused", note=_MEGATRON, harmless=(None, 1, "full", "uniform")),
-        "ddp_config.*": Key("refused", note=_MEGATRON),
-        "optimizer.*": Key("refused", note=f"AdamW has lr, weight_decay, betas, eps; {_MEGATRON}"),
+        "tf_config.*": Key("refused", note=MEGATRON, harmless=(None, 1, "full", "uniform")),
+        "ddp_config.*": Key("refused", note=MEGATRON),
+        "optimizer.*": Key("refused", note=f"AdamW has lr, weight_decay, betas, eps; {MEGATRON}"),
         "lora.rank": Key("refused", note="low-rank adapters are set by whet's own keys", harmless=(None, 0)),
         "lora.alpha": Key("none", note="with lora.rank=0, its default"),
         "lora.target_modules": Key("none", note="with lora.rank=0, its default"),
@@ -156,7 +157,7 @@ _TRAINER = {
 }
 _PPO = {
     "update_per_rollout": Key(
-        "made", "trainer.mini_batch_size", "slices of whole groups, so it divides prompts_per_rollout"
+        "made", "trainer.mini_batch_size", "slices of whole groups: it divides prompts_per_rollout"
     ),
     "clip": Key("same", "algo.epsilon"),
     "avg_level": Key(
@@ -172,9 +173,7 @@ _PPO = {
     ),
     "kl.coef": Key("made", "algo.beta", "with it kl.type must be given"),
     "kl.type": Key("made", "algo.kl_type", "reward, loss or advantage, there after whitening"),
-    "kl.reward_estimator": Key(
-        "made", "algo.kl_loss_mode", "with kl.type=loss it changed what was logged; here nothing"
-    ),
+    "kl.reward_estimator": Key("made", "algo.kl_loss_mode", "with kl.type=loss it only changed what was logged"),
     "kl.loss_estimator": Key("made", "algo.kl_loss_mode", "of kl.type=loss"),
     "entropy.coef": Key("same", "algo.entropy_coef"),
 }
@@ -197,7 +196,7 @@ _ROWS = {
     "dynamic_filtering": Key(
         "made",
         "algo.dynamic_sampling",
-        "with further prompts in their place; there the step is smaller. Groups of one: off",
+        "others in their place; there the step is smaller. Off for groups of one",
     ),
     "partial_rollout": Key("refused", note="a step ends before the next begins", harmless=(None, False)),
     "max_turns": Key("same", "rollout.max_turns"),
@@ -231,16 +230,14 @@ _ROLLOUT = {
     "env_path": Key("same", "rollout.env_path", "interact, reward_fn and TOOL; its reward_fn is the reward"),
     "dynamic_filtering": _ROWS["dynamic_filtering"],
     "group_filtering.lower": Key(
-        "made", "algo.group_reward_bounds", "groups whose mean reward lies between, bounds excluded"
+        "made", "algo.group_reward_bounds", "groups whose mean reward lies between, bounds out"
     ),
     "group_filtering.upper": Key("made", "algo.group_reward_bounds"),
     "bucket_size": Key("none", note="weights are not sent: the rollout reads the trainer's own"),
     "adv_estimator": Key("none", note="adv.estimator says it"),
     "test_ratio": Key("same", "data.eval_fraction", "where no test path is given; 0.03 by default since 2026"),
 }
-_OWN_BUDGET = Key(
-    "made", "trainer.max_tokens_per_microbatch", "prompt and completion of the longest sequence fit into it"
-)
+_OWN_BUDGET = Key("made", "trainer.max_tokens_per_microbatch", "the longest sequence fits into it, prompt included")
 _PPO_TRAINER = {
     "total_steps": Key("same", "trainer.max_steps"),
     "eval_only": Key("refused", note="use `whet eval`", harmless=(None, False)),
@@ -280,4 +277,4 @@ KEYS: dict[str, dict[str, Key]] = {
         **_under("trainer", {**_TRAINER, **_PPO_TRAINER}),
     },
 }
-"""Trainer -> RL2's key -> what it is here. A key that ends in .* stands for all that begin alike and have no own row."""
+"""Trainer -> RL2's key -> what it is here. One that ends in .* stands for all that begin alike and have no row."""

@@ -46,7 +46,7 @@ def usage(verb: str | None) -> str:
     """Help. Args: verb: of which trainer the keys are listed; None = of none."""
     head = (
         "usage: python -m whet.rl2 ppo [--config FILE ...] [--print_config] [key=value ...]\n\n"
-        "RL2's commands with one word changed: RL2.trainer.ppo is whet.rl2 ppo. whet.<key>=value is a key of whet's own.\n"
+        "RL2's commands with one word changed: RL2.trainer.ppo is whet.rl2 ppo. whet.<key>=value is a key of whet's.\n"
         "--print_config prints whet's configuration as YAML. docs/from-rl2.md says what each key is here."
     )
     if verb is None:

@@ -169,8 +169,9 @@ DEFAULTS = {
     "rm": {"critic": (1e-5, 5e-7, 0.1)},
     "dpo": {"actor": (5e-7, 1e-7, 0.1)},
 }
-"""Trainer -> role -> rate in July 2025, least rate in 2026, share of the warm-up in July 2025 (None = a constant rate)."""
+"""Trainer -> role -> rate in July 2025, least rate in 2026, warm-up's share in July 2025 (None = a constant rate)."""
 LATER_RATES = {"actor": 1e-6, "critic": 5e-6}
+"""Role -> rate in 2026."""
 
 
 def optimizer(given: Given, role: str) -> Part:
