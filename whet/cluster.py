@@ -35,8 +35,6 @@ from whet.train.role_workers import RoleWorkers
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
-from whet.util.device import empty_cache
-from whet.util.memory import release_freed_memory
 
 __all__ = ["RLCluster"]
 
@@ -314,17 +312,11 @@ class RLCluster(RoleWorkers, TunixVerbs):
     def release_engine_memory(self) -> None:
         """Frees what an engine holds besides the weights, until it samples again: an update needs none of it."""
         if self._rollouts.release():
-            self._give_back()
-
-    def _give_back(self) -> None:
-        release_freed_memory()  # freed memory leaves the process: the next phase takes its own elsewhere
-        empty_cache(self.actor.device)
+            self.give_back(self.actor)
 
     def sync_weights(self) -> None:
         """Gives the engine the actor's weights under a new policy version; nothing moves where they are shared."""
-        self.actor.version += 1
-        self._plans.drop()
-        self._give_back()
+        self.advance(self.actor)
         with self.trace.span("weight_sync"):
             self._rollouts.sync()
 

@@ -555,7 +555,7 @@ def test_a_resting_engine_holds_no_memory_and_samples_again_after_the_sync():
 
 def test_an_engine_rests_once_and_wakes_for_who_samples_before_the_sync(monkeypatch):
     c, trims = cluster(), []
-    monkeypatch.setattr("whet.cluster.release_freed_memory", lambda: trims.append(c.rollout.stats().kv_bytes))
+    monkeypatch.setattr("whet.train.role_workers.release_freed_memory", lambda: trims.append(c.rollout.stats().kv_bytes))
     want = [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens]
     c.release_engine_memory()
     c.release_engine_memory()  # the next mini-batch
@@ -589,7 +589,7 @@ class Sleeper(MockEngine):
 )
 def test_an_engine_rests_where_that_makes_room_and_freed_memory_leaves_then(place, shared, rests, monkeypatch):
     c, log = cluster(), []
-    monkeypatch.setattr("whet.cluster.empty_cache", lambda device: log.append(f"empty {device}"))
+    monkeypatch.setattr("whet.train.role_workers.empty_cache", lambda device: log.append(f"empty {device}"))
     engine = Sleeper(log, shared_weights=shared)
     policy = SimpleNamespace(version=0, device=torch.device(place), named_weights=c.actor.named_weights)
     c._rollouts = PolicyRollouts(lambda: engine, policy)

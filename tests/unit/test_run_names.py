@@ -8,6 +8,7 @@ import pytest
 from whet.cli import commands
 from whet.config import RLTrainingConfig, load_run
 from whet.errors import ConfigError
+from whet.run.task import Task
 from whet.util.model_paths import model_folder
 
 
@@ -51,7 +52,7 @@ def test_a_run_that_never_began_leaves_no_empty_folder_and_takes_none_away(tmp_p
 def test_rows_of_any_kind_have_a_summary():
     odd = [{"step": 0, "mode": mode, **values} for mode in ("train", "eval") for values in (
         {}, {"reward": "1"}, {"reward": 10**400, "prompts/count": 1e999})]  # fmt: skip
-    summary = commands.summarise(SimpleNamespace(rows=odd, step=3), load_run([]), 1.0)
+    summary = commands.summarise(SimpleNamespace(rows=odd, step=3, task=Task()), load_run([]), 1.0)
     assert summary["reward_first"] is summary["eval_reward_after"] is None and summary["eval_prompts"] == 0
 
 

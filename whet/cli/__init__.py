@@ -20,14 +20,19 @@ COMMANDS = {
     "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a few minutes",
     "grpo": "train a policy by GRPO: --config run.yaml, key=value",
     "ppo": "train a policy by PPO, and a critic with it: --config run.yaml, key=value",
+    "sft": "teach a model what the assistant says in conversations: --config run.yaml, key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "talk with a model: model=FOLDER",
     "version": "print the version",
 }
 
-_TRAIN = ("demo", "grpo", "ppo")
+_SUPERVISED = ("sft",)
+"""The commands that train on rows alone."""
+_RUNS = ("grpo", "ppo", *_SUPERVISED)
+"""The commands that train what a configuration says."""
+_TRAIN = ("demo", *_RUNS)
 """The commands that train."""
-_FLAGS = {"print_config": ("chat", "generate", "grpo", "ppo"), "profile": ("demo", "grpo", "ppo")}
+_FLAGS = {"print_config": ("chat", "generate", *_RUNS), "profile": _TRAIN}
 """Flags (words without a value), besides --help, and the commands that take them."""
 _PROFILE = " --profile (trainer.profile=true) profiles the second step."
 _EXAMPLES = {
@@ -132,15 +137,28 @@ def _work(command: str, words: list[str], config: Any) -> None:
         from whet.cli.chat import chat
 
         chat(config)
+    elif command == "demo":
+        from whet.cli.commands import demo
+
+        demo(words)
+    elif command in _SUPERVISED:
+        from whet.cli import supervised
+
+        getattr(supervised, command)(config)
     else:
         from whet.cli import commands
 
-        if command == "grpo":
-            commands.grpo(config)
-        elif command == "ppo":
-            commands.ppo(config)
-        else:
-            commands.demo(words)
+        getattr(commands, command)(config)
+
+
+def _kind(command: str) -> tuple[Any, Any]:
+    """The configuration class of a command that trains, and its shorthands."""
+    from whet import config
+
+    if command in _SUPERVISED:
+        kind = {"sft": config.SFTRunConfig}[command]
+        return kind, config.shorthands(kind)
+    return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORT
 
 
 def _check_flags(command: str, words: list[str]) -> None:
@@ -168,11 +186,11 @@ def _keys(command: str) -> list[str]:
     """The keys of a command that have no dot."""
     import dataclasses
 
-    from whet.config import SHORT, RunConfig
     from whet.config.generate import ChatConfig, GenerateConfig
 
     if command in _TRAIN:
-        return [*(f.name for f in dataclasses.fields(RunConfig)), *SHORT, "seed"]
+        kind, short = _kind(command)
+        return [*(f.name for f in dataclasses.fields(kind)), *short, "seed"]
     return [f.name for f in dataclasses.fields(GenerateConfig if command == "generate" else ChatConfig)]
 
 
@@ -181,9 +199,10 @@ def _config(command: str, words: list[str]) -> Any:
     if command == "demo":
         return None
     if command in _TRAIN:
-        from whet.config import PPORunConfig, RunConfig, load_run
+        from whet.config import load
 
-        return load_run(words, PPORunConfig if command == "ppo" else RunConfig)
+        kind, short = _kind(command)
+        return load(kind, words, short)
     from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
 
     return load_sampled(GenerateConfig if command == "generate" else ChatConfig, words)
@@ -191,7 +210,11 @@ def _config(command: str, words: list[str]) -> Any:
 
 def _check(command: str, config: Any) -> None:
     """Raises ConfigError for what is missing, before anything heavy is imported."""
-    if command in ("grpo", "ppo"):
+    if command in _SUPERVISED:
+        from whet.config import check_supervised
+
+        check_supervised(config)
+    elif command in _RUNS:
         from whet.config import check_complete
 
         check_complete(config)
@@ -203,7 +226,7 @@ def _check(command: str, config: Any) -> None:
 
 def _help() -> str:
     commands = "\n".join(f"  {command:9}{text}" for command, text in COMMANDS.items())
-    keys = "`whet grpo --help` and `whet ppo --help` list every key."
+    keys = "`whet grpo --help`, `whet sft --help` and so on list every key."
     return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n{keys}"
 
 
@@ -215,14 +238,18 @@ def _command_help(command: str) -> str:
             f"usage: whet demo [key=value ...]\n\n{COMMANDS['demo']}\n\n"
             "Takes the keys of `whet grpo` and --profile; seed=n is short for trainer.seed=n."
         )
-    from whet.config import SHORT, PPORunConfig, RunConfig, show
+    from whet.config import show
 
-    trains = command in ("grpo", "ppo")
+    trains = command in _RUNS
     if trains:
-        keys = show(PPORunConfig if command == "ppo" else RunConfig, SHORT, hidden=("rollout.vllm.", "rollout.sglang."))
+        keys = show(*_kind(command), hidden=("rollout.vllm.", "rollout.sglang."))
         end = (
-            "\n\nalgo.preset=NAME is a published method, which the other keys of algo then change: docs/papers.md."
-            "\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
+            ""
+            if command in _SUPERVISED
+            else (
+                "\n\nalgo.preset=NAME is a published method, which the other keys of algo then change: docs/papers.md."
+                "\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
+            )
         )
     else:
         from whet.config.generate import ChatConfig, GenerateConfig

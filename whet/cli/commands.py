@@ -9,21 +9,22 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from whet.cluster import RLCluster
 from whet.config import (
     ClusterConfig,
-    DataConfig,
     Mode,
     PPORunConfig,
     RoleConfig,
     RunConfig,
+    SourceConfig,
+    SupervisedRunConfig,
     check_complete,
     dump_tree,
     load_run,
@@ -45,9 +46,15 @@ from whet.parallel.comm import require_single_process
 from whet.run.run import Run
 from whet.util.refs import is_ref
 
-__all__ = ["demo", "grpo", "ppo"]
+__all__ = ["build", "data", "demo", "grpo", "ppo", "rows_given", "train"]
 
 log = logging.getLogger("whet")
+
+AnyRun = RunConfig | SupervisedRunConfig
+R = TypeVar("R", bound=AnyRun)
+D = TypeVar("D", bound=SourceConfig)
+READ_BY = ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit")
+"""Fields of the section data that say where rows are read."""
 
 
 def grpo(config: RunConfig) -> dict[str, Any]:
@@ -57,20 +64,23 @@ def grpo(config: RunConfig) -> dict[str, Any]:
         with folder= and seed= and returning the folder of the model that it made there.
     Returns: the summary that is written to summary.json.
     """
-    return _train(config)
+    return train(config, build)
 
 
 def ppo(config: PPORunConfig) -> dict[str, Any]:
     """`whet ppo`: trains a policy by PPO, and its critic: see `grpo`. Without a critic's model it is the actor's."""
-    return _train(config)
+    return train(config, build)
 
 
-def _train(config: RunConfig) -> dict[str, Any]:
-    """Trains what a configuration says."""
+def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, Any]:
+    """Trains what a configuration says, in a run folder of its own where none is named.
+
+    Args: config: of a run. build: makes the learner, the training data and the evaluation data of it.
+    Returns: the summary that is written to summary.json.
+    """
     from transformers.utils import logging as transformers_logging
 
     require_single_process()
-    check_complete(config)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     named = config.trainer.run_dir is not None
@@ -84,7 +94,7 @@ def _train(config: RunConfig) -> dict[str, Any]:
         try:
             run = learner.train(train_ds, eval_ds)
         finally:
-            learner.cluster.close()
+            learner.close()
     except BaseException:
         if not named:
             with suppress(OSError):
@@ -97,8 +107,9 @@ def _train(config: RunConfig) -> dict[str, Any]:
     except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
         log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
     log.info("%d steps in %.0f s; final model: %s", run.step, summary["train_seconds"], folder / "final")
-    if None not in (summary.get("eval_reward_before"), summary.get("eval_reward_after")):
-        log.info("evaluation reward: %.3f -> %.3f", summary["eval_reward_before"], summary["eval_reward_after"])
+    before, after = (summary.get(f"eval_{run.task.headline}_{when}") for when in ("before", "after"))
+    if before is not None and after is not None:
+        log.info("evaluation %s: %.3f -> %.3f", run.task.headline, before, after)
     return summary
 
 
@@ -159,12 +170,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
             training_config=config.trainer,
         ),
     )
-    taken = DataConfig()  # what the rows were read by: done
-    own = {
-        n: getattr(taken, n)
-        for n in ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit")
-    }
-    rows_as = dataclasses.replace(config.data, **own)
+    rows_as = rows_given(config.data)
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
     learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=dump_tree(config))  # pyright: ignore
     return learner, train_ds, eval_ds
@@ -189,7 +195,13 @@ def _critic(config: PPORunConfig) -> RoleConfig:
     return dataclasses.replace(critic, model=config.actor.model)
 
 
-def data(config: RunConfig) -> tuple[Any, Any]:
+def rows_given(data: D) -> D:
+    """The section data without what the rows were read by: that is done."""
+    usual = type(data)()
+    return dataclasses.replace(data, **{name: getattr(usual, name) for name in READ_BY})
+
+
+def data(config: AnyRun) -> tuple[Any, Any]:
     """Training and evaluation rows of a configuration; the latter None where none are asked for."""
     c = config.data
     if c.streaming and c.shuffle:
@@ -204,7 +216,7 @@ def data(config: RunConfig) -> tuple[Any, Any]:
     return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)
 
 
-def _settle_threads(config: RunConfig) -> None:
+def _settle_threads(config: AnyRun) -> None:
     """Sets torch's threads: as OMP_NUM_THREADS says, as the run had them where it is resumed, or by a probe."""
     if "OMP_NUM_THREADS" in os.environ or torch.cuda.is_available():
         return
@@ -215,7 +227,7 @@ def _settle_threads(config: RunConfig) -> None:
         torch.set_num_threads(threads)
 
 
-def _with_run_dir(config: RunConfig) -> RunConfig:
+def _with_run_dir(config: R) -> R:
     """A run folder where none was given: runs/<date>-<time>, this run's alone; -2 and so on where that is taken."""
     if config.trainer.run_dir is not None:
         return config
@@ -232,34 +244,33 @@ def _with_run_dir(config: RunConfig) -> RunConfig:
     return dataclasses.replace(config, trainer=dataclasses.replace(config.trainer, run_dir=str(folder)))
 
 
-def _with_model(config: RunConfig, folder: Path) -> RunConfig:
+def _with_model(config: R, folder: Path) -> R:
     """The configuration with a model that is made by a function turned into the folder where it was made."""
-    model = config.actor.model
-    if model is None or not is_ref(model):
+    section = config.TRAINED
+    role: RoleConfig = getattr(config, section)
+    if role.model is None or not is_ref(role.model):
         return config
-    made = made_model(model, str(folder / "start"), config.trainer.seed)
-    actor = dataclasses.replace(config.actor, model=made)
-    return dataclasses.replace(config, actor=actor)
+    made = made_model(role.model, str(folder / "start"), config.trainer.seed)
+    return dataclasses.replace(config, **{section: dataclasses.replace(role, model=made)})
 
 
-def summarise(run: Run, config: RunConfig, seconds: float) -> dict[str, Any]:
+def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
     """The results of a run, from its rows of metrics."""
     evals = [row for row in run.rows if row["mode"] == Mode.EVAL.value]
     train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
+    name = run.task.headline
     found: dict[str, Any] = {
         "steps": run.step,
         "seed": config.trainer.seed,
         "train_seconds": round(seconds, 1),
-        "reward_first": finite(train[0].get("reward")) if train else None,
-        "reward_last": finite(train[-1].get("reward")) if train else None,
+        f"{name}_first": finite(train[0].get(name)) if train else None,
+        f"{name}_last": finite(train[-1].get(name)) if train else None,
         "run_dir": str(config.trainer.run_dir),
     }
     if evals:
-        found |= {
-            "eval_reward_before": finite(evals[0].get("reward")),
-            "eval_reward_after": finite(evals[-1].get("reward")),
-            "eval_prompts": int(finite(evals[-1].get("prompts/count")) or 0),
-        }
+        found |= {f"eval_{name}_before": finite(evals[0].get(name)), f"eval_{name}_after": finite(evals[-1].get(name))}
+        items = run.task.evaluated
+        found[f"eval_{items}"] = int(finite(evals[-1].get(f"{items}/count")) or 0)
         if "accuracy" in evals[0] and "accuracy" in evals[-1]:
             found |= {"accuracy_before": evals[0]["accuracy"], "accuracy_after": evals[-1]["accuracy"]}
     return found

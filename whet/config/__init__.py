@@ -11,6 +11,7 @@ from whet.config.algo import (
     PPOConfig,
     PpoConfig,
 )
+from whet.config.algo.sft import SFTConfig, SupervisedConfig
 from whet.config.base import check, config, field_docs
 from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
@@ -19,6 +20,7 @@ from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tre
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
 from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
+from whet.config.run_supervised import SFTRunConfig, SupervisedRunConfig, check_supervised, load_supervised, shorthands
 from whet.config.training import (
     BatchSizes,
     CheckpointingOptions,
@@ -27,6 +29,7 @@ from whet.config.training import (
     PerfMetricsOptions,
     ProfilerOptions,
     RLTrainingConfig,
+    SupervisedTrainingConfig,
     TrainingConfig,
 )
 
@@ -57,13 +60,19 @@ __all__ = [
     "RoleConfig",
     "RolloutConfig",
     "RunConfig",
+    "SFTConfig",
+    "SFTRunConfig",
     "SGLangOptions",
     "SourceConfig",
+    "SupervisedConfig",
     "SupervisedDataConfig",
+    "SupervisedRunConfig",
+    "SupervisedTrainingConfig",
     "TrainingConfig",
     "VLLMOptions",
     "check",
     "check_complete",
+    "check_supervised",
     "config",
     "diff",
     "dump",
@@ -71,7 +80,9 @@ __all__ = [
     "field_docs",
     "load",
     "load_run",
+    "load_supervised",
     "read_yaml",
+    "shorthands",
     "show",
     "tree",
 ]

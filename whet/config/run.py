@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import model_validator
 from pydantic_core import ArgsKwargs
@@ -35,6 +35,9 @@ class RunConfig:
     >>> load_run(["model=my/model", "actor.lr=2e-6", "data=train.jsonl"]).actor.optim.lr
     2e-06
     """
+
+    TRAINED: ClassVar[str] = "actor"
+    """The section of the model that the run makes."""
 
     actor: RoleConfig = field(default_factory=RoleConfig)
     """The policy."""

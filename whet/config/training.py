@@ -40,6 +40,7 @@ __all__ = [
     "PerfMetricsOptions",
     "ProfilerOptions",
     "RLTrainingConfig",
+    "SupervisedTrainingConfig",
     "TrainingConfig",
 ]
 
@@ -271,6 +272,30 @@ class BatchSizes:
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of an update."""
         return self.mini // self.train_micro
+
+
+@config
+class SupervisedTrainingConfig(TrainingConfig):
+    """The loop of SFT, reward models and preference training: a step is one update on data.batch_size rows.
+
+    >>> SupervisedTrainingConfig(gradient_accumulation_steps=4)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: gradient_accumulation_steps=4: a step is one update on data.batch_size rows, however many \
+fit into memory at once; set data.batch_size to all of them, and max_tokens_per_microbatch where memory is short
+    """
+
+    last_batch: Literal["drop", "keep"] = "keep"
+    """Rows left over at the end of an epoch that fill no step: a smaller step, or dropped, their number logged."""
+
+    def __post_init__(self) -> None:
+        """Refuses what a batch of whole rows makes needless."""
+        super().__post_init__()
+        if self.gradient_accumulation_steps is not None:
+            raise ConfigError(
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}: a step is one update on "
+                "data.batch_size rows, however many fit into memory at once; set data.batch_size to all of them, and "
+                "max_tokens_per_microbatch where memory is short"
+            )
 
 
 @config

@@ -186,6 +186,10 @@ class RLLearner:
         perf = self.cluster.perf_config
         return Run(task, stream, self.cluster, self.config, observers=self.observers, perf_config=perf)
 
+    def close(self) -> None:
+        """Frees the engine and the optimizers."""
+        self.cluster.close()
+
     # ---- the stages ----------------------------------------------------------------------------------------------
 
     def sample(self, step: Step) -> Step:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig
+from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig, SupervisedConfig
 from whet.config.algo.effect import changed, own_functions
 from whet.errors import ConfigError, lookup_error
 from whet.ops import (
@@ -92,7 +92,7 @@ def check_call(fn: Callable[..., Any], kind: str, *forms: Sequence[str]) -> None
     )
 
 
-def with_fields(fn: Callable[..., Any], config: AlgorithmConfig) -> Callable[..., Any]:
+def with_fields(fn: Callable[..., Any], config: AlgorithmConfig | SupervisedConfig) -> Callable[..., Any]:
     """A function with the keyword-only arguments bound that the configuration has as fields.
 
     What a functools.partial has bound already stays, and so does what a function does not ask for by keyword.

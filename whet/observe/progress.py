@@ -70,7 +70,7 @@ def setup_logging(level: int = logging.INFO) -> None:
 
 
 class Progress:
-    """Shows how far a run is: step, reward and its curve, tokens per second, time left.
+    """Shows how far a run is: step, a metric and its curve, tokens per second, time left.
 
     In a terminal a bar; elsewhere a line on stderr at most every 30 seconds, and always the last. Nothing on other
     ranks than 0. It runs a thread in a terminal; a process that is forked meanwhile prints as if there were no bar.
@@ -80,14 +80,22 @@ class Progress:
         start: steps done before (a resumed run).
         description: words before the bar; None = show nothing.
         every_s: seconds between two lines.
+        metric: what is shown first.
     """
 
     def __init__(
-        self, total: int | None, *, start: int = 0, description: str | None = "Training", every_s: float = 30.0
+        self,
+        total: int | None,
+        *,
+        start: int = 0,
+        description: str | None = "Training",
+        every_s: float = 30.0,
+        metric: str = "reward",
     ) -> None:
         self.total, self.start, self.description, self.every_s = total, start, description, every_s
+        self.metric = metric
         self._shown = _first_rank() and description is not None
-        self._rewards: list[float] = []
+        self._values: list[float] = []
         self._line = ""
         self._begun = self._said = time.monotonic()
         self._bar: Any = None
@@ -97,7 +105,7 @@ class Progress:
         self._begun = self._said = time.monotonic()
         if self._shown and _console().is_terminal:
             self._bar = _bar()
-            fields = {"reward": "-", "curve": "", "speed": "-"}
+            fields = {"metric": self.metric, "value": "-", "curve": "", "speed": "-"}
             self._task = self._bar.add_task(self.description, total=self.total, completed=self.start, **fields)
             self._bar.start()
             child = weakref.WeakMethod(self._leave_streams)
@@ -111,34 +119,32 @@ class Progress:
         elif self._line:
             self._say()
 
-    def update(
-        self, step: int, *, reward: float, tokens_per_s: float, shown: Mapping[str, float] | None = None
-    ) -> None:
+    def update(self, step: int, *, value: float, tokens_per_s: float, shown: Mapping[str, float] | None = None) -> None:
         """Shows one more step.
 
         Args:
             step: steps done.
-            reward: the step's mean; NaN = none.
-            tokens_per_s: completion tokens.
-            shown: further metrics, after the reward.
+            value: the step's `metric`; NaN = none.
+            tokens_per_s: that it was trained on.
+            shown: further metrics, after it.
         """
-        self._rewards.append(reward)
-        more = "".join(f"  {name} {value:.4g}" for name, value in (shown or {}).items())
+        self._values.append(value)
+        more = "".join(f"  {name} {number:.4g}" for name, number in (shown or {}).items())
         if self._bar is not None:
             fields = {
-                "reward": f"{reward:.4g}",
-                "curve": sparkline(self._rewards) + more,
+                "value": f"{value:.4g}",
+                "curve": sparkline(self._values) + more,
                 "speed": f"{tokens_per_s:,.0f}",
             }
             self._bar.update(self._task, completed=step, **fields)
         elif self._shown:
-            self._line = self._text(step, reward, tokens_per_s, more)
+            self._line = self._text(step, value, tokens_per_s, more)
             if time.monotonic() - self._said >= self.every_s:
                 self._say()
 
-    def _text(self, step: int, reward: float, tokens_per_s: float, more: str) -> str:
+    def _text(self, step: int, value: float, tokens_per_s: float, more: str) -> str:
         of = "" if self.total is None else f"/{self.total}"
-        line = f"{self.description}: step {step}{of}  reward {reward:.4g}{more}  {tokens_per_s:,.0f} tokens/s"
+        line = f"{self.description}: step {step}{of}  {self.metric} {value:.4g}{more}  {tokens_per_s:,.0f} tokens/s"
         if self.total is None or step <= self.start:
             return line
         left = (time.monotonic() - self._begun) / (step - self.start) * (self.total - step)
@@ -175,7 +181,7 @@ def _bar() -> Any:
         TextColumn("{task.description}", markup=False),
         MofNCompleteColumn(),
         BarColumn(24),
-        TextColumn("reward {task.fields[reward]} {task.fields[curve]}", markup=False),
+        TextColumn("{task.fields[metric]} {task.fields[value]} {task.fields[curve]}", markup=False),
         TextColumn("{task.fields[speed]} tokens/s", markup=False),
         TimeRemainingColumn(),
         console=_console(),

@@ -73,6 +73,7 @@ from whet.ops.policy_losses import (
     vespo,
     zero_without_advantage,
 )
+from whet.ops.sft_losses import SFT_LOSSES, dynamic_fine_tuning
 from whet.ops.support import Support, allowed_tokens, draw, greedy, support_logits
 from whet.ops.token_masks import (
     TOKEN_MASKS,
@@ -95,6 +96,7 @@ __all__ = [
     "KL_MODES",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
+    "SFT_LOSSES",
     "TOKEN_MASKS",
     "VALUE_LOSSES",
     "AdvantageInputs",
@@ -119,6 +121,7 @@ __all__ = [
     "compares_with_teacher",
     "distillation",
     "draw",
+    "dynamic_fine_tuning",
     "effective_sample_size",
     "entropy",
     "entropy_rank",

@@ -185,9 +185,8 @@ class Run:
         if self.task.has_evaluation and self.step == 0:
             self.evaluate(0)
             self._check_observers()
-        self.progress = Progress(
-            total, description=c.pbar_description if self.ranks.is_writer else None, start=self.step
-        )
+        described = c.pbar_description if self.ranks.is_writer else None
+        self.progress = Progress(total, description=described, start=self.step, metric=self.task.headline)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
 
@@ -295,9 +294,9 @@ class Run:
 
     def _show(self, row: Mapping[str, float]) -> None:
         shown = {n: row[n] for n in self.trainer.displayed if n in row}
-        speed = row["perf/tokens_per_second"]
+        speed, value = row["perf/tokens_per_second"], row.get(self.task.headline, float("nan"))
         assert self.progress is not None
-        self.progress.update(self.step, reward=row.get("reward", float("nan")), tokens_per_s=speed, shown=shown)
+        self.progress.update(self.step, value=value, tokens_per_s=speed, shown=shown)
 
     def _do_what_is_due(self) -> None:
         """Evaluates and saves, by the configuration or because an observer asks for it."""
@@ -486,7 +485,10 @@ class Run:
         for trainer in self.roles.trainers.values():
             trainer.hooks.on_train_end(trainer)
         if self.step == 0:
-            raise DataError("the run ended without a single step: every prompt was dropped; raise max_prompt_length")
+            raise DataError(
+                "the run ended without a single step: every row was dropped; raise rollout.max_prompt_length, in "
+                "supervised training data.max_length"
+            )
         self.save()  # before an evaluation that a longer run never makes: its draws and lengths are not the next step's
         evaluated = any(r["mode"] == "eval" and r["step"] == self.step for r in self.rows)
         if self.task.has_evaluation and not evaluated:

@@ -64,6 +64,12 @@ class Task(Observer):
     has_evaluation = False
     """Whether `evaluate` has data."""
 
+    headline = "reward"
+    """The metric that the progress bar shows first, with its curve."""
+
+    evaluated = "prompts"
+    """What an evaluation counts, in its metric evaluated/count."""
+
     needs: tuple[str, ...] = ()
     """Entries of run.pt, of those that `state` gives, without which the run can't be resumed."""
 

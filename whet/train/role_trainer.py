@@ -313,12 +313,19 @@ class RoleTrainer:
         metrics: Metrics = {}
         for item in batches:
             self._hooks.on_eval_step_start(self)
-            batch = self.weighted(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
-            found = self.worker.evaluate(batch, self.loss, **self._asked, reductions=self._reductions(batch))
-            found = self._prefixed(found)
+            found = self.measure(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
             self._hooks.on_eval_step_end(self, found)
             metrics = merge(metrics, _per_update(found))
         return metrics
+
+    def measure(self, batch: TokenBatch) -> Metrics:
+        """The loss and its metrics on a batch, or on a part of one that was weighed as a whole: then they add up.
+
+        Args: batch: with weights, or they are made here.
+        """
+        batch = self.weighted(batch)
+        found = self.worker.evaluate(batch, self.loss, **self._asked, reductions=self._reductions(batch))
+        return self._prefixed(found)
 
     def _batch(self, item: Any) -> TokenBatch:
         item = self._input_fn(item)

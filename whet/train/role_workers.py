@@ -32,6 +32,7 @@ from whet.train.offload import OffloadPlacement
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Allowed, Loss, ModelWorker
 from whet.util.device import empty_cache
+from whet.util.memory import release_freed_memory
 from whet.util.model_paths import model_folder
 
 __all__ = ["RoleWorkers"]
@@ -177,6 +178,29 @@ class RoleWorkers:
         if mesh is not None:
             return torch.device(mesh.device_type)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def fit(self, longest: int) -> None:
+        """Raises the token budget of the micro-batches to what must stay together, where the user has set none.
+
+        Args: longest: tokens of the longest sequence, or pair, to come.
+        Raises: ConfigError: max_tokens_per_microbatch is set and below that.
+        """
+        for worker in self._workers.values():
+            budget = self._loop.token_budget(worker.device.type, longest)
+            if budget > worker.max_tokens:
+                log.info("max_tokens_per_microbatch raised from %d to %d to fit the data", worker.max_tokens, budget)
+                worker.max_tokens = budget
+
+    def advance(self, worker: ModelWorker) -> None:
+        """Ends a step of a model that is trained: its weights have another version."""
+        worker.version += 1
+        self._plans.drop()
+        self.give_back(worker)
+
+    def give_back(self, worker: ModelWorker) -> None:
+        """Lets freed memory leave the process: the next phase takes its own elsewhere."""
+        release_freed_memory()
+        empty_cache(worker.device)
 
     # ---- reading -------------------------------------------------------------------------------------------------
 

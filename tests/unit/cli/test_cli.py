@@ -75,7 +75,7 @@ def test_every_command_has_help(command, capsys):
 def test_the_help_of_what_trains_lists_keys_with_their_docstrings(command, own, capsys):
     main([command, "--help"])
     text = capsys.readouterr().out
-    assert "  data.batch_size=8  (positive int)\n      Prompts of one step." in text and f"\n  {own}  (" in text
+    assert "  data.batch_size=8  (positive int)\n      Rows of one step: prompts, conversations or pairs." in text and f"\n  {own}  (" in text
 
 
 def test_the_version(capsys):
@@ -84,7 +84,7 @@ def test_the_version(capsys):
 
 def test_an_unknown_command_names_the_nearest(capsys):
     assert main(["grop"]) == 2
-    known = "chat, demo, generate, grpo, ppo, version"
+    known = "chat, demo, generate, grpo, ppo, sft, version"
     assert capsys.readouterr().err == f"whet: unknown command 'grop'; did you mean grpo? Known: {known}\n"
 
 
@@ -156,11 +156,11 @@ def test_the_package_runs_as_a_program():
         (["grpo", "--confg", "run.yaml"], "unknown flag --confg; did you mean --config?"),
         (
             ["generate", "--profile", "model=m"],
-            "--profile is not an option of whet generate; only of whet demo, whet grpo, whet ppo",
+            "--profile is not an option of whet generate; only of whet demo, whet grpo, whet ppo, whet sft",
         ),
         (
             ["demo", "--print-config"],
-            "--print-config is not an option of whet demo; only of whet chat, whet generate, whet grpo, whet ppo",
+            "--print-config is not an option of whet demo; only of whet chat, whet generate, whet grpo, whet ppo, whet sft",
         ),
     ],
 )

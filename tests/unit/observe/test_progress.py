@@ -22,7 +22,7 @@ def test_a_long_sparkline_is_averaged_into_its_width():
 def test_in_a_pipe_few_lines_and_always_the_last(capsys):
     with Progress(30) as bar:
         for step in range(1, 31):
-            bar.update(step, reward=step / 30, tokens_per_s=5200.0)
+            bar.update(step, value=step / 30, tokens_per_s=5200.0)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
     assert lines[0] == "Training: step 30/30  reward 1  5,200 tokens/s  0 s left"
@@ -31,7 +31,7 @@ def test_in_a_pipe_few_lines_and_always_the_last(capsys):
 def test_without_a_pause_every_step_is_said_once(capsys):
     with Progress(None, description="x", every_s=0.0) as bar:
         for step in (1, 2):
-            bar.update(step, reward=0.5, tokens_per_s=1.0, shown={"kl": 0.25})
+            bar.update(step, value=0.5, tokens_per_s=1.0, shown={"kl": 0.25})
     expected = [f"x: step {s}  reward 0.5  kl 0.25  1 tokens/s" for s in (1, 2)]
     assert capsys.readouterr().err.splitlines() == expected
 
@@ -41,7 +41,7 @@ def test_other_ranks_and_no_description_show_nothing(quiet, capsys, monkeypatch)
     if quiet == "rank":
         monkeypatch.setenv("RANK", "1")
     with Progress(2, description=None if quiet == "description" else "x", every_s=0.0) as bar:
-        bar.update(2, reward=0.5, tokens_per_s=1.0)
+        bar.update(2, value=0.5, tokens_per_s=1.0)
     assert capsys.readouterr().err == ""
 
 
@@ -51,7 +51,7 @@ from whet.observe import Progress, setup_logging
 setup_logging()
 with Progress(20, start=5) as bar:
     for step in range(6, 21):
-        bar.update(step, reward=step / 20, tokens_per_s=5200.0, shown={"kl": 0.1})
+        bar.update(step, value=step / 20, tokens_per_s=5200.0, shown={"kl": 0.1})
         if step == 10:
             logging.getLogger("whet.x").info("saved [10] [/INST]")
             print("a plain print [red]x")
@@ -130,7 +130,7 @@ def test_a_dead_stderr_ends_neither_the_bar_nor_the_lines_nor_the_log(terminal, 
     setup_logging()
     with Progress(2, every_s=0.0) as bar:
         assert (bar._bar is not None) == terminal
-        bar.update(1, reward=0.5, tokens_per_s=1.0)
+        bar.update(1, value=0.5, tokens_per_s=1.0)
         logging.getLogger("whet").warning("x")
         if terminal:
             bar._bar.refresh()

@@ -1,0 +1,94 @@
+"""The whole configuration of a supervised run: what a recipe of `whet sft` holds, and its shorthands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import field, fields
+from typing import ClassVar, TypeVar
+
+from whet.config.algo.sft import SFTConfig
+from whet.config.base import config
+from whet.config.data import SupervisedDataConfig
+from whet.config.fields import Bool, Name
+from whet.config.loader import load
+from whet.config.model import OptimConfig, RoleConfig
+from whet.config.training import SupervisedTrainingConfig
+from whet.errors import ConfigError
+
+__all__ = ["SFTRunConfig", "SupervisedRunConfig", "check_supervised", "load_supervised", "shorthands"]
+
+R = TypeVar("R", bound="SupervisedRunConfig")
+
+
+@config
+class SupervisedRunConfig:
+    """What every supervised run has."""
+
+    TRAINED: ClassVar[str] = "actor"
+    """The section of the model that is trained."""
+
+    data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)
+    """The data set."""
+    trainer: SupervisedTrainingConfig = field(default_factory=SupervisedTrainingConfig)
+    """The loop."""
+    offload_to_cpu: Bool = False
+    """Keep on a GPU what the phase needs: the reference while it scores, masters and moments during an update; they lie
+    in pinned host memory otherwise. Nothing to do on a CPU."""
+    tokenizer: Name | None = None
+    """Hub name or folder of the tokenizer; None = the model's."""
+
+    @property
+    def trained(self) -> RoleConfig:
+        """The model that is trained."""
+        return getattr(self, self.TRAINED)
+
+
+@config
+class SFTRunConfig(SupervisedRunConfig):
+    """Everything that `whet sft` needs.
+
+    >>> load_supervised(["model=my/model", "actor.lr=2e-5", "data=train.jsonl"], SFTRunConfig).actor.optim.lr
+    2e-05
+    """
+
+    actor: RoleConfig = field(default_factory=RoleConfig)
+    """The model."""
+    algo: SFTConfig = field(default_factory=SFTConfig)
+    """The objective."""
+
+
+def shorthands(kind: type[SupervisedRunConfig]) -> Mapping[str, str]:
+    """Shorthand -> full key of a supervised run.
+
+    >>> shorthands(SFTRunConfig)["model"], shorthands(SFTRunConfig)["actor.lr"]
+    ('actor.model', 'actor.optim.lr')
+    """
+    role = kind.TRAINED
+    optim = {f"{role}.{f.name}": f"{role}.optim.{f.name}" for f in fields(OptimConfig)}
+    return {"model": f"{role}.model", "data": "data.path", **optim}
+
+
+def load_supervised(argv: Sequence[str], kind: type[R]) -> R:
+    """The configuration of a supervised run from `--config run.yaml key=value ...`.
+
+    Args: argv: arguments of the command line after the command. kind: of the command.
+    Raises: ConfigError: every problem at once, a line each.
+    """
+    return load(kind, argv, shorthands(kind))
+
+
+def check_supervised(config: SupervisedRunConfig) -> None:
+    """Raises ConfigError, all at once, where a run lacks what has no default.
+
+    >>> check_supervised(SFTRunConfig())
+    Traceback (most recent call last):
+    whet.errors.ConfigError: no model; write model=<hub name or folder>
+    no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
+    """
+    missing = []
+    if config.trained.model is None:
+        missing.append("no model; write model=<hub name or folder>")
+    if config.data.path is None:
+        missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
+    if missing:
+        raise ConfigError("\n".join(missing))

@@ -1,0 +1,52 @@
+"""SFTLearner: supervised fine-tuning. L = Σ_t w_t · l_t over the trained tokens, l = −log π(a) by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from whet.config import SFTConfig
+from whet.data.supervised import SFTEncoder
+from whet.learners.objective import check_call, resolve_name, with_fields
+from whet.learners.supervised import SupervisedLearner
+from whet.learners.supervised_task import Encoder
+from whet.ops import LOSS_AGG_MODES, SFT_LOSSES
+from whet.train.supervised_models import SupervisedModels
+from whet.types import LossInputs
+
+__all__ = ["SFTLearner"]
+
+
+class SFTLearner(SupervisedLearner[SFTConfig]):
+    """Teaches a language model what the assistant says in conversations, or what follows prompts.
+
+    Args: models, data, settings, observers: as of SupervisedLearner. algo_config: SFTConfig; None = its defaults.
+    Raises: ConfigError: an unknown loss or aggregation, or a loss of a wrong signature.
+
+    Example: SFTLearner(SupervisedModels(actor=folder, tokenizer=folder)).train([{"prompt": "2+2=", "response": "4"}]).
+    """
+
+    def __init__(self, models: SupervisedModels, algo_config: SFTConfig | None = None, **options: Any) -> None:
+        c = algo_config or SFTConfig()
+        super().__init__(models, c, **options)
+        self._loss = with_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss"), c)
+        check_call(self._loss, "loss_type", ("x",))
+        models.trainer.with_loss_fn(
+            self.loss,
+            loss_agg_mode=resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode"),
+            loss_agg_norm=c.loss_agg_norm,
+            entropy=c.log_entropy,
+        )
+
+    def encoder(self) -> Encoder:
+        """Conversations, prompts with responses, or plain text."""
+        return SFTEncoder(self.models.tokenizer, self.data)
+
+    def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss at each token, [s], and its metrics."""
+        found = self._loss(x)
+        loss, metrics = found if isinstance(found, tuple) else (found, {})
+        if x.entropy is not None:
+            metrics = {**metrics, "entropy": x.entropy.detach()}
+        return loss, metrics

@@ -1,0 +1,152 @@
+"""SupervisedLearner: the loop of SFT, reward models and preference training.
+
+    batch -> score -> update -> after_step
+
+Each stage takes an ExampleStep and returns it with what it has found. A step is one batch of rows and one update. What
+surrounds a step is in run/run.py, as for reinforcement learning, and what rows become in data/supervised.py.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from whet.config import SupervisedConfig, SupervisedDataConfig
+from whet.errors import ConfigError
+from whet.learners.step import ExampleStep
+from whet.learners.supervised_task import Encoder, SupervisedTask
+from whet.metrics import Sum, flat
+from whet.run.observer import Observer
+from whet.run.run import Run
+from whet.train.supervised_models import SupervisedModels
+from whet.types import TokenBatch
+
+__all__ = ["SupervisedLearner"]
+
+log = logging.getLogger("whet")
+
+C = TypeVar("C", bound=SupervisedConfig)
+ROWS_AT_ONCE = 256
+"""Rows of an evaluation that are laid out at a time."""
+
+
+class SupervisedLearner(Generic[C]):
+    """Trains a model on rows.
+
+    Args:
+        models: what is trained, and a reference where the loss compares with one.
+        algo_config: the objective's.
+        data: how rows become examples and steps.
+        settings: the whole configuration as a tree, for the run folder; None = what the learner knows of it.
+        observers: told of each event of a run (run.observer.Observer).
+    """
+
+    paired = False
+    """Whether the sequences of a row stay together, as one unit of the loss."""
+
+    def __init__(
+        self,
+        models: SupervisedModels,
+        algo_config: C,
+        *,
+        data: SupervisedDataConfig | None = None,
+        settings: dict[str, Any] | None = None,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        self.models = models
+        self.algo_config = algo_config
+        self.data = data or SupervisedDataConfig()
+        for name in ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit"):
+            if getattr(self.data, name) != getattr(SupervisedDataConfig(), name):
+                raise ConfigError(f"data.{name} is for the command line; from Python give train() the rows themselves")
+        self.settings = settings
+        self.observers = list(observers)
+
+    def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
+        """Trains until max_steps or the data's end.
+
+        Args:
+            train_ds: rows: a data set, a list of dicts, an iterable of them.
+            eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
+        Returns: the finished run: its step, its metrics by step, its folder.
+        """
+        run = self.new_run(train_ds, eval_ds)
+        with run:
+            for index, examples in run.steps():
+                step = self.batch(ExampleStep(index=index, examples=examples))
+                step = self.update(self.score(step))
+                self.after_step(run, step)
+        return run
+
+    def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
+        """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
+        task = SupervisedTask(self, eval_ds)
+        stream = None if train_ds is None else task.stream(train_ds)
+        config = self.models.config
+        perf = config.perf_metrics_options
+        return Run(task, stream, self.models, config, observers=self.observers, perf_config=perf)
+
+    def evaluate(self, eval_ds: Any, step: int = 0) -> dict[str, float]:
+        """The loss and its metrics over a whole data set. Args: eval_ds: rows. Returns: name -> number."""
+        return self.new_run(None, eval_ds).evaluate(step)
+
+    def close(self) -> None:
+        """Frees the optimizers."""
+        self.models.close()
+
+    # ---- the stages ----------------------------------------------------------------------------------------------
+
+    def encoder(self) -> Encoder:
+        """What makes examples of rows."""
+        raise NotImplementedError
+
+    def batch(self, step: ExampleStep) -> ExampleStep:
+        """Lays the examples end to end: `batch`."""
+        version = self.models.trained.version
+        return step.replace(batch=TokenBatch.from_examples(step.examples, paired=self.paired, version=version))
+
+    def score(self, step: ExampleStep) -> ExampleStep:
+        """Adds to the batch what the loss compares with: nothing here."""
+        return step
+
+    def update(self, step: ExampleStep) -> ExampleStep:
+        """One optimizer step on the whole batch."""
+        with self.models.trace.span("update"):
+            found = self.models.trainer.update(step.need_batch())
+        self.models.advance(self.models.trained)
+        return step.log(found)
+
+    def measure(self, step: ExampleStep) -> ExampleStep:
+        """The loss and its metrics, without an update: weighed over all the examples, whose passes may be many."""
+        trainer, examples = self.models.trainer, step.examples
+        whole = trainer.weighted(step_batch := self.batch(step).need_batch())
+        group = step_batch.group_of.index_select(0, step_batch.trajectory_of)
+        for start in range(0, len(examples), ROWS_AT_ONCE):
+            chosen = (group >= start) & (group < start + ROWS_AT_ONCE)
+            part = step.replace(
+                examples=examples[start : start + ROWS_AT_ONCE], batch=whole.select(chosen.nonzero().flatten())
+            )
+            step = step.log(trainer.measure(self.score(part).need_batch()))
+        return step
+
+    def after_step(self, run: Run, step: ExampleStep) -> None:
+        """Logs the step, evaluates and saves where they are due."""
+        batch = step.need_batch()
+        step = step.log({"tokens/trained": Sum(float(torch.count_nonzero(batch.mask)))})
+        run.end_step(step, flat(step.metrics), num_tokens=len(batch.prefixes) + batch.num_tokens)
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def planned_passes(self, batch_size: int) -> dict[str, str]:
+        """What a step of so many rows runs besides its update and what it leaves out, with the reason."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """What the learner keeps from step to step, for checkpoints: plain numbers, strings, tensors."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores `state`, before the first step of a resumed run."""

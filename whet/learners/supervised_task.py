@@ -1,0 +1,216 @@
+"""SupervisedTask: what a supervised learner gives its run: examples in their order, evaluation by the loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from whet.config import Mode, Role, SupervisedConfig, SupervisedDataConfig, dump_tree
+from whet.data.order import PromptStream, digests
+from whet.data.sources import load_rows
+from whet.errors import DataError
+from whet.learners.step import ExampleStep
+from whet.metrics import flat
+from whet.run.observer import Observed
+from whet.run.provenance import note_reads
+from whet.run.task import Task
+from whet.train.supervised_models import SupervisedModels
+from whet.types import Example
+from whet.util.refs import is_ref
+
+__all__ = ["SupervisedTask"]
+
+log = logging.getLogger("whet")
+
+
+class Encoder(Protocol):
+    """What makes examples of rows, and counts what became of them."""
+
+    counts: dict[str, int]
+
+    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
+        """A row as an example; None = it is left out."""
+        ...
+
+
+class Learner(Protocol):
+    """What a run asks of a supervised learner."""
+
+    models: SupervisedModels
+    algo_config: SupervisedConfig
+    data: SupervisedDataConfig
+    settings: dict[str, Any] | None
+
+    def encoder(self) -> Encoder:
+        """What makes examples of rows."""
+        ...
+
+    def measure(self, step: ExampleStep) -> ExampleStep:
+        """The metrics of examples that are not trained on."""
+        ...
+
+    def planned_passes(self, batch_size: int) -> dict[str, str]:
+        """What a step runs and what it leaves out."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """What it keeps from step to step."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores it."""
+        ...
+
+
+class SupervisedTask(Task):
+    """A supervised learner's part of its run.
+
+    Args: learner: whose run it is. eval_ds: rows or a reference to them, evaluated whole; None = none.
+    """
+
+    needs = ("cluster",)
+    headline, evaluated = "loss", "rows"
+
+    def __init__(self, learner: Learner, eval_ds: Any = None) -> None:
+        self.learner, self.models = learner, learner.models
+        self.eval_ds = eval_ds
+        self.has_evaluation = eval_ds is not None
+        self._evaluated: list[Example] | None = None
+
+    # ---- data ----------------------------------------------------------------------------------------------------
+
+    def stream(self, train_ds: Any) -> PromptStream:
+        """The training examples in their order.
+
+        Args: train_ds: rows, or a reference to them.
+        Raises: ConfigError: sizes that don't fit. DataError: rows that can't be trained on.
+        """
+        data, config, encode = self.learner.data, self.models.config, self.learner.encoder()
+        epochs = 1 if config.num_epochs is None and not config.max_steps else config.num_epochs
+        stream = PromptStream(
+            load_rows(train_ds, split=data.split),
+            batch_size=data.batch_size,
+            seed=config.seed if config.data_shuffle_seed is None else config.data_shuffle_seed,
+            shuffle=data.shuffle if data.shuffle is False else None,
+            num_epochs=epochs,
+            last_batch=config.last_batch,
+            encode=encode,
+        )
+        log.info("data: %s%s", stream.describe(), counted(encode))
+        if stream.kind == "rows":
+            self._check_fit(stream.source)
+        elif data.max_length is not None:
+            self.models.fit(self.learner.data.max_length or 0)
+        return stream
+
+    def prepare(self) -> None:
+        """Encodes the evaluation data."""
+        if not self.has_evaluation or self._evaluated is not None:
+            return
+        encode = self.learner.encoder()
+        stream = PromptStream(
+            load_rows(self.eval_ds, split=None), batch_size=1, shuffle=False, last_batch="keep", encode=encode
+        )
+        self._evaluated = [example for batch in stream for example in batch]
+        log.info("evaluation data: %d rows%s", len(self._evaluated), counted(encode))
+        self._check_fit(self._evaluated)
+
+    def _check_fit(self, examples: Sequence[Example]) -> None:
+        """Refuses what the model can't read, and raises the token budget to what must stay together."""
+        positions, ids = self.models.positions, self.models.trained.loaded.num_ids
+        longest = 0
+        for example in examples:
+            lengths = [len(s.prefix) + len(s.tokens) for s in example.sequences]
+            if positions is not None and max(lengths) > positions:
+                raise DataError(
+                    f"row {example.row} has {max(lengths)} tokens, and the model {positions} positions "
+                    f"(max_position_embeddings); set data.max_length={positions} with data.on_long=truncate or drop"
+                )
+            highest = max(int(part.max()) for s in example.sequences for part in (s.prefix, s.tokens))
+            if highest >= ids:
+                raise DataError(
+                    f"row {example.row}: token {highest} is outside the model's vocabulary of {ids}; the tokenizer is "
+                    "another model's: set tokenizer to this one's"
+                )
+            longest = max(longest, sum(lengths))
+        self.models.fit(longest)
+
+    # ---- what is written and compared ----------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        """The whole configuration as plain containers; from Python without models that were given as modules."""
+        learner, models = self.learner, self.models
+        if learner.settings is not None:
+            return learner.settings
+        roles = {_section(role): worker.given for role, worker in models.workers.items()}
+        return {
+            **{name: dump_tree(given) for name, given in roles.items() if given is not None},
+            "algo": dump_tree(learner.algo_config),
+            "data": dump_tree(learner.data),
+            "trainer": dump_tree(models.config),
+        }
+
+    def reads(self) -> dict[str, Any]:
+        """Models, tokenizer, evaluation rows and the user's functions."""
+        rows = self._evaluated
+        return note_reads(
+            self.models.workers,
+            self.models.tokenizer,
+            functions=self._functions(),
+            evaluation=None if rows is None else [len(rows), *digests(rows)],
+            stop_ids=self.models.eos_ids,
+        )
+
+    def _functions(self) -> Iterator[tuple[str, Any]]:
+        """What of the user's code a run calls, with what it is."""
+        yield f"the learner {type(self.learner).__name__}", type(self.learner)
+        for field in dataclasses.fields(self.learner.algo_config):
+            value = getattr(self.learner.algo_config, field.name)
+            for one in value if isinstance(value, tuple) else (value,):
+                if callable(one) or (isinstance(one, str) and is_ref(one)):
+                    yield f"algo.{field.name}", one
+
+    def planned_passes(self, batch_size: int) -> dict[str, str]:
+        """The learner's."""
+        return self.learner.planned_passes(batch_size)
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(self, run: Observed, step: int) -> dict[str, float]:
+        """The loss and its metrics over the whole evaluation data. Returns: the row that is logged."""
+        self.prepare()
+        examples, started = self._evaluated or [], time.monotonic()
+        with self.models.trace.span("eval"):
+            found = self.learner.measure(ExampleStep(index=step, examples=examples, mode=Mode.EVAL))
+        row = {**flat(found.metrics), "rows/count": float(len(examples)), "time/eval": time.monotonic() - started}
+        log.info("eval, step %d: loss %.4g  (%d rows, %.1f s)", step, row["loss"], len(examples), row["time/eval"])
+        return row
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What the models compute in, and the learner's own."""
+        return {"cluster": self.models.state(), "learner": self.learner.state()}
+
+    def restore(self, state: Mapping[str, Any], step: int) -> None:
+        """Restores the learner's; the models were made as they were."""
+        self.learner.restore(state["learner"])
+
+
+def _section(role: Role) -> str:
+    """The section of a role in a configuration."""
+    return "reward_model" if role is Role.REWARD else role.value
+
+
+def counted(encode: Encoder) -> str:
+    """What became of the rows, for the log; "" where each became one example.
+
+    >>> from types import SimpleNamespace
+    >>> counted(SimpleNamespace(counts={"encoded": 5, "dropped": 2, "truncated": 0}))
+    '; 2 dropped'
+    """
+    found = [f"{number} {what}" for what, number in encode.counts.items() if number and what != "encoded"]
+    return f"; {', '.join(found)}" if found else ""

@@ -1,0 +1,79 @@
+"""SupervisedModels: what supervised training trains, and a reference beside it."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from whet.config import Role, RoleConfig, SupervisedTrainingConfig
+from whet.data.tokenizer import load_tokenizer, stop_token_ids
+from whet.errors import ConfigError
+from whet.models.modes import max_positions
+from whet.ops import nll
+from whet.train.checkpoints import Checkpoints
+from whet.train.role_trainer import RoleTrainer
+from whet.train.role_workers import RoleWorkers
+from whet.train.worker import ModelWorker
+
+__all__ = ["SupervisedModels"]
+
+
+class SupervisedModels(RoleWorkers):
+    """The model that is trained on rows, and a reference, if any.
+
+    Args:
+        actor: a language model: a module, a folder, a hub name, or a RoleConfig.
+        reward_model: in its place, a model that learns to give scores; it gets a score head where it has none.
+        reference: what preference losses compare with; the actor's own module is copied, so that it stays what it is.
+        tokenizer: a tokenizer, a folder or a hub name.
+        config: of the loop.
+        offload_to_cpu: keep on a GPU only what the phase needs.
+    Raises: ConfigError: neither an actor nor a reward model, or both; a model that can't be loaded.
+
+    Example: SupervisedModels(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B").
+    """
+
+    def __init__(
+        self,
+        *,
+        actor: nn.Module | str | RoleConfig | None = None,
+        reward_model: nn.Module | str | RoleConfig | None = None,
+        reference: nn.Module | str | RoleConfig | None = None,
+        tokenizer: Any,
+        config: SupervisedTrainingConfig | None = None,
+        offload_to_cpu: bool = False,
+    ) -> None:
+        self.config = config or SupervisedTrainingConfig()
+        super().__init__(self.config, offload_to_cpu=offload_to_cpu)
+        if (actor is None) == (reward_model is None):
+            raise ConfigError("supervised training trains one model; give SupervisedModels actor= or reward_model=")
+        self.role = Role.REWARD if actor is None else Role.ACTOR
+        given = actor if actor is not None else reward_model
+        assert given is not None
+        if reference is given and isinstance(given, nn.Module):
+            reference = copy.deepcopy(given)
+        loaded = self.load(Role.CRITIC if actor is None else Role.ACTOR, given)
+        self.tokenizer = load_tokenizer(tokenizer)
+        self.eos_ids = stop_token_ids(self.tokenizer, loaded.module.config, loaded.module.generation_config)
+        self.positions = max_positions(loaded.module)
+        """The longest sequence that the model can read, in tokens; None = no limit is known."""
+        for role, model, own in ((self.role, given, loaded), (Role.REFERENCE, reference, None)):
+            if model is None:
+                continue
+            made = own or self.load(role, model)
+            budget = self.config.token_budget(made.module.device.type)
+            self.add(role, model, made, None, max_tokens=budget, trained=role is self.role)
+        self.train(self.role, nll, plain=True)
+        self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers)
+
+    @property
+    def trainer(self) -> RoleTrainer:
+        """The update of the model that is trained."""
+        return self._trainers[self.role]
+
+    @property
+    def trained(self) -> ModelWorker:
+        """The model that is trained."""
+        return self._workers[self.role]
