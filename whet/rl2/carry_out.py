@@ -7,7 +7,7 @@ import importlib.util
 import logging
 from typing import Any
 
-from whet.cli import commands
+from whet.cli import commands, supervised
 from whet.config import PPORunConfig, RunConfig
 from whet.errors import ConfigError
 
@@ -18,7 +18,10 @@ log = logging.getLogger("whet")
 
 def carried_out(verb: str, config: Any) -> dict[str, Any]:
     """Trains. Args: verb: RL2's trainer. Returns: the summary."""
-    config = with_steps(_with_loggers(config)) if verb == "ppo" else _with_loggers(config)
+    config = _with_loggers(config)
+    if verb == "sft":
+        return supervised.sft(config)
+    config = with_steps(config)
     return commands.ppo(config) if isinstance(config, PPORunConfig) else commands.grpo(config)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from whet.config.loader import merged, tree
-from whet.errors import ConfigError, nearest, shown
+from whet.errors import ConfigError, lookup_error, nearest, shown
 from whet.rl2.keys import KEYS, Key
 
-__all__ = ["Given", "key_of", "read"]
+__all__ = ["Given", "copied", "key_of", "read"]
 
 OWN = "whet"
 """What stands before keys of whet's own."""
@@ -50,7 +50,7 @@ class Given:
         found = {k: self.values[k] for k in keys if self.values.get(k) is not None}
         if len({repr(v) for v in found.values()}) > 1:
             self.problems.append(
-                f"{' and '.join(f'{k}={v!r}' for k, v in found.items())}: here these are one; give one"
+                f"{' and '.join(f'{k}={v!r}' for k, v in found.items())}: these are one key here; give one of them"
             )
         return next(iter(found.values()), default)
 
@@ -59,14 +59,41 @@ class Given:
         value = self.get(*keys, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.problems.append(
-                f"{' or '.join(k for k in keys if k in self.values)}: expected a number above 0, got {value!r}"
+                f"{' or '.join(k for k in keys if k in self.values)}: expected a whole number above 0, got {value!r}"
             )
             return default
         return value
 
+    def need(self, what: str, *keys: str) -> Any:
+        """A value that has no default; without it there is a problem. Args: what: it is."""
+        value = self.get(*keys)
+        if value is None:
+            self.problems.append(f"{what} is not given; write {keys[0]}=...")
+        return value
+
+    def one_of(self, key: str, value: Any, known: Sequence[str]) -> Any:
+        """The value; another than the known ones is a problem."""
+        if value not in known:
+            self.problems.append(str(lookup_error(key, value, known)))
+        return value
+
+    def same(self, what: Any, *keys: str) -> None:
+        """Notes keys that say something else than what they must repeat."""
+        for key in keys:
+            value = self.values.get(key)
+            if value is not None and value != what:
+                self.problems.append(f"{key}={value!r} is refused: it is {what!r} for the others; leave it out")
+
     def below(self, prefix: str) -> dict[str, Any]:
         """The values below a key, by the rest of their keys."""
         return {k.removeprefix(f"{prefix}."): v for k, v in self.values.items() if k.startswith(f"{prefix}.")}
+
+    def refuse(self) -> None:
+        """Notes every key whose value can't be carried out."""
+        for key, value in self.values.items():
+            row = key_of(key, KEYS[self.verb])
+            if row is not None and row.how in ("one", "refused") and not _harmless(value, row):
+                self.problems.append(f"{key}={shown(value, 60)} is refused: {row.note}")
 
     def check(self) -> None:
         """Raises ConfigError: every problem so far, a line each."""
@@ -130,3 +157,20 @@ def _unknown(key: str, known: Mapping[str, Key]) -> str | None:
     same = [k for k in keys if k.rpartition(".")[2] == key.rpartition(".")[2]]
     near = nearest(key, keys) or (f"; did you mean {' or '.join(same[:3])}?" if same else "")
     return f"unknown key {shown(key, 60)[1:-1]}{near or '; docs/from-rl2.md lists them; whet.<key> is a key of whet'}"
+
+
+def copied(given: Given) -> dict[str, Any]:
+    """The values of keys that are a key of whet's under another name, by that."""
+    flat: dict[str, Any] = {}
+    for key, value in given.values.items():
+        row = key_of(key, KEYS[given.verb])
+        if row is None or row.how != "same" or value is None:
+            continue
+        if row.to in flat and flat[row.to] != value:
+            given.problems.append(f"{key}={value!r}: {row.to} is {flat[row.to]!r} by another key; give one of them")
+        flat[row.to] = value
+    return flat
+
+
+def _harmless(value: Any, row: Key) -> bool:
+    return any(type(value) is type(other) and value == other for other in row.harmless)

@@ -256,6 +256,32 @@ _OTHERS_DATA = {
     for name in ("max_length", "batch_size")
 }
 
+_EXAMPLES = {
+    "path": Key("made", "data.path, data.split", "hub name, folder or file; split@path"),
+    "max_length": Key("made", "data.max_length, data.on_long", "longer ones are cut; their number is logged"),
+    "batch_size": Key("made", "data.batch_size"),
+    "prompt_key": Key("same", "data.prompt_column"),
+    "apply_chat_template": Key("made", "data.apply_chat_template", "false: texts as they are, ended by the end token"),
+}
+_EXAMPLES_TEST = {
+    "path": Key("made", "data.eval_path, data.eval_split"),
+    **{name: Key("made", "", "training's; another is refused") for name in ("max_length", "apply_chat_template")},
+}
+_SFT_KEYS = {name: Key("same", f"data.{name}_column") for name in ("response", "messages")}
+
+
+def _examples(**columns: Key) -> dict[str, Key]:
+    """The keys of a data set of supervised training, with those of its columns."""
+    own = {f"{name}_key": key for name, key in columns.items()}
+    test = {name: Key("made", "", "training's; another is refused") for name in ("prompt_key", *own)}
+    return {
+        **_under("data", {**_EXAMPLES, **own}),
+        **_under("data.train", {**_EXAMPLES, **own}),
+        **_under("data.test", {**_EXAMPLES_TEST, **test}),
+        "data.test_ratio": Key("made", "data.eval_fraction", "where no test path is given; 0.03 by default since 2026"),
+    }
+
+
 KEYS: dict[str, dict[str, Key]] = {
     "ppo": {
         **_under("data", {"path": _ROWS["path"], "train_data_path": _ROWS["path"], "test_data_path": _TEST["path"]}),
@@ -275,6 +301,12 @@ KEYS: dict[str, dict[str, Key]] = {
         "critic.save_freq": Key("none", note=_ROLE_FOLDER),
         **_under("adv", _ADV),
         **_under("trainer", {**_TRAINER, **_PPO_TRAINER}),
+    },
+    "sft": {
+        **_examples(**_SFT_KEYS),
+        **_under("actor", {**_trained("actor", "actor"), "max_length_per_device": _OWN_BUDGET}),
+        "actor.avg_level": Key("made", "algo.loss_agg_mode", "sequence in July 2025, token since, unless it is said"),
+        **_under("trainer", _TRAINER),
     },
 }
 """Trainer -> RL2's key -> what it is here. One that ends in .* stands for all that begin alike and have no row."""
