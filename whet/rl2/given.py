@@ -143,7 +143,7 @@ def _flat(node: Mapping[str, Any], known: Mapping[str, Key], prefix: str = "") -
     """Dotted keys with their values; a mapping is a value where a key of that name is known."""
     for name, value in node.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in known:
+        if isinstance(value, Mapping) and key not in known:
             yield from _flat(value, known, f"{key}.")
         else:
             yield key, value

@@ -163,7 +163,7 @@ KLS = [
     *(
         (
             {"coef": 0.2, "where": w, "estimator": e},
-            [f"actor.kl.coef=0.2", f"actor.kl.type={w}", f"actor.kl.reward_estimator={e}"],
+            ["actor.kl.coef=0.2", f"actor.kl.type={w}", f"actor.kl.reward_estimator={e}"],
         )
         for w, e in (("reward", "k1"), ("reward", "k3"), ("advantage", "k2"))
     ),

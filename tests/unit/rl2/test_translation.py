@@ -2,7 +2,7 @@
 
 import pytest
 
-from whet.config import PPORunConfig, RunConfig
+from whet.config import PPORunConfig, RunConfig, SFTRunConfig
 from whet.config.base import leaves
 from whet.errors import ConfigError
 from whet.rl2 import main
@@ -271,21 +271,47 @@ def test_values_that_ask_for_nothing_are_taken(word):
 
 # ---- the table -------------------------------------------------------------------------------------------------------
 
-SIZES = "ddp_size tp_size cp_size sp_size fsdp_size".split()
-OPTIM = "lr weight_decay max_grad_norm warmup_ratio optimizer.lr optimizer.weight_decay scheduler.name scheduler.min_lr scheduler.warmup_ratio offload_optimizer".split()
-ROLE = "model_name dtype use_liger_kernel max_length_per_device max_inference_length_per_device offload_model".split()
-SAVED = "optimizer_dir gradient_checkpointing enable_gradient_checkpointing save_dir save_freq save_optimizer".split()
-ACTOR = "temperature update_per_rollout clip tis_coef avg_level freeze_steps kl.coef kl.type kl.reward_estimator kl.loss_estimator entropy.coef".split()
-LORA = "lora.rank lora.alpha lora.target_modules lora.dropout".split()
-MEGATRON = "tf_config.pipeline_model_parallel_size tf_config.recompute_granularity ddp_config.use_distributed_optimizer optimizer.min_lr optimizer.clip_grad scheduler.lr_decay_style scheduler.start_wd".split()
+SIZES = """
+ddp_size tp_size cp_size sp_size fsdp_size
+""".split()
+OPTIM = """
+lr weight_decay max_grad_norm warmup_ratio optimizer.lr optimizer.weight_decay scheduler.name scheduler.min_lr
+scheduler.warmup_ratio offload_optimizer
+""".split()
+ROLE = """
+model_name dtype use_liger_kernel max_length_per_device max_inference_length_per_device offload_model
+""".split()
+SAVED = """
+optimizer_dir gradient_checkpointing enable_gradient_checkpointing save_dir save_freq save_optimizer
+""".split()
+ACTOR = """
+temperature update_per_rollout clip tis_coef avg_level freeze_steps kl.coef kl.type kl.reward_estimator
+kl.loss_estimator entropy.coef
+""".split()
+LORA = """
+lora.rank lora.alpha lora.target_modules lora.dropout
+""".split()
+MEGATRON = """
+tf_config.pipeline_model_parallel_size tf_config.recompute_granularity ddp_config.use_distributed_optimizer
+optimizer.min_lr optimizer.clip_grad scheduler.lr_decay_style scheduler.start_wd
+""".split()
 PARAMS = [
     f"{n}.{p}"
     for n in ("train_sampling_params", "test_sampling_params", "train.sampling_params", "test.sampling_params")
     for p in ("temperature", "max_new_tokens", "stop", "top_p")
 ]
-ROWS = "path prompt_key messages_key apply_chat_template prompts_per_rollout responses_per_prompt save_dir".split()
-ROLLOUT = "server_args.model_path server_args.dtype server_args.tp_size server_args.mem_fraction_static test_ratio env_path bucket_size tp_size gpu_memory_utilization max_turns group_filtering.lower group_filtering.upper train.dynamic_filtering train.partial_rollout".split()
-TRAINER = "project experiment_name load_ckpt_from total_steps eval_only test_freq save_dir save_freq use_wandb n_epochs disable_wandb".split()
+ROWS = """
+path prompt_key messages_key apply_chat_template prompts_per_rollout responses_per_prompt save_dir
+""".split()
+ROLLOUT = """
+server_args.model_path server_args.dtype server_args.tp_size server_args.mem_fraction_static test_ratio env_path
+bucket_size tp_size gpu_memory_utilization max_turns group_filtering.lower group_filtering.upper
+train.dynamic_filtering train.partial_rollout
+""".split()
+TRAINER = """
+project experiment_name load_ckpt_from total_steps eval_only test_freq save_dir save_freq use_wandb n_epochs
+disable_wandb
+""".split()
 LISTED = [
     *(f"actor.{k}" for k in [*ROLE, *SIZES, *OPTIM, *SAVED, *ACTOR, *LORA, *MEGATRON]),
     *(f"critic.{k}" for k in [*ROLE, *SIZES, *OPTIM, *SAVED, *LORA, "clip", "update_per_rollout", "avg_level"]),
@@ -303,7 +329,7 @@ def test_the_table_has_every_key_of_rl2():
 
 @pytest.mark.parametrize("verb", KEYS)
 def test_every_place_in_the_table_is_a_key_of_whets(verb):
-    known = {k for c in (RunConfig, PPORunConfig) for k, *_ in leaves(c, True)}
+    known = {k for c in (RunConfig, PPORunConfig, SFTRunConfig) for k, *_ in leaves(c, True)}
     known |= {f"{s}.{k}" for s in ("rollout.eval",) for k in ("constraint.regex", "constraint.json_schema")}
     known |= {k.replace("rollout.", "rollout.eval.") for k in known if k.startswith("rollout.")}
     places = {place.strip() for key in KEYS[verb].values() for place in key.to.split(",") if place.strip()}
