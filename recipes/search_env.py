@@ -1,8 +1,8 @@
 """The environment of search.yaml: a corpus that the model has to look things up in, two turns long.
 
 A question names a key; the model searches for one, is given its entry, and answers with the value. So an answer is right
-where the search was: `reward_fn` looks at the answer alone. The pupil, taught by imitation, knows both turns and searches
-for a key at random as often as not.
+where the search was: `reward_fn` looks at the answer alone. The pupil, taught by imitation, knows both turns, but searches
+for the key backwards two times of three.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def test_rows() -> list[dict[str, Any]]:
     return _rows(KEYS[500:628])
 
 
-def pupil(folder: str, seed: int, *, steps: int = 700, batch_size: int = 32) -> str:
-    """A model of 0.1 M parameters that was shown conversations, in half of which the search is for a key at random.
+def pupil(folder: str, seed: int, *, steps: int = 500, batch_size: int = 32) -> str:
+    """A model of 0.1 M parameters that was shown conversations, in two of three of which the key is searched for backwards.
 
     Args: folder: where it is written; one that is there is taken as it is. seed: of the model and the conversations.
         steps, batch_size: of training.
@@ -95,9 +95,9 @@ def _model(seed: int) -> Any:
 
 
 def _shown(draw: random.Random) -> list[dict[str, Any]]:
-    """A conversation of the pupil's: any key is asked for, and that or another is searched for."""
+    """A conversation of the pupil's: any key is asked for, and searched for as it is or backwards."""
     asked = "".join(draw.choices(ascii_lowercase, k=2))
-    searched = asked if draw.random() < 0.5 else "".join(draw.choices(ascii_lowercase, k=2))
+    searched = asked if draw.random() < 1 / 3 else asked[::-1]
     value = str(draw.randrange(100, 1000))  # not the corpus's: what is learned is to read
     return [
         {"role": "user", "content": f"{asked}?"},

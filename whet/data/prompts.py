@@ -185,6 +185,11 @@ class PromptEncoder:
                     f"row {number} is plain text, which has no system turn; set apply_chat_template=True for "
                     "system_prompt, or put it in the text"
                 )
+            if "tools" in self.chat_template_kwargs:
+                raise ConfigError(
+                    f"row {number} is plain text, and tools are told of by a chat template; set "
+                    "apply_chat_template=True, or leave TOOL out of the environment"
+                )
             return list(self.tokenizer(source, verbose=False).input_ids)
         return list(self.rendered(self.messages(source), f"row {number}", tokenize=True))
 

@@ -106,6 +106,8 @@ def test_the_template_is_given_the_tools():
         "{{ tools[0]['name'] }}{% for m in messages %}{{ m['content'] }}{% endfor %}", tools=[{"name": "hm"}]
     )
     assert bytes(encode(SUM).tokens.tolist()) == b"hm2+3="
+    with pytest.raises(ConfigError, match="tools are told of by a chat template"):
+        PromptEncoder(byte_tokenizer(), tools=[{"name": "hm"}])(SUM)
 
 
 # ---- limits ----------------------------------------------------------------------------------------------------------
