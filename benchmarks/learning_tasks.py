@@ -9,11 +9,9 @@ chosen one in brackets, and that one carried out. 83 to 97 bytes, of which three
 from __future__ import annotations
 
 import dataclasses
-import logging
+import functools
 import random
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from whet import demo
@@ -21,7 +19,6 @@ from whet.demo import Expression, carry_out, parsed, written
 
 __all__ = ["TASKS", "Task"]
 
-log = logging.getLogger("whet")
 VALIDATION = 64
 """Prompts that tell the warm start when to stop."""
 
@@ -92,65 +89,15 @@ def valid_steps(prompt: str, completion: str) -> bool:
     return not expression[1]
 
 
-def warm_start(folder: str, seed: int, *, steps: int = 1500, demonstrations: int = 20_000, batch_size: int = 16) -> str:
-    """Teaches the demo's model the pupil's ways, as demo.warm_start does, which see for the arguments.
-
-    It stops once 95 % of the validation prompts get valid steps.
-    """
-    from whet.config import OptimConfig
-    from whet.data.tokenizer import byte_tokenizer
-    from whet.models.load import load_model
-    from whet.ops import nll
-    from whet.train.role_trainer import RoleTrainer
-    from whet.train.worker import ModelWorker
-
-    if (Path(folder) / "warm_start.txt").is_file():
-        return folder
-    tokenizer = byte_tokenizer()
-    optim = OptimConfig(
-        lr=3e-3,
-        betas=(0.9, 0.99),
-        weight_decay=0.01,
-        schedule="cosine_with_min_lr",
-        schedule_kwargs={"min_lr": 1.5e-4},
-        warmup_steps=30,
-        total_steps=steps,
-    )
-    worker = ModelWorker(load_model(demo.small_model(seed)), optim=optim)
-    trainer = RoleTrainer(worker, loss=nll)
-    rng, rows = random.Random(seed), demo.train_rows()
-    pairs = [(p, demonstration(p, rng)) for p in (rng.choice(rows)["prompt"] for _ in range(demonstrations))]
-    started = said = time.monotonic()
-    for index in range(1, steps + 1):
-        metrics = trainer.update(demo._batch(rng.sample(pairs, batch_size), tokenizer))
-        if time.monotonic() - said >= 15:
-            said = time.monotonic()
-            log.info("warm start: step %d/%d  loss %.3f  %.0f s", index, steps, metrics["loss"].value, said - started)
-        if index % 100 == 0 and (share := _valid_share(worker, tokenizer)):
-            log.info("warm start: step %d, %.1f %% of the validation prompts get valid steps", index, 100 * share)
-            if share >= 0.95:
-                break
-    worker.export(Path(folder), tokenizer)
-    (Path(folder) / "warm_start.txt").write_text(f"seed {seed}, {index} steps\n")
-    return folder
-
-
-def _valid_share(worker: Any, tokenizer: Any) -> float:
-    """The share of the validation prompts whose greedy completion has valid steps."""
-    from whet.data.prompts import PromptEncoder
-    from whet.rollout import resolve_engine
-    from whet.rollout.base import Sampling
-    from whet.rollout.driver import Rollouts, single_turns
-
-    engine = resolve_engine("embedded")(worker.loaded)
-    encode = PromptEncoder(tokenizer)
-    prompts = [encode(row, i) for i, row in enumerate(demo.validation_rows()[:VALIDATION])]
-    sampling = Sampling(max_tokens=TASKS["steps"].max_tokens, temperature=0.0, stop_ids=(tokenizer.eos_token_id,))
-    groups = Rollouts(engine).run(single_turns(prompts, sampling))
-    engine.close()
-    texts = [tokenizer.decode(g.completions[0].tokens, skip_special_tokens=True) for g in groups]
-    return sum(valid_steps(str(p.source), t) for p, t in zip(prompts, texts, strict=True)) / len(prompts)
-
+PUPIL = demo.Pupil(
+    demonstration=demonstration,
+    valid=valid_steps,
+    max_tokens=112,
+    enough=0.95,
+    first_check=100,
+    checked=VALIDATION,
+)
+"""Writes more than the demo's pupil, and learns it from smaller batches."""
 
 TASKS = {
     "order": Task(
@@ -165,8 +112,8 @@ TASKS = {
         train_rows=demo.train_rows,
         heldout_rows=demo.heldout_rows,
         reward=demo.reward,
-        warm_start=warm_start,
+        warm_start=functools.partial(demo.warm_start, pupil=PUPIL, steps=1500, batch_size=16),
         max_prompt=16,
-        max_tokens=112,
+        max_tokens=PUPIL.max_tokens,
     ),
 }

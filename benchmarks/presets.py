@@ -146,6 +146,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return args
 
 
+DIGITS = 6
+"""Significant ones of what is written."""
 SETTING = ("steps", "completions", "updates", "lr", "eval_every", "eval_limit")
 """What makes runs comparable: those of another setting in the file are not of this result."""
 
@@ -273,7 +275,7 @@ def read_results(path: Path, args: argparse.Namespace) -> dict[tuple[str, str, i
         except ValueError:
             continue
         method = METHODS.get(row["method"])
-        if method is not None and row["setting"] == setting_of(args) and row["algo"] == as_json(method.chosen):
+        if method is not None and row["setting"] == setting_of(args) and row["algo"] == written(method.chosen):
             found[row["task"], row["method"], row["seed"]] = row
     return found
 
@@ -283,13 +285,13 @@ def setting_of(args: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(args, name) for name in SETTING}
 
 
-def as_json(tree: Any) -> Any:
-    """What is read back once this has been written: lists for tuples.
+def written(tree: Any) -> Any:
+    """What is read back once `append` has written this: lists for tuples, fewer digits.
 
-    >>> as_json({"a": (1, 2)})
-    {'a': [1, 2]}
+    >>> written({"a": (1, 1.1920928955)})
+    {'a': [1, 1.19209]}
     """
-    return json.loads(json.dumps(tree))
+    return json.loads(json.dumps(common.rounded(tree, DIGITS)))
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -299,7 +301,7 @@ def append(path: Path, row: dict[str, Any]) -> None:
         if size:
             file.seek(size - 1)
             file.write(b"" if file.read(1) == b"\n" else b"\n")
-        file.write((json.dumps(common.rounded(row, 6)) + "\n").encode())
+        file.write((json.dumps(written(row)) + "\n").encode())
         file.flush()
         os.fsync(file.fileno())
 

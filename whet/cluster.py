@@ -65,6 +65,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
         role_to_mesh=None, rollout_config=RolloutConfig(), training_config=RLTrainingConfig()))
     """
 
+    ENTRY = "cluster"
+
     def __init__(
         self,
         *,

@@ -14,10 +14,19 @@ import torch
 import transformers.models.qwen3.modeling_qwen3
 from helpers import cluster, length_reward, tiny_model
 
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, OptimConfig
+from whet.config import (
+    CheckpointingOptions,
+    DataConfig,
+    GRPOConfig,
+    OptimConfig,
+    SupervisedDataConfig,
+    SupervisedTrainingConfig,
+)
 from whet.learners.grpo import GRPOLearner
+from whet.learners.sft import SFTLearner
 from whet.parallel import checkpoint
 from whet.rollout import resolve_engine
+from whet.train.supervised_models import SupervisedModels
 
 IMPORTED = (datasets, pyarrow.parquet, transformers.models.qwen3.modeling_qwen3)  # before a fork, not after it
 ENGINE = resolve_engine("vanilla")
@@ -53,6 +62,29 @@ def train(folder, threads=1, slow_saves=False):
     algo = GRPOConfig(num_generations=4, beta=0.02)
     learner = GRPOLearner(c, algo, noisy_reward, data_shuffle_seed=1, data=DataConfig(batch_size=4))
     learner.train(rows, rows[:5])
+
+
+def train_sft(folder, threads=1, slow_saves=False):
+    """12 steps of supervised training over 20 rows in batches of 4, a checkpoint every second step."""
+    torch.set_num_threads(threads)
+    if slow_saves:
+        sync = checkpoint._fsync
+        checkpoint._fsync = lambda path: (time.sleep(0.05), sync(path))
+    models = SupervisedModels(
+        actor=tiny_model(),
+        tokenizer="byte",
+        config=SupervisedTrainingConfig(
+            run_dir=str(folder),
+            resume="latest",
+            max_steps=STEPS,
+            seed=3,
+            eval_every_n_steps=4,
+            checkpointing_options=CheckpointingOptions(save_interval_steps=2, max_to_keep=2),
+        ),
+        optimizer=OptimConfig(lr=3e-3, schedule="linear", warmup_steps=4),
+    )
+    rows = [{"prompt": f"{i}+{i}=", "response": str(2 * i) * (i % 3 + 1)} for i in range(20)]
+    SFTLearner(models, data=SupervisedDataConfig(batch_size=4)).train(rows, rows[:5])
 
 
 if __name__ == "__main__":

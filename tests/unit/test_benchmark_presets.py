@@ -114,3 +114,12 @@ def test_what_was_run_with_another_setting_or_method_is_not_of_the_result(script
         assert presets.read_results(file, args) == {}
     presets.append(file, row)
     assert list(presets.read_results(file, args)) == [("order", "dapo", 0)]
+
+
+def test_every_methods_runs_are_found_again(scripts, tmp_path):
+    presets = scripts["presets"]
+    args = presets.arguments(["--out", str(tmp_path), "--steps", "3"])
+    row, file = {"task": "order", "seed": 0, "setting": presets.setting_of(args)}, tmp_path / "results.jsonl"
+    for name, method in presets.METHODS.items():
+        presets.append(file, {**row, "method": name, "algo": method.chosen})
+    assert [name for _, name, _ in presets.read_results(file, args)] == list(presets.METHODS)

@@ -555,7 +555,8 @@ def test_a_resting_engine_holds_no_memory_and_samples_again_after_the_sync():
 
 def test_an_engine_rests_once_and_wakes_for_who_samples_before_the_sync(monkeypatch):
     c, trims = cluster(), []
-    monkeypatch.setattr("whet.train.role_workers.release_freed_memory", lambda: trims.append(c.rollout.stats().kv_bytes))
+    freed = lambda: trims.append(c.rollout.stats().kv_bytes)
+    monkeypatch.setattr("whet.train.role_workers.release_freed_memory", freed)
     want = [t.tolist() for t in c.generate(PROMPTS, seed=1).tokens]
     c.release_engine_memory()
     c.release_engine_memory()  # the next mini-batch

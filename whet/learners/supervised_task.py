@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from whet.config import Mode, Role, SupervisedConfig, SupervisedDataConfig, dump_tree
+from whet.config import Mode, OptimConfig, Role, SupervisedConfig, SupervisedDataConfig, dump_tree
 from whet.data.order import PromptStream, digests
 from whet.data.sources import load_rows
 from whet.errors import DataError
@@ -71,7 +71,7 @@ class SupervisedTask(Task):
     Args: learner: whose run it is. eval_ds: rows or a reference to them, evaluated whole; None = none.
     """
 
-    needs = ("cluster",)
+    needs = ("models",)
     headline, evaluated = "loss", "rows"
 
     def __init__(self, learner: Learner, eval_ds: Any = None) -> None:
@@ -153,6 +153,11 @@ class SupervisedTask(Task):
             "trainer": dump_tree(models.config),
         }
 
+    def compared(self) -> dict[str, Any]:
+        """What was given from Python and has no key in the settings."""
+        own = self.models.optimizer
+        return {"from Python": {"optimizer": dump_tree(own) if isinstance(own, OptimConfig) else own}}
+
     def reads(self) -> dict[str, Any]:
         """Models, tokenizer, evaluation rows and the user's functions."""
         rows = self._evaluated
@@ -193,7 +198,7 @@ class SupervisedTask(Task):
 
     def state(self) -> dict[str, Any]:
         """What the models compute in, and the learner's own."""
-        return {"cluster": self.models.state(), "learner": self.learner.state()}
+        return {"models": self.models.state(), "learner": self.learner.state()}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Restores the learner's; the models were made as they were."""

@@ -1,10 +1,9 @@
-"""curves.png: reward and accuracy over the run."""
+"""curves.png: what a run learned, and whether it was healthy, over its steps."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 from collections.abc import Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -38,8 +37,22 @@ _PANELS: dict[str, tuple[str, ...]] = {
     "reward": ("reward", "rewards/score/mean"),
     "accuracy": ("accuracy", "eval_accuracy", "pass@1"),
     "completion tokens": ("completions/mean_length",),
+    "share cut at the limit": ("completions/clipped_ratio",),
+    "KL to the reference": ("kl",),
+    "entropy": ("entropy",),
+    "gradient norm": ("grad_norm",),
 }
 """Title -> the names that a metric may have, the first one found being drawn."""
+_SUPERVISED: dict[str, tuple[str, ...]] = {
+    "loss": ("loss",),
+    "accuracy": ("rewards/accuracies", "accuracy", "mean_token_accuracy"),
+    "margin": ("rewards/margins", "margin"),
+    "entropy": ("entropy",),
+    "gradient norm": ("grad_norm",),
+}
+"""The same of a run without rewards, whose loss says what is learned."""
+_COLUMNS = 4
+"""Panels in a row."""
 
 
 def series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str) -> tuple[list[int], list[float]]:
@@ -63,19 +76,21 @@ def series(rows: Sequence[Mapping[str, Any]], names: Sequence[str], mode: str) -
 def plot_curves(
     rows: Sequence[Mapping[str, Any]], path: str | Path, panels: Mapping[str, Sequence[str]] | None = None
 ) -> Path | None:
-    """Draws a panel per metric: training faint under its moving mean, evaluation with dots, named at the line's end.
+    """Draws a panel per metric: training faint under its moving mean, evaluation with dots, and their last values.
 
-    Args: rows: of metrics.jsonl. path: the PNG. panels: title -> the names that the metric may have; None = reward,
-        accuracy and completion length. A panel without values is left out.
+    Args: rows: of metrics.jsonl. path: the PNG. panels: title -> the names that the metric may have; None = the usual
+        ones of a run with rewards, or of one without. A panel without values is left out.
     Returns: the path; None, with the reason logged, where matplotlib is not installed or nothing can be drawn.
     Raises: CheckpointError: the file can't be written.
     """
     if importlib.util.find_spec("matplotlib") is None:
         log.info("no curves.png: matplotlib is not installed; pip install 'whet[plot]'")
         return None
+    if panels is None:
+        panels = _PANELS if any("reward" in row for row in rows) else _SUPERVISED
     drawn = {
         title: {mode: found for mode in ("train", "eval") if (found := series(rows, names, mode))[0]}
-        for title, names in (panels or _PANELS).items()
+        for title, names in panels.items()
     }
     drawn = {title: curves for title, curves in drawn.items() if curves}
     if not drawn:
@@ -86,10 +101,14 @@ def plot_curves(
     from matplotlib.figure import Figure
 
     with mpl.rc_context(_STYLE):  # pyright: ignore[reportArgumentType]
-        figure = Figure(figsize=(max(5.2, 3.8 * len(drawn)), 2.6), layout="constrained")
+        across, down = min(_COLUMNS, len(drawn)), -(-len(drawn) // _COLUMNS)
+        figure = Figure(figsize=(max(5.2, 3.8 * across), 2.6 * down), layout="constrained")
         FigureCanvasAgg(figure)
-        for axes, (title, curves) in zip(figure.subplots(1, len(drawn), squeeze=False)[0], drawn.items()):
+        places = [axes for row in figure.subplots(down, across, squeeze=False) for axes in row]
+        for axes, (title, curves) in zip(places, drawn.items()):
             _panel(axes, title, curves)
+        for axes in places[len(drawn) :]:
+            axes.set_visible(False)
         path, drawing = Path(path), BytesIO()
         figure.savefig(drawing, format=path.suffix.removeprefix(".") or "png")
     write_atomic(path, drawing.getvalue())
@@ -97,33 +116,20 @@ def plot_curves(
 
 
 def _panel(axes: Any, title: str, curves: Mapping[str, tuple[list[int], list[float]]]) -> None:
-    ends = []
     for mode, (steps, values) in curves.items():
         color = _COLORS[mode]
         line = values
         if mode == "train" and len(values) > 8:
             axes.plot(steps, values, color=color, alpha=0.2, linewidth=0.8)
             line = _moving_mean(values)
-        axes.plot(steps, line, color=color, linewidth=1.8, marker="o" if mode == "eval" else None, markersize=3)
-        ends.append((line[-1], steps[-1], f"{mode} {line[-1]:.3g}", color))
+        label = f"{mode} {line[-1]:.3g}"
+        marker = "o" if mode == "eval" or len(values) == 1 else None
+        axes.plot(steps, line, color=color, linewidth=1.8, marker=marker, markersize=3, label=label)
     axes.set_title(title)
     axes.set_xlabel("step", color="#68707c")
     axes.margins(x=0.02)
-    low, high = axes.get_ylim()
-    gap, last = (high - low) * 0.09, -math.inf
-    for value, step, text, color in sorted(ends):
-        place = max(value, last + gap)
-        last = place
-        axes.annotate(
-            text,
-            (step, place),
-            xytext=(5, 0),
-            textcoords="offset points",
-            color=color,
-            va="center",
-            fontsize=8,
-            annotation_clip=False,
-        )
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend(loc="best", frameon=False, labelcolor="linecolor", handlelength=0, fontsize=8)
 
 
 def _moving_mean(values: Sequence[float], new: float = 0.15) -> list[float]:

@@ -100,6 +100,10 @@ def _health(value: Any) -> bool:
     return _mapping(value) and all(name in parts and parts[name](part) for name, part in value.items())
 
 
+def _names(value: Any) -> bool:
+    return _mapping(value, lambda name: isinstance(name, str))
+
+
 def _lengths(value: Any) -> bool:
     right = isinstance(value, Tensor) and value.dtype == torch.long and value.dim() == 2 and len(value) == 2
     return right and bool((value >= 0).all())
@@ -117,6 +121,7 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cluster": ("a mapping", _mapping),
     "health": ("since when warnings last", _health),
     "learner": ("a mapping by name", _mapping),
+    "models": ("what each role computes in", lambda x: _mapping(x) and set(x) == {"dtypes"} and _names(x["dtypes"])),
     "skipped": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
     "moved": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),
 }
@@ -124,6 +129,6 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
 _CLUSTER: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "next_id": ("a whole number from 0", _count),
     "calls": ("a whole number from 0", _count),
-    "dtypes": ("a mapping of names", lambda x: _mapping(x, lambda name: isinstance(name, str))),
+    "dtypes": ("a mapping of names", _names),
     "lengths": ("a mapping of rows and lengths", lambda x: _mapping(x, _lengths)),
 }

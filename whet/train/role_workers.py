@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -52,6 +52,9 @@ class RoleWorkers:
         offload_to_cpu: keep on a GPU only what the phase needs.
     """
 
+    ENTRY: ClassVar[str] = "models"
+    """Of run.pt, where `state` is kept."""
+
     tokenizer: Any
     checkpoints: Checkpoints
 
@@ -68,7 +71,8 @@ class RoleWorkers:
         self._meshes = dict(role_to_mesh or {})
         self.trace = Trace()
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
-        self._noted_dtypes = {} if found is None else Checkpoints.state(found, needs=("cluster",))["cluster"]["dtypes"]
+        noted = None if found is None else Checkpoints.state(found, needs=(self.ENTRY,))
+        self._noted_dtypes = {} if noted is None else noted[self.ENTRY]["dtypes"]
         self._plans = Plans()
         self._workers: dict[Role, ModelWorker] = {}
         self._trainers: dict[Role, RoleTrainer] = {}
@@ -123,7 +127,8 @@ class RoleWorkers:
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
         if optimizer is not None and own != OptimConfig():
             raise ConfigError(
-                f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer; keep one"
+                f"{role.value}.optim and training_config.{role.value}_optimizer (or optimizer=) both set an optimizer; "
+                "keep one"
             )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         trained = role not in READ_ONLY if trained is None else trained

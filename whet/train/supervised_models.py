@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-from whet.config import Role, RoleConfig, SupervisedTrainingConfig
+from whet.config import OptimConfig, Role, RoleConfig, SupervisedTrainingConfig
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
 from whet.errors import ConfigError
 from whet.models.modes import max_positions
@@ -29,6 +30,7 @@ class SupervisedModels(RoleWorkers):
         reference: what preference losses compare with; the actor's own module is copied, so that it stays what it is.
         tokenizer: a tokenizer, a folder or a hub name.
         config: of the loop.
+        optimizer: of the model that is trained, in place of its RoleConfig's: an OptimConfig, a name or a factory.
         offload_to_cpu: keep on a GPU only what the phase needs.
     Raises: ConfigError: neither an actor nor a reward model, or both; a model that can't be loaded.
 
@@ -43,12 +45,14 @@ class SupervisedModels(RoleWorkers):
         reference: nn.Module | str | RoleConfig | None = None,
         tokenizer: Any,
         config: SupervisedTrainingConfig | None = None,
+        optimizer: OptimConfig | str | Callable[..., Any] | None = None,
         offload_to_cpu: bool = False,
     ) -> None:
         self.config = config or SupervisedTrainingConfig()
         super().__init__(self.config, offload_to_cpu=offload_to_cpu)
         if (actor is None) == (reward_model is None):
             raise ConfigError("supervised training trains one model; give SupervisedModels actor= or reward_model=")
+        self.optimizer = optimizer
         self.role = Role.REWARD if actor is None else Role.ACTOR
         given = actor if actor is not None else reward_model
         assert given is not None
@@ -64,7 +68,8 @@ class SupervisedModels(RoleWorkers):
                 continue
             made = own or self.load(role, model)
             budget = self.config.token_budget(made.module.device.type)
-            self.add(role, model, made, None, max_tokens=budget, trained=role is self.role)
+            own_optimizer = optimizer if role is self.role else None
+            self.add(role, model, made, own_optimizer, max_tokens=budget, trained=role is self.role)
         self.train(self.role, nll, plain=True)
         self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers)
 

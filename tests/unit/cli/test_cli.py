@@ -75,7 +75,8 @@ def test_every_command_has_help(command, capsys):
 def test_the_help_of_what_trains_lists_keys_with_their_docstrings(command, own, capsys):
     main([command, "--help"])
     text = capsys.readouterr().out
-    assert "  data.batch_size=8  (positive int)\n      Rows of one step: prompts, conversations or pairs." in text and f"\n  {own}  (" in text
+    assert f"\n  {own}  (" in text
+    assert "  data.batch_size=8  (positive int)\n      Rows of one step: prompts, conversations or pairs." in text
 
 
 def test_the_version(capsys):
@@ -160,7 +161,8 @@ def test_the_package_runs_as_a_program():
         ),
         (
             ["demo", "--print-config"],
-            "--print-config is not an option of whet demo; only of whet chat, whet generate, whet grpo, whet ppo, whet sft",
+            "--print-config is not an option of whet demo; only of whet chat, whet generate, whet grpo, whet ppo, "
+            "whet sft",
         ),
     ],
 )
