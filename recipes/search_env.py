@@ -1,8 +1,8 @@
 """The environment of search.yaml: a corpus that the model has to look things up in, two turns long.
 
-A question names a key; the model searches for one, is given its entry, and answers with the value. So an answer is right
-where the search was: `reward_fn` looks at the answer alone. The pupil, taught by imitation, knows both turns, but searches
-for the key backwards two times of three.
+A question names a key; the model searches for one, is given its entry, and answers with the value. So an answer is
+right where the search was: `reward_fn` looks at the answer alone. The pupil, taught by imitation, knows both turns, but
+searches for the key backwards two times of three.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def test_rows() -> list[dict[str, Any]]:
 
 
 def pupil(folder: str, seed: int, *, steps: int = 500, batch_size: int = 32) -> str:
-    """A model of 0.1 M parameters that was shown conversations, in two of three of which the key is searched for backwards.
+    """A model of 0.1 M parameters, taught by conversations: in two of three the key is searched for backwards.
 
     Args: folder: where it is written; one that is there is taken as it is. seed: of the model and the conversations.
         steps, batch_size: of training.
