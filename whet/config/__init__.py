@@ -10,6 +10,8 @@ from whet.config.algo import (
     PolicyConfig,
     PPOConfig,
     PpoConfig,
+    PreferenceConfig,
+    RewardModelConfig,
 )
 from whet.config.algo.sft import SFTConfig, SupervisedConfig
 from whet.config.base import check, config, field_docs
@@ -20,7 +22,15 @@ from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tre
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
 from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
-from whet.config.run_supervised import SFTRunConfig, SupervisedRunConfig, check_supervised, load_supervised, shorthands
+from whet.config.run_supervised import (
+    DPORunConfig,
+    RMRunConfig,
+    SFTRunConfig,
+    SupervisedRunConfig,
+    check_supervised,
+    load_supervised,
+    shorthands,
+)
 from whet.config.training import (
     BatchSizes,
     CheckpointingOptions,
@@ -41,6 +51,7 @@ __all__ = [
     "ClusterConfig",
     "ConstraintConfig",
     "DAPOConfig",
+    "DPORunConfig",
     "DataConfig",
     "DrGRPOConfig",
     "GRPOConfig",
@@ -54,8 +65,11 @@ __all__ = [
     "PerfMetricsOptions",
     "PolicyConfig",
     "PpoConfig",
+    "PreferenceConfig",
     "ProfilerOptions",
     "RLTrainingConfig",
+    "RMRunConfig",
+    "RewardModelConfig",
     "Role",
     "RoleConfig",
     "RolloutConfig",

@@ -118,6 +118,12 @@ class SupervisedTask(Task):
         log.info("evaluation data: %d rows%s", len(self._evaluated), counted(encode))
         self._check_fit(self._evaluated)
 
+    @property
+    def evaluated_examples(self) -> list[Example]:
+        """The evaluation data, encoded; empty where there are none."""
+        self.prepare()
+        return self._evaluated or []
+
     def _check_fit(self, examples: Sequence[Example]) -> None:
         """Refuses what the model can't read, and raises the token budget to what must stay together."""
         positions, ids = self.models.positions, self.models.trained.loaded.num_ids

@@ -19,8 +19,8 @@ log = logging.getLogger("whet")
 def carried_out(verb: str, config: Any) -> dict[str, Any]:
     """Trains. Args: verb: RL2's trainer. Returns: the summary."""
     config = _with_loggers(config)
-    if verb == "sft":
-        return supervised.sft(config)
+    if verb != "ppo":
+        return {"sft": supervised.sft, "rm": supervised.rm, "dpo": supervised.dpo}[verb](config)
     config = with_steps(config)
     return commands.ppo(config) if isinstance(config, PPORunConfig) else commands.grpo(config)
 

@@ -268,6 +268,7 @@ _EXAMPLES_TEST = {
     **{name: Key("made", "", "training's; another is refused") for name in ("max_length", "apply_chat_template")},
 }
 _SFT_KEYS = {name: Key("same", f"data.{name}_column") for name in ("response", "messages")}
+_PAIR_KEYS = {name: Key("same", f"data.{name}_column") for name in ("chosen", "rejected", "messages")}
 
 
 def _examples(**columns: Key) -> dict[str, Key]:
@@ -306,6 +307,18 @@ KEYS: dict[str, dict[str, Key]] = {
         **_examples(**_SFT_KEYS),
         **_under("actor", {**_trained("actor", "actor"), "max_length_per_device": _OWN_BUDGET}),
         "actor.avg_level": Key("made", "algo.loss_agg_mode", "sequence in July 2025, token since, unless it is said"),
+        **_under("trainer", _TRAINER),
+    },
+    "rm": {
+        **_examples(**_PAIR_KEYS),
+        **_under("critic", {**_trained("critic", "reward_model"), "max_length_per_device": _OWN_BUDGET}),
+        **_under("trainer", _TRAINER),
+    },
+    "dpo": {
+        **_examples(**_PAIR_KEYS),
+        **_under("actor", {**_trained("actor", "actor"), "max_length_per_device": _OWN_BUDGET}),
+        "actor.beta": Key("same", "algo.beta"),
+        **_under("ref_actor", _model("ref_actor", "reference")),
         **_under("trainer", _TRAINER),
     },
 }

@@ -133,7 +133,7 @@ def _cell(text: str) -> str:
 def usage(verb: str | None) -> str:
     """Help. Args: verb: of which trainer the keys are listed; None = of none."""
     head = (
-        "usage: python -m whet.rl2 ppo [--config FILE ...] [--print_config] [key=value ...]\n\n"
+        "usage: python -m whet.rl2 ppo|sft|rm|dpo [--config FILE ...] [--print_config] [key=value ...]\n\n"
         "RL2's commands with one word changed: RL2.trainer.ppo is whet.rl2 ppo. whet.<key>=value is a key of whet's.\n"
         "--print_config prints whet's configuration as YAML. docs/from-rl2.md says what each key is here."
     )

@@ -15,7 +15,8 @@ Part = dict[str, Any]
 def models(given: Given) -> Part:
     """Models, their tokenizer, and what saves memory."""
     roles = [role for role in ("actor", "ref_actor", "critic") if _uses(given, role)]
-    sections = {"actor": "actor", "ref_actor": "reference", "critic": "critic"}
+    own = "reward_model" if given.verb == "rm" else "critic"
+    sections = {"actor": "actor", "ref_actor": "reference", "critic": own}
     flat: Part = {}
     name = given.need("the model", *(["critic.model_name"] if given.verb == "rm" else ["actor.model_name"]))
     given.same(name, "rollout.model_name", "rollout.server_args.model_path")
@@ -29,7 +30,7 @@ def models(given: Given) -> Part:
         if role != "ref_actor":
             names = (f"{role}.gradient_checkpointing", f"{role}.enable_gradient_checkpointing")
             flat[f"{sections[role]}.gradient_checkpointing"] = given.get(*names, default=True)
-            flat |= optimizer(given, role)
+            flat |= optimizer(given, role, sections[role])
     switches = [given.get(f"{role}.offload_{what}") for role in roles for what in ("model", "optimizer")]
     flat["offload_to_cpu"] = True in switches or None in switches
     return flat
@@ -59,9 +60,9 @@ LATER_RATES = {"actor": 1e-6, "critic": 5e-6}
 """Role -> rate in 2026."""
 
 
-def optimizer(given: Given, role: str) -> Part:
-    """The optimizer of a role and its schedule, as the generation has them by default."""
-    optim, (rate, least, ratio) = f"{role}.optim", DEFAULTS[given.verb][role]
+def optimizer(given: Given, role: str, section: str) -> Part:
+    """The optimizer of a role and its schedule, as the generation has them by default. Args: section: of the role."""
+    optim, (rate, least, ratio) = f"{section}.optim", DEFAULTS[given.verb][role]
     rate = LATER_RATES[role] if given.is_later else rate
     both = lambda name: (f"{role}.{name}", f"{role}.optimizer.{name}")
     inherited = {} if role == "actor" or given.is_later else given.below("actor")  # July's critic has the actor's

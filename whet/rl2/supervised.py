@@ -1,12 +1,12 @@
-"""What several keys of RL2's sft say together."""
+"""What several keys of RL2's sft, rm and dpo say together."""
 
 from __future__ import annotations
 
-from whet.config import SFTRunConfig
+from whet.config import DPORunConfig, RMRunConfig, SFTRunConfig
 from whet.rl2.given import Given
 from whet.rl2.shared import Part, models, split_of, trainer
 
-__all__ = ["SFT", "averaging", "rows"]
+__all__ = ["DPO", "RM", "SFT", "averaging", "rows"]
 
 
 def rows(given: Given) -> Part:
@@ -44,3 +44,7 @@ def averaging(given: Given) -> Part:
 
 SFT = (models, rows, averaging, trainer), lambda given: SFTRunConfig
 """What makes a configuration of sft, and its class."""
+RM = (models, rows, trainer), lambda given: RMRunConfig
+"""The same of rm."""
+DPO = (models, rows, trainer), lambda given: DPORunConfig
+"""The same of dpo."""

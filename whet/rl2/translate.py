@@ -57,5 +57,7 @@ Rule = Callable[[Given], Part]
 RULES: Mapping[str, tuple[Sequence[Rule], Callable[[Given], type]]] = {
     "ppo": (ppo.RULES, ppo.kind),
     "sft": supervised.SFT,
+    "rm": supervised.RM,
+    "dpo": supervised.DPO,
 }
 """Trainer -> what makes its configuration, and the class of it."""

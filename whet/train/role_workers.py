@@ -202,6 +202,15 @@ class RoleWorkers:
         self._plans.drop()
         self.give_back(worker)
 
+    def free(self, role: Role) -> None:
+        """Takes the weights of a role that nothing reads any more out of memory; those of another's module stay."""
+        worker = self.worker(role)
+        if not worker.loaded.is_view:
+            device = worker.device
+            worker.loaded.module.to("meta")
+            release_freed_memory()
+            empty_cache(device)
+
     def give_back(self, worker: ModelWorker) -> None:
         """Lets freed memory leave the process: the next phase takes its own elsewhere."""
         release_freed_memory()

@@ -60,7 +60,8 @@ class SupervisedModels(RoleWorkers):
             reference = copy.deepcopy(given)
         loaded = self.load(Role.CRITIC if actor is None else Role.ACTOR, given)
         self.tokenizer = load_tokenizer(tokenizer)
-        self.eos_ids = stop_token_ids(self.tokenizer, loaded.module.config, loaded.module.generation_config)
+        generates = loaded.module.generation_config if "logprobs" in loaded.outputs else None
+        self.eos_ids = stop_token_ids(self.tokenizer, loaded.module.config, generates)
         self.positions = max_positions(loaded.module)
         """The longest sequence that the model can read, in tokens; None = no limit is known."""
         for role, model, own in ((self.role, given, loaded), (Role.REFERENCE, reference, None)):

@@ -236,11 +236,13 @@ class ModelWorker:
         support: Support,
         *,
         entropy: bool,
+        constants: Collection[str] = (),
         want: Collection[str] | None = None,
         toward: Toward | None = None,
     ) -> TokenStats:
         """The model's statistics of the targets of one forward pass."""
-        options = {"allowed": self._allowed(micro, support), "want": want, "toward": toward}
+        allowed = self._allowed(micro, support)
+        options = {"constants": constants, "allowed": allowed, "want": want, "toward": toward}
         with self._layers():
             return self.placement.forward(
                 lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, **options)  # pyright: ignore
@@ -293,6 +295,7 @@ class ModelWorker:
         loss: Loss,
         *,
         entropy: bool = False,
+        constants: Collection[str] = (),
         scores: bool = False,
         divergence: Divergence | None = None,
         reductions: Reductions | None = None,
@@ -303,6 +306,7 @@ class ModelWorker:
             batch: with `weights` [S], or `unit_weights` [U], made once per optimizer step.
             loss: per token, [s], where the batch has `weights`; per unit, [u], where it has `unit_weights`.
             entropy: give the loss the entropy.
+            constants: give the loss these of types.loss.CONSTANTS.
             scores: give the loss the scores, of a model with a value head.
             divergence: give the loss the divergence from a teacher's distribution.
             reductions: how a loss's metric is reduced: name -> {label: how}, how one of REDUCTIONS; its mean under its
@@ -312,7 +316,7 @@ class ModelWorker:
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
         with self.placement.during("backward"), _read_by(divergence):
-            return self._run(batch, loss, entropy, scores, divergence, reductions or {}, backward=True)
+            return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=True)
 
     @torch.no_grad()
     def evaluate(
@@ -321,19 +325,21 @@ class ModelWorker:
         loss: Loss,
         *,
         entropy: bool = False,
+        constants: Collection[str] = (),
         scores: bool = False,
         divergence: Divergence | None = None,
         reductions: Reductions | None = None,
     ) -> Metrics:
         """What forward_backward would report, without a gradient."""
         with self.placement.during("read"), _read_by(divergence):
-            return self._run(batch, loss, entropy, scores, divergence, reductions or {}, backward=False)
+            return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=False)
 
     def _run(
         self,
         batch: TokenBatch,
         loss: Loss,
         entropy: bool,
+        constants: Collection[str],
         scores: bool,
         divergence: Divergence | None,
         reductions: Reductions,
@@ -350,7 +356,8 @@ class ModelWorker:
         shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
             self.placement.sync(i == len(shared) - 1)
-            stats = self._stats(micro, self.support, entropy=entropy, toward=self._toward(micro, divergence))
+            toward = self._toward(micro, divergence)
+            stats = self._stats(micro, self.support, entropy=entropy, constants=constants, toward=toward)
             x = loss_inputs(token_columns, sequence_columns, micro, stats)
             found, values = loss(x)
             weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)

@@ -98,6 +98,22 @@ def test_sft_trains_and_evaluates(place, tmp_path):
     assert len(losses) == 9 and losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize("verb", ["rm", "dpo"])
+def test_pairs_train(place, verb, tmp_path):
+    pairs = [
+        {"messages": [{"role": "user", "content": f"{i}+1="}], "chosen": str(i + 1), "rejected": "no"} for i in range(8)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    role = {"rm": "critic", "dpo": "actor"}[verb]
+    own = ["actor.beta=0.2"] if verb == "dpo" else []
+    data = [f"data.path={tmp_path}/pairs.jsonl", "data.max_length=64", "data.batch_size=4", "trainer.n_epochs=4"]
+    more = [f"{role}.model_name={place}/model", f"{role}.lr=1e-2", f"trainer.save_dir={tmp_path}/run", *own]
+    quiet = ["trainer.disable_wandb=true", "whet.trainer.pbar_description=null"]
+    assert main([verb, *data, *more, *quiet]) == 0
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 8 and losses[-1] < losses[0] and losses[0] == pytest.approx(0.693, abs=0.01)
+
+
 def test_filtered_groups_do_not_change_how_many_steps_the_epochs_have(place):
     config = translated("ppo", words(place, "trainer.n_epochs=2")[1:])
     assert with_steps(config).trainer.max_steps == 6 and with_steps(config).trainer.num_epochs is None

@@ -2,7 +2,7 @@
 
 import pytest
 
-from whet.config import PPORunConfig, RunConfig, SFTRunConfig
+from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig
 from whet.config.base import leaves
 from whet.errors import ConfigError
 from whet.rl2 import main
@@ -329,7 +329,7 @@ def test_the_table_has_every_key_of_rl2():
 
 @pytest.mark.parametrize("verb", KEYS)
 def test_every_place_in_the_table_is_a_key_of_whets(verb):
-    known = {k for c in (RunConfig, PPORunConfig, SFTRunConfig) for k, *_ in leaves(c, True)}
+    known = {k for c in (RunConfig, PPORunConfig, SFTRunConfig, RMRunConfig, DPORunConfig) for k, *_ in leaves(c, True)}
     known |= {f"{s}.{k}" for s in ("rollout.eval",) for k in ("constraint.regex", "constraint.json_schema")}
     known |= {k.replace("rollout.", "rollout.eval.") for k in known if k.startswith("rollout.")}
     places = {place.strip() for key in KEYS[verb].values() for place in key.to.split(",") if place.strip()}
