@@ -121,7 +121,7 @@ class Transcript:
         """The conversation as the template writes it, the model's turn open."""
         if self._plain:
             return "".join(str(m["content"]) for m in self.messages)
-        return self._encode.rendered(self.messages, f"row {self._row}")
+        return self._encode.rendered(self.messages, self._row).text
 
     def _decoded(self, output: Output, *, special: bool) -> str:
         tokens = [int(i) for i in output.tokens]

@@ -229,6 +229,7 @@ class RLLearner:
             prompt_column=self.data.prompt_column,
             apply_chat_template=self.data.apply_chat_template,
             system_prompt=self.data.system_prompt or None,
+            on_template_change=self.data.on_template_change,
             tools=None if self.environment is None else self.environment.tools,
         )
 

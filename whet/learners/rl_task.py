@@ -294,6 +294,8 @@ def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metr
 
 
 def _counted(encode: PromptEncoder) -> str:
-    """How prompts over the limit were treated, for the log; "" where there were none."""
+    """How prompts over the limit, or that the template changes, were treated, for the log; "" where there were none."""
     found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
-    return f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
+    over = f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
+    changed = encode.counts["changed"]
+    return over + (f"; the chat template changes what {changed} of them say" if changed else "")

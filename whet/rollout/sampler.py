@@ -303,8 +303,12 @@ class Sampler:
         return encode_texts(encoder, one_or_many(inputs))
 
     def encoder(self, **options: Any) -> PromptEncoder:
-        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's."""
-        return PromptEncoder(self.tokenizer, chat_template_kwargs=self.chat_template_kwargs, **options)
+        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's.
+
+        Nothing is trained on, so what a chat template makes of a conversation is accepted.
+        """
+        own = {"chat_template_kwargs": self.chat_template_kwargs, "on_template_change": "accept"}
+        return PromptEncoder(self.tokenizer, **{**own, **options})
 
     def fitted(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> list[Sampling]:
         """The sampling parameters of each prompt, with a length that it leaves room for.
