@@ -16,7 +16,8 @@ QWEN3 = (
     "{% if m.role == 'assistant' %}{% set think = m.reasoning_content or '' %}{% if '</think>' in c %}"
     "{% set think = c.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
     "{% set c = c.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{% if loop.index0 > ns.last %}<think>\n{{ think }}\n</think>\n\n{% endif %}{% endif %}{{ c }}<|im_end|>\n{% endfor %}"
+    "{% if loop.index0 > ns.last %}<think>\n{{ think }}\n</think>\n\n{% endif %}{% endif %}{{ c }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is false %}<think>\n\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
@@ -29,9 +30,9 @@ GEMMA = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content ~ '\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set first = '' %}{% set rest = messages %}{% endif %}"
     "{% for m in rest %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
-    "{{ raise_exception('roles must alternate') }}{% endif %}<|start|>{{ 'model' if m.role == 'assistant' else m.role }}"
-    "\n{{ first if loop.first else '' }}{{ m.content }}<|eot|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>model\n{% endif %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}<|start|>"
+    "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ first if loop.first else '' }}{{ m.content }}<|eot|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|start|>model\n{% endif %}"
 )
 # has no header, and puts the system turn into the last user turn
 MISTRAL = (

@@ -132,7 +132,7 @@ def encode_rendering(
     return sequence_of(list(zip(ids, masks, strict=True)))
 
 
-def sequence_of(parts: Sequence[tuple[Sequence[int], Any]]) -> TrainSequence:
+def sequence_of(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> TrainSequence:
     """A sequence from its parts: (token ids, which are trained: one truth value, or one for each).
 
     The prefix goes as far as the first trained token, and has one token at least.

@@ -8,7 +8,7 @@ Left out on purpose: images, and guessing at names of columns beyond those liste
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -173,7 +173,7 @@ def without_none(value: Any) -> Any:
     return [without_none(inner) for inner in value] if isinstance(value, list | tuple | np.ndarray) else value
 
 
-def _turns(messages: Sequence[Any], number: int) -> list[Message]:
+def _turns(messages: Iterable[Any], number: int) -> list[Message]:
     return [message_of(_renamed(m, place, number), place, number) for place, m in enumerate(messages)]
 
 

@@ -335,6 +335,8 @@ class PromptStream:
                     "last_batch='keep', or data that can be read again"
                 )
             self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
+            if self.kind != "rows" and isinstance(self.encode, RowEncoder) and (told := self.encode.told()):
+                log.warning("%s", told)
             if self.once:
                 return
 

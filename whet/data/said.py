@@ -22,7 +22,7 @@ __all__ = ["Shown", "changed_words"]
 
 WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold what is said."""
-TAG = re.compile(r"(\s*<[^<>\n]{1,40}>\s*)")
+TAG = re.compile("(<[^<>\n\ue000]{1,40}>)")
 STAND_IN = re.compile("\ue000([0-9]+)\ue001")
 MOST = 160
 """Characters of each text in a message."""
@@ -51,16 +51,19 @@ class _StandIns:
         """Those that a template may write as JSON does: of tools' calls and answers."""
 
     def of_text(self, text: str, json_too: bool) -> str:
-        """A text of stand-ins: one for each stretch between tags, with the white space at both ends of the text."""
+        """A text of stand-ins: one for each stretch between tags, white space at the ends of the text included."""
         pieces = TAG.split(text)
         last = len(pieces) - 1
-        if last and pieces[0] == "":  # white space before the first tag is the text's own, not the tag's
-            tag = pieces[1].lstrip()
-            pieces[0], pieces[1] = pieces[1][: len(pieces[1]) - len(tag)], tag
-        if last and pieces[last] == "":
-            tag = pieces[last - 1].rstrip()
-            pieces[last], pieces[last - 1] = pieces[last - 1][len(tag) :], tag
-        return "".join(p if place % 2 or not p else self._one(p, json_too) for place, p in enumerate(pieces))
+        for place in range(0, last + 1, 2):
+            piece = pieces[place]
+            inside = piece.strip()
+            at_end = place in (0, last)
+            start = len(piece) - len(piece.lstrip()) if place > 0 and (inside or not at_end) else 0
+            end = len(piece.rstrip()) if place < last and (inside or not at_end) else len(piece)
+            if start < end:
+                pieces[place] = piece[:start] + self._one(piece[start:end], json_too) + piece[end:]
+        made = "".join(pieces)
+        return self._one(text, json_too) if text and made == text else made  # nothing but tags
 
     def _one(self, words: str, json_too: bool) -> str:
         self.words.append(words)
@@ -116,7 +119,8 @@ class _StandIns:
         """The pattern of how a stand-in's words may stand in a text."""
         words = self.words[number]
         ways = [words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]]
-        return f"(?:{'|'.join(re.escape(w) for w in (ways if number in self.escaped else ways[:1]))})"
+        known = dict.fromkeys(ways if number in self.escaped else ways[:1])
+        return f"(?:{'|'.join(re.escape(way) for way in known)})"
 
 
 def changed_words(template: ChatTemplate, messages: Sequence[Message], shown: Sequence[Shown], row: int = 0) -> str:

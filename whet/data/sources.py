@@ -8,7 +8,6 @@ the line; only hub names go through datasets.load_dataset. Left out on purpose: 
 from __future__ import annotations
 
 import logging
-import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
@@ -86,14 +85,10 @@ def load_rows(
 def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
     """The split and the source of "split@source", RL2's form; the text as it is where a file or folder has its name."""
     named, at, source = text.partition("@")
-    if (
-        not at
-        or not re.fullmatch(r"[\w.-]+(\[[\w%:]+\])?", named)
-        or not source
-        or os.path.exists(Path(text).expanduser())
-    ):
+    if not (at and source and re.fullmatch(r"[\w.-]+(\[[\w%:]+\])?", named)):
         return split, text
-    return named, source
+    with reading(shown(text), "check the path and its permissions"):
+        return (split, text) if Path(text).expanduser().exists() else (named, source)
 
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool) -> Any:

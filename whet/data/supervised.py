@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -337,7 +337,8 @@ class PreferenceEncoder(RowEncoder):
         answers = self._pair(row, number)
         if answers is None:
             raise self._no_form(row, number)
-        columns, name = {"chosen": (1.0, 0.0)}, self.data.margin_column or "margin"
+        name = self.data.margin_column or "margin"
+        columns: dict[str, tuple[float, ...]] = {"chosen": (1.0, 0.0)}
         if self._column(row, ("margin",), "margin_column", number) or name in row:
             columns["margin"] = (_number(row[name], name, number),) * 2
         return Read(answers, columns, EQUAL if not answers else "")
@@ -371,7 +372,10 @@ class PreferenceEncoder(RowEncoder):
     def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
         made = super()._sequences(read, options, number)
         texts = all(answer.prompt is None and isinstance(answer.said, str) for answer in read.answers)
-        return [[s] for s in _split_where_they_differ(*(s for answer in made for s in answer))] if texts else made
+        if texts:
+            made = [[s] for s in _split_where_they_differ(*(s for answer in made for s in answer))]
+        first = made[0][0].prefix if made and made[0] else None
+        return [[_with_prefix(s, first) for s in answer] for answer in made]
 
 
 class LabelledEncoder(PreferenceEncoder):
@@ -435,6 +439,12 @@ def _split_where_they_differ(a: TrainSequence, b: TrainSequence) -> list[TrainSe
     differ = np.flatnonzero(ids[0][:most] != ids[1][:most])
     same = max(1, int(differ[0]) if len(differ) else most)
     return [sequence_of([(i[:same], False), (i[same:], True)]) for i in ids]
+
+
+def _with_prefix(sequence: TrainSequence, prefix: np.ndarray | None) -> TrainSequence:
+    """The sequence with another's prefix where they are the same, so that memory holds it once."""
+    same = prefix is not None and np.array_equal(sequence.prefix, prefix)
+    return replace(sequence, prefix=prefix) if same else sequence
 
 
 def _number(value: Any, column: str, row: int) -> float:

@@ -303,8 +303,9 @@ class Sampler:
         return encode_texts(encoder, one_or_many(inputs))
 
     def encoder(self, **options: Any) -> PromptEncoder:
-        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's. Nothing is trained on, so that what
-        a chat template makes of a conversation is accepted, e.g. without its earlier thinking.
+        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's.
+
+        Nothing is trained on, so what a chat template makes of a conversation is accepted.
         """
         own = {"chat_template_kwargs": self.chat_template_kwargs, "on_template_change": "accept"}
         return PromptEncoder(self.tokenizer, **{**own, **options})

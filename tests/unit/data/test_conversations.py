@@ -20,7 +20,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def oracle(tokenizer, messages):
-    """(ids, mask): the whole is rendered and encoded once; a turn is where the text goes on after the messages before."""
+    """(ids, mask): the whole is rendered and encoded once; a turn is where the text goes on after those before."""
 
     def text(part, asks):
         return tokenizer.apply_chat_template(part, tokenize=False, add_generation_prompt=asks, enable_thinking=False)
@@ -241,7 +241,9 @@ def test_special_tokens_before_a_text_are_found():
     tokenizer = merging_tokenizer()
     assert leading_ids(tokenizer, "ab") == []
     eos = tokenizer.eos_token_id
-    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", eos)])
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="</s> $A", special_tokens=[("</s>", eos)]
+    )
     assert leading_ids(tokenizer, "ab") == [eos]
 
 

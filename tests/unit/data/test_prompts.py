@@ -87,7 +87,8 @@ def test_template_arguments_arrive_and_thinking_is_off_unless_asked():
     row = {"prompt": [{"role": "user", "content": "x"}]}
     assert bytes(PromptEncoder(tokenizer, chat_template_kwargs={"level": 3})(row).tokens.tolist()) == b"xFalse 3"
     assert (
-        bytes(PromptEncoder(tokenizer, chat_template_kwargs={"enable_thinking": True})(row).tokens.tolist()) == b"xTrue "
+        bytes(PromptEncoder(tokenizer, chat_template_kwargs={"enable_thinking": True})(row).tokens.tolist())
+        == b"xTrue "
     )
 
 

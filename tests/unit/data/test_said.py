@@ -2,6 +2,8 @@
 
 import pytest
 from chat_templates import GEMMA, LLAMA, QWEN, QWEN3, bracketed, said, tokenizer_with, user
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from whet.config import SupervisedDataConfig
 from whet.data.prompts import PromptEncoder
@@ -10,7 +12,9 @@ from whet.errors import DataError
 
 THINK = "<think>\np\n</think>\n\nb"
 PARTS = [{"type": "text", "text": "hi"}]
-JOINS = QWEN.replace("{{ m.content }}", "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}")
+JOINS = QWEN.replace(
+    "{{ m.content }}", "{{ m.content if m.content is string else m.content | map(attribute='text') | join }}"
+)
 CALLS = (
     "{% if tools %}{% for t in tools %}{{ t | tojson }}\n{% endfor %}{% endif %}{% for m in messages %}<|im_start|>"
     "{{ m.role }}\n{{ m.content }}{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ ARGS }}</call>"
@@ -143,3 +147,16 @@ def test_sft_and_rl_give_the_same_ids_for_the_same_prompt(template):
     prompt = PromptEncoder(tokenizer)({"prompt": [user("2+2?")]})
     (one,) = SFTEncoder(tokenizer)({"prompt": [user("2+2?")], "response": "4"}).sequences
     assert prompt.tokens.tolist() == one.prefix.tolist()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sampled_from(["a", " ", "\n", "<t>", "</t>", "<", ">", '"', "é"])).map("".join))
+def test_any_text_is_shown_by_a_template_that_writes_it_and_missed_by_one_that_trims(text):
+    talk = [user("q"), said("x" + text), user(text or "u"), said("y")]
+    assert sft(QWEN, talk)[1].counts["changed"] == 0
+    trimmed = any(m["content"] != m["content"].strip() for m in talk)
+    assert sft(LLAMA, talk, on_template_change="accept")[1].counts["changed"] == trimmed
+
+
+def test_long_white_space_is_no_burden():
+    assert sft(QWEN, [user("a" + " " * 100_000 + "b"), said("c")])[0].sequences
