@@ -23,8 +23,8 @@ from whet.config.loader import merged
 from whet.data.order import digests, hold_out
 from whet.data.reading import each
 from whet.data.sources import load_rows
-from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.envs import load_script
+from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import columns_of
 from whet.evaluation.estimators import Estimate, settled_ks
 from whet.evaluation.folder import EvalFolder, Part
