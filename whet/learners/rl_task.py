@@ -16,6 +16,7 @@ from whet.data.order import PromptStream, digests
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
 from whet.envs import Script
+from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.health import Health
 from whet.learners.report import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
 from whet.learners.step import Step
@@ -282,7 +283,9 @@ class RLTask(Task):
 
 
 def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metric]:
-    """Rewards and completions; the best of each group; the accuracy where all rewards are 0 or 1."""
+    """Rewards and completions; the best of each group; where all rewards are 0 or 1 the accuracy and pass@k, the mean
+    over groups of the numbers that `whet eval` has too (evaluation.estimators).
+    """
     metrics, total = {**rewarded_metrics(rewarded), **total_metrics(batch)}, batch.rewards.numpy()
     generations = int(batch.group_of.bincount().max())  # of the largest group
     if generations > 1:
@@ -290,6 +293,9 @@ def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metr
         metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best))
     if np.isin(total, (0.0, 1.0)).all():
         metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
+        for k in settled_ks(None, generations) if generations > 1 else ():
+            chances = [pass_at_k(len(known), int(known.sum()), k) for known in known_by_group(batch) if len(known) >= k]
+            metrics[f"pass@{k}"] = Mean(float(sum(chances)), len(chances))
     return metrics
 
 

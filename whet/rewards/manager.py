@@ -239,6 +239,25 @@ class RewardManager:
             inputs=inputs,
         )
 
+    def taken_over(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> Rewarded:
+        """What a call would give for groups that have their rewards already, under the weights of now.
+
+        Args: groups: as in `Rewarded.groups`. texts, mode: as in the call.
+        Raises: DataError: no completions, or texts that don't match.
+        """
+        table = _table(groups, tuple(self.fns))
+        weights = {name: self.weights.get(name, 1.0) for name in table}
+        return Rewarded(
+            groups=list(groups),
+            total=_weighted(table, weights),
+            metrics=reward_metrics(table),
+            table=table,
+            names=tuple(table),
+            weights=weights,
+            texts=texts,
+            inputs=_inputs(groups, texts, mode, self.algo_fields, {}),
+        )
+
     def _called(self, inputs: RewardInputs, whole: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, int]]:
         """What the functions give, as call_rewards has it; NaN for trajectories that are not whole.
 

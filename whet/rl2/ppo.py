@@ -30,7 +30,7 @@ def rows(given: Given) -> Part:
     given.need("the prompts of a step", "data.prompts_per_rollout", "rollout.train.prompts_per_rollout")
     number = given.count("data.responses_per_prompt", "rollout.train.responses_per_prompt")
     given.same(number, "rollout.responses_per_prompt", "adv.responses_per_prompt")
-    flat = {"algo.num_generations": number, "rollout.num_generations_eval": 1}
+    flat: Part = {"algo.num_generations": number, "rollout.num_generations_eval": 1}
     path = given.need("the data", "data.path", "data.train_data_path", "rollout.train.path")
     flat["data.split"], flat["data.path"] = split_of(path)
     test = given.get("data.test_data_path", "rollout.test.path")

@@ -10,6 +10,7 @@ import torch
 from helpers import cluster, one_by_one, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig, Mode, PPOConfig
+from whet.config.evaluate import load_eval
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs import Conversation, Script, load_script
@@ -330,6 +331,16 @@ def test_a_world_that_fails_loses_no_finished_step(tmp_path):
     done = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
     rows_kept = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert done and int(done[-1].name.split("-")[1]) == len(rows_kept) > 0
+
+
+def test_whet_eval_takes_an_environments_reward_and_refuses_its_turns(world, tmp_path):
+    rollout = f"rollout: {{env_path: {world}, max_turns: 3}}\n"
+    recipe = "actor: {model: m}\ndata: {path: d.jsonl, eval_path: e.jsonl}\n" + rollout
+    (tmp_path / "run.yaml").write_text(recipe)
+    with pytest.raises(ConfigError, match="completes prompts in one turn"):
+        load_eval(["--config", str(tmp_path / "run.yaml")])
+    (tmp_path / "run.yaml").write_text(recipe.replace(", max_turns: 3", ""))
+    assert load_eval(["--config", str(tmp_path / "run.yaml")]).reward == f"{world}:reward_fn"
 
 
 def test_from_python_interact_may_be_a_function():

@@ -6,13 +6,15 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers import completion, prompt
+from helpers import cluster, completion, length_reward, prompt, rows, tiny_model
 
+from whet.config import DataConfig, OptimConfig, PPOConfig, Role
 from whet.learners.control import Control
 from whet.learners.objective import advantage_inputs, make_estimator, make_objective, with_fields
-from whet.learners.ppo import _parts
+from whet.learners.ppo import PPOLearner, _parts
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns, aggregate, estimate, token_weights
 from whet.rl2.translate import translated
+from whet.train.optim import Optim
 from whet.types import Group, LossInputs, TokenBatch
 
 COMMAND = [
@@ -218,6 +220,31 @@ def test_gae_joins_the_turns_and_forks_of_a_trajectory_as_rl2(kl, words):
 
 
 # ---- updates ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("ratio", "warmup"), [(0.25, 2), (0.1, 0), (0.0, 0)])
+def test_a_warm_up_is_a_share_of_all_updates_rounded_down(ratio, warmup):
+    rates = []
+    for more in ({"warmup_ratio": ratio}, {"warmup_steps": warmup}):
+        layer = torch.nn.Linear(2, 2)
+        optim = Optim(layer, OptimConfig(lr=1.0, schedule="cosine", total_steps=9, **more))
+        rates.append([])
+        for _ in range(9):
+            layer(torch.ones(2)).sum().backward()
+            rates[-1].append(optim.step()[1])
+    assert rates[0] == rates[1] and (rates[0][1] == 0.5) == (warmup == 2)
+
+
+@pytest.mark.parametrize(("actor", "critic"), [(1, 3), (2, 4)])
+def test_the_critic_makes_its_own_updates_and_its_schedule_spans_them(actor, critic):
+    model = tiny_model(1)
+    made = cluster(critic=model, max_steps=1, mini_batch_size=4 // actor)
+    config = PPOConfig(beta=0.0, num_generations=1, critic_updates=critic // actor)
+    learner = PPOLearner(made, config, length_reward, data=DataConfig(batch_size=4))
+    learner.train(rows(4))
+    parts = {1: {3: 2}, 2: {4: 4}}[actor][critic]  # of 4 groups in at most 3 parts of one size: 2 and 2
+    assert made.critic_worker.optim.updates == parts == learner.total_updates(Role.CRITIC, 1, 4)
+    assert made.actor.optim.updates == actor == learner.total_updates(Role.ACTOR, 1, 4)
 
 
 def test_updates_are_contiguous_slices_of_a_rollout():

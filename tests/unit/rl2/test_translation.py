@@ -158,8 +158,15 @@ PUBLISHED = {
         },
     ),
     "deepseek_grpo": (
-        [*LEAST["ppo"], "data.responses_per_prompt=8", "adv.norm_var=true", "actor.avg_level=sequence", "actor.kl.coef=1e-3",
-         "actor.kl.type=loss", "actor.kl.loss_estimator=k3"],
+        [
+            *LEAST["ppo"],
+            "data.responses_per_prompt=8",
+            "adv.norm_var=true",
+            "actor.avg_level=sequence",
+            "actor.kl.coef=1e-3",
+            "actor.kl.type=loss",
+            "actor.kl.loss_estimator=k3",
+        ],
         {
             "algo.norm_var": True,
             "algo.advantage_eps": 2.0**-23,
@@ -171,21 +178,39 @@ PUBLISHED = {
         },
     ),
     "a group filter": (
-        [*LEAST["ppo"], "rollout.group_filtering.lower=0.1", "rollout.group_filtering.upper=0.9", "data.responses_per_prompt=4"],
+        [
+            *LEAST["ppo"],
+            "rollout.group_filtering.lower=0.1",
+            "rollout.group_filtering.upper=0.9",
+            "data.responses_per_prompt=4",
+        ],
         {"algo.dynamic_sampling": True, "algo.group_reward_bounds": (0.1, 0.9)},
     ),
-    "groups of one": (LEAST["ppo"], {"algo.dynamic_sampling": False, "algo.num_generations": 1, "trainer.run_dir": None}),
+    "groups of one": (
+        LEAST["ppo"],
+        {"algo.dynamic_sampling": False, "algo.num_generations": 1, "trainer.run_dir": None},
+    ),
     "own keys": (
         [*LEAST["ppo"], "whet.trainer.seed=3", "whet.rollout.max_prompt_length=77", "+trainer.n_epochs=2"],
         {"trainer.seed": 3, "rollout.max_prompt_length": 77, "trainer.num_epochs": 2},
     ),
     "sampling of its own in evaluation": (
-        [*LEAST["ppo"], "rollout.train_sampling_params.top_p=0.9", "rollout.test_sampling_params.temperature=0.6",
-         "rollout.test_sampling_params.max_new_tokens=8", "actor.kl.coef=0.1", "actor.kl.type=advantage"],
-        {"rollout.top_p": 0.9, "rollout.eval": {"top_p": 1.0, "temperature": 0.6, "max_tokens_to_generate": 8},
-         "algo.kl_loss_mode": "k1", "algo.kl_type": "advantage"},
+        [
+            *LEAST["ppo"],
+            "rollout.train_sampling_params.top_p=0.9",
+            "rollout.test_sampling_params.temperature=0.6",
+            "rollout.test_sampling_params.max_new_tokens=8",
+            "actor.kl.coef=0.1",
+            "actor.kl.type=advantage",
+        ],
+        {
+            "rollout.top_p": 0.9,
+            "rollout.eval": {"top_p": 1.0, "temperature": 0.6, "max_tokens_to_generate": 8},
+            "algo.kl_loss_mode": "k1",
+            "algo.kl_type": "advantage",
+        },
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -320,7 +345,7 @@ LISTED = [
     *(f"adv.{k}" for k in "estimator gamma lamda responses_per_prompt global_norm norm_var".split()),
     *(f"trainer.{k}" for k in TRAINER),
     *(f"data.{k}" for k in "path max_length batch_size prompts_per_rollout responses_per_prompt".split()),
-]  # fmt: skip
+]
 
 
 def test_the_table_has_every_key_of_rl2():
