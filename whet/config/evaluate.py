@@ -142,11 +142,6 @@ class EvalRunConfig:
             raise ConfigError("resume=true needs out=<the folder of the evaluation>; set it")
         if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
             raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None = no limit")
-        if self.sampling.max_turns > 1:
-            raise ConfigError(
-                f"rollout.max_turns={self.sampling.max_turns}: `whet eval` completes prompts in one turn; episodes are "
-                "evaluated by the run itself (trainer.eval_every_n_steps). Set rollout.max_turns=1 for the first turn"
-            )
         generations = self.sampling.num_generations_eval or 1
         if generations > 1 and self.sampling.temperature == 0 and not self.sampling.generation_kwargs:
             raise ConfigError(
@@ -275,6 +270,11 @@ def check_eval(config: EvalRunConfig) -> None:
     whet.errors.ConfigError: no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
     missing = []
+    if config.sampling.max_turns > 1:
+        missing.append(
+            f"rollout.max_turns={config.sampling.max_turns}: whet eval completes prompts in one turn, and episodes are "
+            "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 for the first turn alone"
+        )
     if config.model is None:
         missing.append("no model; write model=<folder, run folder or hub name>")
     if config.data.path is None:

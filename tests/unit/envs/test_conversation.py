@@ -10,7 +10,7 @@ import torch
 from helpers import cluster, one_by_one, rows, same, tiny_model, weights_of
 
 from whet.config import DataConfig, GRPOConfig, Mode, PPOConfig
-from whet.config.evaluate import load_eval
+from whet.config.evaluate import check_eval, load_eval
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
 from whet.envs import Conversation, Script, load_script
@@ -338,7 +338,7 @@ def test_whet_eval_takes_an_environments_reward_and_refuses_its_turns(world, tmp
     recipe = "actor: {model: m}\ndata: {path: d.jsonl, eval_path: e.jsonl}\n" + rollout
     (tmp_path / "run.yaml").write_text(recipe)
     with pytest.raises(ConfigError, match="completes prompts in one turn"):
-        load_eval(["--config", str(tmp_path / "run.yaml")])
+        check_eval(load_eval(["--config", str(tmp_path / "run.yaml")]))
     (tmp_path / "run.yaml").write_text(recipe.replace(", max_turns: 3", ""))
     assert load_eval(["--config", str(tmp_path / "run.yaml")]).reward == f"{world}:reward_fn"
 
