@@ -134,10 +134,10 @@ def _trained(role: str, section: str) -> dict[str, Key]:
         "tf_config.*": Key("refused", note=MEGATRON, harmless=(None, 1, "full", "uniform")),
         "ddp_config.*": Key("refused", note=MEGATRON),
         "optimizer.*": Key("refused", note=f"AdamW has lr, weight_decay, betas, eps; {MEGATRON}"),
-        "lora.rank": Key("refused", note="low-rank adapters are set by whet's own keys", harmless=(None, 0)),
-        "lora.alpha": Key("none", note="with lora.rank=0, its default"),
-        "lora.target_modules": Key("none", note="with lora.rank=0, its default"),
-        "lora.dropout": Key("none", note="with lora.rank=0, its default"),
+        "lora.rank": Key("made", f"{section}.lora.r", "0: none; the reference is then the actor without it"),
+        "lora.alpha": Key("made", f"{section}.lora.lora_alpha"),
+        "lora.target_modules": Key("made", f"{section}.lora.target_modules"),
+        "lora.dropout": Key("made", f"{section}.lora.lora_dropout", "0.0 in the actor of PPO"),
     }
 
 

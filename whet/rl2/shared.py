@@ -30,7 +30,7 @@ def models(given: Given) -> Part:
         if role != "ref_actor":
             names = (f"{role}.gradient_checkpointing", f"{role}.enable_gradient_checkpointing")
             flat[f"{sections[role]}.gradient_checkpointing"] = given.get(*names, default=True)
-            flat |= optimizer(given, role, sections[role])
+            flat |= {**optimizer(given, role, sections[role]), **adapter(given, role, sections[role])}
     switches = [given.get(f"{role}.offload_{what}") for role in roles for what in ("model", "optimizer")]
     flat["offload_to_cpu"] = True in switches or None in switches
     return flat
@@ -47,6 +47,15 @@ def _uses(given: Given, role: str) -> bool:
     if extra and not there and role == "critic":
         given.problems.append(f"{extra[0]}: there is a critic with adv.estimator=gae alone; leave it out")
     return there
+
+
+def adapter(given: Given, role: str, section: str) -> Part:
+    """The low-rank adapter of a role; nothing where its rank is 0. Args: section: of the role."""
+    own = {name: given.get(f"{role}.lora.{name}") for name in ("rank", "alpha", "target_modules", "dropout")}
+    if not own["rank"]:
+        return {}
+    names = {"rank": "r", "alpha": "lora_alpha", "target_modules": "target_modules", "dropout": "lora_dropout"}
+    return {f"{section}.lora.{names[name]}": value for name, value in own.items() if value is not None}
 
 
 DEFAULTS = {

@@ -251,7 +251,6 @@ REFUSED = [
     ("critic.lr=1e-5", "critic with adv.estimator=gae alone"),
     ("adv.estimator=grpo", "unknown adv.estimator 'grpo'"),
     ("actor.dtype=float16", "unknown actor.dtype 'float16'"),
-    ("actor.lora.rank=8", "actor.lora.rank=8 is refused"),
     ("actor.max_length_per_device=16", "holds no prompt besides max_new_tokens=16"),
     ("rollout.train.path=other.jsonl", "these are one key here; give one of them"),
     ("whet.trainer.sed=1", "unknown key trainer.sed; did you mean seed"),
@@ -292,6 +291,13 @@ def test_all_problems_are_told_at_once():
 )
 def test_values_that_ask_for_nothing_are_taken(word):
     assert translated("ppo", [*LEAST["ppo"], word]) == translated("ppo", LEAST["ppo"])
+
+
+def test_an_adapter_is_that_of_its_role():
+    words = ["actor.lora.rank=8", "actor.lora.alpha=16", "actor.lora.target_modules=all-linear"]
+    made = translated("ppo", [*LEAST["ppo"], *words])
+    assert (made.actor.lora.r, made.actor.lora.lora_alpha, made.actor.lora.target_modules) == (8, 16, "all-linear")
+    assert translated("ppo", LEAST["ppo"]).actor.lora is None
 
 
 # ---- the table -------------------------------------------------------------------------------------------------------
