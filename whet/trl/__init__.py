@@ -1,0 +1,5 @@
+"""TRL's trainers over whet's learners: a script written for TRL runs with its import changed. TRL is not needed."""
+
+from whet.trl.grpo_config import GRPOConfig
+
+__all__ = ["GRPOConfig"]
