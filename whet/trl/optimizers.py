@@ -1,12 +1,37 @@
-"""Optimizers that transformers' `optim` names and whet has no name for: factories (groups, lr=...) -> an optimizer."""
+"""Optimizers besides whet's own: those that transformers' `optim` names, and one that a user has made already."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["adafactor", "adagrad", "rmsprop"]
+from whet.errors import ConfigError
+
+__all__ = ["adafactor", "adagrad", "given", "rmsprop"]
+
+
+def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory of an optimizer that is there already: it clips before each step, and the schedule moves after it.
+
+    Args: optimizer: over the model's own parameters. scheduler: of it; None = a constant rate. max_grad_norm: 0 = off.
+    """
+
+    def make(tensors: Any) -> torch.optim.Optimizer:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if {id(p) for p in params} - {id(t) for t in tensors}:
+            raise ConfigError(
+                "the optimizer holds tensors that are not the model's fp32 weights; give a model in float32 with "
+                "bf16=False, make the optimizer of its parameters, or set optim="
+            )
+        if max_grad_norm:
+            optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(params, max_grad_norm) and None)
+        if scheduler is not None:
+            optimizer.register_step_post_hook(lambda *_: scheduler.step())
+        return optimizer
+
+    return make
 
 
 def adafactor(groups: Any, lr: float) -> torch.optim.Optimizer:
