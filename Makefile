@@ -38,6 +38,7 @@ lint: $(STAMP)  ## ruff and pyright
 
 docs: $(STAMP)  ## write the generated pages again
 	$(BIN)/python -m whet.tunix.fields > docs/from-tunix.md
+	$(BIN)/python -m whet.trl.fields > docs/from-trl.md
 
 clean:  ## remove the environment
 	rm -rf $(VENV)

@@ -149,7 +149,7 @@ class Arguments:
             raise lookup_error("log_level", self.log_level, _LEVELS)
         if not self.load_best_model_at_end or self.save_strategy == "best":
             return
-        if str(self.eval_strategy) != str(self.save_strategy):
+        if self.eval_strategy.value != self.save_strategy.value:
             raise ConfigError(
                 f"load_best_model_at_end requires the save and eval strategy to match: eval_strategy="
                 f"{self.eval_strategy.value!r}, save_strategy={self.save_strategy.value!r}; set both to one"

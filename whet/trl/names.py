@@ -13,9 +13,6 @@ __all__ = ["Window", "trl_metrics"]
 
 _RENAMED = {
     MEASURED_ENTROPY: "entropy",
-    "is_ratio/max": "sampling/importance_sampling_ratio/max",
-    "is_ratio/mean": "sampling/importance_sampling_ratio/mean",
-    "is_ratio/min": "sampling/importance_sampling_ratio/min",
     "time/step": "step_time",
 }
 """whet's name -> TRL's, where they differ."""

@@ -83,7 +83,7 @@ class TRLTask(RLTask):
         """Logs, evaluates and saves where it was asked for, then ends the epoch or the run."""
         super().on_step_end(run, step)
         front, batch = self.front, step.need_batch()
-        front.state.num_input_tokens_seen += int((batch.prefix_lengths + batch.lengths).sum())
+        front.state.num_input_tokens_seen += int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).sum())
         extra, own = front.reward_log.take()
         found = trl_metrics(run.rows[-1], compat=front.args.compat)
         front.window.add({**found, **own, "num_tokens": float(front.state.num_input_tokens_seen)})

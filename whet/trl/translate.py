@@ -100,7 +100,7 @@ def algorithm(args: Any) -> Algorithm:
         "reward_weights": None if args.reward_weights is None else tuple(args.reward_weights),
         "reward_manager": REWARD_MANAGER,
         "beta": args.beta,
-        "use_bias_correction_kl": args.use_bias_correction_kl,
+        "use_bias_correction_kl": bool(args.beta) and args.use_bias_correction_kl,
         **{name: getattr(args, name) for name in _OF_LOSSES if name in taken},
         **_advantage(args),
         **_masks(args),
@@ -248,7 +248,7 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
         num_generations_eval=args.num_generations_eval or args.num_generations,
         chat_template_kwargs={"enable_thinking": True, **(args.chat_template_kwargs or {})},
         constraint=None if regex is None else ConstraintConfig(regex=regex),
-        vllm=_vllm(args),
+        vllm=_vllm(args) if args.use_vllm else VLLMOptions(),
     )
 
 
