@@ -227,7 +227,9 @@ def trained(module, config, folder, seen, **kwargs):
         return [len(ids) / 10 for ids in completion_ids]
 
     events, calls = Events(), []
-    trainer = module.GRPOTrainer(tiny_model(), [letters, length], args, data, data.select(range(2)), byte_tokenizer(),
+    path = folder.parent / "model"
+    tiny_model().save_pretrained(path)  # of which TRL reads its reference
+    trainer = module.GRPOTrainer(str(path), [letters, length], args, data, data.select(range(2)), byte_tokenizer(),
                                  callbacks=[events])  # fmt: skip
     trainer.model.generate = stub(calls)
     trainer.train()
@@ -254,5 +256,6 @@ def test_a_training_is_told_logged_and_stepped_as_in_trl(kwargs, tmp_path):
         timed = ("runtime", "second", "step_time", "flos", "policy_loss")
         for name, value in row.items():
             if not any(word in name for word in timed):
-                assert mine[name] == pytest.approx(value, rel=2e-4, abs=2e-6), (row["step"], name)
+                rel = 1e-2 if name == "entropy" else 2e-4  # of the tokens that were run: one completion has no reward
+                assert mine[name] == pytest.approx(value, rel=rel, abs=2e-6), (row["step"], name)
     assert sorted(p.name for p in (tmp_path / "whet").glob("check*")) == ["checkpoint-1", "checkpoint-2"]

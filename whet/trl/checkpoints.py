@@ -53,12 +53,13 @@ def saved(output_dir: str) -> list[Path]:
 def rotated(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
     """Removes the oldest checkpoints. Args: keep: how many stay; None = all. never: not removed."""
     folders = saved(output_dir)
-    for folder in folders[: -keep or None] if keep else []:
-        if folder not in never:
-            whole = folder / _WHOLE
-            if whole.is_symlink():
-                shutil.rmtree(whole.resolve(), ignore_errors=True)
-            shutil.rmtree(folder)
+    spare = [folder for folder in folders if folder not in never]
+    excess = 0 if keep is None else len(folders) - max(keep, len(folders) - len(spare))
+    for folder in spare[: max(excess, 0)]:
+        whole = folder / _WHOLE
+        if whole.is_symlink():
+            shutil.rmtree(whole.resolve(), ignore_errors=True)
+        shutil.rmtree(folder)
 
 
 def to_resume(output_dir: str, asked: bool | str) -> Path:

@@ -25,8 +25,12 @@ def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any
                 "the optimizer holds tensors that are not the model's fp32 weights; give a model in float32 with "
                 "bf16=False, make the optimizer of its parameters, or set optim="
             )
+
+        def clip(*_: Any) -> None:
+            torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
+
         if max_grad_norm:
-            optimizer.register_step_pre_hook(lambda *_: torch.nn.utils.clip_grad_norm_(params, max_grad_norm) and None)
+            optimizer.register_step_pre_hook(clip)
         if scheduler is not None:
             optimizer.register_step_post_hook(lambda *_: scheduler.step())
         return optimizer
