@@ -36,6 +36,7 @@ if TYPE_CHECKING:
         TrainingConfig,
     )
     from whet.config.algo import presets
+    from whet.config.evaluate import EvalRunConfig
     from whet.errors import (
         CheckpointError,
         ConfigError,
@@ -45,11 +46,13 @@ if TYPE_CHECKING:
         TrainingError,
         WhetError,
     )
+    from whet.evaluation.evaluator import Evaluation, evaluate
     from whet.learners.base import RLLearner
     from whet.learners.grpo import GRPOLearner, GrpoLearner
     from whet.learners.ppo import PPOLearner, PpoLearner
     from whet.rollout.sampler import CacheConfig, Sampler, SamplerOutput
     from whet.run.observer import Control, Observer
+    from whet.run.push import push_to_hub
     from whet.tunix.metrics_buffer import MetricsBuffer
     from whet.types import Completion, Group, LossInputs, Prompt, RolloutOutput, TokenBatch, TrainExample
 
@@ -67,6 +70,8 @@ __all__ = [
     "DataError",
     "DrGRPOConfig",
     "EngineError",
+    "EvalRunConfig",
+    "Evaluation",
     "GRPOConfig",
     "GRPOLearner",
     "Group",
@@ -103,7 +108,9 @@ __all__ = [
     "TrainingError",
     "WhetError",
     "__version__",
+    "evaluate",
     "presets",
+    "push_to_hub",
 ]
 
 _MODULES = {
@@ -133,6 +140,7 @@ _MODULES = {
         "TrainingConfig",
     ),
     "whet.config.algo": ("presets",),
+    "whet.config.evaluate": ("EvalRunConfig",),
     "whet.errors": (
         "CheckpointError",
         "ConfigError",
@@ -142,12 +150,14 @@ _MODULES = {
         "TrainingError",
         "WhetError",
     ),
+    "whet.evaluation.evaluator": ("Evaluation", "evaluate"),
     "whet.learners.base": ("RLLearner",),
     "whet.learners.grpo": ("GRPOLearner", "GrpoLearner"),
     "whet.learners.ppo": ("PPOLearner", "PpoLearner"),
     "whet.tunix.metrics_buffer": ("MetricsBuffer",),
     "whet.rollout.sampler": ("CacheConfig", "Sampler", "SamplerOutput"),
     "whet.run.observer": ("Control", "Observer"),
+    "whet.run.push": ("push_to_hub",),
     "whet.types": ("Completion", "Group", "LossInputs", "Prompt", "RolloutOutput", "TokenBatch", "TrainExample"),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -173,6 +173,62 @@ def small_model(seed: int) -> Any:
     )
 
 
+def right_steps(prompt: str) -> str:
+    """What is to be learned: products first, then from the left.
+
+    >>> right_steps("2*2+4*3=")
+    '4+4*3=4+12=16'
+    """
+    expression, steps = parsed(prompt), []
+    while expression[1]:
+        products = [i for i, o in enumerate(expression[1]) if o == "*"]
+        expression = carry_out(expression, products[0] if products else 0)
+        steps.append(written(expression))
+    return "=".join(steps)
+
+
+def demonstration_rows(number: int = 20_000) -> list[dict[str, Any]]:
+    """What the pupil writes to training prompts, for SFT: prompt and response."""
+    rng, rows = random.Random(0), train_rows()
+    prompts = [rng.choice(rows)["prompt"] for _ in range(number)]
+    return [{"prompt": prompt, "response": demonstration(prompt, rng)} for prompt in prompts]
+
+
+def heldout_demonstrations() -> list[dict[str, Any]]:
+    """What the pupil writes to held-out prompts."""
+    rng = random.Random(1)
+    return [{"prompt": row["prompt"], "response": demonstration(row["prompt"], rng)} for row in heldout_rows()]
+
+
+def preference_rows() -> list[dict[str, Any]]:
+    """Pairs on training prompts, for reward models and DPO: prompt, chosen, rejected."""
+    return [pair for row in train_rows() if (pair := _pair(row)) is not None]
+
+
+def heldout_preferences() -> list[dict[str, Any]]:
+    """Pairs on held-out prompts."""
+    return [pair for row in heldout_rows() if (pair := _pair(row)) is not None]
+
+
+def _pair(row: dict[str, Any]) -> dict[str, Any] | None:
+    """The right order of operations against one of the pupil's with another result; None: ten tries found none."""
+    rng, chosen = random.Random(row["prompt"]), right_steps(row["prompt"])
+    for _ in range(10):
+        rejected = demonstration(row["prompt"], rng)
+        if rejected.split("=")[-1] != str(row["answer"]):
+            return {"prompt": row["prompt"], "chosen": chosen, "rejected": rejected}
+    return None
+
+
+def untaught(folder: str, seed: int) -> str:
+    """Writes the random model with its tokenizer. Returns: the folder."""
+    from whet.data.tokenizer import byte_tokenizer
+
+    small_model(seed).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pupil:
     """How the model is to write before it is trained by rewards, and when it has learnt to."""

@@ -15,6 +15,7 @@ LAYERS = [
     {"rewards", "envs"},
     {"train"},
     {"run", "tunix"},
+    {"evaluation"},
     {"cluster"},
     {"learners"},
     {"demo"},

@@ -1,12 +1,14 @@
 """Every recipe is a configuration that whet takes as it is."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from whet.cli.commands import recipe_path
-from whet.config import PPORunConfig, RunConfig, load_run
+from whet.config import PPORunConfig, RunConfig, SFTRunConfig, load_run, load_supervised
 
+SUPERVISED = {"sft": SFTRunConfig}
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 
 
@@ -18,8 +20,13 @@ def test_there_are_recipes_and_the_command_line_finds_them():
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda p: p.name)
 def test_a_recipe_parses_and_its_batches_divide(path):
-    command = PPORunConfig if f"whet ppo --config recipes/{path.name}" in path.read_text() else RunConfig
-    made = load_run(["--config", str(path)], command)
+    words = ["--config", str(path)]
+    command = re.search(rf"whet (\w+) --config recipes/{path.name}", path.read_text())[1]
+    if command in SUPERVISED:
+        made = load_supervised(words, SUPERVISED[command])
+        assert made.trained.model and made.data.path
+        return
+    made = load_run(words, {"ppo": PPORunConfig, "grpo": RunConfig}[command])
     assert made.trainer.resolve_batch_sizes(made.data.batch_size).full == made.data.batch_size
     assert made.actor.model and made.data.path and made.reward_names
 

@@ -69,7 +69,8 @@ def written(folder, with_critic):
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     names = {name for row in [*rows, *with_critic] for name in row} - {"step", "mode", "version"}
     names -= {name for name in names if name.startswith("critic/") and name.removeprefix("critic/") in names}
-    return {name.replace("/lambda", "/<f>").replace("best_of_2", "best_of_<G>") for name in names}
+    named = {name.replace("/lambda", "/<f>").replace("best_of_2", "best_of_<G>") for name in names}
+    return {re.sub(r"pass@\d+", "pass@<k>", name) for name in named}
 
 
 def test_every_metric_of_a_run_is_explained(written):

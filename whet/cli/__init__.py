@@ -23,6 +23,8 @@ COMMANDS = {
     "sft": "teach a model what the assistant says in conversations: --config run.yaml, key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "talk with a model: model=FOLDER",
+    "eval": "measure a model on a data set: model=FOLDER data=FILE reward=NAME",
+    "push": "give a run's model away on the Hugging Face hub: whet push RUN repo=NAME",
     "version": "print the version",
 }
 
@@ -32,7 +34,7 @@ _RUNS = ("grpo", "ppo", *_SUPERVISED)
 """The commands that train what a configuration says."""
 _TRAIN = ("demo", *_RUNS)
 """The commands that train."""
-_FLAGS = {"print_config": ("chat", "generate", *_RUNS), "profile": _TRAIN}
+_FLAGS = {"print_config": ("chat", "eval", "generate", "push", *_RUNS), "profile": _TRAIN}
 """Flags (words without a value), besides --help, and the commands that take them."""
 _PROFILE = " --profile (trainer.profile=true) profiles the second step."
 _EXAMPLES = {
@@ -40,6 +42,12 @@ _EXAMPLES = {
         "\n\nExamples:\n  whet generate model=runs/a prompt='2*2+4*3='\n"
         "  whet generate model=runs/a/final prompts=test.jsonl num_generations=4 out=completions.jsonl"
     ),
+    "eval": (
+        "\n\nA run's configuration as --config stands for its own evaluation: the same data, sampling and rewards.\n\n"
+        "Examples:\n  whet eval model=runs/a data=test.jsonl reward=last_number\n"
+        "  whet eval --config runs/a/config.yaml model=runs/a num_generations=16 temperature=0.6"
+    ),
+    "push": "\n\nExample:\n  whet push runs/a repo=me/sums which=best dry_run=true",
     "chat": (
         "\n\nIn the chat: /reset, /set temperature=0.7, /quit; Ctrl-C stops an answer.\n\n"
         "Example:\n  whet chat model=Qwen/Qwen3-0.6B max_tokens=1000"
@@ -133,6 +141,14 @@ def _work(command: str, words: list[str], config: Any) -> None:
         from whet.cli.chat import chat
 
         chat(config)
+    elif command == "eval":
+        from whet.cli.evaluate import evaluate
+
+        evaluate(config)
+    elif command == "push":
+        from whet.cli.push import push
+
+        push(config)
     elif command == "demo":
         from whet.cli.commands import demo
 
@@ -148,9 +164,21 @@ def _work(command: str, words: list[str], config: Any) -> None:
 
 
 def _kind(command: str) -> tuple[Any, Any]:
-    """The configuration class of a command that trains, and its shorthands."""
+    """The configuration class of a command, and its shorthands."""
     from whet import config
 
+    if command == "eval":
+        from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
+
+        return EvalRunConfig, EVAL_SHORT
+    if command == "push":
+        from whet.config.push import PushConfig
+
+        return PushConfig, {}
+    if command in ("chat", "generate"):
+        from whet.config.generate import ChatConfig, GenerateConfig
+
+        return (GenerateConfig if command == "generate" else ChatConfig), {}
     if command in _SUPERVISED:
         kind = {"sft": config.SFTRunConfig}[command]
         return kind, config.shorthands(kind)
@@ -182,26 +210,30 @@ def _keys(command: str) -> list[str]:
     """The keys of a command that have no dot."""
     import dataclasses
 
-    from whet.config.generate import ChatConfig, GenerateConfig
-
-    if command in _TRAIN:
-        kind, short = _kind(command)
-        return [*(f.name for f in dataclasses.fields(kind)), *short, "seed"]
-    return [f.name for f in dataclasses.fields(GenerateConfig if command == "generate" else ChatConfig)]
+    kind, short = _kind(command)
+    return [*(f.name for f in dataclasses.fields(kind)), *short, *(["seed"] if command in _TRAIN else [])]
 
 
 def _config(command: str, words: list[str]) -> Any:
     """The configuration of a command; None where it takes words."""
     if command == "demo":
         return None
+    kind, short = _kind(command)
     if command in _TRAIN:
         from whet.config import load
 
-        kind, short = _kind(command)
         return load(kind, words, short)
-    from whet.config.generate import ChatConfig, GenerateConfig, load_sampled
+    if command == "eval":
+        from whet.config.evaluate import load_eval
 
-    return load_sampled(GenerateConfig if command == "generate" else ChatConfig, words)
+        return load_eval(words)
+    if command == "push":
+        from whet.config.push import load_push
+
+        return load_push(words)
+    from whet.config.generate import load_sampled
+
+    return load_sampled(kind, words)
 
 
 def _check(command: str, config: Any) -> None:
@@ -214,6 +246,14 @@ def _check(command: str, config: Any) -> None:
         from whet.config import check_complete
 
         check_complete(config)
+    elif command == "eval":
+        from whet.config.evaluate import check_eval
+
+        check_eval(config)
+    elif command == "push":
+        from whet.config.push import check_push
+
+        check_push(config)
     elif command != "demo":
         from whet.config.generate import check_model
 
@@ -237,21 +277,12 @@ def _command_help(command: str) -> str:
     from whet.config import show
 
     trains = command in _RUNS
-    if trains:
-        keys = show(*_kind(command), hidden=("rollout.vllm.", "rollout.sglang."))
-        end = (
-            ""
-            if command in _SUPERVISED
-            else (
-                "\n\nalgo.preset=NAME is a published method, which the other keys of algo then change: docs/papers.md."
-                "\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
-            )
-        )
-    else:
-        from whet.config.generate import ChatConfig, GenerateConfig
-
-        keys = show(GenerateConfig if command == "generate" else ChatConfig)
-        end = _EXAMPLES[command]
+    keys = show(*_kind(command), hidden=("rollout.vllm.", "rollout.sglang."))
+    end = (
+        "\n\nalgo.preset=NAME is a published method, which the other keys of algo then change: docs/papers.md."
+        "\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
+    )
+    end = _EXAMPLES.get(command, "" if command in _SUPERVISED else end)
     profile, note = (" [--profile]", _PROFILE) if trains else ("", "")
     return (
         f"usage: whet {command} [--config FILE ...] [--print_config]{profile} [key=value ...]\n\n"

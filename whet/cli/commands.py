@@ -38,6 +38,7 @@ from whet.learners.objective import policy_loss
 from whet.learners.ppo import PPOLearner
 from whet.models.made import made_model
 from whet.models.precision import probe_threads
+from whet.observe.card import write_card
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, to_json, write_atomic
 from whet.observe.plots import plot_curves
@@ -103,7 +104,8 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
     summary = summarise(run, config, time.monotonic() - started)
     try:
         write_atomic(folder / "summary.json", (to_json(summary, indent=1) + "\n").encode("utf-8", "replace"))
-        plot_curves(run.rows, folder / "curves.png")
+        if plot_curves(run.rows, folder / "curves.png") is not None:
+            write_card(folder)  # with them
     except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
         log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
     log.info("%d steps in %.0f s; final model: %s", run.step, summary["train_seconds"], folder / "final")

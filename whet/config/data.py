@@ -56,6 +56,9 @@ class DataConfig(SourceConfig):
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     system_prompt: Text = ""
     """Put before every conversation. "" = off."""
+    on_template_change: Literal["error", "accept"] = "error"
+    """What to do where the chat template changes or leaves out what a prompt says, e.g. blanks at its end: "error", or
+    "accept" what the template makes of it."""
 
 
 @config
@@ -74,6 +77,8 @@ class SupervisedDataConfig(SourceConfig):
     """Column with the better answer of a pair; None = chosen."""
     rejected_column: Name | None = None
     """Column with the worse answer of a pair; None = rejected."""
+    margin_column: Name | None = None
+    """Column with how much better the chosen answer is, a number; None = margin, where there is one."""
     label_column: Name | None = None
     """Column that says whether a single answer is good (true, 1) or bad (false, 0); None = label."""
     train_on: Literal["assistant", "last", "all"] = "assistant"
@@ -94,4 +99,5 @@ class SupervisedDataConfig(SourceConfig):
     """What to do with a row over max_length: "error"; "truncate" = cut it at its end, and drop it where nothing trained
     is left; "drop". Dropped and cut rows are counted."""
     on_empty: Literal["error", "drop"] = "error"
-    """What to do with a row that has nothing to train: "error", or "drop" and count it."""
+    """What to do with a row that has nothing to train (no turn of the assistant's that says something, a pair of equal
+    answers): "error", or "drop" and count it."""

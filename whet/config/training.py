@@ -30,6 +30,7 @@ from whet.config.fields import (
 )
 from whet.config.model import OptimConfig
 from whet.config.rollout import RolloutConfig
+from whet.config.watching import Band, KeepBestOptions
 from whet.errors import ConfigError
 
 __all__ = [
@@ -177,6 +178,12 @@ class TrainingConfig:
     """"latest" = resume in run_dir where it stopped, a path = from that checkpoint; None = start a new run."""
     allow_config_change: Bool = False
     """Let a resumed run differ in its configuration; the differences are logged."""
+    keep_best: KeepBestOptions | None = None
+    """Keep the checkpoint with the best value of an evaluation metric, whatever max_to_keep says: keep_best=accuracy,
+    or keep_best.metric=loss keep_best.mode=min. None = off."""
+    stop_when: dict[Name, Band] | None = None
+    """Stop when a metric leaves a band, and keep the checkpoint before it: stop_when.entropy.below=0.05
+    stop_when.entropy.steps=3. eval/<name> is a metric of evaluations. None = off."""
 
     REFUSED: ClassVar[dict[str, str]] = {
         "max_logp_positions_per_packed_row": "not needed: logprobs are computed at completion tokens alone",
@@ -185,15 +192,18 @@ class TrainingConfig:
     @model_validator(mode="before")
     @classmethod
     def _aliases(cls, given: Any) -> Any:
-        """Reads Tunix's name of the token budget."""
+        """Reads Tunix's name of the token budget, and keep_best as the name of a metric."""
         words = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(words, Mapping) or "max_seq_token_per_tpu" not in words:
+        if not isinstance(words, Mapping):
             return given
         words = dict(words)
-        budget = words.pop("max_seq_token_per_tpu")
-        if words.get("max_tokens_per_microbatch") is not None:
-            raise ConfigError("max_seq_token_per_tpu and max_tokens_per_microbatch are the same key; give it once")
-        words["max_tokens_per_microbatch"] = budget
+        if isinstance(words.get("keep_best"), str):
+            words["keep_best"] = {"metric": words["keep_best"]}
+        if "max_seq_token_per_tpu" in words:
+            budget = words.pop("max_seq_token_per_tpu")
+            if words.get("max_tokens_per_microbatch") is not None:
+                raise ConfigError("max_seq_token_per_tpu and max_tokens_per_microbatch are the same key; give it once")
+            words["max_tokens_per_microbatch"] = budget
         return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:

@@ -4,21 +4,25 @@ What the template writes for the messages before a turn, with the assistant's he
 what it then writes more is what the assistant said, with the end mark and the line feed after it, where there are some.
 Where a longer conversation does not begin as the shorter one did (templates that leave out earlier thinking), it is
 another sequence: each turn is trained once, in the context in which it is said.
+Left out on purpose: searching the text for what the assistant said.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 
-from whet.data.templates import ChatTemplate
-from whet.errors import DataError
+from whet.data.said import Shown
+from whet.data.segments import part_ids
+from whet.data.templates import ChatTemplate, alike
+from whet.errors import DataError, shown
 from whet.types import Message, TrainSequence
 
-__all__ = ["Part", "conversation_parts", "sequence_of"]
+__all__ = ["Part", "Rendering", "encode_rendering", "render_turns", "render_whole", "sequence_of"]
 
 
 @dataclass(frozen=True)
@@ -27,49 +31,156 @@ class Part:
 
     text: str
     trained: bool
+    others: bool = False
+    """Whether it holds turns of the assistant's that are not trained here."""
 
 
-def conversation_parts(
-    template: ChatTemplate, messages: Sequence[Message], *, first: int = 0, row: int = 0, **options: Any
-) -> list[list[Part]]:
-    """The sequences of a conversation, each as the parts of its text.
+@dataclass(frozen=True)
+class Rendering:
+    """A sequence before it is encoded: the parts of its text, and the messages that they show."""
+
+    parts: tuple[Part, ...]
+    shown: Shown
+    changed: str = ""
+    """Where a turn does not begin with the header that the template asks with: both, for a message."""
+
+    def and_then(self, *parts: Part, shown: Shown, changed: str) -> Rendering:
+        """The sequence with further parts."""
+        return replace(self, parts=(*self.parts, *parts), shown=shown, changed=self.changed or changed)
+
+
+def render_turns(
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    *,
+    first: int = 0,
+    silent: bool = False,
+    row: int = 0,
+    **options: Any,
+) -> list[Rendering]:
+    """The sequences of a conversation: what is context, and what the assistant said.
 
     Args:
         template: writes the messages.
         messages: the conversation.
         first: messages before this place are context, whoever said them.
+        silent: whether a turn that says nothing is trained: its end mark.
         row: for the message of an error.
         options: further arguments of the template, e.g. tools.
-    Returns: a list for each sequence: context, what the assistant said, context, ...; one, unless the template forks.
+    Returns: a Rendering for each sequence; one, unless the template forks; none where no turn is trained.
     """
-    sequences: list[list[Part]] = []
-    text = ""
+    made: list[Rendering] = []
+    text, others = "", any(m["role"] == "assistant" for m in messages[:first])
     for place in range(first, len(messages)):
-        if messages[place]["role"] != "assistant":
+        turn = messages[place]
+        if turn["role"] != "assistant":
             continue
-        before = template.text(messages[:place], asks=True, row=row, **options)
+        if not (silent or _says_something(turn)):
+            others = True
+            continue
         after = template.text(messages[: place + 1], row=row, **options)
+        before = (
+            template.header(messages[:place], after, row=row, **options)
+            if place
+            else template.opening(turn, row, **options)
+        )
+        changed = ""
         if not after.startswith(before):
-            raise DataError(f"row {row}: the template's turn does not begin with the header that it asks with")
-        if not sequences or not before.startswith(text):
-            sequences.append([])
-            text = ""
-        sequences[-1] += [Part(before[len(text) :], False), Part(after[len(before) :], True)]
-        text = after
-    return sequences
+            common = alike(before, after)
+            changed = (
+                f"message {place} is asked for with {before[len(common) :]!r}, and its turn begins with "
+                f"{after[len(common) :][:80]!r}"
+            )
+            before = common
+        shows = Shown(after, place + 1, options)
+        said = Part(after[len(before) :], trained=True)
+        if made and before.startswith(text):
+            made[-1] = made[-1].and_then(Part(before[len(text) :], False, others), said, shown=shows, changed=changed)
+        else:
+            others = others or bool(made)
+            made.append(Rendering((Part(before, False, others), said), shows, changed))
+        text, others = after, False
+    return made
 
 
-def sequence_of(parts: Sequence[tuple[Sequence[int], bool]]) -> TrainSequence:
-    """A sequence from its parts: (token ids, whether they are trained).
+def render_whole(
+    template: ChatTemplate, messages: Sequence[Message], *, row: int = 0, **options: Any
+) -> list[Rendering]:
+    """A conversation as one sequence that is trained from end to end. Args and Returns as for `render_turns`."""
+    text = template.text(messages, row=row, **options)
+    return [Rendering((Part(text, trained=True),), Shown(text, len(messages), options))]
+
+
+def encode_rendering(
+    template: ChatTemplate, messages: Sequence[Message], rendering: Rendering, row: int = 0
+) -> TrainSequence:
+    """The token ids and the mask of a sequence.
+
+    Where the template marks what the assistant says ({% generation %}), only what is marked is trained.
+
+    Args: template, messages, row: as for `render_turns`. rendering: one of its sequences.
+    Raises: DataError: the marks and the turns contradict each other.
+    """
+    parts = rendering.parts
+    ids = part_ids(template.tokenizer, [p.text for p in parts], row)
+    masks = [np.full(len(i), p.trained) for i, p in zip(ids, parts, strict=True)]
+    if template.has_marks and len(parts) > 1:
+        shows = rendering.shown
+        whole, marks = template.marked(messages[: shows.messages], row, **shows.options)
+        if whole == [one for part in ids for one in part]:
+            masks = _agreed(template, parts, ids, masks, marks, row)
+    return sequence_of(list(zip(ids, masks, strict=True)))
+
+
+def sequence_of(parts: Sequence[tuple[Sequence[int] | np.ndarray, Any]]) -> TrainSequence:
+    """A sequence from its parts: (token ids, which are trained: one truth value, or one for each).
+
+    The prefix goes as far as the first trained token, and has one token at least.
 
     >>> s = sequence_of([([5, 6], False), ([7, 2], True)])
     >>> s.prefix.tolist(), s.tokens.tolist(), s.mask.tolist()
     ([5, 6], [7, 2], [True, True])
     """
     ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
-    mask = np.concatenate([np.full(len(ids), trained) for ids, trained in parts])
+    mask = np.concatenate([np.broadcast_to(np.asarray(trained, dtype=bool), len(ids)) for ids, trained in parts])
     start = max(1, int(np.argmax(mask)) if mask.any() else len(ids) - 1)
-    made = ids[:start], ids[start:], mask[start:]
+    made = ids[:start].copy(), ids[start:].copy(), mask[start:].copy()
     for array in made:
         array.setflags(write=False)
     return TrainSequence(prefix=made[0], tokens=made[1], mask=made[2])
+
+
+def _says_something(turn: Message) -> bool:
+    """Whether a turn has words or calls, besides white space."""
+    content = turn.get("content")
+    words = content.strip() if isinstance(content, str) else content
+    return bool(words or any(turn.get(key) for key in ("tool_calls", "reasoning_content", "reasoning", "thinking")))
+
+
+def _agreed(
+    template: ChatTemplate,
+    parts: Sequence[Part],
+    ids: Sequence[Sequence[int]],
+    masks: Sequence[np.ndarray],
+    marks: Sequence[bool],
+    row: int,
+) -> list[np.ndarray]:
+    """What both the turns and the marks say is trained; what the header gives is given, marked or not."""
+    made, start = [], 0
+    for part, its, mask in zip(parts, ids, masks, strict=True):
+        marked = np.asarray(marks[start : start + len(its)], dtype=bool)
+        start += len(its)
+        runs = [is_marked for is_marked, _ in groupby(marked.tolist())]
+        if part.trained and not marked.any():
+            where = f"nothing of the turn {shown(part.text, 80)}"
+        elif not part.trained and not part.others and True in runs[:-1]:
+            there = [i for i, is_marked in zip(its, marked, strict=True) if is_marked]
+            where = f"{shown(str(template.tokenizer.decode(there)), 80)}, which no assistant says"
+        else:
+            made.append(mask & marked)
+            continue
+        raise DataError(
+            f"row {row}: the chat template's {{% generation %}} marks {where}; repair the marks, or take them out of "
+            "the template: what the assistant says is then found by its turns"
+        )
+    return made

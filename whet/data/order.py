@@ -9,20 +9,20 @@ then exactly what was handed out).
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import nullcontext
 from itertools import chain, islice
 from typing import Any, Literal
 
 import numpy as np
 
+from whet.data.checksums import chained, digests
 from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
 from whet.data.reading import each, reading
+from whet.data.supervised import RowEncoder
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
-from whet.types import Prompt
 
 __all__ = ["PromptStream", "digests", "epoch_order", "hold_out", "is_batch", "unbatch"]
 
@@ -134,6 +134,7 @@ class PromptStream:
             num_epochs: None = without end (an iterator that can be read once ends all the same).
             last_batch: how to treat a batch with fewer prompts than the others: "drop" or "keep".
             encode: applied to each row, e.g. a PromptEncoder; rows with a length are encoded at once, others as read.
+                With a RowEncoder nothing is a ready-made batch: supervised data are rows.
             prompt_column: tells ready-made batches from rows; as for find_prompt_column.
 
         Raises:
@@ -151,11 +152,12 @@ class PromptStream:
             self.once = iter(source) is source
         first, source = _peek(source, self.once)
         self.kind: Literal["rows", "batches", "stream"] = "stream"
-        if is_batch(first, prompt_column):
+        if not isinstance(encode, RowEncoder) and is_batch(first, prompt_column):
             self.kind = "batches"
         elif _has_places(source):
             self.kind = "rows"
         self.source: Any = source
+        self.what = "rows" if isinstance(encode, RowEncoder) else "prompts"
         self.batch_size = self._size(first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle
         self.epoch = self.batch = self.used = self.read_digest = 0
@@ -192,12 +194,12 @@ class PromptStream:
         if self.kind != "rows":
             return
         if self.encode is not None:
-            self.source = _encoded(self.source, self.encode)
+            self.source = _encoded(self.source, self.encode, self.what)
         rows = len(self.source)
         if rows == 0 or (rows < self.batch_size and self.last_batch == "drop"):
             raise DataError(
-                f"{rows} prompts don't fill one batch of {self.batch_size}; set batch_size to {max(rows, 1)} or less, "
-                "last_batch='keep', or give more prompts"
+                f"{rows} {self.what} don't fill one batch of {self.batch_size}; set batch_size to {max(rows, 1)} or "
+                f"less, last_batch='keep', or give more {self.what}"
             )
 
     @property
@@ -211,16 +213,17 @@ class PromptStream:
     def describe(self) -> str:
         """One line for the log: how many, in what order, what is left out, what a resume does."""
         if self.kind == "stream":
-            return f"a stream of prompts in its own order, batches of {self.batch_size}; a resume reads and skips rows"
+            return (
+                f"a stream of {self.what} in its own order, batches of {self.batch_size}; a resume reads and skips rows"
+            )
         if self.kind == "batches":
             return f"ready-made batches of {self.batch_size} prompts in their own order; a resume reads and skips them"
         rest = len(self.source) % self.batch_size
         fate = "dropped" if self.last_batch == "drop" else "in a smaller batch"
         tail = f"; {rest} rows an epoch {fate}" if rest else ""
         order = f"shuffled with seed {self.seed}" if self.shuffle else "in data-set order"
-        return (
-            f"{len(self.source)} prompts {order}, {self.batches_per_epoch} batches of {self.batch_size} an epoch{tail}"
-        )
+        batches = f"{self.batches_per_epoch} batches of {self.batch_size}"
+        return f"{len(self.source)} {self.what} {order}, {batches} an epoch{tail}"
 
     def state(self) -> dict[str, int]:
         """Where the stream stands: after the last batch handed out. Plain ints."""
@@ -300,7 +303,7 @@ class PromptStream:
         what = "batches" if self.kind == "batches" else "rows"
         self.read_digest = count = 0
         for count, item in enumerate(islice(items, used), 1):
-            self.read_digest = _chained(item, self.read_digest)
+            self.read_digest = chained(item, self.read_digest)
             if time.monotonic() - told > TELL_S:
                 told = time.monotonic()
                 log.info("read %d of the %d %s that the checkpoint had used", count, used, what)
@@ -328,10 +331,12 @@ class PromptStream:
                 yield from self._read()
             if self.batch == 0:
                 raise DataError(
-                    f"epoch {self.epoch} gave no batch of {self.batch_size} prompts; use a smaller batch_size, "
+                    f"epoch {self.epoch} gave no batch of {self.batch_size} {self.what}; use a smaller batch_size, "
                     "last_batch='keep', or data that can be read again"
                 )
             self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
+            if self.kind != "rows" and isinstance(self.encode, RowEncoder) and (told := self.encode.told()):
+                log.warning("%s", told)
             if self.once:
                 return
 
@@ -393,68 +398,24 @@ class PromptStream:
             self.dropped_rows += len(held)
 
     def _take(self, item: Any) -> None:
-        self.used, self.read_digest = self.used + 1, _chained(item, self.read_digest)
+        self.used, self.read_digest = self.used + 1, chained(item, self.read_digest)
 
     def _made(self, row: Any, number: int) -> Any:
         return row if self.encode is None else self.encode(row, number)
 
 
-def _encoded(rows: Any, encode: Encode) -> list[Any]:
+def _encoded(rows: Any, encode: Encode, what: str) -> list[Any]:
     """All rows, encoded, without those that were dropped; logs its progress where that takes long."""
     out, told = [], time.monotonic()
-    for place, row in enumerate(each(rows, "the data")):
-        made = encode(row, place)
-        if made is not None:
-            out.append(made)
-        if time.monotonic() - told > TELL_S:
-            told = time.monotonic()
-            log.info("encoded %d of %d prompts", place + 1, len(rows))
+    with encode.all_rows() if isinstance(encode, RowEncoder) else nullcontext():
+        for place, row in enumerate(each(rows, "the data")):
+            made = encode(row, place)
+            if made is not None:
+                out.append(made)
+            if time.monotonic() - told > TELL_S:
+                told = time.monotonic()
+                log.info("encoded %d of %d %s", place + 1, len(rows), what)
     return out
-
-
-def digests(rows: Iterable[Any]) -> tuple[int, int]:
-    """Checksums of the prompts' tokens and of their other columns, place by place; rows that were not encoded count by
-    their place alone.
-    """
-    prompts = columns = 0
-    for row in rows:
-        tokens = row.tokens.tobytes() if isinstance(row, Prompt) else b""
-        prompts = zlib.crc32(tokens, zlib.crc32(len(tokens).to_bytes(8, "little"), prompts))
-        columns = zlib.crc32(_rendered(row.columns) if isinstance(row, Prompt) else b"", columns)
-    return prompts, columns
-
-
-def _chained(item: Any, before: int) -> int:
-    """The checksum of what is read in its own order, with a further item."""
-    return zlib.crc32(_rendered(item if isinstance(item, Mapping) else {"": item}, _WHOLE), before)
-
-
-def _rendered(columns: Mapping[str, Any], encoder: json.JSONEncoder | None = None) -> bytes:
-    """Columns as text that is the same in every process: JSON, and a type's name for what JSON doesn't know."""
-    encoder = encoder or _JSON
-    try:
-        return encoder.encode(dict(columns)).encode()
-    except (TypeError, ValueError, RecursionError):  # keys that can't be sorted, a value that holds itself
-        return encoder.encode({str(name): type(value).__name__ for name, value in columns.items()}).encode()
-
-
-def _stand_in(value: Any) -> Any:
-    """What JSON is given for a value that it doesn't know: numpy's plain numbers and texts as Python's."""
-    plain = isinstance(value, np.ndarray | np.generic) and value.dtype.char in _PLAIN
-    return value.tolist() if plain else type(value).__name__
-
-
-def _whole(value: Any) -> Any:
-    """The same, with the values of bytes and of every kind of array."""
-    if isinstance(value, bytes):
-        return value.decode("latin-1")
-    return value.tolist() if hasattr(value, "tolist") else _stand_in(value)
-
-
-_PLAIN = np.typecodes["AllInteger"] + "?efdU"
-"""Types of numpy whose values Python has too."""
-_JSON = json.JSONEncoder(sort_keys=True, skipkeys=True, default=_stand_in)
-_WHOLE = json.JSONEncoder(sort_keys=True, skipkeys=True, default=_whole)
 
 
 def _peek(source: Iterable[Any], once: bool) -> tuple[Any, Iterable[Any]]:

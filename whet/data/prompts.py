@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from whet.data.forms import message_of, refuse_images, text_of
+from whet.data.said import Shown, changed_words
+from whet.data.templates import ChatTemplate
 from whet.errors import ConfigError, DataError, lookup_error, nearest, shown
 from whet.types import Message, Prompt
 
@@ -22,7 +25,6 @@ LongPrompt = Literal["error", "truncate_left", "drop"]
 """How to treat a prompt over the limit."""
 PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question")
 """Names of the prompt column, in the order of preference."""
-IMAGE_COLUMNS = ("image", "images")
 GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompt_ids", "prompts", "rewards", "trajectory_ids")
 """Keywords that reward and metric functions are given besides the columns: no column may have such a name."""
 
@@ -75,6 +77,7 @@ class PromptEncoder:
         system_prompt: str | None = None,
         max_prompt_length: int | None = None,
         on_long_prompt: LongPrompt = "error",
+        on_template_change: Literal["error", "accept"] = "error",
     ) -> None:
         """Args:
             tokenizer: of transformers.
@@ -86,31 +89,38 @@ class PromptEncoder:
                 "" = off.
             max_prompt_length: tokens, template included; None = no limit.
             on_long_prompt: "error"; "truncate_left": the last max_prompt_length tokens stay; "drop".
+            on_template_change: what to do where the template changes or leaves out what a prompt says, e.g. blanks at
+                its end: "error", or "accept" it, which is counted.
 
         Raises:
-            ConfigError: an unknown on_long_prompt, a limit below 1, a template asked for where there is none.
+            ConfigError: an unknown on_long_prompt or on_template_change, a limit below 1, a template asked for where
+                there is none.
         """
         if on_long_prompt not in ("error", "truncate_left", "drop"):
             raise lookup_error("on_long_prompt", on_long_prompt, ("error", "truncate_left", "drop"))
+        if on_template_change not in ("error", "accept"):
+            raise lookup_error("on_template_change", on_template_change, ("error", "accept"))
         if max_prompt_length is not None and max_prompt_length < 1:
             raise ConfigError(f"max_prompt_length {max_prompt_length} allows no prompt; give at least 1, or None")
         self.tokenizer = tokenizer
         self.prompt_column = prompt_column
         self.apply_chat_template = apply_chat_template
-        self.chat_template_kwargs = {"enable_thinking": False, **(chat_template_kwargs or {})}
+        self.template = ChatTemplate(tokenizer, chat_template_kwargs)
         self.system_prompt = system_prompt or None
         self.max_prompt_length = max_prompt_length
         self.on_long_prompt = on_long_prompt
-        self.counts = {"encoded": 0, "dropped": 0, "truncated": 0}
+        self.on_template_change = on_template_change
+        self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
         if apply_chat_template:
-            self._need_template()
+            self.template.need()
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Prompt | None:
         """One row as a Prompt.
 
         Args: row: column -> value. number: the row's place in the data set.
         Returns: the Prompt; None where it is too long and on_long_prompt is "drop".
-        Raises: DataError: no prompt column, no text, images, too long, no tokens. ConfigError: no chat template.
+        Raises: DataError: no prompt column, no text, images, too long, no tokens, a template that changes what is said.
+            ConfigError: no chat template.
         """
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
@@ -150,38 +160,21 @@ class PromptEncoder:
         messages = [{"role": "user", "content": source}] if isinstance(source, str) else source
         if self.system_prompt is not None and messages[0]["role"] != "system":
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        self._need_template()
         open_turn = messages[-1]["role"] == "assistant"
-        try:
-            ids: Any = self.tokenizer.apply_chat_template(
-                messages,
-                tokenize=True,
-                return_dict=False,
-                add_generation_prompt=not open_turn,
-                continue_final_message=open_turn,
-                **self.chat_template_kwargs,
-            )
-        except Exception as error:  # a template is a program: it may raise anything
-            roles = ", ".join(str(m["role"]) for m in messages)
-            raise DataError(
-                f"row {number}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
-                "the row, or the tokenizer's chat_template"
-            ) from error
-        return list(ids)
-
-    def _need_template(self) -> None:
-        """Raises ConfigError where the tokenizer has no chat template."""
-        if self.tokenizer.chat_template is None:
-            raise ConfigError(
-                "this tokenizer has no chat template, which messages need; set tokenizer.chat_template, take the "
-                "instruction-tuned model's tokenizer, or give plain text prompts"
-            )
+        options = {"add_generation_prompt": not open_turn, "continue_final_message": open_turn}
+        text = self.template.text(messages, row=number, **options)
+        if changed := changed_words(self.template, messages, [Shown(text, len(messages), options)], number):
+            if self.on_template_change == "error":
+                raise DataError(
+                    f"row {number}: {changed}; change the row, take another chat template (or chat_template_kwargs), "
+                    "or accept it by on_template_change=accept"
+                )
+            self.counts["changed"] += 1
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
     def _refuse(self, row: Mapping[str, Any], name: str, number: int) -> None:
         """Raises DataError for columns that can't travel."""
-        for column in IMAGE_COLUMNS:
-            if column in row and row[column] is not None:
-                raise DataError(f"row {number} has an {column!r} column; whet trains on text alone, remove the column")
+        refuse_images(row, number)
         taken = [column for column in GIVEN if column in row and column != name]
         if taken:
             raise DataError(
@@ -194,41 +187,10 @@ def _source(value: Any, name: str, number: int) -> str | list[Message]:
     if isinstance(value, bytes):
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
-        return _text(str(value), f"row {number}, column {name!r}")
+        return text_of(str(value), f"row {number}, column {name!r}")
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         raise DataError(
             f"row {number}: column {name!r} holds {type(value).__name__} {shown(value)}; a prompt is a text or a list "
             "of messages"
         )
-    return [_message(message, place, number) for place, message in enumerate(value)]
-
-
-def _text(text: str, where: str) -> str:
-    """The text, if UTF-8 can hold it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{where}: {text[:40]!r} is not valid text ({error.reason}); repair the encoding") from error
-    return text
-
-
-def _message(message: Any, place: int, number: int) -> Message:
-    """One message; keys that a table filled with None are left out."""
-    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-        raise DataError(f"row {number}, message {place}: {shown(message)}; a message has a role and a content")
-    role, content = message["role"], message["content"]
-    if not isinstance(role, str) or not (isinstance(content, str | list | tuple) or "tool_calls" in message):
-        raise DataError(
-            f"row {number}, message {place}: role {shown(role)} with content {shown(content, 60)}; both are texts: "
-            "leave the message out, or give it a text"
-        )
-    parts = content if isinstance(content, list | tuple) else ()
-    for text in (content, *(p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))):
-        if isinstance(text, str):
-            _text(text, f"row {number}, message {place}")
-    kinds = {part["type"] for part in parts if isinstance(part, Mapping) and "type" in part}
-    if kinds - {"text"}:
-        raise DataError(
-            f"row {number}, message {place} has parts {', '.join(sorted(kinds))}; whet trains on text alone"
-        )
-    return {key: value for key, value in message.items() if value is not None or key == "content"}
+    return [message_of(message, place, number) for place, message in enumerate(value)]

@@ -50,7 +50,7 @@ def load_rows(
             its name); "package.module:function" or "file.py:function", called without arguments; or the rows
             themselves, as a list, a datasets.Dataset or any iterable, returned as they are.
         split: which part of a hub data set, a folder or a DatasetDict; None = the part to evaluate on: the only one,
-            or the only one named test, validation, dev or the like.
+            or the only one named test, validation, dev or the like. A text "split@source" names both.
         subset: the configuration of a hub data set that has several.
         streaming: read as the rows are asked for; the rows then have no length and can't be shuffled.
         limit: only the first N rows; None = all.
@@ -68,7 +68,11 @@ def load_rows(
     """
     if limit is not None and limit < 1:
         raise ConfigError(f"limit {limit} leaves no rows; give at least 1, or None for all")
-    rows = _named(str(source), split, subset, streaming) if isinstance(source, str | Path) else source
+    if isinstance(source, str | Path):
+        split, source = _split_at(str(source), split)
+        rows = _named(source, split, subset, streaming)
+    else:
+        rows = source
     rows = _cut(_of_split(rows, split, source), limit)
     if not isinstance(rows, Iterable):
         kind = type(rows).__name__
@@ -76,6 +80,15 @@ def load_rows(
     if isinstance(rows, Sized) and len(rows) == 0:
         raise DataError(f"{_called(source)} has no rows; a data set needs at least one")
     return rows
+
+
+def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
+    """The split and the source of "split@source", RL2's form; the text as it is where a file or folder has its name."""
+    named, at, source = text.partition("@")
+    if not (at and source and re.fullmatch(r"[\w.-]+(\[[\w%:]+\])?", named)):
+        return split, text
+    with reading(shown(text), "check the path and its permissions"):
+        return (split, text) if Path(text).expanduser().exists() else (named, source)
 
 
 def _named(text: str, split: str | None, subset: str | None, streaming: bool) -> Any:

@@ -1,24 +1,277 @@
-"""From rows to Examples: SFT."""
+"""From rows to Examples: what SFT, reward models and preference training are given.
+
+Token ids are made once, here; nothing re-tokenises later. docs/data.md has the forms of rows that are taken.
+Left out on purpose: images, and ready-made batches: supervised data are rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from whet.config.data import SupervisedDataConfig
-from whet.data.conversations import Part, conversation_parts, sequence_of
+from whet.data.conversations import Rendering, encode_rendering, render_turns, render_whole, sequence_of
+from whet.data.forms import Said, conversation, find_column, options_of, refuse_images, said_in
+from whet.data.lengths import Lengths
+from whet.data.said import changed_words
+from whet.data.segments import leading_ids, part_ids
 from whet.data.templates import ChatTemplate
-from whet.errors import DataError
-from whet.types import Example
+from whet.errors import ConfigError, DataError, nearest, shown
+from whet.types import Example, Message, TrainSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["SFTEncoder"]
+__all__ = ["LabelledEncoder", "PreferenceEncoder", "RowEncoder", "SFTEncoder"]
+
+log = logging.getLogger("whet")
+
+MESSAGES = ("messages", "conversations")
+PROMPTS = ("prompt", "question")
+RESPONSES = ("response", "completion")
+EQUAL = "chosen and rejected say the same"
 
 
-class SFTEncoder:
-    """Turns rows into Examples of supervised fine-tuning, and counts what became of them.
+@dataclass(frozen=True)
+class Answer:
+    """What is trained of a row, and what stands before it."""
+
+    prompt: Said | None
+    """None = the answer is the whole."""
+    said: Said
+    first: int | None = None
+    """Messages of `said` that are context, where it is the whole."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What a row says: its answers, and a number for each under a name."""
+
+    answers: Sequence[Answer]
+    columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+    empty: str = ""
+    """Why there is nothing to train, where that is known."""
+
+
+class RowEncoder:
+    """Turns rows into Examples under the section data, and counts what became of them.
+
+    `counts`: encoded rows; of these forked (several sequences), truncated, and changed (by the template, accepted);
+    left out: dropped (over max_length) and empty (nothing to train).
+    """
+
+    takes = ""
+    """The forms of rows, for messages."""
+    forks = False
+    """Whether a row may be several sequences that the template makes of one answer."""
+    silent = True
+    """Whether an answer that says nothing is trained: its end mark."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: SupervisedDataConfig | None = None) -> None:
+        """Args: tokenizer: of transformers. data: the section data; None = its defaults.
+        Raises: ConfigError: a template is asked for and the tokenizer has none.
+        """
+        self.tokenizer = tokenizer
+        self.data = data or SupervisedDataConfig()
+        self.template = ChatTemplate(tokenizer, self.data.chat_template_kwargs)
+        self.lengths = Lengths(self.data)
+        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "dropped", "empty"), 0)
+        if self.data.apply_chat_template:
+            self.template.need()
+
+    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
+        """One row as an Example.
+
+        Args: row: column -> value. number: the row's place in the data set.
+        Returns: None where it is left out: too long, or nothing to train.
+        Raises: DataError: none of the forms, a template that changes what the row says, too long, nothing to train.
+            ConfigError: no chat template, no eos token.
+        """
+        if not isinstance(row, Mapping):
+            raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
+        refuse_images(row, number)
+        read, options = self._read(row, number), options_of(row, number)
+        made = [] if read.empty else self._sequences(read, options, number)
+        sequences = [s for answer in made for s in answer]
+        if not sequences or not all(made):
+            return self._empty(read, number)
+        kept = self.lengths.fit(sequences, number)
+        if kept is None or not any(kept) or (None in kept and not self.forks):
+            self.counts["dropped"] += 1
+            return None
+        self.counts["encoded"] += 1
+        self.counts["forked"] += len(sequences) > len(made)
+        self.counts["truncated"] += any(k is not s for k, s in zip(kept, sequences, strict=True))
+        return Example(sequences=tuple(s for s in kept if s), columns=read.columns, row=number)
+
+    @contextmanager
+    def all_rows(self) -> Iterator[None]:
+        """While all rows of a data set are encoded: rows over max_length are one error after the last, or one line of
+        the log, which says how many there are and how long.
+        """
+        self.lengths.deferred = True
+        try:
+            yield
+        finally:
+            self.lengths.deferred = False
+        self.lengths.check_all()
+        if told := self.told():
+            log.warning("%s", told)
+
+    def told(self) -> str:
+        """What became of rows that were not taken as they are; "" where there are none."""
+        c = self.counts
+        over, cut = self.lengths.told(), f"{c['truncated']} cut at the end, {c['dropped']} left out"
+        found = [f"{over} ({cut})"] if over else []
+        if c["empty"]:
+            found.append(f"rows with nothing to train, left out: {c['empty']}")
+        if c["changed"]:
+            found.append(f"rows that the chat template changes: {c['changed']}")
+        return "; ".join(found)
+
+    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+        raise NotImplementedError
+
+    def _empty(self, read: Read, number: int) -> None:
+        """Counts a row that has nothing to train, or raises DataError."""
+        if self.data.on_empty == "error":
+            roles = {str(m["role"]) for a in read.answers if not isinstance(a.said, str) for m in a.said}
+            why = f"its turns are of {', '.join(sorted(roles))}" if roles else "its answer is empty"
+            raise DataError(
+                f"row {number} has nothing to train: {read.empty or why}, and what is trained is what the assistant "
+                "says; leave the row out, or set on_empty to drop"
+            )
+        self.counts["empty"] += 1
+
+    # ---- columns -------------------------------------------------------------------------------------------------
+
+    def _column(self, row: Mapping[str, Any], names: Sequence[str], field_name: str, number: int) -> str | None:
+        """The column that a field of the section names, or the first of the usual ones; None = not there."""
+        given: str | None = getattr(self.data, field_name)
+        return find_column(row, names, given, number, field_name)
+
+    def _prompt(self, row: Mapping[str, Any], number: int) -> Said | None:
+        """The prompt of a row with an answer: a text or a conversation; None where there is none."""
+        if column := self._column(row, PROMPTS, "prompt_column", number):
+            return said_in(row, column, number)
+        if column := self._column(row, MESSAGES, "messages_column", number):
+            return conversation(row, column, number)
+        return None
+
+    def _no_form(self, row: Mapping[str, Any], number: int) -> DataError:
+        names = [str(name) for name in row]
+        known = (*MESSAGES, *PROMPTS, *RESPONSES, "text", "chosen", "rejected", "label")
+        near = next((hint for name in names if name not in known and (hint := nearest(name, known))), "")
+        return DataError(
+            f"row {number} has the columns {', '.join(names)}{near or ';'} taken are {self.takes}; name columns by "
+            "data.*_column"
+        )
+
+    # ---- encoding ------------------------------------------------------------------------------------------------
+
+    def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+        """The sequences of each answer."""
+        return [self._encode(answer, options, number) for answer in read.answers]
+
+    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
+        """The sequences of an answer."""
+        prompt, said = answer.prompt, answer.said
+        texts = isinstance(said, str) and (prompt is None or isinstance(prompt, str))
+        if texts and not (self.data.apply_chat_template and prompt is not None):
+            return self._raw(prompt, said, number)  # pyright: ignore[reportArgumentType]
+        if isinstance(prompt, list) and isinstance(said, str) and prompt[-1]["role"] == "assistant":
+            raise DataError(
+                f"row {number}: the prompt ends in a turn of the assistant's, and the answer is a text; put the "
+                "beginning into the answer, or make the answer a list of messages"
+            )
+        before, after = _messages(prompt, "user"), _messages(said, "assistant")
+        first = len(before) if answer.first is None else answer.first
+        messages = [*before, *after]
+        if self.data.system_prompt and messages[0]["role"] != "system":
+            messages, first = [{"role": "system", "content": self.data.system_prompt}, *messages], first + 1
+        return self._conversation(messages, first, options, number)
+
+    def _conversation(
+        self, messages: list[Message], first: int, options: Mapping[str, Any], number: int
+    ) -> list[TrainSequence]:
+        """The sequences of a conversation: its turns of the assistant's from `first` on."""
+        made = self._renderings(messages, first, options, number)
+        if not made:
+            return []
+        if len(made) > 1 and not self.forks:
+            raise DataError(
+                f"row {number}: an answer has {len(made)} turns, and the chat template does not show the earlier as "
+                "they were said, so that it is no single sequence; let the answer be its last turn, or take a template "
+                "that keeps all turns"
+            )
+        if changed := self._changed(made, messages, number):
+            if self.data.on_template_change == "error":
+                raise DataError(
+                    f"row {number}: {changed}; change the row, take another chat template (or chat_template_kwargs), "
+                    "or accept it by on_template_change=accept"
+                )
+            self.counts["changed"] += 1
+        return [encode_rendering(self.template, messages, one, number) for one in made]
+
+    def _renderings(
+        self, messages: list[Message], first: int, options: Mapping[str, Any], number: int
+    ) -> list[Rendering]:
+        return render_turns(self.template, messages, first=first, silent=self.silent, row=number, **options)
+
+    def _changed(self, made: list[Rendering], messages: list[Message], number: int) -> str:
+        """What the template changes or leaves out of a row; "" where it shows all."""
+        header = next((one.changed for one in made if one.changed), "")
+        said = changed_words(self.template, messages, [one.shown for one in made], number)
+        tools = self._tools_left_out(made[0], messages, number)
+        return said or tools or header
+
+    def _tools_left_out(self, made: Rendering, messages: list[Message], number: int) -> str:
+        options = dict(made.shown.options)
+        if (
+            "tools" not in options
+            or self.template.text(messages[: made.shown.messages], row=number, **{**options, "tools": None})
+            != made.shown.text
+        ):
+            return ""
+        return f"the row has the tools {shown(options['tools'], 80)}, and the chat template shows none"
+
+    def _raw(self, prompt: str | None, said: str, number: int) -> list[TrainSequence]:
+        """A text as it is, with the tokenizer's own special tokens before it and its eos after it."""
+        if self.data.system_prompt:
+            raise ConfigError(
+                f"row {number} is plain text, which has no system turn; set apply_chat_template=true for "
+                "system_prompt, or put it in the text"
+            )
+        end = self.tokenizer.eos_token_id
+        if not isinstance(end, int):
+            raise ConfigError("the tokenizer has no eos token, which ends plain text; set tokenizer.eos_token")
+        if not said.strip() and not self.silent:
+            return []
+        parts = [part for part in (prompt, said) if part is not None]
+        ids = part_ids(self.tokenizer, parts, number)
+        lead = leading_ids(self.tokenizer, parts[0])
+        tail = [] if ids[-1][-1:] == [end] else [end]
+        before = [*lead, *ids[0]] if prompt is not None else lead
+        if prompt is not None and not before:
+            raise DataError(f"row {number}: the prompt {shown(prompt)} has no tokens; leave the row out, or fill it")
+        everything = self.trains_all
+        return [sequence_of([(before, everything), ([*ids[-1], *tail], True)])]
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether prompts are trained too."""
+        return False
+
+
+class SFTEncoder(RowEncoder):
+    """Rows of supervised fine-tuning: a conversation, prompt and response, or plain text.
+
+    A row with several of these is read as the first of them. An Example has a sequence, or the forks of a conversation.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> encode = SFTEncoder(byte_tokenizer())
@@ -27,29 +280,176 @@ class SFTEncoder:
     ([50, 43, 50, 61], [52, 256], [True, True])
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: SupervisedDataConfig | None = None) -> None:
-        """Args: tokenizer: of transformers. data: the section data; None = its defaults."""
-        self.tokenizer = tokenizer
-        self.data = data or SupervisedDataConfig()
-        self.template = ChatTemplate(tokenizer, self.data.chat_template_kwargs)
-        self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "forked": 0}
+    takes = "messages or conversations; prompt (or question) with response (or completion); text"
+    forks = True
+    silent = False
 
-    def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
-        """One row as an Example. Args: row: column -> value. number: the row's place in the data set."""
-        if "messages" in row:
-            forks = conversation_parts(self.template, row["messages"], row=number)
-        elif "prompt" in row:
-            response = row["response"] if "response" in row else row["completion"]
-            forks = [[Part(row["prompt"], False), Part(response + str(self.tokenizer.eos_token), True)]]
-        else:
-            raise DataError(f"row {number}: neither messages nor prompt among the columns {', '.join(row)}")
-        encode = self.tokenizer
-        sequences = tuple(
-            sequence_of([(encode(p.text, add_special_tokens=False).input_ids, p.trained) for p in parts])
-            for parts in forks
+    @property
+    def trains_all(self) -> bool:
+        """Whether prompts are trained too."""
+        return self.data.train_on == "all"
+
+    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+        data = self.data
+        alone = not (
+            data.prompt_column or data.response_column
+        )  # a column that is named alone is the one that is meant
+        if not (alone and (data.messages_column or data.text_column)):
+            prompt = self._column(row, PROMPTS, "prompt_column", number)
+            response = self._column(row, RESPONSES, "response_column", number)
+            if prompt is None and response is not None:
+                prompt = self._column(row, MESSAGES, "messages_column", number)
+            if prompt and response:
+                return Read([Answer(said_in(row, prompt, number), said_in(row, response, number))])
+        messages = self._column(row, MESSAGES, "messages_column", number)
+        if messages and (data.messages_column or not data.text_column):
+            return Read([Answer(None, conversation(row, messages, number), first=0)])
+        if text := self._column(row, ("text",), "text_column", number):
+            return Read([Answer(None, said_in(row, text, number), first=0)])
+        raise self._no_form(row, number)
+
+    def _renderings(
+        self, messages: list[Message], first: int, options: Mapping[str, Any], number: int
+    ) -> list[Rendering]:
+        if self.trains_all:
+            return render_whole(self.template, messages, row=number, **options)
+        if self.data.train_on == "last":
+            first = max((i for i, m in enumerate(messages) if m["role"] == "assistant"), default=first)
+        return super()._renderings(messages, first, options, number)
+
+
+class PreferenceEncoder(RowEncoder):
+    """Pairs for reward models and preference training: sequences (chosen, rejected), column chosen = (1, 0).
+
+    chosen and rejected are texts or lists of messages, after a prompt that is a text or a conversation. Without one,
+    or where they begin with it, they are whole conversations, and what they begin with alike is the prompt: whole
+    messages, or for texts whole tokens. A margin column becomes the column margin.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> x = PreferenceEncoder(byte_tokenizer())({"prompt": "2+2=", "chosen": "4", "rejected": "5"})
+    >>> [s.tokens.tolist() for s in x.sequences], dict(x.columns)
+    ([[52, 256], [53, 256]], {'chosen': (1.0, 0.0)})
+    """
+
+    takes = "prompt (or messages) with chosen and rejected; whole conversations or texts chosen and rejected"
+
+    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+        answers = self._pair(row, number)
+        if answers is None:
+            raise self._no_form(row, number)
+        name = self.data.margin_column or "margin"
+        columns: dict[str, tuple[float, ...]] = {"chosen": (1.0, 0.0)}
+        if self._column(row, ("margin",), "margin_column", number) or name in row:
+            columns["margin"] = (_number(row[name], name, number),) * 2
+        return Read(answers, columns, EQUAL if not answers else "")
+
+    def _pair(self, row: Mapping[str, Any], number: int) -> list[Answer] | None:
+        """The chosen and the rejected answer; none where they are the same, None where the row has no such columns."""
+        chosen = self._column(row, ("chosen",), "chosen_column", number)
+        rejected = self._column(row, ("rejected",), "rejected_column", number)
+        if chosen is None or rejected is None:
+            return None
+        a, b = said_in(row, chosen, number), said_in(row, rejected, number)
+        if a == b:
+            return []
+        prompt = self._prompt(row, number)
+        if isinstance(a, list) and isinstance(b, list):
+            if prompt is None or (_begins_with(a, prompt) and _begins_with(b, prompt)):
+                first = _alike(a, b)
+                return [Answer(None, a, first=first), Answer(None, b, first=first)]
+            if (role := next((str(x[0]["role"]) for x in (a, b) if x[0]["role"] != "assistant"), None)) is not None:
+                raise DataError(
+                    f"row {number}: an answer begins with a turn of {role!r}, but not with the row's prompt "
+                    f"{shown(prompt, 80)}; answers are what follows the prompt, or the whole conversation"
+                )
+        elif isinstance(a, list) or isinstance(b, list):
+            raise DataError(
+                f"row {number}: one of {chosen!r} and {rejected!r} is a text and the other a list of messages; make "
+                "them alike"
+            )
+        return [Answer(prompt, a), Answer(prompt, b)]
+
+    def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
+        made = super()._sequences(read, options, number)
+        texts = all(answer.prompt is None and isinstance(answer.said, str) for answer in read.answers)
+        if texts:
+            made = [[s] for s in _split_where_they_differ(*(s for answer in made for s in answer))]
+        first = made[0][0].prefix if made and made[0] else None
+        return [[_with_prefix(s, first) for s in answer] for answer in made]
+
+
+class LabelledEncoder(PreferenceEncoder):
+    """Single answers that are good or bad, for KTO: a sequence with the column label, 1 for good.
+
+    A pair is taken too, as a good and a bad answer.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> x = LabelledEncoder(byte_tokenizer())({"prompt": "2+2=", "completion": "5", "label": False})
+    >>> [s.tokens.tolist() for s in x.sequences], dict(x.columns)
+    ([[53, 256]], {'label': (0.0,)})
+    """
+
+    takes = "prompt (or messages) with completion (or response) and label; prompt with chosen and rejected"
+
+    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+        label = self._column(row, ("label",), "label_column", number)
+        if label is None:
+            answers = self._pair(row, number)
+            if answers is None:
+                raise self._no_form(row, number)
+            return Read(answers, {"label": (1.0, 0.0)}, EQUAL if not answers else "")
+        prompt = self._prompt(row, number)
+        response = self._column(row, RESPONSES, "response_column", number)
+        if prompt is None or response is None:
+            raise self._no_form(row, number)
+        value = row[label]
+        if not isinstance(value, bool | int | float | np.bool_ | np.number) or value not in (0, 1):
+            raise DataError(
+                f"row {number}: column {label!r} holds {shown(value, 40)}; a label is true or false, 1 or 0"
+            )
+        return Read([Answer(prompt, said_in(row, response, number))], {"label": (float(value),)})
+
+
+def _messages(said: Said | None, role: str) -> list[Message]:
+    """What was said as messages: a text is a turn of the role."""
+    if isinstance(said, str):
+        return [{"role": role, "content": said}]
+    return said or []
+
+
+def _begins_with(said: list[Message], prompt: Said) -> bool:
+    """Whether a conversation begins with a prompt: its messages, or as the first turn after a system turn its text."""
+    if isinstance(prompt, list):
+        return said[: len(prompt)] == prompt
+    start = said[0]["role"] == "system"
+    return len(said) > start and said[start]["role"] == "user" and said[start]["content"] == prompt
+
+
+def _alike(a: list[Message], b: list[Message]) -> int:
+    """How many messages two conversations begin with alike, with a turn of the assistant's after them in each."""
+    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    last = min(max((i for i, m in enumerate(x) if m["role"] == "assistant"), default=0) for x in (a, b))
+    return min(same, last)
+
+
+def _split_where_they_differ(a: TrainSequence, b: TrainSequence) -> list[TrainSequence]:
+    """Two texts with the tokens that both begin with as their prefix; each keeps a token at least."""
+    ids = [np.concatenate([s.prefix, s.tokens]) for s in (a, b)]
+    most = min(map(len, ids)) - 1
+    differ = np.flatnonzero(ids[0][:most] != ids[1][:most])
+    same = max(1, int(differ[0]) if len(differ) else most)
+    return [sequence_of([(i[:same], False), (i[same:], True)]) for i in ids]
+
+
+def _with_prefix(sequence: TrainSequence, prefix: np.ndarray | None) -> TrainSequence:
+    """The sequence with another's prefix where they are the same, so that memory holds it once."""
+    same = prefix is not None and np.array_equal(sequence.prefix, prefix)
+    return replace(sequence, prefix=prefix) if same else sequence
+
+
+def _number(value: Any, column: str, row: int) -> float:
+    if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not np.isfinite(value):
+        raise DataError(
+            f"row {row}: column {column!r} holds {shown(value, 40)}; expected a number, in every row or none"
         )
-        if not sequences:
-            raise DataError(f"row {number} has nothing to train")
-        self.counts["encoded"] += 1
-        self.counts["forked"] += len(sequences) > 1
-        return Example(sequences=sequences, row=number)
+    return float(value)

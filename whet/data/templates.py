@@ -5,6 +5,7 @@ Left out on purpose: images, and templates of our own.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,15 +15,15 @@ from whet.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatTemplate"]
+__all__ = ["ChatTemplate", "alike"]
 
 
 class ChatTemplate:
-    """A tokenizer's chat template with its arguments.
+    r"""A tokenizer's chat template with its arguments.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> ChatTemplate(byte_tokenizer()).text([{"role": "user", "content": "hi"}], asks=True)
-    '<|im_start|>user\\nhi<|im_end|>\\n<|im_start|>assistant\\n'
+    '<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n'
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> None:
@@ -31,6 +32,13 @@ class ChatTemplate:
         """
         self.tokenizer = tokenizer
         self.options: dict[str, Any] = {"enable_thinking": False, **(options or {})}
+        self.thinks_as_turns_do = "enable_thinking" not in (options or {})
+
+    @property
+    def has_marks(self) -> bool:
+        """Whether the template marks what the assistant says: {% generation %}."""
+        text = self.tokenizer.chat_template
+        return isinstance(text, str) and re.search(r"\{%[-+]?\s*generation\s*[-+]?%\}", text) is not None
 
     def need(self) -> None:
         """Raises ConfigError where the tokenizer has no chat template."""
@@ -45,20 +53,56 @@ class ChatTemplate:
 
         Args:
             messages: at least one.
-            asks: the header of an assistant's turn at the end.
+            asks: with the header of an assistant's turn at the end.
             row: for the message of an error.
             options: further arguments of apply_chat_template, e.g. tools.
         Raises: ConfigError: there is no template. DataError: it refuses the messages.
         """
+        return self._apply(messages, row, {"tokenize": False, "add_generation_prompt": asks, **options})
+
+    def header(self, messages: Sequence[Message], turn: str, *, row: int = 0, **options: Any) -> str:
+        """What the assistant is given when it is to say the turn after the messages.
+
+        Args: messages: all before the turn. turn: the text of the messages and the turn. row, options: as for `text`.
+        Returns: the messages' text with the assistant's header. Where the turn thinks, and chat_template_kwargs say
+            nothing of it, it is the header of a turn that thinks.
+        """
+        made = self.text(messages, asks=True, row=row, **options)
+        if turn.startswith(made) or not self.thinks_as_turns_do or "enable_thinking" in options:
+            return made
+        thinking = self.text(messages, asks=True, row=row, **{**options, "enable_thinking": True})
+        return thinking if turn.startswith(thinking) else made
+
+    def opening(self, turn: Message, row: int = 0, **options: Any) -> str:
+        """What stands before what the assistant says where nothing was said before it: templates can't be asked that,
+        so it is what two different first turns begin with.
+        """
+        others = ({"role": turn["role"], "content": letter} for letter in "\ue002\ue003")
+        return alike(*(self.text([other], row=row, **options) for other in others))
+
+    def marked(self, messages: Sequence[Message], row: int = 0, **options: Any) -> tuple[list[int], list[bool]]:
+        """The ids of the messages, and whether {% generation %} marks each."""
+        asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True, **options}
+        made = self._apply(messages, row, asked)
+        return list(made["input_ids"]), [bool(one) for one in made["assistant_masks"]]
+
+    def _apply(self, messages: Sequence[Message], row: int, asked: Mapping[str, Any]) -> Any:
         self.need()
         try:
-            made: Any = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, **{"add_generation_prompt": asks, **self.options, **options}
-            )
+            return self.tokenizer.apply_chat_template(list(messages), **{**self.options, **asked})
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(str(m["role"]) for m in messages)
             raise DataError(
                 f"row {row}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
                 "the row, or the tokenizer's chat_template"
             ) from error
-        return made
+
+
+def alike(a: str, b: str) -> str:
+    """What two texts begin with alike.
+
+    >>> alike("now", "never")
+    'n'
+    """
+    differ = (place for place, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return a[: next(differ, min(len(a), len(b)))]

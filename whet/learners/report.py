@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from whet.evaluation.columns import columns_of
 from whet.metrics import Max, Mean, Metric, Min, Sum
 from whet.ops import AdvantageInputs, group_spread
 from whet.rewards.manager import sample_std
@@ -198,20 +199,8 @@ def of_whole_batch(
 
 def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
     """What the store keeps of a step: the columns of its completions, and what each reward function gave them."""
-    pairs = [(g.prompt, c) for g in rewarded.groups for c in g.completions]
     trajectories = batch.trajectory_of.numpy()
-    columns: dict[str, list[Any]] = {
-        "row": [p.row for p, _ in pairs],
-        "generation": [c.generation for _, c in pairs],
-        "prompt": [p.source for p, _ in pairs],
-        "completion": [text for texts in rewarded.texts for text in texts],
-        "tokens": [c.tokens for _, c in pairs],
-        "logprobs": [c.logprobs for _, c in pairs],
-        "reward": batch.rewards.numpy()[trajectories].tolist(),
-        "finish_reason": [c.finish_reason for _, c in pairs],
-        "version": [int(c.versions.max()) for _, c in pairs],
-        "info": [c.info for _, c in pairs],
-    }
+    columns = columns_of(rewarded.groups, rewarded.texts, batch.rewards.numpy()[trajectories].tolist())
     if batch.advantages is not None:
         columns["advantage"] = batch.trajectory_advantages.numpy()[trajectories].tolist()
     return columns, {name: values[trajectories] for name, values in sorted(rewarded.table.items())}

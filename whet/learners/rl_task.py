@@ -15,6 +15,7 @@ from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Rol
 from whet.data.order import PromptStream, digests
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
+from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.health import Health
 from whet.learners.report import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
 from whet.learners.step import Step
@@ -149,6 +150,7 @@ class RLTask(Task):
             prompt_column=data.prompt_column,
             apply_chat_template=data.apply_chat_template,
             system_prompt=data.system_prompt or None,
+            on_template_change=data.on_template_change,
         )
 
     # ---- what is written and compared ----------------------------------------------------------------------------
@@ -283,7 +285,9 @@ class RLTask(Task):
 
 
 def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metric]:
-    """Rewards and completions; the best of each group; the accuracy where all rewards are 0 or 1."""
+    """Rewards and completions; the best of each group; where all rewards are 0 or 1 the accuracy and pass@k, the mean
+    over groups of the numbers that `whet eval` has too (evaluation.estimators).
+    """
     metrics, total = {**rewarded_metrics(rewarded), **total_metrics(batch)}, batch.rewards.numpy()
     generations = int(batch.group_of.bincount().max())  # of the largest group
     if generations > 1:
@@ -291,10 +295,15 @@ def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metr
         metrics = merge(metrics, spread(f"rewards/best_of_{generations}", best))
     if np.isin(total, (0.0, 1.0)).all():
         metrics = merge(metrics, {"accuracy": Mean(float(total.sum()), len(total))})
+        for k in settled_ks(None, generations) if generations > 1 else ():
+            chances = [pass_at_k(len(known), int(known.sum()), k) for known in known_by_group(batch) if len(known) >= k]
+            metrics[f"pass@{k}"] = Mean(float(sum(chances)), len(chances))
     return metrics
 
 
 def _counted(encode: PromptEncoder) -> str:
-    """How prompts over the limit were treated, for the log; "" where there were none."""
+    """How prompts over the limit, or that the template changes, were treated, for the log; "" where there were none."""
     found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
-    return f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
+    over = f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
+    changed = encode.counts["changed"]
+    return over + (f"; the chat template changes what {changed} of them say" if changed else "")

@@ -13,14 +13,15 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from whet.config import dump
-from whet.errors import CheckpointError, ConfigError, DataError
+from whet.errors import CheckpointError, ConfigError
+from whet.observe.completions import write_completions
 from whet.observe.files import (
     append_to,
     create,
@@ -34,7 +35,7 @@ from whet.observe.files import (
 )
 from whet.observe.lock import FolderLock
 
-__all__ = ["RunFolder", "holds_steps"]
+__all__ = ["RunFolder", "holds_steps", "read_rows"]
 
 log = logging.getLogger("whet")
 
@@ -191,6 +192,7 @@ class RunFolder:
             remove(self.path / "final", strict=True)
         if _number(self.path / "summary.json", "steps") > step:
             (self.path / "summary.json").unlink()
+        (self.path / "model_card.md").unlink(missing_ok=True)  # written anew at the end
 
     def _keep_damaged(self, found: _Rows) -> None:
         """Keeps metrics.jsonl as it was, next to the one written without its damaged lines."""
@@ -242,16 +244,8 @@ class RunFolder:
         Returns: the file.
         Raises: DataError: a column is missing, unknown, or of another length.
         """
-        import pyarrow.parquet as pq
-
-        table = _table(step, columns, rewards)
         path = self.path / "completions" / f"{mode}-{step:06d}.parquet"
-        options = {
-            "compression": "zstd",
-            "use_dictionary": ["tokens.list.element", "finish_reason", "prompt"],
-            "column_encoding": {"logprobs.list.element": "BYTE_STREAM_SPLIT"},
-        }
-        write_atomic(path, lambda file: pq.write_table(table, file, **options))
+        write_completions(path, step=step, columns=columns, rewards=rewards)
         return path
 
 
@@ -262,6 +256,15 @@ def holds_steps(path: str | Path) -> bool:
     False
     """
     return any(row["mode"] == "train" for row in _read(Path(path) / "metrics.jsonl").rows)
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a run folder that may be open elsewhere; [] where there are none.
+
+    >>> read_rows("nowhere")
+    []
+    """
+    return _read(Path(path) / "metrics.jsonl").rows
 
 
 def _number(path: Path, name: str) -> int:
@@ -317,51 +320,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
     if not isinstance(row, dict) or not isinstance(row.get("mode"), str):
         return None
     return row if type(row.get("step")) is int and 0 <= row["step"] < 2**63 else None
-
-
-def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> Any:
-    import pyarrow as pa
-
-    types = {
-        "row": pa.int64(),
-        "generation": pa.int32(),
-        "prompt": pa.string(),
-        "completion": pa.string(),
-        "tokens": pa.list_(pa.int32()),
-        "logprobs": pa.list_(pa.float32()),
-        "reward": pa.float64(),
-        "advantage": pa.float64(),
-        "finish_reason": pa.string(),
-        "version": pa.int32(),
-        "info": pa.string(),
-    }
-    if missing := [n for n in types if n not in columns and n not in ("advantage", "info")]:
-        raise DataError(f"completions lack the columns {', '.join(missing)}")
-    if unknown := [n for n in columns if n not in types]:
-        raise DataError(f"completions have unknown columns {', '.join(unknown)}; known: {', '.join(types)}")
-    count = len(columns["tokens"])
-    given = {n: columns.get(n, [None] * count) for n in types}
-    for name, values in {**given, **{f"reward/{n}": v for n, v in rewards.items()}}.items():
-        if len(values) != count:
-            raise DataError(f"column {name} has {len(values)} values for {count} completions")
-    arrays = {"step": pa.array([step] * count, pa.int32())}
-    for name, kind in types.items():
-        if name == "reward":
-            for fn, values in rewards.items():
-                arrays[f"reward/{fn}"] = pa.array(_numbers(values), pa.float64())
-        if name == "info":
-            given[name] = [to_json(info) if info else None for info in given[name]]
-        values = _numbers(given[name]) if kind == pa.float64() else [_text(v) for v in given[name]]
-        arrays[name] = pa.array(values, kind)
-    return pa.table(arrays)
-
-
-def _numbers(values: Sequence[Any]) -> list[float | None]:
-    return [None if v is None or v != v else float(v) for v in values]
-
-
-def _text(value: Any) -> Any:
-    """Text that UTF-8 can hold; messages as JSON; anything else as it is."""
-    if isinstance(value, list | tuple) and value and isinstance(value[0], Mapping):
-        value = to_json(value)
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value

@@ -40,6 +40,7 @@ __all__ = [
     "find_checkpoint",
     "load_state",
     "open_root",
+    "point",
     "publish",
     "read_state",
     "run_of",
@@ -94,7 +95,13 @@ def open_root(root: Path) -> FolderLock:
 
 
 def publish(
-    root: Path, step: int, write: Callable[[Path], None], *, run: str | None = None, keep: int | None = None
+    root: Path,
+    step: int,
+    write: Callable[[Path], None],
+    *,
+    run: str | None = None,
+    keep: int | None = None,
+    spared: Iterable[int] = (),
 ) -> Path:
     """Writes one checkpoint folder that is either whole or absent, then moves `latest`, then drops the oldest.
 
@@ -104,6 +111,7 @@ def publish(
         write: fills the folder it is given.
         run: who writes it, for run.json; None = not recorded.
         keep: folders of this run to keep, the new one included; None = all.
+        spared: steps whose folders are kept besides.
     Returns: root/step-<step>. A whole folder of that step and run is left as it is: a step's state is one.
     Raises: CheckpointError: it could not be written (a full disk); nothing half-written stays, nor is anything lost.
         Another run's folder has that step.
@@ -130,10 +138,11 @@ def publish(
                 "room or fix its permissions, then resume with trainer.resume=latest"
             ) from e
         raise
-    _point(root, final.name)
+    point(root, final.name)
+    kept = {final, *(root / f"step-{other:06d}" for other in spared)}
     own = [p for p in checkpoints(root) if (p / "run.pt").is_file() and run_of(p) == run]
     for old in own[: -keep or None] if keep else []:
-        if old != final:
+        if old not in kept:
             try:
                 discard(old)
             except OSError as error:
@@ -268,9 +277,9 @@ def discard(folder: Path) -> None:
     remove(gone)
 
 
-def _point(root: Path, name: str) -> None:
-    """Moves `latest`, in one step."""
-    write_atomic(root / "latest", f"{name}\n".encode())
+def point(root: Path, name: str, pointer: str = "latest") -> None:
+    """Has a text file next to the checkpoints name one of them, in one step."""
+    write_atomic(root / pointer, f"{name}\n".encode())
 
 
 def step_of(folder: Path) -> int | None:

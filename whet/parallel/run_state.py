@@ -121,6 +121,7 @@ _OPTIONAL: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "cluster": ("a mapping", _mapping),
     "health": ("since when warnings last", _health),
     "learner": ("a mapping by name", _mapping),
+    "observers": ("a mapping by name", _mapping),
     "models": ("what each role computes in", lambda x: _mapping(x) and set(x) == {"dtypes"} and _names(x["dtypes"])),
     "skipped": ("a mapping of whole numbers from 0", lambda x: _mapping(x, _count)),
     "moved": ("a list of roles", lambda x: isinstance(x, list) and all(role in set(Role) for role in x)),

@@ -238,6 +238,25 @@ class RewardManager:
             inputs=inputs,
         )
 
+    def taken_over(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> Rewarded:
+        """What a call would give for groups that have their rewards already, under the weights of now.
+
+        Args: groups: as in `Rewarded.groups`. texts, mode: as in the call.
+        Raises: DataError: no completions, or texts that don't match.
+        """
+        table = _table(groups, tuple(self.fns))
+        weights = {name: self.weights.get(name, 1.0) for name in table}
+        return Rewarded(
+            groups=list(groups),
+            total=_weighted(table, weights),
+            metrics=reward_metrics(table),
+            table=table,
+            names=tuple(table),
+            weights=weights,
+            texts=texts,
+            inputs=_inputs(groups, texts, mode, self.algo_fields, {}),
+        )
+
 
 def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
     """What is logged of the functions' rewards; NaN (not applicable) is left out everywhere.

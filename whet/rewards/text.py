@@ -14,7 +14,7 @@ from typing import Any
 
 from whet.errors import DataError
 
-__all__ = ["REWARDS", "boxed", "exact_match", "last_number", "text_of", "unrewarded"]
+__all__ = ["ANSWERS", "READ_BY", "REWARDS", "boxed", "exact_match", "last_number", "text_of", "unrewarded"]
 
 NUMBER = re.compile(
     r"(?:(?<![\w)\]}])-)?"  # a sign, but not the minus of "5-3"
@@ -151,3 +151,13 @@ def _normal(latex: str) -> str | Decimal:
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac\{(-?[0-9]+)\}\{([0-9]+)\}", r"\1/\2", text).rstrip(".")
     return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else text
+
+
+ANSWERS: dict[str, Callable[[str], Any]] = {"boxed": _boxed, "last_number": _last_number, "whole": _stripped}
+"""What a text answers, by name: the last boxed formula, the last number, the text itself; None = nothing."""
+READ_BY: dict[Callable[..., Any], Callable[[str], Any]] = {
+    boxed: _boxed,
+    exact_match: _stripped,
+    last_number: _last_number,
+}
+"""What each of the reward functions above compares with the answer column."""

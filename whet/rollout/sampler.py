@@ -106,6 +106,7 @@ class Sampler:
         device: of a model that is read; None = the GPU if there is one.
         max_batch_size, kv_cache_tokens: as in RolloutConfig.
         chat_template_kwargs: further arguments of the chat template.
+        rollout_config: what the engine is made of, in place of max_batch_size and kv_cache_tokens.
     Raises: ConfigError: no model or tokenizer there, or one that can't generate.
     Source: the call of Tunix's Sampler. Unlike there, two calls without a seed draw differently, the end token stays,
         logprobs are of the distribution drawn from, a long prompt is refused or truncated as asked, and a batch of one
@@ -131,6 +132,7 @@ class Sampler:
         max_batch_size: int = 256,
         kv_cache_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        rollout_config: RolloutConfig | None = None,
     ) -> None:
         if tokenizer is None and not isinstance(transformer, str | Path):
             raise ConfigError("a module brings no tokenizer; give tokenizer=: a tokenizer, a folder or a hub name")
@@ -147,7 +149,8 @@ class Sampler:
         bounds = [b for b in (positions, cache_config and cache_config.cache_size) if b is not None]
         self.longest = min(bounds) if bounds else None
         """Most tokens of a prompt and its completion together; None = no bound."""
-        self._made_of = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
+        sizes = {"max_batch_size": max_batch_size, "kv_cache_tokens": kv_cache_tokens}
+        self._made_of = rollout_config or RolloutConfig(**sizes)
         self._spec = engine_name(rollout_engine)
         self._engines: dict[str, RolloutEngine] = {}
         self._closed = False
@@ -164,7 +167,7 @@ class Sampler:
             self._engines[kind] = make_engine(
                 self._spec,
                 self.loaded,
-                config=RolloutConfig(**self._made_of),
+                config=self._made_of,
                 decode=self.decode,
                 tokenizer=self.tokenizer,
                 generation_kwargs=options,
@@ -303,8 +306,12 @@ class Sampler:
         return encode_texts(encoder, one_or_many(inputs))
 
     def encoder(self, **options: Any) -> PromptEncoder:
-        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's."""
-        return PromptEncoder(self.tokenizer, chat_template_kwargs=self.chat_template_kwargs, **options)
+        """What turns rows with a prompt into Prompts; `options` are PromptEncoder's.
+
+        Nothing is trained on, so what a chat template makes of a conversation is accepted.
+        """
+        own = {"chat_template_kwargs": self.chat_template_kwargs, "on_template_change": "accept"}
+        return PromptEncoder(self.tokenizer, **{**own, **options})
 
     def fitted(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> list[Sampling]:
         """The sampling parameters of each prompt, with a length that it leaves room for.

@@ -8,6 +8,7 @@ to resume. Meanwhile the observer is told nothing more. An error in on_run_begin
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Protocol
 from whet.config import TrainingConfig
 from whet.errors import ConfigError, nearest
 from whet.observe.store import RunFolder
+from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
 
@@ -44,15 +46,28 @@ class Control:
         return asked
 
 
+class Measured(Protocol):
+    """What an observer sees of a run's task."""
+
+    has_evaluation: bool
+    """Whether there is data to evaluate on."""
+
+
 class Observed(Protocol):
     """What an observer sees of a run, a run.run.Run."""
 
+    checkpoints: Checkpoints
     config: TrainingConfig
     control: Control
     folder: RunFolder | None
     rows: list[dict[str, Any]]
     step: int
     tokens: int
+
+    @property
+    def task(self) -> Measured:
+        """What is trained."""
+        ...
 
     @property
     def total_steps(self) -> int | None:
@@ -108,6 +123,13 @@ class Observer:
     def on_run_end(self, run: Observed, error: BaseException | None) -> None:
         """The run is over, all is written; `error`: what ended it, None where it ended by itself."""
 
+    def state(self) -> dict[str, Any]:
+        """What it keeps from step to step, for checkpoints: plain containers and tensors."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores it where a run is resumed whose checkpoint has it, before on_run_begin."""
+
 
 class Observers:
     """The observers of a run as one.
@@ -139,6 +161,26 @@ class Observers:
                 if self.error is None:
                     error.add_note(f"raised by {who}")
                     self.error = error
+
+    def state(self) -> dict[str, Any]:
+        """What the observers keep, by the names of their classes; of those that raised nothing."""
+        return {name: kept for name, one in self._named() if (kept := one.state())}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Restores what each has kept; one that was not there starts as in a new run."""
+        for name, one in self._named():
+            if name in state:
+                one.restore(state[name])
+
+    def _named(self) -> list[tuple[str, Observer]]:
+        """The observers with a name each: their class's, with a number from the second of a class on."""
+        seen: Counter[str] = Counter()
+        named = []
+        for one in self._told:
+            kind = type(one).__name__
+            seen[kind] += 1
+            named.append((kind if seen[kind] == 1 else f"{kind}-{seen[kind]}", one))
+        return named
 
     def check(self, note: str = "") -> None:
         """Raises what an observer has raised, once, with a note."""

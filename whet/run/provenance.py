@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from whet.config import Role
     from whet.train.worker import ModelWorker
 
-__all__ = ["changed_settings", "check_reads", "check_settings", "note_reads", "plain", "weights_digest"]
+__all__ = ["changed_settings", "check_reads", "check_settings", "note_reads", "plain", "source_of", "weights_digest"]
 
 log = logging.getLogger("whet")
 
@@ -53,11 +53,13 @@ _FREE = (
     "reference.gradient_checkpointing",
     "reward_model.gradient_checkpointing",
     "offload_to_cpu",
+    "trainer.keep_best",
     "trainer.max_steps",
     "trainer.num_epochs",
     "trainer.resume",
     "trainer.allow_config_change",
     "trainer.run_dir",
+    "trainer.stop_when",
     "trainer.loggers",
     "trainer.metrics_logging_options",
     "trainer.perf_metrics_options",
@@ -93,7 +95,7 @@ def note_reads(
         "stop_ids": list(stop_ids),
         "tokenizer": _tokenizer(tokenizer),
         "evaluation": evaluation,
-        "code": {what: _source(fn) for what, fn in functions},
+        "code": {what: source_of(fn) for what, fn in functions},
     }
 
 
@@ -342,7 +344,7 @@ def _digest(tree: Any) -> str:
 # ---- code ------------------------------------------------------------------------------------------------------------
 
 
-def _source(fn: Any) -> list[str | None]:
+def source_of(fn: Any) -> list[str | None]:
     """The file that a function, a class, an object or a reference is written in, and its digest; None for whet's own,
     and for what no file holds.
     """

@@ -36,8 +36,10 @@ from whet.parallel.run_state import check_storable
 from whet.run.interrupts import Interrupts
 from whet.run.observer import Control, Observer, Observers
 from whet.run.provenance import check_reads, check_settings, plain
+from whet.run.push import Giving
 from whet.run.random_state import random_state, set_random_state
 from whet.run.task import Roles, Stream, Task
+from whet.run.watching import watchers
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
 from whet.util.device import memory_metrics
@@ -56,7 +58,7 @@ class Record(Protocol):
         ...
 
 
-class Run:
+class Run(Giving):
     """One training run.
 
     Args:
@@ -95,7 +97,7 @@ class Run:
         self.profiler = StepProfiler(config.profiling, folder=config.run_dir, trace=roles.trace)
         self.tokens = 0
         self.reads: dict[str, Any] | None = None
-        self.observers = Observers(observers)
+        self.observers = Observers([*watchers(config), *observers])
         self._stop = Interrupts()
         self._begun = False
         self._saved_step = 0
@@ -158,7 +160,7 @@ class Run:
         elif c.resume is not None:
             self._resume()
         if c.resume is None:
-            self._refuse_old_checkpoints()
+            self.checkpoints.open(new=True)
         if self.folder is not None:
             self.folder.write_config(self.settings)
             self._note_environment(resumed=self.step > 0)
@@ -368,7 +370,7 @@ class Run:
     def _state(self) -> dict[str, Any]:
         """What run.pt holds of the step just finished, but for what every checkpoint has."""
         assert self.stream is not None
-        own = self.task.state()
+        own = {**self.task.state(), "observers": self.observers.state()}
         check_storable(own, "the state of the run")
         return {
             **own,
@@ -382,8 +384,7 @@ class Run:
         options = self.config.checkpointing_options or CheckpointingOptions()
         whole = {**state, "settings": self._compared(), "reads": self.reads}
         with self.roles.trace.span("checkpoint"):
-            tokenizer = self.roles.tokenizer
-            return self.checkpoints.save(state["step"], whole, tokenizer=tokenizer, keep=options.max_to_keep)
+            return self.checkpoints.save(state["step"], whole, tokenizer=self.roles.tokenizer, keep=options.max_to_keep)
 
     def _updates(self) -> tuple[int, ...]:
         """Grows with every update of a role: weights and optimizers are as they were while it is the same."""
@@ -408,15 +409,6 @@ class Run:
     def _compared(self) -> dict[str, Any]:
         """What a resume compares: the settings, and what was given from Python and has no key there."""
         return plain({**self.settings, **self.task.compared()})
-
-    def _refuse_old_checkpoints(self) -> None:
-        """Raises ConfigError where a new run would take another's checkpoints for its own."""
-        root = self.checkpoints.root
-        self.checkpoints.open()
-        if self.checkpoints.exist():
-            raise ConfigError(
-                f"{root} holds the checkpoints of a run; set trainer.resume=latest to resume it, or another folder"
-            )
 
     def _resume(self) -> int:
         """Restores the checkpoint that `resume` names. Returns: its step; -1 where there is none yet."""
@@ -448,6 +440,7 @@ class Run:
         self.step, self.tokens = state["step"], state["tokens"]
         self.checkpoints.load(checkpoint)
         self.task.restore(state, self.step)
+        self.observers.restore(state.get("observers", {}))
         set_random_state(state["random"])
         self.checkpoints.discard(after=self.step)
         log.info("resumed from %s: step %d is done", checkpoint, self.step)

@@ -17,6 +17,7 @@ from whet.parallel.checkpoint import (
     discard,
     find_checkpoint,
     open_root,
+    point,
     publish,
     run_of,
     saved,
@@ -57,14 +58,21 @@ class Checkpoints:
         self.run: str | None = secrets.token_hex(8)
         """Who writes here, so that no run removes another's; None = a run that an earlier version has begun."""
         self._lock: FolderLock | None = None
+        self._aside: dict[str, int] = {}
+        """The steps whose checkpoints are kept whatever their number, by what they are kept as."""
 
-    def open(self) -> None:
+    def open(self, *, new: bool = False) -> None:
         """Creates the folder, checks that it can be written, locks it, and removes what a kill left half written.
 
-        Raises: CheckpointError: it can't be written. ConfigError: another process uses it.
+        Args: new: for a new run, which would take another's checkpoints there for its own.
+        Raises: CheckpointError: it can't be written. ConfigError: another process uses it, or a new run finds some.
         """
         if self.root is not None and self._lock is None:
             self._lock = open_root(self.root)
+        if new and self.exist():
+            raise ConfigError(
+                f"{self.root} holds the checkpoints of a run; set trainer.resume=latest to resume it, or another folder"
+            )
 
     def close(self) -> None:
         """Releases the lock."""
@@ -132,7 +140,32 @@ class Checkpoints:
 
         replaced = [role for role, worker in self.only_read.items() if worker.replaced]
 
-        return publish(self.root, step, write, run=self.run, keep=keep)
+        folder = publish(self.root, step, write, run=self.run, keep=keep, spared=self._aside.values())
+        for name in self._aside:
+            self._point(name)
+        return folder
+
+    def set_aside(self, name: str, step: int | None) -> bool:
+        """Keeps the checkpoint of a step, whatever their number, in place of the one that was kept as `name` before.
+
+        Args: name: of a text file next to the checkpoints that says which it is. step: it may be written later; None =
+            no checkpoint.
+        Returns: whether it is there already.
+        """
+        if step is None:
+            self._aside.pop(name, None)
+            if self.root is not None:
+                (self.root / name).unlink(missing_ok=True)
+            return False
+        self._aside[name] = step
+        return self._point(name)
+
+    def _point(self, name: str) -> bool:
+        """Writes the file that names a checkpoint set aside, if it is there. Returns: whether it is."""
+        if self.root is None or not (self.root / f"step-{self._aside[name]:06d}" / "run.pt").is_file():
+            return False
+        point(self.root, f"step-{self._aside[name]:06d}", name)
+        return True
 
     @staticmethod
     def export(folder: Path, step: int, worker: ModelWorker, tokenizer: Any) -> None:

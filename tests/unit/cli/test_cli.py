@@ -85,7 +85,7 @@ def test_the_version(capsys):
 
 def test_an_unknown_command_names_the_nearest(capsys):
     assert main(["grop"]) == 2
-    known = "chat, demo, generate, grpo, ppo, sft, version"
+    known = "chat, demo, eval, generate, grpo, ppo, push, sft, version"
     assert capsys.readouterr().err == f"whet: unknown command 'grop'; did you mean grpo? Known: {known}\n"
 
 
@@ -161,8 +161,8 @@ def test_the_package_runs_as_a_program():
         ),
         (
             ["demo", "--print-config"],
-            "--print-config is not an option of whet demo; only of whet chat, whet generate, whet grpo, whet ppo, "
-            "whet sft",
+            "--print-config is not an option of whet demo; only of whet chat, whet eval, whet generate, whet push, "
+            "whet grpo, whet ppo, whet sft",
         ),
     ],
 )

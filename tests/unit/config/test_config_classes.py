@@ -17,6 +17,7 @@ from whet.config import (
     RoleConfig,
     RolloutConfig,
     RunConfig,
+    SupervisedDataConfig,
     TrainingConfig,
     config,
     field_docs,
@@ -26,7 +27,7 @@ from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 from whet.tunix.fields import REQUIRED, TUNIX_FIELDS, page
 
-CLASSES = [*TUNIX_FIELDS, OptimConfig, DataConfig, RunConfig]
+CLASSES = [*TUNIX_FIELDS, OptimConfig, DataConfig, SupervisedDataConfig, RunConfig]
 
 
 def refused(message, cls, **given):

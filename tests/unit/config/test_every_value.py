@@ -8,8 +8,10 @@ import pytest
 
 from whet.config import ClusterConfig, RunConfig, check, dump, load_run
 from whet.config.base import field_docs, leaves, section_at, type_text
+from whet.config.evaluate import EvalDataConfig, EvalRunConfig
 from whet.config.fields import Name
 from whet.config.generate import ChatConfig, GenerateConfig
+from whet.config.push import PushConfig
 from whet.config.yaml12 import parse
 from whet.errors import ConfigError
 
@@ -34,7 +36,7 @@ WORDS = [
     "!!python/object:os.system x", "{a: 1, a: 2}", "a: b: c", "\t- x", "--- 1\n--- 2", '"\\ud800"', '"a\\0b"',
 ]  # fmt: skip
 SECTIONS = sorted({owner for _, _, owner in leaves(RunConfig, True)}, key=lambda c: c.__name__)
-OTHERS = [RunConfig, ClusterConfig, GenerateConfig, ChatConfig]
+OTHERS = [RunConfig, ClusterConfig, GenerateConfig, ChatConfig, EvalRunConfig, EvalDataConfig, PushConfig]
 
 
 def outcome(make, name, what):

@@ -83,11 +83,12 @@ def test_a_row_keeps_its_own_system_turn(tokenizer, text):
 
 def test_template_arguments_arrive_and_thinking_is_off_unless_asked():
     tokenizer = byte_tokenizer()
-    tokenizer.chat_template = "{{ enable_thinking }} {{ level }}"
+    tokenizer.chat_template = "{{ messages[0].content }}{{ enable_thinking }} {{ level }}"
     row = {"prompt": [{"role": "user", "content": "x"}]}
-    assert bytes(PromptEncoder(tokenizer, chat_template_kwargs={"level": 3})(row).tokens.tolist()) == b"False 3"
+    assert bytes(PromptEncoder(tokenizer, chat_template_kwargs={"level": 3})(row).tokens.tolist()) == b"xFalse 3"
     assert (
-        bytes(PromptEncoder(tokenizer, chat_template_kwargs={"enable_thinking": True})(row).tokens.tolist()) == b"True "
+        bytes(PromptEncoder(tokenizer, chat_template_kwargs={"enable_thinking": True})(row).tokens.tolist())
+        == b"xTrue "
     )
 
 
@@ -109,14 +110,14 @@ def test_long_prompts_truncate_left_keeps_the_end_and_counts(tokenizer):
     encode = PromptEncoder(tokenizer, max_prompt_length=3, on_long_prompt="truncate_left")
     prompts = [encode(row, place) for place, row in enumerate([{"prompt": "abcd"}, {"prompt": "abc"}])]
     assert [bytes(p.tokens.tolist()) for p in prompts] == [b"bcd", b"abc"]
-    assert encode.counts == {"encoded": 2, "dropped": 0, "truncated": 1}
+    assert encode.counts == {"encoded": 2, "dropped": 0, "truncated": 1, "changed": 0}
 
 
 def test_long_prompts_drop_keeps_the_row_numbers_of_the_others(tokenizer):
     encode = PromptEncoder(tokenizer, max_prompt_length=3, on_long_prompt="drop")
     long, short = (encode(row, place) for place, row in enumerate([{"prompt": "abcd"}, {"prompt": "abc"}]))
     assert long is None and short.row == 1
-    assert encode.counts == {"encoded": 1, "dropped": 1, "truncated": 0}
+    assert encode.counts == {"encoded": 1, "dropped": 1, "truncated": 0, "changed": 0}
 
 
 @pytest.mark.parametrize(

@@ -400,6 +400,7 @@ def test_the_run_folder_holds_everything(tmp_path, tokenizer):
         "environment.json",
         "final",
         "metrics.jsonl",
+        "model_card.md",
     ]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [(row["step"], row["mode"]) for row in lines] == [(0, "eval"), (1, "train"), (2, "train"), (2, "eval")]

@@ -116,7 +116,7 @@ def test_a_kill_before_latest_moves_leaves_the_one_before(tmp_path, monkeypatch)
     def killed(root, name):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(module, "_point", killed)
+    monkeypatch.setattr(module, "point", killed)
     with pytest.raises(KeyboardInterrupt):
         publish(tmp_path, 2, write())
     assert find_checkpoint("latest", tmp_path) == tmp_path / "step-000001"
@@ -215,11 +215,11 @@ def test_what_a_name_stands_for_is_on_the_disk_before_it_gets_the_name(tmp_path,
         assert root.stat().st_ino in synced, "latest before the folder it names"
         point(root, name)
 
-    point = module._point
+    point = module.point
     monkeypatch.setattr(os, "fsync", noted)
     monkeypatch.setattr(Path, "rename", after_its_parts(Path.rename))
     monkeypatch.setattr(Path, "replace", after_its_parts(Path.replace))
-    monkeypatch.setattr(module, "_point", pointed)
+    monkeypatch.setattr(module, "point", pointed)
     publish(tmp_path, 1, write())
     assert tmp_path.stat().st_ino in synced  # latest too
 

@@ -1,0 +1,100 @@
+"""`whet eval`, from its words to the table and the folder."""
+
+import json
+import sys
+
+import pytest
+
+from whet import evaluate
+from whet.cli import main
+from whet.data.order import hold_out
+from whet.evaluation.estimators import Estimate
+from whet.evaluation.table import show_table, text_table
+
+ROWS = [{"prompt": f"{i}+1=", "answer": str(i), "source": "ab"[i % 2]} for i in range(5)]
+
+
+@pytest.fixture
+def words(model_folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return ["eval", f"model={model_folder}", "data=d.jsonl", "reward=last_number", "max_tokens=6"]
+
+
+def test_the_table_is_printed_and_the_results_are_those_of_python(words, model_folder, tmp_path, capsys):
+    assert main([*words, "num_generations=4", "temperature=1.0", "seed=2", "out=e"]) == 0
+    found = evaluate(model_folder, "d.jsonl", "last_number", num_generations=4, temperature=1.0, seed=2, max_tokens=6)
+    assert capsys.readouterr().out == f"{found}\n"
+    written = json.loads((tmp_path / "e" / "results.json").read_text())
+    assert {**written, "seconds": 0} == {"format": 1, **found.plain(), "seconds": 0}
+    assert {p.name for p in (tmp_path / "e").iterdir()} == {
+        "completions", "config.yaml", "environment.json", "evaluation.json", "results.json"
+    }  # fmt: skip
+
+
+def test_what_it_wrote_repeats_it(words, tmp_path):
+    assert main([*words, "num_generations=2", "temperature=1.0", "out=e"]) == 0
+    assert main(["eval", "--config", "e/config.yaml", "out=f"]) == 0
+    first, second = (json.loads((tmp_path / n / "results.json").read_text()) for n in "ef")
+    assert {**first, "seconds": 0} == {**second, "seconds": 0}
+
+
+def test_without_out_a_folder_of_its_own_is_made_and_an_empty_one_is_not_left(words, tmp_path, capsys):
+    assert main(words) == 0
+    (made,) = (tmp_path / "evals").iterdir()
+    assert (made / "results.json").is_file()
+    assert main([*words, "reward=exact_macth"]) == 2 and "did you mean exact_match" in capsys.readouterr().err
+    assert list((tmp_path / "evals").iterdir()) == [made]
+
+
+def test_the_held_out_rows_of_a_run_are_evaluated_alone(words, tmp_path):
+    assert main([*words, "data.eval_fraction=0.4", "data.eval_fraction_seed=3", "out=e"]) == 0
+    import pandas
+
+    kept = pandas.read_parquet(tmp_path / "e" / "completions" / "eval-000000.parquet")
+    assert kept.prompt.tolist() == [row["prompt"] for row in hold_out(ROWS, 0.4, 3)[1]]
+
+
+def test_a_reward_of_the_users_file_and_its_errors(words, tmp_path, capsys):
+    (tmp_path / "r.py").write_text("def f(completions):\n    return [1 / 0 for _ in completions]\n")
+    assert main([*words[:3], "reward=r.py:f", "max_tokens=6", "out=e"]) == 2
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError" in err and "continue with resume=true out=e" in err
+    (tmp_path / "s.py").write_text("def f(completions):\n    return [0.0 for _ in completions]\n")
+    assert main([*words[:3], "reward=s.py:f", "max_tokens=6", "out=e", "resume=true"]) == 0
+    assert "5 of 5 prompts were completed before" in capsys.readouterr().err
+
+
+def test_print_config_and_help(words, capsys):
+    assert main([*words, "--print_config"]) == 0
+    assert "reward: last_number" in capsys.readouterr().out
+    main(["eval", "--help"])
+    said = capsys.readouterr().out
+    assert "  pass_threshold=null" in said and "num_generations = rollout.num_generations_eval" in said
+    main(["push", "--help"])
+    assert "  private=true  (bool)" in capsys.readouterr().out
+
+
+RESULTS = {
+    "reward": Estimate(0.5, 0.05, 4),
+    "rewards/f": Estimate(0.5, 0.05, 4),
+    "pass@1": Estimate(0.5, 0.05, 4),
+    "tokens": Estimate(12.25, float("nan"), 1),
+    "cut": Estimate(float("nan"), float("nan"), 0),
+}
+
+
+def test_the_table_in_plain_lines():
+    assert text_table(RESULTS, {"a": RESULTS, "b": RESULTS}).splitlines() == [
+        "source  prompts  reward     pass@1       tokens  cut",
+        "all     4        0.5 ±0.05  50.0 ±5.0 %  12.25   -",
+        "a       4        0.5 ±0.05  50.0 ±5.0 %  12.25   -",
+        "b       4        0.5 ±0.05  50.0 ±5.0 %  12.25   -",
+    ]
+
+
+def test_on_a_terminal_the_table_is_drawn_and_no_name_moves_the_cursor(monkeypatch, capsys):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    show_table(RESULTS, {"\x1b[2Ja": RESULTS, "[red]b": RESULTS})
+    out = capsys.readouterr().out
+    assert "50.0 ±5.0 %" in out and "[2Ja" in out and "[red]b" in out and "\x1b[2J" not in out

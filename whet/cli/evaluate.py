@@ -1,0 +1,41 @@
+"""`whet eval`: a model measured on a data set, shown as a table and written to a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from contextlib import suppress
+
+from whet.config.evaluate import EvalRunConfig, check_eval
+from whet.evaluation.evaluator import Evaluation, Evaluator
+from whet.evaluation.folder import new_folder
+from whet.evaluation.table import show_table
+
+__all__ = ["evaluate"]
+
+log = logging.getLogger("whet")
+
+
+def evaluate(config: EvalRunConfig) -> Evaluation:
+    """Evaluates a model, prints the table, and writes results.json and the completions to a folder.
+
+    Args: config: the whole configuration. Without `out` the folder is evals/<date>-<time>.
+    Raises: ConfigError: no model, data or reward; the folder holds something else.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    check_eval(config)
+    transformers_logging.disable_progress_bar()
+    made = new_folder("evals") if config.out is None else None
+    if made is not None:
+        config = dataclasses.replace(config, out=str(made))
+    try:
+        found = Evaluator(config).run("Evaluating")
+    except BaseException:
+        if made is not None:
+            with suppress(OSError):
+                made.rmdir()  # where nothing was written, only the name taken
+        raise
+    show_table(found.results, found.by_source)
+    log.info("%d prompts in %.0f s; results: %s", found.about["prompts"], found.about["seconds"], found.folder)
+    return found

@@ -1,0 +1,203 @@
+"""The forms that rows come in: what is a text, what a conversation, and which column holds it.
+
+A conversation is a list of messages with role and content, or with from and value (ShareGPT's form, whose names of
+roles are replaced), or such a list as JSON in a text, which is what a CSV file can hold.
+Left out on purpose: images, and guessing at names of columns beyond those listed here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from whet.errors import DataError, nearest, shown
+from whet.types import Message
+
+__all__ = ["conversation", "find_column", "message_of", "options_of", "refuse_images", "said_in", "text_of"]
+
+IMAGE_COLUMNS = ("image", "images")
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""ShareGPT's names of roles."""
+
+Said = str | list[Message]
+"""A text, or a conversation."""
+
+
+def find_column(row: Mapping[str, Any], names: Sequence[str], given: str | None, number: int, what: str) -> str | None:
+    """The column that holds something: the one that was named, else the first of the usual names that is there.
+
+    Args: row: column -> value. names: the usual ones. given: what the configuration names, or None. number: of the row.
+        what: the field that names it, for the message.
+    Returns: its name; None where none of the usual names is there, or it holds None.
+    Raises: DataError: the one that was named is not there.
+
+    >>> find_column({"question": "2+2="}, ("prompt", "question"), None, 0, "prompt_column")
+    'question'
+    """
+    if given is not None and given not in row:
+        names = [str(name) for name in row]
+        raise DataError(
+            f"row {number} has no column {given!r}, which {what} names{nearest(given, names)}; it has "
+            f"{', '.join(names)}"
+        )
+    return next((n for n in ((given,) if given else names) if row.get(n) is not None), None)
+
+
+def said_in(row: Mapping[str, Any], column: str, number: int) -> Said:
+    """What a column says: a text, or a conversation; the JSON of a list of messages is a conversation.
+
+    Raises: DataError: it holds neither.
+
+    >>> said_in({"prompt": '[{"from": "human", "value": "hi"}]'}, "prompt", 0)
+    [{'role': 'user', 'content': 'hi'}]
+    """
+    value = row[column]
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "surrogateescape")
+    if isinstance(value, str):
+        listed = _json_list(value)
+        return text_of(str(value), f"row {number}, column {column!r}") if listed is None else _turns(listed, number)
+    if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
+        raise DataError(
+            f"row {number}: column {column!r} holds {type(value).__name__} {shown(value)}; expected a text or a list "
+            "of messages"
+        )
+    return _turns(value, number)
+
+
+def conversation(row: Mapping[str, Any], column: str, number: int) -> list[Message]:
+    """A column's conversation. Raises DataError where it holds something else."""
+    said = said_in(row, column, number)
+    if isinstance(said, str):
+        raise DataError(
+            f"row {number}: column {column!r} holds the text {shown(said, 60)}; expected a list of messages, or its "
+            "JSON; name a column of plain text in text_column, or in prompt_column and response_column"
+        )
+    return said
+
+
+def options_of(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """A row's own arguments of the template: its columns tools and chat_template_kwargs, as they are or as JSON.
+
+    Raises: DataError: they are something else.
+
+    >>> options_of({"tools": '[{"name": "add"}]', "chat_template_kwargs": None}, 0)
+    {'tools': [{'name': 'add'}]}
+    """
+    made: dict[str, Any] = {}
+    for column, kind in (("tools", list), ("chat_template_kwargs", dict)):
+        value = row.get(column)
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except ValueError as error:
+                raise DataError(f"row {number}: column {column!r} is not JSON: {error}: {shown(value, 60)}") from error
+        value = value.tolist() if isinstance(value, np.ndarray) else value
+        if value is not None and not isinstance(value, kind):
+            raise DataError(
+                f"row {number}: column {column!r} holds {shown(value, 60)}; expected "
+                f"{'a list of functions as JSON schemas' if kind is list else 'a mapping'}, or its JSON"
+            )
+        if value:
+            made |= {"tools": without_none(value)} if kind is list else value
+    return made
+
+
+def refuse_images(row: Mapping[str, Any], number: int) -> None:
+    """Raises DataError for columns of images."""
+    for column in IMAGE_COLUMNS:
+        if column in row and row[column] is not None:
+            raise DataError(f"row {number} has an {column!r} column; whet trains on text alone, remove the column")
+
+
+def text_of(text: str, where: str) -> str:
+    """The text, if UTF-8 can hold it. Raises DataError where it can't."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{where}: {text[:40]!r} is not valid text ({error.reason}); repair the encoding") from error
+    return text
+
+
+def message_of(message: Any, place: int, number: int) -> Message:
+    """One message, checked; keys that a table filled with None are left out.
+
+    Args: message: with a role and a content. place: its, in the conversation. number: of the row.
+    Raises: DataError: it is no message, or has parts that are no text.
+    """
+    if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+        raise DataError(f"row {number}, message {place}: {shown(message)}; a message has a role and a content")
+    role, content = message["role"], message["content"]
+    if not isinstance(role, str) or not (isinstance(content, str | list | tuple) or "tool_calls" in message):
+        raise DataError(
+            f"row {number}, message {place}: role {shown(role)} with content {shown(content, 60)}; both are texts: "
+            "leave the message out, or give it a text"
+        )
+    parts = content if isinstance(content, list | tuple) else ()
+    for text in (content, *(p["text"] for p in parts if isinstance(p, Mapping) and isinstance(p.get("text"), str))):
+        if isinstance(text, str):
+            text_of(text, f"row {number}, message {place}")
+    kinds = {part["type"] for part in parts if isinstance(part, Mapping) and "type" in part}
+    if kinds - {"text"}:
+        raise DataError(
+            f"row {number}, message {place} has parts {', '.join(sorted(kinds))}; whet trains on text alone"
+        )
+    if wrong := [part for part in parts if not isinstance(part, str | Mapping)]:
+        raise DataError(f"row {number}, message {place} has the part {shown(wrong[0], 60)}; a part is a text")
+    made = {key: value for key, value in message.items() if value is not None or key == "content"}
+    return {**made, "tool_calls": without_none(made["tool_calls"])} if "tool_calls" in made else made
+
+
+def without_none(value: Any) -> Any:
+    """A value without the keys that a table filled with None, since all its rows have the same.
+
+    >>> without_none([{"name": "add", "arguments": {"a": 1, "city": None}}])
+    [{'name': 'add', 'arguments': {'a': 1}}]
+    """
+    if isinstance(value, Mapping):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    return [without_none(inner) for inner in value] if isinstance(value, list | tuple | np.ndarray) else value
+
+
+def _turns(messages: Iterable[Any], number: int) -> list[Message]:
+    return [message_of(_renamed(m, place, number), place, number) for place, m in enumerate(messages)]
+
+
+def _renamed(message: Any, place: int, number: int) -> Any:
+    """A message of ShareGPT's form in the usual one; any other as it is."""
+    if not isinstance(message, Mapping) or not {"from", "value"} <= message.keys() or "role" in message:
+        return message
+    if message["from"] not in ROLES:
+        raise DataError(
+            f"row {number}, message {place}: from {shown(message['from'], 40)} is no known role"
+            f"{nearest(str(message['from']), ROLES)}; known: {', '.join(sorted(ROLES))}"
+        )
+    rest = {key: value for key, value in message.items() if key not in ("from", "value")}
+    return {"role": ROLES[message["from"]], "content": message["value"], **rest}
+
+
+def _json_list(text: str) -> list[Any] | None:
+    """The list of messages that a text is the JSON of; None where it is another text."""
+    if not text.lstrip().startswith("[") or not text.rstrip().endswith("]"):
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    keys = ({"role", "content"}, {"from", "value"})
+    messages = [m for m in value if isinstance(m, dict) and any(k <= m.keys() for k in keys)]
+    return value if value and len(messages) == len(value) else None

@@ -1,0 +1,245 @@
+"""Whether a chat template shows what the messages say: it may not trim, rewrite or leave out.
+
+The template is run a second time with stand-ins for what is said. A stand-in that is missing was left out; and where
+the stand-ins, replaced by what they stand for, give another text, what was said was changed. Tags (<think>, </think>)
+and the white space beside them stay in a stand-in, since templates look for them.
+Left out on purpose: what a message is beside its words: names, ids, weights.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from whet.data.templates import ChatTemplate
+from whet.errors import DataError
+from whet.types import Message
+
+__all__ = ["Shown", "changed_words"]
+
+WORDS = ("content", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message that hold what is said."""
+TAG = re.compile("(<[^<>\n\ue000]{1,40}>)")
+STAND_IN = re.compile("\ue000([0-9]+)\ue001")
+MOST = 160
+"""Characters of each text in a message."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What a template made of the first messages. Example: Shown("<user>hi<end>", 1, {})."""
+
+    text: str
+    messages: int
+    """How many."""
+    options: Mapping[str, Any]
+    """What the template was given besides."""
+
+
+class _StandIns:
+    """What is said, and its stand-ins."""
+
+    def __init__(self) -> None:
+        self.words: list[str] = []
+        self.whose: list[int] = []
+        """The message of each."""
+        self.place = -1
+        self.escaped: set[int] = set()
+        """Those that a template may write as JSON does: of tools' calls and answers."""
+
+    def of_text(self, text: str, json_too: bool) -> str:
+        """A text of stand-ins: one for each stretch between tags, white space at the ends of the text included."""
+        pieces = TAG.split(text)
+        last = len(pieces) - 1
+        for place in range(0, last + 1, 2):
+            piece = pieces[place]
+            inside = piece.strip()
+            at_end = place in (0, last)
+            start = len(piece) - len(piece.lstrip()) if place > 0 and (inside or not at_end) else 0
+            end = len(piece.rstrip()) if place < last and (inside or not at_end) else len(piece)
+            if start < end:
+                pieces[place] = piece[:start] + self._one(piece[start:end], json_too) + piece[end:]
+        made = "".join(pieces)
+        return self._one(text, json_too) if text and made == text else made  # nothing but tags
+
+    def _one(self, words: str, json_too: bool) -> str:
+        self.words.append(words)
+        self.whose.append(self.place)
+        if json_too:
+            self.escaped.add(len(self.words) - 1)
+        return f"\ue000{len(self.words) - 1}\ue001"
+
+    def message(self, message: Message) -> Message:
+        """The next message, with stand-ins."""
+        self.place += 1
+        made = dict(message)
+        tool = message["role"] in ("tool", "ipython", "function")
+        for key in WORDS:
+            value = message.get(key)
+            if isinstance(value, str):
+                made[key] = self.of_text(value, tool)
+            elif isinstance(value, list | tuple):
+                made[key] = [self._part(part, tool) for part in value]
+        if message.get("tool_calls"):
+            made["tool_calls"] = [self._call(call) for call in message["tool_calls"]]
+        return made
+
+    def _part(self, part: Any, tool: bool) -> Any:
+        if isinstance(part, str):
+            return self.of_text(part, tool)
+        return {k: self.of_text(v, tool) if k == "text" and isinstance(v, str) else v for k, v in part.items()}
+
+    def _call(self, call: Any) -> Any:
+        """A call with stand-ins for the function's name and the texts of its arguments."""
+        if not isinstance(call, Mapping):
+            return call
+        if isinstance(call.get("function"), Mapping):
+            return {**call, "function": self._call(call["function"])}
+        return {k: self._leaves(v) if k in ("name", "arguments") else v for k, v in call.items()}
+
+    def _leaves(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self.of_text(value, True)
+        if isinstance(value, Mapping):
+            return {k: self._leaves(v) for k, v in value.items()}
+        return [self._leaves(v) for v in value] if isinstance(value, list | tuple) else value
+
+    def shows(self, stood: str, text: str) -> bool:
+        """Whether the text is the one of stand-ins, with what they stand for."""
+        if STAND_IN.sub(lambda found: self.words[int(found[1])], stood) == text:
+            return True
+        pieces = STAND_IN.split(stood)
+        pattern = [re.escape(p) if place % 2 == 0 else self.either(int(p)) for place, p in enumerate(pieces)]
+        return bool(self.escaped) and re.fullmatch("".join(pattern), text) is not None
+
+    def either(self, number: int) -> str:
+        """The pattern of how a stand-in's words may stand in a text."""
+        words = self.words[number]
+        ways = [words, json.dumps(words, ensure_ascii=False)[1:-1], json.dumps(words)[1:-1]]
+        known = dict.fromkeys(ways if number in self.escaped else ways[:1])
+        return f"(?:{'|'.join(re.escape(way) for way in known)})"
+
+
+def changed_words(template: ChatTemplate, messages: Sequence[Message], shown: Sequence[Shown], row: int = 0) -> str:
+    """What is wrong where a template changes or leaves out what messages say: both texts; "" where it does not.
+
+    Args:
+        template: made the texts.
+        messages: a conversation.
+        shown: what the template made of it; what a message says has to stand in one of them.
+        row: for the message of an error.
+    Raises: DataError: the template prints a list or a mapping as Python would.
+    """
+    stands = _StandIns()
+    most = max(s.messages for s in shown)
+    said = [stands.message(m) for m in messages[:most]]
+    stood = [template.text(said[: s.messages], row=row, **s.options) for s in shown]
+    missing = dict(enumerate(_said_texts(m) for m in said))
+    for one, text in zip(shown, stood, strict=True):
+        _refuse_python(messages[: one.messages], one, row)
+        for place in list(missing):
+            missing[place] = [words for words in missing[place] if words not in text]
+    for place, words in missing.items():
+        if words:
+            where = next(s for s in shown if s.messages > place)
+            given = STAND_IN.sub(lambda found: stands.words[int(found[1])], words[0])
+            return _both(place, str(messages[place]["role"]), given, _turn(messages, place, where.text))
+    for one, text in zip(shown, stood, strict=True):
+        if not stands.shows(text, one.text) and not _says_all(template, messages, one, row):
+            return _first_change(messages, stands, text, one.text)
+    return ""
+
+
+def _said_texts(message: Message) -> list[str]:
+    """All that a message says, as its texts."""
+    found: list[str] = []
+
+    def walk(value: Any) -> None:
+        if isinstance(value, str):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            for inner in value.values():
+                walk(inner)
+        elif isinstance(value, list | tuple):
+            for inner in value:
+                walk(inner)
+
+    for key in (*WORDS, "tool_calls"):
+        walk(message.get(key))
+    return [text for text in found if STAND_IN.search(text)]
+
+
+def _says_all(template: ChatTemplate, messages: Sequence[Message], shown: Shown, row: int) -> bool:
+    """Whether all that is said stands in a text, where the template writes other things for other words.
+
+    White space at the ends counts as said if it makes a difference.
+    """
+    for place, message in enumerate(messages[: shown.messages]):
+        content = message.get("content")
+        if not isinstance(content, str) or "tool_calls" in message or content not in shown.text:
+            return False
+        if content != content.strip():
+            bare = [*messages[:place], {**message, "content": content.strip()}, *messages[place + 1 : shown.messages]]
+            if template.text(bare, row=row, **shown.options) == shown.text:
+                return False
+    return True
+
+
+def _first_change(messages: Sequence[Message], stands: _StandIns, stood: str, text: str) -> str:
+    """Names the first message whose words stand otherwise in the text, with both."""
+    at, pieces, number = 0, STAND_IN.split(stood), 0
+    for place in range(0, len(pieces) - 2, 2):
+        number, after = int(pieces[place + 1]), pieces[place + 2]
+        at += len(pieces[place])
+        found = re.compile(stands.either(number) + re.escape(after)).match(text, at)
+        if found is None:
+            break
+        at = found.end() - len(after)
+    place, after = stands.whose[number], pieces[2 * pieces[1::2].index(str(number)) + 2]
+    end = text.find(after, at) if after else len(text)
+    made = text[at : end if end > at else len(text)]
+    return _both(place, str(messages[place]["role"]), stands.words[number], made)
+
+
+def _turn(messages: Sequence[Message], place: int, text: str) -> str:
+    """What a text goes on with after the message before one."""
+    before = messages[place - 1].get("content") if place else None
+    at = text.find(before) if isinstance(before, str) else -1
+    return text[at + len(str(before)) :] if at >= 0 else text
+
+
+def _both(place: int, role: str, given: str, made: str) -> str:
+    return f"message {place} ({role}) says {_cut(given, made)!r}, and the chat template shows {_cut(made, given)!r}"
+
+
+def _cut(text: str, other: str) -> str:
+    """The part of a text where it begins to differ from another."""
+    if len(text) <= MOST:
+        return text
+    same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
+    start = max(0, min(same - MOST // 2, len(text) - MOST))
+    return ("..." if start else "") + text[start : start + MOST] + ("..." if start + MOST < len(text) else "")
+
+
+def _refuse_python(messages: Sequence[Message], shown: Shown, row: int) -> None:
+    """Raises DataError where a list or a mapping stands in the text as Python prints it."""
+    values: list[Any] = [m.get(key) for m in messages for key in (*WORDS, "tool_calls")]
+    for value in (node for v in (*values, shown.options.get("tools")) for node in _nodes(v)):
+        printed = repr(value)
+        if printed in shown.text and printed not in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
+            raise DataError(
+                f"row {row}: the chat template prints {printed[:MOST]} as Python does; it can't take such a part: give "
+                "the text itself, or take a template that knows it"
+            )
+
+
+def _nodes(value: Any) -> list[Any]:
+    """The lists and mappings in a value that are not empty, the outer ones first."""
+    if isinstance(value, Mapping):
+        return [dict(value), *(n for inner in value.values() for n in _nodes(inner))] if value else []
+    if isinstance(value, list | tuple):
+        return [list(value), *(n for inner in value for n in _nodes(inner))] if value else []
+    return []

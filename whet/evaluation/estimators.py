@@ -1,0 +1,134 @@
+"""Estimates from several completions of each prompt: pass@k, majority@k, their means and standard errors.
+
+Pure numbers, so that a run's evaluation and `whet eval` mean the same by a name. Left out on purpose: confidence
+intervals, which are the reader's choice from value and standard error.
+Dim letters: n completions of a prompt, P prompts.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from whet.errors import ConfigError
+
+__all__ = ["Estimate", "estimate", "majority_at_k", "pass_at_k", "settled_ks"]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over prompts.
+
+    >>> Estimate(0.5, 0.1, 4)
+    Estimate(value=0.5, se=0.1, prompts=4)
+    """
+
+    value: float
+    """The mean; NaN where no prompt counts."""
+    se: float
+    """Its standard error; NaN for fewer than two prompts."""
+    prompts: int
+    """How many it is over."""
+
+
+def estimate(values: Sequence[float] | np.ndarray) -> Estimate:
+    """The mean over prompts and its standard error: m = Σx / P, se = sqrt(Σ(x - m)² / (P - 1) / P).
+
+    A prompt is one draw, however many completions it has, since completions of a prompt are alike: the standard error
+    has both sources of noise, the choice of prompts and the sampling.
+
+    Args: values [P]: a number for each prompt; NaN = it does not count.
+    Source: Miller 2024, Adding Error Bars to Evals (arXiv 2411.00640), equation 1, clustered by prompt.
+
+    >>> found = estimate([1.0, 0.0, 1.0, 0.0, float("nan")])
+    >>> found.value, round(found.se, 4), found.prompts
+    (0.5, 0.2887, 4)
+    """
+    known = np.asarray(values, np.float64)
+    known = known[~np.isnan(known)]
+    count = len(known)
+    if count == 0:
+        return Estimate(math.nan, math.nan, 0)
+    se = math.nan if count == 1 else float(known.std(ddof=1) / math.sqrt(count))
+    return Estimate(float(known.mean()), se, count)
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """The chance that at least one of k completions passes, without bias, from n of which c pass.
+
+    1 - C(n - c, k) / C(n, k) = 1 - Π_{j<k} (n - c - j) / (n - j), in integers, and one division at the end.
+
+    Args: n: completions of a prompt. c: those of them that pass. k: 1 to n.
+    Raises: ConfigError: k or c is out of range.
+    Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code (arXiv 2107.03374), equation 1; their
+        code multiplies floats.
+
+    >>> pass_at_k(4, 1, 2), pass_at_k(4, 3, 2), pass_at_k(4, 0, 4)
+    (0.5, 1.0, 0.0)
+    """
+    if not (1 <= k <= n and 0 <= c <= n):
+        raise ConfigError(f"pass@{k} of {n} completions, {c} of which pass, is not defined; it needs 1 <= k <= n")
+    if c == 0:
+        return 0.0
+    none, all_ = 1, 1
+    for j in range(k):
+        none *= max(0, n - c - j)
+        all_ *= n - j
+    return (all_ - none) / all_
+
+
+def majority_at_k(answers: Sequence[Hashable | None], passed: Sequence[float], k: int) -> float:
+    """How often the answer that most of k completions give is right.
+
+    The n completions, in the order of their generation, are n // k groups of k, which share none; the rest is left out.
+    In a group the answer with the most votes counts with the mean of `passed` over those that gave it. Of answers with
+    equally many votes each counts alike: what a random choice among them would give on average. No answer (None) is no
+    vote, and a group without any vote counts 0.
+
+    Args: answers [n]: what each completion answers; None = nothing. passed [n]: 1 or 0. k: 1 to n.
+    Returns: the mean over the groups, in [0, 1].
+    Raises: ConfigError: k is out of range.
+    Source: majority voting of Wang et al. 2022, Self-Consistency (arXiv 2203.11171); the rule for ties is whet's.
+
+    >>> majority_at_k(["4", "4", "5", None], [1, 1, 0, 0], 4), majority_at_k(["4", "5"], [1, 0], 2)
+    (1.0, 0.5)
+    """
+    n = len(answers)
+    if not 1 <= k <= n:
+        raise ConfigError(f"majority@{k} of {n} completions is not defined; it needs 1 <= k <= n")
+    groups = [slice(first, first + k) for first in range(0, n - k + 1, k)]
+    return sum(_voted(answers[group], passed[group]) for group in groups) / len(groups)
+
+
+def _voted(answers: Sequence[Hashable | None], passed: Sequence[float]) -> float:
+    """What the winning answer of one group is worth, on average over the winners."""
+    votes = Counter(a for a in answers if a is not None)
+    if not votes:
+        return 0.0
+    most = max(votes.values())
+    worth = {a: sum(p for b, p in zip(answers, passed, strict=True) if b == a) / most for a in votes}
+    winners = [worth[a] for a, count in votes.items() if count == most]
+    return sum(winners) / len(winners)
+
+
+def settled_ks(given: Sequence[int] | None, n: int) -> tuple[int, ...]:
+    """The k of pass@k and majority@k: those given, or the powers of two up to n, and n.
+
+    Args: given: None = by default. n: completions of each prompt.
+    Raises: ConfigError: one is greater than n.
+
+    >>> settled_ks(None, 1), settled_ks(None, 8), settled_ks(None, 6), settled_ks([5, 1], 6)
+    ((1,), (1, 2, 4, 8), (1, 2, 4, 6), (1, 5))
+    """
+    if given is None:
+        return tuple(sorted({n, *(2**i for i in range(n.bit_length()))}))
+    if max(given) > n:
+        raise ConfigError(
+            f"k={max(given)} needs as many completions of each prompt, and there are {n}; raise num_generations "
+            "(rollout.num_generations_eval) to it"
+        )
+    return tuple(sorted(set(given)))

@@ -1,0 +1,393 @@
+"""Evaluator: completes the prompts of a data set, judges them, and measures.
+
+The draws have addresses, (seed, place of the prompt, generation), so that neither the number of prompts that are
+completed together nor a resume changes one. It completes by Sampler and judges by RewardManager, as a run does.
+Read `run`, then what you came for.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from whet._version import __version__
+from whet.config import Mode, check, dump_tree
+from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
+from whet.config.loader import merged
+from whet.data.order import digests, hold_out
+from whet.data.reading import each
+from whet.data.sources import load_rows
+from whet.errors import ConfigError, DataError, lookup_error, nearest
+from whet.evaluation.columns import columns_of
+from whet.evaluation.estimators import Estimate, settled_ks
+from whet.evaluation.folder import EvalFolder, Part
+from whet.evaluation.judges import judged_by, reward_manager
+from whet.evaluation.measures import Answered, answer_reader, answered, measure, passes
+from whet.evaluation.table import text_table
+from whet.observe.files import finite
+from whet.observe.progress import Progress
+from whet.parallel.comm import require_single_process
+from whet.rewards.manager import Rewarded
+from whet.rollout.build import sampling_of
+from whet.rollout.sampler import Sampler
+from whet.run.provenance import weights_digest
+from whet.types import Prompt
+
+__all__ = ["Evaluation", "Evaluator", "evaluate"]
+
+log = logging.getLogger("whet")
+
+SOURCES = ("source", "data_source")
+"""Columns by which results are broken down where no other is named."""
+MOST_SOURCES = 64
+"""Such a column with more values than this is no source, but a name of each row."""
+_OF_ENGINE = ("eval", "kv_cache_size", "kv_cache_tokens", "max_batch_size", "native_kernels", "sglang", "vllm")
+"""Fields of the rollout section that may differ in a resumed evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Evaluation:
+    """What an evaluation found.
+
+    Example: evaluation["pass@8"].value, evaluation.by_source["gsm8k"]["pass@1"].se, print(evaluation).
+    """
+
+    results: Mapping[str, Estimate]
+    """Over all prompts, by name; see measures.measure."""
+    by_source: Mapping[str, Mapping[str, Estimate]] = field(default_factory=dict)
+    """The same of the prompts of each source, in the order of their names."""
+    about: Mapping[str, Any] = field(default_factory=dict)
+    """What was evaluated, and how: plain values."""
+    folder: Path | None = None
+    """Where it is written; None = nowhere."""
+
+    def __getitem__(self, name: str) -> Estimate:
+        """A number over all prompts. Raises ConfigError for one that there is not, with the nearest."""
+        if name not in self.results:
+            raise lookup_error("result", name, self.results)
+        return self.results[name]
+
+    def plain(self) -> dict[str, Any]:
+        """All of it as plain values, as results.json has them; NaN becomes None."""
+        return {
+            **self.about,
+            "results": _plain(self.results),
+            "by_source": {source: _plain(found) for source, found in self.by_source.items()},
+        }
+
+    def __str__(self) -> str:
+        return text_table(self.results, self.by_source)
+
+
+def _plain(found: Mapping[str, Estimate]) -> dict[str, Any]:
+    return {n: {"value": finite(e.value), "se": finite(e.se), "prompts": e.prompts} for n, e in found.items()}
+
+
+def evaluate(
+    model: Any = None, data: Any = None, reward: Any = None, *, tokenizer: Any = None, **keys: Any
+) -> Evaluation:
+    """Evaluates a model on a data set, as `whet eval` does.
+
+    Args:
+        model: a folder (of a model, a run, a checkpoint), a hub name, or a module with `tokenizer`.
+        data: rows, or what data.path takes.
+        reward: a reward function, a name, or a list of either; or name -> weight.
+        tokenizer: None = the model's.
+        keys: further keys of EvalRunConfig: num_generations, temperature, max_tokens, seed, k, limit, out, answer_fn,
+            ..., and whole sections as mappings: rollout={"top_p": 0.95}.
+    Returns: the numbers, and where they are written (only with out=).
+    Raises: ConfigError, DataError, RewardError: as the command does. With out= what was drawn by then is kept.
+
+    >>> from whet.demo import small_model
+    >>> rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}]
+    >>> sampled = {"num_generations": 2, "temperature": 1.0, "max_tokens": 4}
+    >>> found = evaluate(small_model(seed=0), rows, "exact_match", tokenizer="byte", **sampled)
+    >>> sorted(found.results)
+    ['cut', 'majority@2', 'pass@1', 'pass@2', 'reward', 'rewards/exact_match', 'tokens']
+    """
+    objects: dict[str, Any] = {}
+    tree: dict[str, Any] = {}
+    for key, value in keys.items():
+        node = value
+        for part in reversed(EVAL_SHORT.get(key, key).split(".")):
+            node = {part: node}
+        if twice := _twice(tree, node):
+            raise ConfigError(f"{twice} is given twice, the second time as {key}; give it once")
+        tree = merged(tree, node)
+    named = {"model": model, "tokenizer": tokenizer, "data": data, "reward": reward}
+    for name, value in named.items():
+        plain = isinstance(value, str | Path) or (name == "reward" and _is_named(value))
+        if value is not None and not plain:
+            objects[name] = value
+        elif value is not None and name == "data":
+            tree["data"] = {**tree.get("data", {}), "path": str(value)}
+        elif value is not None:
+            tree[name] = str(value) if isinstance(value, Path) else value
+    return Evaluator(check(EvalRunConfig, tree, short=EVAL_SHORT), **objects).run()
+
+
+def _twice(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """A key that both of two nested mappings have a value of; "" = none.
+
+    >>> _twice({"rollout": {"top_p": 1.0}}, {"rollout": {"top_k": 2}}), _twice({"a": {"b": 1}}, {"a": {"b": 1}})
+    ('', 'a.b')
+    """
+    for key in a.keys() & b.keys():
+        if not isinstance(a[key], Mapping) or not isinstance(b[key], Mapping):
+            return key
+        if inside := _twice(a[key], b[key]):
+            return f"{key}.{inside}"
+    return ""
+
+
+def _is_named(reward: Any) -> bool:
+    """Whether rewards are given by their names alone, as a configuration holds them."""
+    return isinstance(reward, str | dict) or (isinstance(reward, list) and all(isinstance(r, str) for r in reward))
+
+
+class Evaluator:
+    """Evaluates a model on a data set.
+
+    Args:
+        config: everything that has a key.
+        model, tokenizer, data, reward: objects from Python in place of config.model, config.tokenizer, config.data.path
+            and config.reward; None = the configuration's.
+    Raises: ConfigError: no model, data or reward.
+    """
+
+    def __init__(
+        self, config: EvalRunConfig, *, model: Any = None, tokenizer: Any = None, data: Any = None, reward: Any = None
+    ) -> None:
+        require_single_process()
+        self.config = config
+        self.model: Any = config.model if model is None else model
+        self.tokenizer = config.tokenizer if tokenizer is None else tokenizer
+        self.data = config.data.path if data is None else data
+        self.reward = reward
+        given = {
+            "model": self.model,
+            "data": self.data,
+            "reward": reward if reward is not None else config.reward_names,
+        }
+        if missing := [name for name, value in given.items() if value is None or value == ()]:
+            raise ConfigError(
+                f"an evaluation needs {' and '.join(missing)}; give {'it' if len(missing) == 1 else 'them'}"
+            )
+
+    def run(self, description: str | None = None) -> Evaluation:
+        """Completes, judges and measures.
+
+        Args: description: words before a progress bar; None = no bar.
+        Returns: the numbers, which are written too where there is a folder.
+        Raises: DataError: a prompt that can't fit. RewardError: a reward function failed; what was drawn is kept.
+        """
+        c, started = self.config, time.monotonic()
+        folder = None if c.out is None else EvalFolder(c.out, resume=c.resume)
+        try:
+            with self._sampler() as sampler:
+                work = _Work(self, sampler, folder)
+                with Progress(len(work.prompts), description=description) as progress:
+                    found = [one for part in work.parts() for one in work.judged(part, progress)]
+            evaluation = work.measured(found, time.monotonic() - started)
+            if folder is not None:
+                folder.write_results(evaluation.plain())
+        except (Exception, KeyboardInterrupt) as error:
+            if folder is not None and not isinstance(error, ConfigError) and any(folder.completions.glob("*")):
+                log.warning("what was completed is kept in %s; continue with resume=true out=%s", folder.path, c.out)
+            raise
+        finally:
+            if folder is not None:
+                folder.close()
+        return evaluation
+
+    def _sampler(self) -> Sampler:
+        c = self.config
+        return Sampler(
+            self.model,
+            self.tokenizer,
+            rollout_engine=c.rollout_engine,
+            dtype=c.dtype,
+            device=c.device,
+            chat_template_kwargs=c.sampling.chat_template_kwargs,
+            rollout_config=c.sampling,
+        )
+
+
+class _Work:
+    """One evaluation under way: the prompts, who judges them, and what is kept."""
+
+    def __init__(self, evaluator: Evaluator, sampler: Sampler, folder: EvalFolder | None) -> None:
+        self.config, self.sampler, self.folder = evaluator.config, sampler, folder
+        c = self.config.sampling
+        self.name = sampler.loaded.name
+        self.begun, self.tokens = time.monotonic(), 0
+        self.prompts, self.dropped = self._encoded(evaluator.data)
+        self.source_column = self._source_column()
+        self.manager = reward_manager(self.config, sampler, evaluator.reward)
+        self.manager.check(list(dict.fromkeys(name for p in self.prompts for name in p.columns)))
+        fns = self.manager.fns  # the one that says what passes says what is right
+        deciding = [fns[self.config.pass_reward]] if self.config.pass_reward in fns else list(fns.values())
+        self.read, self.votes_on = answer_reader(self.config.answer_fn, deciding)
+        self.generations = c.num_generations_eval or 1
+        self.ks = settled_ks(self.config.k, self.generations)
+        self.seed = self.config.seed if c.seed is None else c.seed
+        log.info("%s: %d prompts, %d completions of each", self.name, len(self.prompts), self.generations)
+        sampling = sampling_of(c, sampler.eos_ids, sampler.tokenizer)
+        self.sampling = sampler.fitted(sampling, self.prompts, given=False)
+        if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
+            log.warning(
+                "%d of %d prompts leave less than max_tokens_to_generate=%d of the %s tokens of the context; their "
+                "completions end there",
+                short,
+                len(self.prompts),
+                c.max_tokens_to_generate,
+                sampler.longest,
+            )
+
+    def _encoded(self, data: Any) -> tuple[list[Prompt], int]:
+        """The prompts, and how many were left out as too long."""
+        c, rollout = self.config.data, self.config.sampling
+        rows = load_rows(data, split=c.split, subset=c.subset, limit=c.limit)
+        if c.eval_fraction:
+            _, rows = hold_out(rows, c.eval_fraction, c.eval_fraction_seed)
+        encode = self.sampler.encoder(
+            prompt_column=c.prompt_column,
+            apply_chat_template=c.apply_chat_template,
+            system_prompt=c.system_prompt,
+            on_template_change=c.on_template_change,
+            max_prompt_length=rollout.max_prompt_length,
+            on_long_prompt=rollout.on_long_prompt,
+        )
+        named = data if isinstance(data, str | Path) else "the data"
+        prompts = [p for i, row in enumerate(each(rows, str(named))) if (p := encode(row, i)) is not None]
+        dropped, cut = encode.counts["dropped"], encode.counts["truncated"]
+        if not prompts:
+            raise DataError(f"all {dropped} prompts are over max_prompt_length={rollout.max_prompt_length}; raise it")
+        if dropped or cut:
+            log.warning("over max_prompt_length: %d prompts left out, %d cut", dropped, cut)
+        return prompts, dropped
+
+    def _source_column(self) -> str | None:
+        """The column by which results are broken down. Raises DataError where one that is named is not there."""
+        columns = {name for p in self.prompts for name in p.columns}
+        named = self.config.data.source_column
+        if named is not None and named not in columns:
+            raise DataError(
+                f"source_column={named!r} is not among the columns {sorted(columns)}{nearest(named, columns)}"
+            )
+        found = next((name for name in SOURCES if name in columns), None) if named is None else named
+        if named is None and found is not None:
+            count = len({str(p.columns.get(found)) for p in self.prompts})
+            if count > MOST_SOURCES:
+                log.info("column %s has %d values: no breakdown; ask for it with data.source_column", found, count)
+                return None
+        return found
+
+    def parts(self) -> Iterator[Part]:
+        """All prompts with their completions, a part at a time: first what is there, then what is drawn now."""
+        done = 0
+        for part in [] if self.folder is None else self.folder.begin(self.config, *self._identity(), self.prompts):
+            done = part.first + len(part.groups)
+            yield part
+        if done:
+            log.info("%d of %d prompts were completed before", done, len(self.prompts))
+        size = self.config.data.batch_size
+        for first in range(done, len(self.prompts), size):
+            part = slice(first, first + size)
+            groups = self.sampler.sample(
+                self.prompts[part], self.sampling[part], num_generations=self.generations, seed=self.seed, first=first
+            )
+            made = Part(first=first, groups=groups, judged=False)
+            self._keep(made, self._texts(made), None)
+            yield made
+
+    def judged(self, part: Part, progress: Progress) -> list[Answered]:
+        """A part with its rewards: those that it has, or what the functions say now."""
+        texts = self._texts(part)
+        if part.judged:
+            rewarded = self.manager.taken_over(part.groups, texts, mode=Mode.EVAL)
+        else:
+            rewarded = self.manager(part.groups, texts, mode=Mode.EVAL)
+            self._keep(part, texts, rewarded)
+        found = answered(rewarded, source_column=self.source_column, read=self.read)
+        self.tokens += sum(int(one.lengths.sum()) for one in found)
+        reward = measure(found, None, ())["reward"].value
+        speed = self.tokens / max(time.monotonic() - self.begun, 1e-9)
+        progress.update(part.first + len(part.groups), value=reward, tokens_per_s=speed)
+        return found
+
+    def _texts(self, part: Part) -> list[list[str]]:
+        return [[self.sampler.decode(c.tokens) for c in g.completions] for g in part.groups]
+
+    def _keep(self, part: Part, texts: Sequence[Sequence[str]], rewarded: Rewarded | None) -> None:
+        """Writes a part; without rewards where it is not judged yet."""
+        if self.folder is None:
+            return
+        count = sum(len(g.completions) for g in part.groups)
+        totals = [None] * count if rewarded is None else rewarded.total.tolist()
+        columns = columns_of(part.groups, texts, totals)
+        self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
+
+    def _identity(self) -> tuple[dict[str, Any], str]:
+        """What the completions depend on, and who judges them."""
+        module, (prompts, columns) = self.sampler.loaded.module, digests(self.prompts)
+        sampling = {n: v for n, v in dump_tree(self.config.sampling).items() if n not in _OF_ENGINE}
+        draws = {
+            "weights": weights_digest(module),
+            "dtype": str(module.dtype),
+            "prompts": [len(self.prompts), prompts],
+            "num_generations": self.generations,
+            "seed": self.seed,
+            "sampling": sampling,
+            "rollout_engine": dump_tree(self.config.rollout_engine),
+        }
+        return draws, judged_by(self.manager, [columns])
+
+    def measured(self, found: Sequence[Answered], seconds: float) -> Evaluation:
+        """The numbers of all prompts, and of each source."""
+        c = self.config
+        passed = passes(found, c.pass_reward, c.pass_threshold)
+        if passed is None:
+            log.info(
+                "no pass@k: rewards are not all 0 or 1; set pass_threshold, the least reward of a right completion"
+            )
+        by_source = {}
+        for source in sorted({one.source for one in found if one.source is not None}):
+            mine = [i for i, one in enumerate(found) if one.source == source]
+            own = None if passed is None else [passed[i] for i in mine]
+            by_source[source] = measure([found[i] for i in mine], own, self.ks)
+        sampling = c.sampling
+        about = {
+            "whet": __version__,
+            "model": self.name,
+            "data": {n: getattr(c.data, n) for n in ("path", "subset", "split", "limit")},
+            "prompts": len(found),
+            "prompts_left_out": self.dropped,
+            "completions_without_reward": sum(int(np.isnan(one.totals).sum()) for one in found),
+            "sampling": {
+                "num_generations": self.generations,
+                "seed": self.seed,
+                **{
+                    n: getattr(sampling, n)
+                    for n in ("temperature", "top_p", "top_k", "min_p", "max_tokens_to_generate")
+                },
+            },
+            "rewards": dict(self.manager.weights),
+            "passes": None
+            if passed is None
+            else {
+                "reward": c.pass_reward or "total",
+                "at_least": 1.0 if c.pass_threshold is None else c.pass_threshold,
+            },
+            "majority_of": self.votes_on,
+            "source_column": self.source_column,
+            "seconds": round(seconds, 1),
+        }
+        folder = None if self.folder is None else self.folder.path
+        return Evaluation(results=measure(found, passed, self.ks), by_source=by_source, about=about, folder=folder)
