@@ -2,5 +2,14 @@
 
 from whet.trl.grpo_config import GRPOConfig
 from whet.trl.grpo_trainer import GRPOTrainer
+from whet.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "ModelConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "get_peft_config",
+    "get_quantization_config",
+]

@@ -62,6 +62,8 @@ class GRPOTrainer(Trainer):
     Raises: ConfigError: what is not there, by name; TRL's rules of batches, with the nearest settings that work.
     """
 
+    METHOD = "GRPO"
+
     def __init__(
         self,
         model: str | nn.Module,

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, enable_full_determinism, set_seed
@@ -32,6 +32,7 @@ from whet.config import Role
 from whet.errors import ConfigError
 from whet.parallel import load_state
 from whet.train.checkpoints import Checkpoints
+from whet.trl.card import card
 from whet.trl.checkpoints import best_weights, checkpoint_at, linked, new_root, rotated, to_resume
 from whet.trl.completions import Completions
 from whet.trl.learner import TRLLearner
@@ -66,6 +67,8 @@ _NOT_CALLED = {
 class Trainer:
     """The base of the fronts. Args: args: the configuration. callbacks: of transformers, classes or instances."""
 
+    METHOD: ClassVar[str] = ""
+    """What trains, for a card."""
     cluster: RLCluster
     learner: TRLLearner
 
@@ -264,6 +267,25 @@ class Trainer:
         """Writes trainer_state.json into output_dir."""
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Writes README.md into output_dir. Args: the model's name, its data set's on the hub, tags for it."""
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        base = self.model.name_or_path or None
+        own = [tags] if isinstance(tags, str) else list(tags or ())
+        (folder / "README.md").write_text(card(model_name or folder.resolve().name, self.METHOD, base, dataset_name, own))
+
+    def push_to_hub(self, commit_message: str | None = None, **kwargs: Any) -> None:
+        """Raises ConfigError: nothing is sent from here."""
+        raise ConfigError(
+            "push_to_hub is not there yet; save_model() writes what `hf upload <name> <folder>` sends to the hub"
+        )
 
     def save_weights(self) -> None:
         """A checkpoint that holds the weights alone."""

@@ -211,6 +211,8 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
 def role(args: Any, model: str) -> RoleConfig:
     """The section of a model that is given by name or folder."""
     taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache"}
+    if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
+        taken.add("revision")
     if others := sorted(set(args.model_init_kwargs or {}) - taken):
         raise ConfigError(
             f"model_init_kwargs: {others[0]!r} is not taken; load the model by from_pretrained with it, and give the "

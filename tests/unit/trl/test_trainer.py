@@ -413,3 +413,11 @@ def test_what_a_script_reads_of_the_trainer(tmp_path):
     assert made.ref_model is None
     assert made.processing_class is made.tokenizer
     assert made.args.device == made.accelerator.device
+
+
+def test_a_card_and_what_can_t_be_sent(tmp_path):
+    made = trainer(tmp_path)
+    made.create_model_card("mine", "org/data", "sums")
+    assert "# mine" in (tmp_path / "README.md").read_text()
+    with pytest.raises(ConfigError, match="hf upload"):
+        made.push_to_hub()
