@@ -13,7 +13,6 @@ from helpers import END, PAD, length_reward, random_batch, rows, tiny_model
 from transformers import TrainerCallback
 
 import whet.trl
-
 from whet.data.tokenizer import byte_tokenizer
 from whet.learners.control import Control
 from whet.learners.objective import make_objective
@@ -177,7 +176,6 @@ def test_the_importance_sampling_for_vllm(mode, monkeypatch):
     kwargs = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.3}
     own = {**kwargs, "vllm_importance_sampling_mode": mode.replace("sequence", "sequence_sum")}
     same(ours(GRPOConfig(**{**BOTH, **own}), batch, given, monkeypatch), theirs(kwargs, batch, given))
-
 
 
 # ---- a training in both --------------------------------------------------------------------------------------------

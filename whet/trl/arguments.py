@@ -14,7 +14,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import SchedulerType
@@ -48,6 +48,10 @@ class Arguments:
     TABLE: ClassVar[Table] = {}
     OLD: ClassVar[Table] = {}
     COMPAT: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+
+    if TYPE_CHECKING:  # the fields are made of the tables
+
+        def __getattr__(self, name: str) -> Any: ...
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         """Args: output_dir: where checkpoints go. given: the other fields, by name.
@@ -160,7 +164,7 @@ class Arguments:
                 f"{self.eval_steps}; set save_steps={self.eval_steps}"
             )
 
-    # ---- what callbacks and scripts ask of TrainingArguments ----------------------------------------------------------
+    # ---- what callbacks and scripts ask of TrainingArguments --------------------------------------------------------
 
     @property
     def device(self) -> torch.device:

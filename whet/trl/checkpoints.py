@@ -11,6 +11,7 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 from whet.errors import CheckpointError
 
@@ -62,7 +63,7 @@ def rotated(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
         shutil.rmtree(folder)
 
 
-def to_resume(output_dir: str, asked: bool | str) -> Path:
+def to_resume(output_dir: str, asked: str | Literal[True]) -> Path:
     """What a run resumes from. Args: asked: True = the newest checkpoint, or its folder.
 
     Raises: CheckpointError: there is none, or it has no state to go on from.

@@ -31,9 +31,9 @@ trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=accuracy, args=GRPOConfig(
 trainer.train()
 ```
 
-Neither TRL nor accelerate is needed. It is a front: [GRPOLearner](algorithms.md) trains, one process, on the engine that
-reads the trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`, `log_history` and
-metric names are TRL's.
+Neither TRL nor accelerate is needed. It is a front: GRPOLearner trains, in one process, on the engine that reads the
+trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`, `log_history` and metric
+names are TRL's.
 
 ## What is different on purpose
 
@@ -43,11 +43,11 @@ metric names are TRL's.
   `on_optimizer_step` are told after it, and `on_substep_end` never.
 - Where a rollout has several updates, its completions are split in their order, groups whole where they fit; TRL
   shuffles them first.
-- A loss is divided by counts of the whole update, TRL's by those of a micro-batch (bnpo) or by a mean over the updates of
-  a rollout (dapo, cispo, vespo). Without accumulation, and with one update a rollout, they are the same.
+- A loss is divided by counts of the whole update, TRL's by those of a micro-batch (bnpo) or by a mean over the updates
+  of a rollout (dapo, cispo, vespo). Without accumulation, and with one update a rollout, they are the same.
 - `top_entropy_quantile` and the entropy bonus go by the tokens of the whole update, TRL's by those of a micro-batch.
-- The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum masks
-  long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
+- The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum
+  masks long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
 - Every end token of the model and the tokenizer ends a completion, and counts as ended.
 - A data set with fewer rows than a rollout takes is an error; TRL trains for 0 steps.
 - A resumed run goes on with the very row and draw: its result is that of the run without a break.
@@ -56,21 +56,26 @@ metric names are TRL's.
 - Completions whose advantage is 0 are not run; means of `entropy` are over the tokens that were.
 - Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name.
 
-`peft_config`, `quantization_config`, `tools`, `environment_factory` and `rollout_func` are refused: each says what to do
-instead. CISPO's cap at `epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are followed,
-with a line in the log.
+`peft_config`, `quantization_config`, `tools`, `environment_factory` and `rollout_func` are refused: each says what to
+do instead. CISPO's cap at `epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are
+followed, with a line in the log.
 """
 
 
 def page() -> str:
     """The text of docs/from-trl.md."""
-    parts = [_INTRO, "## The fields\n\n" + "\n".join(f"- *{state}*: {words}." for state, words in STATES.items()) + "\n"]
+    parts = [
+        _INTRO,
+        "## The fields\n\n" + "\n".join(f"- *{state}*: {words}." for state, words in STATES.items()) + "\n",
+    ]
     for heading, table in PAGES.items():
         rows = [
             f"| `{name}` | `{row.default!r}` | {row.state} | {row.note.replace('|', chr(92) + '|')} |"
             for name, row in table.items()
         ]
-        parts.append(f"## {heading}\n\n| field | default in TRL | here | note |\n|---|---|---|---|\n" + "\n".join(rows) + "\n")
+        parts.append(
+            f"## {heading}\n\n| field | default in TRL | here | note |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        )
     for release, defaults in COMPAT.items():
         words = ", ".join(f"`{name}={value!r}`" for name, value in defaults.items())
         parts.append(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from whet.errors import ConfigError
 from whet.trl.arguments import Arguments, dataclass_of
@@ -14,8 +13,6 @@ from whet.trl.fields_training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 from whet.trl.translate import algorithm
 
 __all__ = ["GRPOConfig"]
-
-log = logging.getLogger("whet")
 
 _RENAMED = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
@@ -33,6 +30,8 @@ _SIZES = (
 
 
 class _GRPO(Arguments):
+    """What GRPOConfig has besides its fields."""
+
     TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **GRPO_FIELDS}
     OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_GRPO_FIELDS}
     COMPAT = COMPAT
@@ -50,7 +49,8 @@ class _GRPO(Arguments):
     def _check(self) -> None:
         """TRL's rules, and what of its values is not there."""
         super()._check()
-        self.scale_rewards = {True: "group", False: "none"}.get(self.scale_rewards, self.scale_rewards)
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
         made = self.batches
         self.steps_per_generation, self.generation_batch_size = made.steps_per_generation, made.generation_batch_size
         group = self.num_generations_eval or self.num_generations
@@ -76,23 +76,13 @@ class _GRPO(Arguments):
         return algorithm(self)
 
 
-if TYPE_CHECKING:
+GRPOConfig: type[_GRPO] = dataclass_of(
+    "GRPOConfig",
+    _GRPO,
+    """TRL's GRPOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
 
-    class GRPOConfig(_GRPO):
-        """TRL's GRPOConfig."""
-
-        def __getattr__(self, name: str) -> Any: ...
-else:
-    GRPOConfig = dataclass_of(
-        "GRPOConfig",
-        _GRPO,
-        """TRL's GRPOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
-
-        >>> GRPOConfig(num_generations=6, per_device_train_batch_size=8)
-        Traceback (most recent call last):
-        whet.errors.ConfigError: generation_batch_size (8) must be divisible by num_generations (6). Nearest that \\
-work: num_generations=8 (1 prompt x 8 completions a rollout, 1 update of 8); per_device_train_batch_size=6 (1 prompt \\
-x 6 completions a rollout, 1 update of 6); per_device_train_batch_size=12 (2 prompts x 6 completions a rollout, 1 \\
-update of 12)
-        """,
-    )
+    >>> GRPOConfig(num_generations=6, per_device_train_batch_size=8)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    whet.errors.ConfigError: generation_batch_size (8) must be divisible by num_generations (6). Nearest that work: ...
+    """,
+)

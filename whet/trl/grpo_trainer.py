@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,8 +109,9 @@ class GRPOTrainer(Trainer):
             ),
         )
         self.learner.batches, self.learner.make_task = args.batches, lambda learner: TRLTask(learner, self)
-        self.learner.reward_manager.log = self.reward_log
-        self.reward_funcs, self.reward_func_names = functions, list(self.learner.reward_manager.fns)
+        manager: Any = self.learner.reward_manager
+        manager.log = self.reward_log
+        self.reward_funcs, self.reward_func_names = functions, list(manager.fns)
         self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
         self.ready()
 
@@ -148,9 +148,8 @@ class GRPOTrainer(Trainer):
             optim = factories.given(own, self.scheduler, args.max_grad_norm)
         actor = role(args, model) if isinstance(model, str) else model
         reference = actor if args.beta else None
-        if isinstance(model, nn.Module):
-            if args.gradient_checkpointing:
-                checkpoint_activations(model, recompute(args))  # pyright: ignore[reportArgumentType]
+        if isinstance(model, nn.Module) and args.gradient_checkpointing:
+            checkpoint_activations(model, recompute(args))  # pyright: ignore[reportArgumentType]
         root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
         on_cpu = args.use_cpu and torch.cuda.is_available()
         return RLCluster(
@@ -187,7 +186,9 @@ class GRPOTrainer(Trainer):
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Samples and scores the evaluation data; the result is logged, and on_evaluate told, for each set.
 
         Args: eval_dataset: in place of the trainer's; the name of one of several, or data. ignore_keys: not used.
@@ -208,7 +209,7 @@ class GRPOTrainer(Trainer):
             metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
         return metrics
 
-    def _evaluated(self, rows: list[Mapping[str, Any]], prefix: str) -> dict[str, float]:
+    def _evaluated(self, rows: list[dict[str, Any]], prefix: str) -> dict[str, float]:
         encode = self.cluster.encoder(Mode.EVAL, prompt_column="prompt")
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
         started = time.monotonic()

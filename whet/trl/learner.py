@@ -45,7 +45,11 @@ class TRLLearner(GRPOLearner):
         if not is_replaced(module):
             return super().rollout(prompts, step=step, mode=mode, first=first)
         config = self.cluster.rollout_for(mode)
-        names = {"temperature": config.temperature, "top_p": config.top_p, "max_new_tokens": config.max_tokens_to_generate}
+        names = {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "max_new_tokens": config.max_tokens_to_generate,
+        }
         return generated(
             module,
             prompts,
@@ -70,7 +74,7 @@ class TRLLearner(GRPOLearner):
         return self.batches.updates
 
     def minibatches(self, step: Step) -> Iterator[TokenBatch]:
-        """The completions of a rollout, so many at a time, num_iterations times; groups stay together where they can."""
+        """The completions of a rollout in their order, so many at a time, num_iterations times."""
         batch = step.need_batch()
         for _ in range(self.batches.passes):
             for rows in torch.arange(batch.num_sequences).split(self.batches.rows):

@@ -39,17 +39,17 @@ def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any
 
 
 def adafactor(groups: Any, lr: float) -> torch.optim.Optimizer:
-    """transformers' Adafactor, as its Trainer makes it."""
+    """Adafactor of transformers, as its Trainer makes it."""
     from transformers.optimization import Adafactor
 
     return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
 
 
 def adagrad(groups: Any, lr: float) -> torch.optim.Optimizer:
-    """torch's Adagrad."""
+    """Adagrad of torch."""
     return torch.optim.Adagrad(groups, lr=lr)
 
 
 def rmsprop(groups: Any, lr: float) -> torch.optim.Optimizer:
-    """torch's RMSprop."""
+    """RMSprop of torch."""
     return torch.optim.RMSprop(groups, lr=lr)

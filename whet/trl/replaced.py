@@ -49,9 +49,7 @@ def generated(
         found: Any = module.generate(input_ids=ids, attention_mask=mask, generation_config=config, disable_compile=True)  # pyright: ignore
     rows = (found if isinstance(found, torch.Tensor) else found.sequences)[:, width:].cpu().numpy()
     done = [_completion(row, place % number, end_ids, pad_id, version) for place, row in enumerate(rows)]
-    return [
-        Group(prompt=p, completions=tuple(done[i * number : (i + 1) * number])) for i, p in enumerate(prompts)
-    ]
+    return [Group(prompt=p, completions=tuple(done[i * number : (i + 1) * number])) for i, p in enumerate(prompts)]
 
 
 def _completion(row: np.ndarray, generation: int, end_ids: Sequence[int], pad_id: int, version: int) -> Completion:

@@ -166,7 +166,10 @@ def _logged(
 
 
 def _comparison() -> Callable[[str, str], tuple[float | None, str, str]]:
-    """fn(answer, gold) -> (reward, what was read of the gold, of the answer). Raises ConfigError without math-verify."""
+    """Gives fn(answer, gold) -> (reward, what was read of the gold, and of the answer).
+
+    Raises: ConfigError: math-verify is not installed.
+    """
     try:
         from latex2sympy2_extended import NormalizationConfig  # pyright: ignore[reportMissingImports]
         from math_verify import LatexExtractionConfig, parse, verify  # pyright: ignore[reportMissingImports]

@@ -87,7 +87,7 @@ def get_peft_config(model_args: Any) -> Any:
 
 
 def get_quantization_config(model_args: Any) -> Any:
-    """transformers' configuration of 4 or 8 bits; None for neither."""
+    """The configuration of 4 or 8 bits; None for neither."""
     if not (model_args.load_in_4bit or model_args.load_in_8bit):
         return None
     from transformers import BitsAndBytesConfig

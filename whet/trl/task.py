@@ -135,7 +135,9 @@ class TRLTask(RLTask):
         """Restores them. Raises CheckpointError: the checkpoint is not one of this front's."""
         super().restore(state, step)
         if "trl" not in state:
-            raise CheckpointError("the checkpoint was not written by whet.trl; resume it with the learner that wrote it")
+            raise CheckpointError(
+                "the checkpoint was not written by whet.trl; resume it with the learner that wrote it"
+            )
         self.front.state = TrainerState(**json.loads(state["trl"]["state"]))
         self.front.load_scheduler(state["trl"]["scheduler"])
         self._restored = True

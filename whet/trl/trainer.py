@@ -5,7 +5,6 @@ A front makes a learner; `train` runs it, and a TRLTask tells this of what happe
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import math
@@ -77,7 +76,9 @@ class Trainer:
         super().__init_subclass__(**kwargs)
         for name, instead in _NOT_CALLED.items():
             if name in vars(cls):
-                raise ConfigError(f"{cls.__name__}.{name} would never be called: whet trains by its own loop; {instead}")
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called: whet trains by its own loop; {instead}"
+                )
 
     def __init__(self, args: Any, processing_class: Any, callbacks: Sequence[Any] | None) -> None:
         self.args, self.processing_class = args, processing_class
@@ -115,7 +116,8 @@ class Trainer:
         self.callback_handler.model = self.model
         self.accelerator.device = self.cluster.actor.device
         optim = self.cluster.actor.optim
-        self.callback_handler.optimizer = None if optim is None else optim.optimizer
+        told: Any = self.callback_handler
+        told.optimizer = None if optim is None else optim.optimizer
         self.tell("on_init_end")
 
     # ---- what a user reads ---------------------------------------------------------------------------------------
@@ -176,13 +178,15 @@ class Trainer:
         """
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
-        resume = to_resume(self.args.output_dir, resume_from_checkpoint) if resume_from_checkpoint else None
+        resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
         checkpoints = self.cluster.checkpoints
         if resume is not None:
             checkpoints.root = resume.parent
         elif checkpoints.root is not None:
             checkpoints.root = Path(new_root(self.args.output_dir)).absolute()
-        self.learner.config = dataclasses.replace(self.cluster.training_config, resume=None if resume is None else str(resume))
+        self.learner.config = dataclasses.replace(
+            self.cluster.training_config, resume=None if resume is None else str(resume)
+        )
         self.state = TrainerState(stateful_callbacks=self._stateful())
         self.window, self.losses, started = Window(), [], time.monotonic()
         self.learner.train(self.train_rows())
@@ -279,7 +283,9 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         base = self.model.name_or_path or None
         own = [tags] if isinstance(tags, str) else list(tags or ())
-        (folder / "README.md").write_text(card(model_name or folder.resolve().name, self.METHOD, base, dataset_name, own))
+        (folder / "README.md").write_text(
+            card(model_name or folder.resolve().name, self.METHOD, base, dataset_name, own)
+        )
 
     def push_to_hub(self, commit_message: str | None = None, **kwargs: Any) -> None:
         """Raises ConfigError: nothing is sent from here."""
@@ -332,19 +338,20 @@ class Trainer:
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
     """What of a schedule's state can be stored: numbers, texts and lists of them."""
-    return {
-        n: copy.copy(v)
-        for n, v in state.items()
-        if v is None or isinstance(v, int | float | str) or (isinstance(v, list) and all(isinstance(x, int | float) for x in v))
-    }  # fmt: skip
+
+    def simple(value: Any) -> bool:
+        return value is None or isinstance(value, int | float | str)
+
+    lists = {n: list(v) for n, v in state.items() if isinstance(v, list) and all(map(simple, v))}
+    return {**{n: v for n, v in state.items() if simple(v)}, **lists}
 
 
 def _reporting(names: Sequence[str]) -> list[Any]:
-    """transformers' callbacks of loggers."""
-    from transformers.integrations import get_available_reporting_integrations, get_reporting_integration_callbacks
+    """The callbacks of loggers that transformers has."""
+    from transformers.integrations import integration_utils
 
-    wanted = get_available_reporting_integrations() if list(names) == ["all"] else list(names)
+    wanted = integration_utils.get_available_reporting_integrations() if list(names) == ["all"] else list(names)
     try:
-        return get_reporting_integration_callbacks(wanted)
+        return integration_utils.get_reporting_integration_callbacks(wanted)
     except ValueError as error:
         raise ConfigError(f"report_to={list(names)}: {error}") from error

@@ -1,19 +1,19 @@
 """From TRL's configuration to whet's: the algorithm, the rollout, the loop, the optimizer. Nothing is computed here.
 
-    loss_type    policy_loss_fn   loss_agg_mode, over all rows
-    grpo         grpo             sequence-mean-token-mean
-    bnpo, dapo   grpo             token-mean
-    dr_grpo      grpo             sequence-mean-token-scale (the longest completion)
-    luspo        grpo             seq-mean-token-sum
-    cispo        cispo-trl        token-mean
-    sapo         sapo             sequence-mean-token-mean
-    vespo        vespo            token-mean
+loss_type    policy_loss_fn   loss_agg_mode, over all rows
+grpo         grpo             sequence-mean-token-mean
+bnpo, dapo   grpo             token-mean
+dr_grpo      grpo             sequence-mean-token-scale (the longest completion)
+luspo        grpo             seq-mean-token-sum
+cispo        cispo-trl        token-mean
+sapo         sapo             sequence-mean-token-mean
+vespo        vespo            token-mean
 """
 
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, Literal
 
 from whet.config import GRPOConfig as Algorithm
 from whet.config import OptimConfig, RLTrainingConfig, RoleConfig, RolloutConfig
@@ -218,11 +218,11 @@ def role(args: Any, model: str) -> RoleConfig:
             f"model_init_kwargs: {others[0]!r} is not taken; load the model by from_pretrained with it, and give the "
             "trainer the module"
         )
-    dtype = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
+    dtype: Any = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
     return RoleConfig(model=model, dtype=dtype, gradient_checkpointing=recompute(args))
 
 
-def recompute(args: Any) -> str:
+def recompute(args: Any) -> Literal["none", "full"]:
     """What of the activations is recomputed."""
     return "full" if args.gradient_checkpointing else "none"
 

@@ -16,7 +16,9 @@ from whet.trl.card import card
 @pytest.mark.parametrize("cls", [ModelConfig, ScriptArguments])
 def test_the_fields_are_those_of_the_installed_trl(cls):
     theirs = getattr(pytest.importorskip("trl"), cls.__name__)
-    assert {f.name: f.default for f in dataclasses.fields(cls)} == {f.name: f.default for f in dataclasses.fields(theirs)}
+    assert {f.name: f.default for f in dataclasses.fields(cls)} == {
+        f.name: f.default for f in dataclasses.fields(theirs)
+    }
 
 
 def test_a_file_under_a_command_line(tmp_path, monkeypatch):
@@ -29,7 +31,9 @@ def test_a_file_under_a_command_line(tmp_path, monkeypatch):
     assert (script.dataset_name, args.beta, args.learning_rate, model.model_name_or_path) == ("d", 0.25, 1e-5, "m")
     assert os.environ["FOUND"] == "1"
     assert parser.parse_args_and_config(words, return_remaining_strings=True)[-1] == ["--epsilom", "1"]
-    with pytest.raises(ConfigError, match=r"Unknown arguments from config file: \['--epsilom', '1'\]; did you mean eps"):
+    with pytest.raises(
+        ConfigError, match=r"Unknown arguments from config file: \['--epsilom', '1'\]; did you mean eps"
+    ):
         parser.parse_args_and_config(words)
     with pytest.raises(ConfigError, match="a field 'config'"):
         TrlParser(dataclasses.make_dataclass("Mine", ["config"]))
@@ -45,8 +49,8 @@ def test_adapters_and_bits():
         ModelConfig(load_in_8bit=True, load_in_4bit=True)
 
 
-CHATS = [[{"role": "assistant", "content": text}] for text in (
-    "<think>\na\n</think>\nb", "<think>a", "x<think>a</think>", "<think>a<think>b</think>", "<think></think>")]  # fmt: skip
+THOUGHTS = ("<think>\na\n</think>\nb", "<think>a", "x<think>a</think>", "<think>a<think>b</think>", "<think></think>")
+CHATS = [[{"role": "assistant", "content": text}] for text in THOUGHTS]
 IDS = [[1, 2, 3, 4], [5] * 5, [1, 2] * 5, [1], list(range(9)), []]
 
 
@@ -69,6 +73,7 @@ def test_the_rewards_without_formulas_are_those_of_the_installed_trl():
 @pytest.fixture
 def verify(monkeypatch):
     """A stand-in for math-verify: what is boxed, as text."""
+
     def parse(text, **_):
         return [] if text == "?" else [text.partition("boxed{")[2].partition("}")[0] or text]
 

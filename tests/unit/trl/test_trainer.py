@@ -9,8 +9,14 @@ import datasets
 import pytest
 import torch
 from helpers import END, PAD, length_reward, rows, same, tiny_model, weights_of
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, EarlyStoppingCallback
-from transformers import Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    EarlyStoppingCallback,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    TrainerCallback,
+)
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
@@ -182,7 +188,11 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
     ("given", "kind", "message"),
     [
         ({"reward": []}, ConfigError, "reward_funcs is empty"),
-        ({"reward_weights": [1.0, 2.0]}, ConfigError, r"reward weights \(2\) must match number of reward functions \(1\)"),
+        (
+            {"reward_weights": [1.0, 2.0]},
+            ConfigError,
+            r"reward weights \(2\) must match number of reward functions \(1\)",
+        ),
         ({"reward_processing_classes": [None, None]}, ConfigError, "must match the number of reward functions"),
         ({"peft_config": object()}, ConfigError, "peft_config is not taken"),
         ({"tools": [len]}, ConfigError, "tools is not taken"),
@@ -205,7 +215,7 @@ def test_what_is_not_there_is_refused_by_name(given, kind, message, tmp_path):
 
 
 def test_a_reward_function_of_the_wrong_length_is_named(tmp_path):
-    with pytest.raises(RewardError, match="lambda.*2.*3"):
+    with pytest.raises(RewardError, match=r"lambda.*2.*3"):
         trainer(tmp_path, lambda completions, **_: [1.0, 2.0]).train()
 
 
@@ -218,7 +228,7 @@ def test_a_subclass_s_log_is_used_and_methods_that_nothing_calls_are_refused(tmp
                 processing_class=byte_tokenizer())  # fmt: skip
     made.train()
     assert made.state.log_history[0]["mine"] == 1.0
-    with pytest.raises(ConfigError, match="compute_loss would never be called.*loss_type"):
+    with pytest.raises(ConfigError, match=r"compute_loss would never be called.*loss_type"):
         type("Other", (GRPOTrainer,), {"compute_loss": lambda self: 0})
 
 
