@@ -136,12 +136,14 @@ def _plain_head(worker: Any) -> None:
     import torch.nn.functional as F
 
     from whet.models import forward
+    from whet.types import TokenStats
 
     def plain(hidden: Any, weight: Any, targets: Any, *, bias: Any, temperature: float, entropy: bool, **_: Any) -> Any:
         logp = (F.linear(hidden, weight, bias).float() / temperature).log_softmax(-1)
-        return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(1) if entropy else None
+        chosen = logp.gather(1, targets[:, None]).squeeze(1)
+        return TokenStats(logprobs=chosen, entropy=-(logp.exp() * logp).sum(1) if entropy else None)
 
-    forward.linear_logprob = plain
+    forward.linear_stats = plain
 
 
 def _plain_layers(worker: Any) -> None:

@@ -31,7 +31,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy import PolicyRollouts
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import RoleWorkers
+from whet.train.role_workers import ACTOR, Given, RoleWorkers
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
@@ -40,8 +40,6 @@ __all__ = ["RLCluster"]
 
 log = logging.getLogger("whet")
 
-SHARED = "actor"
-"""critic=SHARED: a score head on the actor's own trunk."""
 _DOMAIN = {"train": 0, "eval": 1, "generate": 2}
 """Draws of training, evaluation and direct calls never share an address."""
 
@@ -52,7 +50,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
     Args:
         actor, critic, reference, reward, teacher: a module, a folder, a hub name, or a RoleConfig. One that is the
             actor's own module is copied, so that it stays what it is, or has its own trunk; critic="actor" is a score
-            head on the actor's trunk, trained with it. The reward model is a sequence classifier of one label;
+            head on the actor's trunk, trained with it; reference="actor" is the actor as it begins, which needs no
+            second copy where an adapter is trained. The reward model is a sequence classifier of one label;
             learners call it as one more reward function. The teacher is what distillation learns from, a language
             model of the actor's tokenizer; the padding of its vocabulary may be another.
         tokenizer: a tokenizer, a folder or a hub name.
@@ -100,7 +99,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         self.eos_ids = stop_token_ids(self.tokenizer, policy.module.config, policy.module.generation_config)
         self._grammars = grammars_of(policy, self.tokenizer)
         self._masks = Masks(self._grammars)
-        support, allowed = self._drawn_from()
+        support, allowed = self._drawn_from(policy)
         positions = max_positions(policy.module)  # of the one that samples: no role is given longer sequences
         for role, model, optimizer in (
             (Role.ACTOR, actor, config.actor_optimizer),
@@ -111,7 +110,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         ):
             if model is None:
                 continue
-            loaded = policy if role is Role.ACTOR else self.load(role, model)
+            model, loaded = (model, policy) if role is Role.ACTOR else self._load(role, model, actor, policy)
             budget, own = self._budget(loaded, positions), support
             if role is Role.TEACHER:  # it may have fewer rows than ids are forbidden
                 known = tuple(i for i in support.forbidden_ids if i < loaded.num_ids)
@@ -126,11 +125,19 @@ class RLCluster(RoleWorkers, TunixVerbs):
         self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
         self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
-    def _drawn_from(self) -> tuple[Support, Allowed]:
+    def _load(self, role: Role, model: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
+        """A role's model beside the actor, and what it comes from."""
+        if role is Role.REFERENCE:
+            return self.load_reference(model, actor, policy)
+        return model, self.load(role, model)
+
+    def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
         """The distribution that training samples from, as the trainer has to know it: support and constraint.
 
-        Raises: ConfigError: the engine's name, stop strings or a constraint of training or evaluation are wrong.
+        Raises: ConfigError: the engine's name, stop strings or a constraint of training or evaluation are wrong, or the
+            policy is trained with dropout.
         """
+        _check_dropout(policy)
         resolve_engine(self.cluster_config.rollout_engine)
         for mode in (Mode.TRAIN, Mode.EVAL):
             self._grammars.check(self.sampling(mode))
@@ -347,11 +354,21 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
     Raises ConfigError: settings of a model of its own that a shared one has not.
     """
     given = critic.model if isinstance(critic, RoleConfig) else critic
-    if not isinstance(given, str) or given != SHARED:
+    if not isinstance(given, str) or given != ACTOR:
         return False, critic
-    if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=SHARED):
+    if isinstance(critic, RoleConfig) and dataclasses.replace(critic, dtype="auto") != RoleConfig(model=ACTOR):
         raise ConfigError(
-            f"critic.model={SHARED} is a score head on the actor's trunk: the actor's optimizer and settings are its "
+            f"critic.model={ACTOR} is a score head on the actor's trunk: the actor's optimizer and settings are its "
             "own; leave out the critic's other keys"
         )
     return True, None
+
+
+def _check_dropout(policy: LoadedModel) -> None:
+    """Raises ConfigError for an adapter's dropout: the policy that samples would not be the one that is trained."""
+    if policy.adapter is not None and policy.adapter.dropout:
+        raise ConfigError(
+            f"actor.lora.lora_dropout={policy.adapter.dropout} must be 0.0 in reinforcement learning: the sampler "
+            "draws without dropout, so every ratio of trainer to sampler would be noise; SFT, reward models and DPO "
+            "take it"
+        )

@@ -7,13 +7,16 @@ import torch
 from test_paths import tokens
 from tiny import build, prompts, requests, run
 
+from whet.config import OptimConfig
+from whet.errors import EngineError
 from whet.models.adapters import Adapter, effective_weight, plain_linear
 from whet.models.load import load_model
 from whet.native.build import Unavailable
 from whet.native.decode import load_kernels
 from whet.rollout.base import Sampling
-from whet.rollout.engine import EmbeddedEngine
+from whet.rollout.engine import EmbeddedEngine, packed
 from whet.rollout.hf import HFEngine
+from whet.train.worker import ModelWorker
 
 peft = pytest.importorskip("peft")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -106,3 +109,49 @@ def test_a_base_layer_in_bf16_with_an_adapter_in_fp32_keeps_the_fast_paths():
         assert engine.backends["products"] == "native, packed"
     weight = effective_weight(model.model.layers[0].mlp.up_proj)
     assert weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_effective_weights_are_renewed_in_place_once_a_version(native, monkeypatch):
+    """So that captured steps, which know addresses, go on; and are there again after sleep."""
+    model, calls = adapted(), []
+    effective = packed.effective_weight
+    monkeypatch.setattr(packed, "effective_weight", lambda layer: calls.append(layer) or effective(layer))
+    engine = EmbeddedEngine(model, native=native)
+    held = lambda: [t.data_ptr() for p in engine._runner.forward._trunk.products() for t in p._merged.values()]
+    work = requests(prompts(), PLAIN, group=2)
+    run(engine, work)
+    places, calls[:] = held(), []
+    assert len(places) == (0 if engine.backends["products"] != "torch" else 14)
+    with torch.no_grad():
+        for p in Adapter.of(model).parameters():
+            p.mul_(1.5)
+    engine.update(1)
+    after = tokens(run(engine, work))
+    assert tokens(run(engine, work)) == after == tokens(run(HFEngine(model), work))
+    packs = engine.backends["products"] != "torch"
+    assert len(calls) == (15 if packs else 14) and held() == places  # each layer once; packed, the head too
+    engine.sleep()
+    assert not held() and engine._runner.forward.bytes == 0
+    engine.wake()
+    assert tokens(run(engine, work)) == after
+
+
+def test_an_engine_with_weights_of_its_own_is_sent_the_adapter_alone():
+    model = load_model(adapted())
+    own = EmbeddedEngine(model, own_weights=True)
+    work = requests(prompts(), PLAIN, group=2)
+    before = tokens(run(own, work))
+    worker = ModelWorker(model, optim=OptimConfig())
+    with torch.no_grad():
+        for p in model.adapter.parameters():
+            p.mul_(1.5)
+    sent = dict(worker.trained_weights())
+    assert own.caps.adapters and len(sent) == 28 and all("lora_" in name for name in sent)
+    assert tokens(run(own, work)) == before
+    own.update(1, iter(sent.items()))
+    assert tokens(run(own, work)) == tokens(run(EmbeddedEngine(model), work)) != before
+    with pytest.raises(EngineError, match="no weights were given"):
+        own.update(2, iter(list(sent.items())[:-1]))
+    with pytest.raises(EngineError, match="trained_weights"):
+        own.update(2)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from whet.cli.commands import recipe_path
-from whet.config import PPORunConfig, RunConfig, SFTRunConfig, load_run, load_supervised
+from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig, load_run, load_supervised
 
-SUPERVISED = {"sft": SFTRunConfig}
+SUPERVISED = {"sft": SFTRunConfig, "rm": RMRunConfig, "dpo": DPORunConfig}
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").rglob("*.yaml"))
 
 

@@ -21,6 +21,8 @@ COMMANDS = {
     "grpo": "train a policy by GRPO: --config run.yaml, key=value",
     "ppo": "train a policy by PPO, and a critic with it: --config run.yaml, key=value",
     "sft": "teach a model what the assistant says in conversations: --config run.yaml, key=value",
+    "rm": "train a reward model on pairs of answers: --config run.yaml, key=value",
+    "dpo": "train a policy on preferences (DPO, SimPO, KTO, ...): --config run.yaml, key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "talk with a model: model=FOLDER",
     "eval": "measure a model on a data set: model=FOLDER data=FILE reward=NAME",
@@ -28,7 +30,7 @@ COMMANDS = {
     "version": "print the version",
 }
 
-_SUPERVISED = ("sft",)
+_SUPERVISED = ("sft", "rm", "dpo")
 """The commands that train on rows alone."""
 _RUNS = ("grpo", "ppo", *_SUPERVISED)
 """The commands that train what a configuration says."""
@@ -180,7 +182,7 @@ def _kind(command: str) -> tuple[Any, Any]:
 
         return (GenerateConfig if command == "generate" else ChatConfig), {}
     if command in _SUPERVISED:
-        kind = {"sft": config.SFTRunConfig}[command]
+        kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)
     return (config.PPORunConfig if command == "ppo" else config.RunConfig), config.SHORT
 

@@ -45,6 +45,7 @@ from whet.observe.plots import plot_curves
 from whet.ops import teacher_column
 from whet.parallel.comm import require_single_process
 from whet.run.run import Run
+from whet.train.role_workers import ACTOR
 from whet.util.refs import is_ref
 
 __all__ = ["build", "data", "demo", "grpo", "ppo", "rows_given", "train"]
@@ -156,8 +157,8 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
-        reference = config.reference or RoleConfig(dtype=config.actor.dtype)
-        reference = dataclasses.replace(reference, model=reference.model or config.actor.model)
+        given = config.reference
+        reference = ACTOR if given is None else dataclasses.replace(given, model=given.model or config.actor.model)
     cluster = RLCluster(
         actor=config.actor,
         critic=_critic(config) if isinstance(config, PPORunConfig) else None,
@@ -190,11 +191,14 @@ def _teacher(config: RunConfig) -> RoleConfig | None:
 
 def _critic(config: PPORunConfig) -> RoleConfig:
     """The critic's model: the actor's, with a score head of its own, where none is given."""
-    critic = config.critic or RoleConfig(dtype=config.actor.dtype)
+    actor = config.actor
+    like = {"lora": actor.lora, "optim": {}} if actor.lora is not None else {}  # with the rate of an adapter
+    critic = config.critic or RoleConfig(dtype=actor.dtype, quantization=actor.quantization, **like)
     if critic.model is not None:
         return critic
-    log.info("critic: %s with a fresh score head, whose values are 0 at first", config.actor.model)
-    return dataclasses.replace(critic, model=config.actor.model)
+    how = "" if critic.lora is None else f" and an adapter of rank {critic.lora.r}, lr {critic.optim.lr:g}"
+    log.info("critic: %s with a fresh score head, whose values are 0 at first%s", actor.model, how)
+    return dataclasses.replace(critic, model=actor.model)
 
 
 def rows_given(data: D) -> D:

@@ -1,16 +1,19 @@
-"""What `whet sft` does: from its configuration to models, a learner and a run."""
+"""What `whet sft`, `whet rm` and `whet dpo` do: from their configurations to models, a learner and a run."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from whet.cli.commands import data, rows_given, train
-from whet.config import SFTRunConfig, dump_tree
+from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig, dump_tree
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
+from whet.learners.preference import PreferenceLearner, RewardModelLearner
+from whet.learners.preference_objective import make_preference_objective
 from whet.learners.sft import SFTLearner
 from whet.train.supervised_models import SupervisedModels
 
-__all__ = ["sft"]
+__all__ = ["dpo", "rm", "sft"]
 
 
 def sft(config: SFTRunConfig) -> dict[str, Any]:
@@ -22,12 +25,45 @@ def sft(config: SFTRunConfig) -> dict[str, Any]:
     return train(config, _sft)
 
 
+def rm(config: RMRunConfig) -> dict[str, Any]:
+    """`whet rm`: trains a reward model on pairs: see `sft`. Its folder is one of AutoModelForSequenceClassification."""
+    return train(config, _rm)
+
+
+def dpo(config: DPORunConfig) -> dict[str, Any]:
+    """`whet dpo`: trains a policy on preferences: see `sft`. Without a reference's model it is the actor's."""
+    return train(config, _dpo)
+
+
 def _sft(config: SFTRunConfig) -> tuple[SFTLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
     check_supervised(config)
     rows = data(config)
     models = SupervisedModels(actor=config.actor, **_shared(config))
     return SFTLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config)), *rows
+
+
+def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
+    """The learner of a configuration, and its training and evaluation data."""
+    check_supervised(config)
+    rows = data(config)
+    models = SupervisedModels(reward_model=config.reward_model, **_shared(config))
+    learner = RewardModelLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config))
+    return learner, *rows
+
+
+def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
+    """The learner of a configuration, and its training and evaluation data."""
+    check_supervised(config)
+    reads = make_preference_objective(config.algo).needs.reference
+    rows = data(config)
+    reference = config.reference
+    if reads:
+        reference = reference or RoleConfig(dtype=config.actor.dtype)
+        reference = dataclasses.replace(reference, model=reference.model or config.actor.model)
+    models = SupervisedModels(actor=config.actor, reference=reference, **_shared(config))
+    learner = PreferenceLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config))
+    return learner, *rows
 
 
 def _shared(config: SupervisedRunConfig) -> dict[str, Any]:

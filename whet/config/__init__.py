@@ -10,6 +10,8 @@ from whet.config.algo import (
     PolicyConfig,
     PPOConfig,
     PpoConfig,
+    PreferenceConfig,
+    RewardModelConfig,
 )
 from whet.config.algo.sft import SFTConfig, SupervisedConfig
 from whet.config.base import check, config, field_docs
@@ -17,10 +19,19 @@ from whet.config.data import DataConfig, SourceConfig, SupervisedDataConfig
 from whet.config.engines import SGLangOptions, VLLMOptions
 from whet.config.enums import Mode, Role
 from whet.config.loader import diff, dump, dump_tree, load, read_yaml, show, tree
+from whet.config.lora import LoraConfig, lora_short
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import ConstraintConfig, RolloutConfig
 from whet.config.run import SHORT, PPORunConfig, RunConfig, check_complete, load_run
-from whet.config.run_supervised import SFTRunConfig, SupervisedRunConfig, check_supervised, load_supervised, shorthands
+from whet.config.run_supervised import (
+    DPORunConfig,
+    RMRunConfig,
+    SFTRunConfig,
+    SupervisedRunConfig,
+    check_supervised,
+    load_supervised,
+    shorthands,
+)
 from whet.config.training import (
     BatchSizes,
     CheckpointingOptions,
@@ -41,10 +52,12 @@ __all__ = [
     "ClusterConfig",
     "ConstraintConfig",
     "DAPOConfig",
+    "DPORunConfig",
     "DataConfig",
     "DrGRPOConfig",
     "GRPOConfig",
     "GrpoConfig",
+    "LoraConfig",
     "MetricsLoggerOptions",
     "Mode",
     "OptimConfig",
@@ -54,8 +67,11 @@ __all__ = [
     "PerfMetricsOptions",
     "PolicyConfig",
     "PpoConfig",
+    "PreferenceConfig",
     "ProfilerOptions",
     "RLTrainingConfig",
+    "RMRunConfig",
+    "RewardModelConfig",
     "Role",
     "RoleConfig",
     "RolloutConfig",
@@ -81,6 +97,7 @@ __all__ = [
     "load",
     "load_run",
     "load_supervised",
+    "lora_short",
     "read_yaml",
     "shorthands",
     "show",

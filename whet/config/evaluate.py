@@ -70,8 +70,8 @@ class EvalDataConfig:
     system_prompt: Text = ""
     """Put before every conversation. "" = off."""
     on_template_change: Literal["error", "accept"] = "error"
-    """What to do where the chat template changes or leaves out what a prompt says: "error", or "accept" what it makes of
-    it."""
+    """What to do where the chat template changes or leaves out what a prompt says: "error", or "accept" what it makes
+    of it."""
     limit: Count | None = None
     """Use only the first N rows; None = all."""
 

@@ -29,6 +29,7 @@ __all__ = [
     "Items",
     "Name",
     "Number",
+    "Pieces",
     "Seconds",
     "Seed",
     "Size",
@@ -198,6 +199,8 @@ Tree = Annotated[dict[str, Any], AfterValidator(_plain)]
 """Arguments for someone else: any plain values, up to 64 levels deep."""
 Fn = Callable[..., Any]
 """A function, class or partial."""
+Pieces = Annotated[tuple[Name | Fn, ...], BeforeValidator(_many)]
+"""Names or functions; a lone one counts as one."""
 
 SPOKEN = {
     "Bool": "bool",
@@ -209,6 +212,7 @@ SPOKEN = {
     "Name": "str",
     "Number": "int",
     "Recompute": "none | selective | full",
+    "Pieces": "list of str | callable",
     "Seconds": "float",
     "Seed": "int",
     "Size": "positive int",

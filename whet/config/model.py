@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, model_validator
+from pydantic_core import ArgsKwargs
 
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Number, Tree
+from whet.config.lora import LORA_LR, LoraConfig
 from whet.errors import ConfigError
 
 __all__ = ["OptimConfig", "RoleConfig"]
@@ -78,7 +81,13 @@ class RoleConfig:
     model: Name | None = None
     """Hub name or folder of a Hugging Face model; the actor's may be "file.py:function" or "package.module:function",
     which makes the model in a folder. None = given from Python, or (critic, reference) the actor's. A critic's may be
-    "actor": a score head on the actor's own trunk, trained with it."""
+    "actor": a score head on the actor's own trunk, trained with it. A folder or hub name of an adapter in PEFT's format
+    stands for its base model with that adapter, which is trained on."""
+    lora: LoraConfig | None = None
+    """Train a low-rank adapter in place of all weights; None = all weights. Where optim.lr is not given it is 1e-4."""
+    quantization: Literal["nf4", "fp4"] | None = None
+    """Hold the linear layers of the base in 4 bits (bitsandbytes; pip install 'whet[qlora]'): for a model that is only
+    read, or trained through lora. None = off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that has it in hardware, and on a
     CPU with instructions for it where a probe finds it 1.3 times faster; else float32. A resumed run keeps what was
@@ -94,6 +103,19 @@ class RoleConfig:
     attention sinks, each checked first; else plain."""
     dropout: Bool = False
     """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rate_of_adapters(cls, given: Any) -> Any:
+        """Gives an adapter the learning rate of adapters, where none was given."""
+        words = given.kwargs if isinstance(given, ArgsKwargs) else given
+        if not isinstance(words, Mapping) or words.get("lora") is None:
+            return given
+        optim = words.get("optim", {})
+        if not isinstance(optim, Mapping) or "lr" in optim:
+            return given
+        words = {**words, "optim": {**optim, "lr": LORA_LR}}
+        return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
         """Refuses what is not there."""

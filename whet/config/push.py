@@ -33,7 +33,7 @@ class PushConfig:
     dry_run: Bool = False
     """Show what would be sent, and send nothing."""
     merged: Bool = False
-    """Merge an adapter into its base first. Must be false in this release: adapters are not trained yet."""
+    """Merge an adapter into its base first: a whole model in fp32, which is written to merged/ in the run's folder."""
     license: Name | None = None
     """Licence for the card, as the hub names them (apache-2.0, mit, other ...); None = the base model's where known."""
     evals: Strings = ()

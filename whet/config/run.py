@@ -16,6 +16,7 @@ from whet.config.base import config, section_at
 from whet.config.data import DataConfig
 from whet.config.fields import Bool, Float, Name
 from whet.config.loader import dump_tree, load, merged
+from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rollout import RolloutConfig
 from whet.config.training import RLTrainingConfig
@@ -163,6 +164,7 @@ SHORT: dict[str, str] = {
         for role in ("actor", "critic")
         for f in dataclasses.fields(OptimConfig)
     },
+    **lora_short(("actor", "critic")),
 }
 """Shorthand -> full key of a RunConfig."""
 

@@ -1,4 +1,4 @@
-"""The whole configuration of a supervised run: what a recipe of `whet sft` holds, and its shorthands."""
+"""The whole configuration of a supervised run: what a recipe of `whet sft`, `rm` or `dpo` holds, and its shorthands."""
 
 from __future__ import annotations
 
@@ -6,16 +6,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
 from typing import ClassVar, TypeVar
 
+from whet.config.algo.preference import PreferenceConfig, RewardModelConfig
 from whet.config.algo.sft import SFTConfig
 from whet.config.base import config
 from whet.config.data import SupervisedDataConfig
 from whet.config.fields import Bool, Name
 from whet.config.loader import load
+from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.training import SupervisedTrainingConfig
 from whet.errors import ConfigError
 
-__all__ = ["SFTRunConfig", "SupervisedRunConfig", "check_supervised", "load_supervised", "shorthands"]
+__all__ = [
+    "DPORunConfig",
+    "RMRunConfig",
+    "SFTRunConfig",
+    "SupervisedRunConfig",
+    "check_supervised",
+    "load_supervised",
+    "shorthands",
+]
 
 R = TypeVar("R", bound="SupervisedRunConfig")
 
@@ -57,6 +67,39 @@ class SFTRunConfig(SupervisedRunConfig):
     """The objective."""
 
 
+@config
+class RMRunConfig(SupervisedRunConfig):
+    """Everything that `whet rm` needs.
+
+    >>> load_supervised(["model=my/model", "reward_model.lr=1e-5", "data=pairs.jsonl"], RMRunConfig).reward_model.model
+    'my/model'
+    """
+
+    TRAINED: ClassVar[str] = "reward_model"
+
+    reward_model: RoleConfig = field(default_factory=RoleConfig)
+    """The model; one without a score head gets one, which starts at 0."""
+    algo: RewardModelConfig = field(default_factory=RewardModelConfig)
+    """The objective."""
+
+
+@config
+class DPORunConfig(SupervisedRunConfig):
+    """Everything that `whet dpo` needs.
+
+    >>> load_supervised(["model=my/model", "algo.loss_type=simpo", "algo.beta=2"], DPORunConfig).algo.loss_type
+    ('simpo',)
+    """
+
+    actor: RoleConfig = field(default_factory=RoleConfig)
+    """The model."""
+    reference: RoleConfig | None = None
+    """What the policy is compared with; None = the actor's model, before training. Only where algo.loss_type reads
+    one."""
+    algo: PreferenceConfig = field(default_factory=PreferenceConfig)
+    """The objective."""
+
+
 def shorthands(kind: type[SupervisedRunConfig]) -> Mapping[str, str]:
     """Shorthand -> full key of a supervised run.
 
@@ -65,7 +108,7 @@ def shorthands(kind: type[SupervisedRunConfig]) -> Mapping[str, str]:
     """
     role = kind.TRAINED
     optim = {f"{role}.{f.name}": f"{role}.optim.{f.name}" for f in fields(OptimConfig)}
-    return {"model": f"{role}.model", "data": "data.path", **optim}
+    return {"model": f"{role}.model", "data": "data.path", **optim, **lora_short((role,))}
 
 
 def load_supervised(argv: Sequence[str], kind: type[R]) -> R:

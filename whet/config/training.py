@@ -174,6 +174,9 @@ class TrainingConfig:
     """Run folder. None: `whet grpo` makes runs/<date>-<time>; from Python none is written."""
     loggers: Items = ()
     """Names (tensorboard, wandb, trackio, package.module:name) or objects with log(step, values) and close()."""
+    merge_adapter: Bool = False
+    """Write final/ as a whole model, its adapter merged into the base, in place of the adapter in PEFT's format. No
+    effect without one."""
     resume: Name | None = None
     """"latest" = resume in run_dir where it stopped, a path = from that checkpoint; None = start a new run."""
     allow_config_change: Bool = False

@@ -29,7 +29,10 @@ log = logging.getLogger("whet")
 class Encoder(Protocol):
     """What makes examples of rows, and counts what became of them."""
 
-    counts: dict[str, int]
+    @property
+    def counts(self) -> Mapping[Any, int]:
+        """What became of the rows, by a word for it."""
+        ...
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Example | None:
         """A row as an example; None = it is left out."""
@@ -117,6 +120,12 @@ class SupervisedTask(Task):
         self._evaluated = [example for batch in stream for example in batch]
         log.info("evaluation data: %d rows%s", len(self._evaluated), counted(encode))
         self._check_fit(self._evaluated)
+
+    @property
+    def evaluated_examples(self) -> list[Example]:
+        """The evaluation data, encoded; empty where there are none."""
+        self.prepare()
+        return self._evaluated or []
 
     def _check_fit(self, examples: Sequence[Example]) -> None:
         """Refuses what the model can't read, and raises the token budget to what must stay together."""

@@ -5,12 +5,13 @@
 The form is PEFT's `inject_adapter_in_model`: the model keeps its class, some of its linear layers are wrapped. What
 multiplies few rows by a copy of the weights (the engine's fused trunk, the native kernels) copies the effective weight.
 Dim legend: O out, I in, r rank.
-Left out on purpose: making, saving and merging adapters; other kinds than plain LoRA (DoRA, biases of an adapter),
-whose layers run as their own modules.
+Left out on purpose: making, saving and merging adapters (lora.py); other kinds than plain LoRA (DoRA, biases of an
+adapter), whose layers run as their own modules.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,9 +21,49 @@ import torch
 from torch import Tensor, nn
 
 from whet.errors import ConfigError
+from whet.models.quantized import dequantized, quantized_layer
 from whet.ops.masked import to_fp32
+from whet.ops.uniform import address_key
 
-__all__ = ["Adapter", "adapter_layer", "effective_weight", "plain_linear"]
+__all__ = [
+    "BASE_LAYER",
+    "Adapter",
+    "AddressedDropout",
+    "adapter_layer",
+    "base_parameters",
+    "base_weights",
+    "effective_weight",
+    "merged_weight",
+    "plain_linear",
+]
+
+BASE_LAYER = re.compile(r"\.base_layer(?=\.|$)")
+"""What PEFT puts into the name of a layer that it wraps."""
+
+
+class AddressedDropout(nn.Module):
+    """Dropout of an adapter's input, whose draws have an address: a resumed run and a recomputed layer draw the same.
+
+    Off unless `Adapter.dropping` is around. Args: p: share of numbers dropped. number: of the layer in its model.
+
+    >>> AddressedDropout(0.5, 0)(torch.ones(3))
+    tensor([1., 1., 1.])
+    """
+
+    def __init__(self, p: float, number: int) -> None:
+        super().__init__()
+        self.p, self.number = p, number
+        self.key: int | None = None
+        """The address of a pass; None = off."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """X with a share p of its numbers 0, the others divided by 1 - p."""
+        if self.key is None:
+            return x
+        generator = torch.Generator(x.device)
+        generator.manual_seed(address_key(self.key % 2**64, self.number, 0, 0) % 2**63)
+        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.p
+        return x * kept / (1 - self.p)
 
 
 class Adapter:
@@ -49,6 +90,49 @@ class Adapter:
         for layer in self.layers.values():
             base = {id(p) for p in layer.get_base_layer().parameters()}
             yield from (p for p in layer.parameters() if id(p) not in base)
+
+    @property
+    def name(self) -> str:
+        """Its name. Raises ConfigError: there are several, of which none can be told to be the one to train."""
+        names = sorted({name for layer in self._lora() for name in layer.lora_A})
+        if len(names) != 1:
+            raise ConfigError(
+                f"the model has {len(names)} LoRA adapters {names}; it can train and save one: delete others"
+            )
+        return names[0]
+
+    def _lora(self) -> list[Any]:
+        """Its layers of PEFT's kind LoRA."""
+        from peft.tuners.lora import LoraLayer
+
+        return [layer for layer in self.layers.values() if isinstance(layer, LoraLayer)]
+
+    def adds_nothing(self) -> bool:
+        """Whether the model is its base: B is 0 in each layer, as in an adapter that was not trained yet."""
+        found = self._lora()
+        return len(found) == len(self.layers) and not any(bool(p.any()) for x in found for p in x.lora_B.parameters())
+
+    @property
+    def dropout(self) -> float:
+        """The largest share of its input that is dropped in training."""
+        return max((d.p for d in self._dropouts()), default=0.0)
+
+    @contextmanager
+    def dropping(self, *address: int) -> Iterator[None]:
+        """Around a pass of training, forward and backward: its dropout is on. Args: address: of the pass, up to 4."""
+        key = address_key(*address, *(0,) * (4 - len(address)))
+        found = list(self._dropouts())
+        for drop in found:
+            drop.key = key
+        try:
+            yield
+        finally:
+            for drop in found:
+                drop.key = None
+
+    def _dropouts(self) -> Iterator[AddressedDropout]:
+        for layer in self._lora():
+            yield from (d for d in layer.lora_dropout.values() if isinstance(d, AddressedDropout))
 
     @contextmanager
     def off(self) -> Iterator[None]:
@@ -123,15 +207,59 @@ def effective_weight(layer: nn.Module) -> Tensor:
     base = plain_linear(layer)
     if base is None:
         raise TypeError(f"a {type(layer).__name__} has no effective weight; run it as a module")
-    weight = base.weight.detach()
-    if base is layer:
-        return weight
-    adapted: Any = layer
-    if adapted.merged or adapted.disable_adapters:
+    return base.weight.detach() if base is layer else _with_adapter(base.weight.detach(), layer)
+
+
+def _with_adapter(weight: Tensor, layer: Any) -> Tensor:
+    """W + Σ s B A of a layer's active adapters, W given."""
+    if layer.merged or layer.disable_adapters:
         return weight
     total = to_fp32(weight)
-    for name in adapted.active_adapters:
-        if name in adapted.lora_A:  # another layer may have an adapter of this name
-            b, a = to_fp32(adapted.lora_B[name].weight), to_fp32(adapted.lora_A[name].weight)
-            total = total + adapted.scaling[name] * (b @ a)
+    for name in layer.active_adapters:
+        if name in layer.lora_A:  # another layer may have an adapter of this name
+            b, a = to_fp32(layer.lora_B[name].weight), to_fp32(layer.lora_A[name].weight)
+            total = total + layer.scaling[name] * (b @ a)
     return total.to(weight.dtype)
+
+
+# ---- the model without adapters, as engines with weights of their own and other programs know it ---------------------
+
+
+def base_parameters(module: nn.Module) -> dict[str, tuple[nn.Parameter, Any]]:
+    """The parameters that a model would have without adapters, by the names that they would have.
+
+    Args: module: any model. Returns: name -> (the parameter, the layer that adds an adapter to it or None); a shared
+    parameter under each of its names.
+
+    >>> list(base_parameters(nn.Linear(2, 2)))
+    ['weight', 'bias']
+    """
+    adapter = Adapter.of(module)
+    every = module.named_parameters(remove_duplicate=False)
+    if adapter is None:
+        return {name: (p, None) for name, p in every}
+    own = {id(p) for p in adapter.parameters()}
+    layers = {f"{name}.base_layer.weight": layer for name, layer in adapter.layers.items()}
+    return {BASE_LAYER.sub("", name): (p, layers.get(name)) for name, p in every if id(p) not in own}
+
+
+@torch.no_grad()
+def base_weights(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, tensor) of a model as it would be without adapters, one at a time: merged, 4-bit weights made whole again.
+
+    Args: module: any model; it is not changed.
+    Raises: ConfigError: a layer whose adapter is more than s B A.
+    """
+    for name, (p, layer) in base_parameters(module).items():
+        weight = dequantized(p).detach()
+        yield name, weight if layer is None else merged_weight(layer, weight, name)
+
+
+def merged_weight(layer: Any, weight: Tensor, name: str) -> Tensor:
+    """W + Σ s B A of an adapted layer. Args: weight: its W, plain. name: of it, for the message."""
+    if plain_linear(layer) is None and not quantized_layer(layer.get_base_layer()):
+        raise ConfigError(
+            f"the adapter of {name} is more than a product of two matrices, so whet can't merge it; merge the model "
+            "with PEFT's merge_and_unload, and give that"
+        )
+    return _with_adapter(weight, layer)

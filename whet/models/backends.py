@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from whet.models.quantized import quantized_parts
 from whet.native.build import Unavailable
 from whet.native.layers import LayerKernels, layer_kernels
 from whet.native.segments import SegmentKernels, kernels_for
@@ -21,7 +22,8 @@ def training_backends(loaded: LoadedModel) -> dict[str, str]:
     """What computes attention, and norms, gates and gradients of weights; on a CPU this builds the kernels.
 
     Args: loaded: the model, where it is and in the dtype in which it is trained.
-    Returns: "attention" and "layers", each "native (compiler)", or what serves in its place and why.
+    Returns: "attention" and "layers", each "native (compiler)", or what serves in its place and why; "adapter" and
+        "base" where the model has an adapter, or is held in 4 bits.
 
     >>> from whet.models.load import load_model
     >>> from whet.demo import small_model
@@ -36,7 +38,12 @@ def training_backends(loaded: LoadedModel) -> dict[str, str]:
     else:
         attention = _words(kernels_for(first.device, first.dtype))
     known = first.device.type == "cpu" and first.dtype.itemsize in (2, 4)
-    return {"attention": attention, "layers": _words(layer_kernels()) if known else "the module's"}
+    found = {"attention": attention, "layers": _words(layer_kernels()) if known else "the module's"}
+    if loaded.adapter is not None:
+        found["adapter"] = f"PEFT's layers around {len(loaded.adapter.layers)} frozen ones, which run as without"
+    if bits := quantized_parts(loaded.module):
+        found["base"] = f"bitsandbytes, 4 bits in {len(bits)} layers"
+    return found
 
 
 def _words(kernels: SegmentKernels | LayerKernels | Unavailable) -> str:

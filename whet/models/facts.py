@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PretrainedConfig, PreTrainedModel
 
 from whet.errors import ConfigError
-from whet.models.adapters import Adapter
+from whet.models.adapters import BASE_LAYER, Adapter
 from whet.models.attention import ATTENTION, SegmentLayout
 from whet.models.causal import check_causal
 from whet.models.heads import Head, detect_head, has_score_head
@@ -43,7 +42,6 @@ TWIN_VOCABULARY = 64
 TWIN_WIDTH = 64
 """Of the hidden states, where the head size does not follow from it, and of MLPs."""
 WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "ffn_dim", "n_inner")
-BASE_LAYER = re.compile(r"\.base_layer(?=\.|$)")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 

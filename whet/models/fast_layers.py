@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from whet.models import products
+from whet.models.adapters import adapter_layer
 from whet.models.products import chunks, linear, onednn_refusal, weight_grad
 from whet.native.build import Unavailable, note
 from whet.native.layers import LayerKernels, layer_kernels
@@ -130,6 +131,23 @@ class _Gated(torch.autograd.Function):
         like = lambda x, other: None if x is None else x.view_as(other)
         d_weight = None if inner is None else weight_grad(rows, inner)
         return like(d_gate, gate), like(d_up, up), d_weight, rows.sum(0) if needs_bias else None
+
+
+class _Inner(torch.autograd.Function):
+    """y = silu(g) · u, in front of a down projection that has an adapter: what its A is trained with is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return _gate(_rows(gate), _rows(up)).view_as(gate)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        gate, up = ctx.saved_tensors
+        own = _rows(grad).clone()  # the gradient of up is written in its place
+        d_gate, d_up, _ = _gate_grads(_rows(gate), _rows(up), own, False)
+        return d_gate.view_as(gate), d_up.view_as(up)
 
 
 class _Norm(torch.autograd.Function):
@@ -279,13 +297,22 @@ def _run_linear(layer: Any, x: Tensor) -> Tensor:
 
 
 def _is_gated(layer: nn.Module) -> bool:
-    """Whether a layer has the parts of down(act(gate(x)) * up(x))."""
+    """Whether a layer has the parts of down(act(gate(x)) * up(x)); each may have an adapter."""
     parts = dict(layer.named_children())
-    return set(parts) == MLP_PARTS and type(parts["down_proj"]) is nn.Linear
+    return set(parts) == MLP_PARTS and type(_base(parts["down_proj"])) is nn.Linear
+
+
+def _base(layer: Any) -> nn.Module:
+    """A layer without its adapter."""
+    return layer.get_base_layer() if adapter_layer(layer) else layer
 
 
 def _run_gated(layer: Any, x: Tensor) -> Tensor:
     gate, up, down = layer.gate_proj(x), layer.up_proj(x), layer.down_proj
+    if adapter_layer(down):
+        if not down.disable_adapters:
+            return down(_Inner.apply(gate, up))
+        down = down.get_base_layer()  # as the bare model, bit for bit
     if not _untouched(down) and not _ours(down):
         return down(layer.act_fn(gate) * up)
     return _Gated.apply(gate, up, down.weight, down.bias)  # pyright: ignore[reportReturnType]

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from whet.errors import ConfigError
 from whet.models.heads import Head
 from whet.models.linear_divergence import HeadStates, linear_divergence
-from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, linear_logprob
+from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, linear_stats
 from whet.models.micro_batch import MicroBatch
 from whet.models.products import chunks
 from whet.models.projection import Projection
 from whet.ops.logprobs import entropy as entropy_of
-from whet.ops.logprobs import selective_log_softmax
+from whet.ops.logprobs import is_likeliest, log_sum_sq_probs, selective_log_softmax
 from whet.ops.masked import to_fp32
 from whet.ops.support import Support, support_logits
 from whet.types import TokenStats
@@ -45,6 +45,7 @@ def token_stats(
     *,
     support: Support = PLAIN,
     entropy: bool = False,
+    constants: Collection[str] = (),
     allowed: Tensor | None = None,
     want: Collection[str] | None = None,
     toward: Toward | None = None,
@@ -59,6 +60,7 @@ def token_stats(
         micro: what to run; with a layout where the model is packable, else padded.
         support: the sampler's distribution.
         entropy: also the entropies.
+        constants: also these of types.loss.CONSTANTS, which have no gradient.
         allowed: uint8 [s, W], the tokens that a constraint allows, a bit each (see support_logits); needed with one
             only.
         want: those of "logprobs", "values" and "scores" that are needed; None = all that the heads make.
@@ -83,6 +85,7 @@ def token_stats(
             score_head=loaded.score_head if {"values", "scores"} & set(want) else None,
             support=support,
             entropy=entropy,
+            constants=constants,
             allowed=allowed,
             toward=toward,
         )
@@ -131,6 +134,7 @@ def model_stats(
     score_head: nn.Linear | None = None,
     support: Support = PLAIN,
     entropy: bool = False,
+    constants: Collection[str] = (),
     allowed: Tensor | None = None,
     toward: Toward | None = None,
 ) -> TokenStats:
@@ -158,7 +162,7 @@ def model_stats(
     if toward is not None and not support.plain:
         raise ConfigError(f"a divergence is of whole distributions, at a temperature alone; got {support}")
     if hidden is not None and head.linear and support.plain:
-        found = _plain(_of_head(module, head, hidden, support.temperature or 1.0), micro, entropy, toward)
+        found = _plain(_of_head(module, head, hidden, support.temperature or 1.0), micro, entropy, constants, toward)
         return dataclasses.replace(found, values=values, scores=scores)
     if head.linear:
         assert hidden is not None
@@ -166,13 +170,15 @@ def model_stats(
     else:
         rows = module(**_inputs(micro)).logits.flatten(0, 1).index_select(0, micro.hidden_index)
         vocab, logits = rows.shape[1], lambda s: to_fp32(rows[s])
-    found = _supported(logits, micro, vocab, support, entropy, allowed)
+    found = _supported(logits, micro, vocab, support, entropy, constants, allowed)
     return dataclasses.replace(found, values=values, scores=scores)
 
 
-def _plain(own: HeadStates, micro: MicroBatch, entropy: bool, toward: Toward | None) -> TokenStats:
+def _plain(
+    own: HeadStates, micro: MicroBatch, entropy: bool, constants: Collection[str], toward: Toward | None
+) -> TokenStats:
     """Statistics of a distribution that has a temperature alone, without whole logits."""
-    logprobs, entropies = linear_logprob(
+    found = linear_stats(
         own.hidden,
         own.weight,
         micro.targets,
@@ -181,9 +187,10 @@ def _plain(own: HeadStates, micro: MicroBatch, entropy: bool, toward: Toward | N
         scale=own.projection.scale,
         softcap=own.projection.softcap,
         entropy=entropy,
+        constants=constants,
     )
     divergence = None if toward is None else linear_divergence(own, toward[0], gkd_beta=toward[1])
-    return TokenStats(logprobs=logprobs, entropy=entropies, divergence=divergence)
+    return dataclasses.replace(found, divergence=divergence)
 
 
 def _inputs(micro: MicroBatch) -> dict[str, object]:
@@ -209,28 +216,31 @@ def _supported(
     vocab: int,
     support: Support,
     entropy: bool,
+    constants: Collection[str],
     allowed: Tensor | None,
 ) -> TokenStats:
     """Statistics from whole logits, in chunks of rows; more than one chunk is made again in the backward pass."""
     first, before = _first_places(micro, vocab) if support.penalises else (None, None)
     position = _turn_positions(micro) if support.min_tokens else micro.position
 
-    def part(s: slice) -> tuple[Tensor, Tensor | None]:
+    def part(s: slice) -> tuple[Tensor | None, ...]:
         seen = None
         if first is not None and before is not None:
             seen = first.index_select(0, micro.sequence[s]) < before[s, None]
         keep = micro.targets[s]
         inside = None if allowed is None else allowed[s].to(keep.device)
         z = support_logits(logits(s), support, seen=seen, position=position[s], keep=keep, allowed=inside)
-        return selective_log_softmax(z, keep), entropy_of(z) if entropy else None
+        correct = is_likeliest(z, keep) if "correct" in constants else None
+        log_sum = log_sum_sq_probs(z.detach()) if "log_sum_sq_probs" in constants else None
+        return selective_log_softmax(z, keep), entropy_of(z) if entropy else None, correct, log_sum
 
     count, size = len(micro.hidden_index), vocab * 4
     if count * size <= HELD_BYTES or not torch.is_grad_enabled():
         parts = [part(s) for s in chunks(count, max(1, CHUNK_BYTES // size))]
     else:
         parts = [checkpoint(part, s, use_reentrant=False) for s in chunks(count, max(1, CHUNK_BYTES // size))]
-    logprobs, entropies = zip(*parts)
-    return TokenStats(logprobs=torch.cat(logprobs), entropy=torch.cat(entropies) if entropy else None)
+    logprobs, entropies, correct, log_sum = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
+    return TokenStats(logprobs=logprobs, entropy=entropies, correct=correct, log_sum_sq_probs=log_sum)
 
 
 def _turn_positions(micro: MicroBatch) -> Tensor:

@@ -8,6 +8,7 @@ and chunks over the vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch.autograd.function import once_differentiable
 
 from whet.models.products import chunks
 from whet.models.projection import HeadGrads, Projection
+from whet.ops import is_likeliest, log_sum_sq_probs
 from whet.ops.masked import fp32_or_wider
+from whet.types import TokenStats
 
-__all__ = ["CHUNK_BYTES", "HELD_BYTES", "linear_logprob"]
+__all__ = ["CHUNK_BYTES", "HELD_BYTES", "linear_logprob", "linear_stats"]
 
 CHUNK_BYTES = 100_000_000
 """Logits of one chunk."""
@@ -33,12 +36,13 @@ class _LogprobOptions:
 
     projection: Projection
     entropy: bool
+    constants: frozenset[str]
     rows: int
     """Rows of a chunk."""
     held: bool
 
 
-def linear_logprob(
+def linear_stats(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
@@ -48,10 +52,11 @@ def linear_logprob(
     scale: float = 1.0,
     softcap: float | None = None,
     entropy: bool = False,
+    constants: Collection[str] = (),
     chunk_bytes: int = CHUNK_BYTES,
     held_bytes: int = HELD_BYTES,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probability of each target under softmax of a linear head, and that distribution's entropy.
+) -> TokenStats:
+    """Log-probability of each target under softmax of a linear head, that distribution's entropy, and what it is asked.
 
     zᵢ = cap(scale · (W hᵢ + b)) / τ, cap(x) = c tanh(x / c) where softcap c is given;
     log π(yᵢ) = zᵢ[yᵢ] − ls(zᵢ), H = ls(zᵢ) − Σⱼ pⱼ zᵢ[j], ls the log-sum-exp, p = softmax(zᵢ), y the targets.
@@ -65,53 +70,76 @@ def linear_logprob(
         temperature: τ > 0.
         scale, softcap: the head's.
         entropy: also the entropies.
+        constants: also these of types.loss.CONSTANTS, which have no gradient.
         chunk_bytes, held_bytes: see the constants of these names.
 
-    Returns: ([s], [s] or None), in nats; fp32, or float64 for float64 input. The gradients of weight and bias are
-        summed in that precision, whatever theirs is.
+    Returns: TokenStats of [s], in nats; fp32, or float64 for float64 input. The gradients of weight and bias are summed
+        in that precision, whatever theirs is.
     Source: agrees with F.linear, float(), log_softmax, gather; memory as in Liger Kernel's fused linear losses
         (arXiv:2410.10989), but recomputed in the backward pass, not differentiated in the forward one.
 
-    >>> linear_logprob(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), entropy=True)[0]     # log 1/4
-    tensor([-1.3863])
+    >>> linear_stats(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), constants=("correct",)).correct
+    tensor([False])
     """
     dtype = fp32_or_wider(hidden.dtype)
     size = weight.shape[0] * dtype.itemsize
     held = hidden.shape[0] * size <= held_bytes
     rows = max(1, hidden.shape[0] if held else chunk_bytes // size)
-    options = _LogprobOptions(Projection(temperature, scale, softcap), entropy, rows, held)
-    logprobs, entropies = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
-    return logprobs, entropies if entropy else None
+    options = _LogprobOptions(Projection(temperature, scale, softcap), entropy, frozenset(constants), rows, held)
+    logprobs, entropies, correct, log_sum = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
+    return TokenStats(
+        logprobs=logprobs, entropy=entropies if entropy else None, correct=correct, log_sum_sq_probs=log_sum
+    )
+
+
+def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+    """The log-probabilities and, with entropy=True, the entropies of linear_stats alone.
+
+    Args: as linear_stats.
+    Returns: ([s], [s] or None).
+
+    >>> linear_logprob(torch.ones(1, 2), torch.zeros(4, 2), torch.tensor([3]), entropy=True)[0]     # log 1/4
+    tensor([-1.3863])
+    """
+    found = linear_stats(hidden, weight, targets, **options)
+    assert found.logprobs is not None
+    return found.logprobs, found.entropy
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """See linear_logprob."""
+    """See linear_stats."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _LogprobOptions
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         dtype = fp32_or_wider(hidden.dtype)
         logprobs = hidden.new_empty(len(hidden), dtype=dtype)
         entropies = torch.zeros_like(logprobs)
+        correct = torch.zeros_like(targets, dtype=torch.bool) if "correct" in options.constants else None
+        log_sum = torch.zeros_like(logprobs) if "log_sum_sq_probs" in options.constants else None
         z = None
         for s in chunks(len(hidden), options.rows):
             z = options.projection.logits(hidden[s], weight, bias)
             logp = z.log_softmax(1)
             logprobs[s] = logp.gather(1, targets[s, None]).squeeze(1)
+            if correct is not None:
+                correct[s] = is_likeliest(z, targets[s])
+            if log_sum is not None:
+                log_sum[s] = log_sum_sq_probs(z)
             if options.entropy:
                 entropies[s] = -_finite(logp, bias).mul_(z.softmax(1)).sum(1)
         kept = z if options.held and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
         ctx.options = options
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing in backward
-        if not options.entropy:
-            ctx.mark_non_differentiable(entropies)
-        return logprobs, entropies
+        constants = [x for x in (None if options.entropy else entropies, correct, log_sum) if x is not None]
+        ctx.mark_non_differentiable(*constants)
+        return logprobs, entropies, correct, log_sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None, grad_entropy: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, targets, entropies, kept = ctx.saved_tensors
         options: _LogprobOptions = ctx.options
         grad = torch.zeros_like(entropies) if grad is None else grad

@@ -16,12 +16,23 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from whet.config.lora import LoraConfig
 from whet.errors import ConfigError, lookup_error
 from whet.models.adapters import Adapter
 from whet.models.attention import ATTENTION, KERNELS
 from whet.models.facts import facts_of
 from whet.models.heads import Head, has_score_head, score_layer, with_score_head
-from whet.models.read import check_config, read_model
+from whet.models.lora import (
+    ADAPTER_CONFIG,
+    SavedAdapter,
+    check_adapter,
+    find_adapter,
+    merged_model,
+    save_adapter,
+    with_adapter,
+)
+from whet.models.quantized import quantization_config
+from whet.models.read import adapter_folder, check_config, read_model
 from whet.models.types import LoadedModel
 
 __all__ = ["load_model", "save_model", "usable_device"]
@@ -30,6 +41,7 @@ logger = logging.getLogger("whet")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 ROLES = ("actor", "critic", "reference", "reward", "teacher")
+ONLY_READ = ("reference", "reward", "teacher")
 
 
 def load_model(
@@ -40,12 +52,16 @@ def load_model(
     role: str = "actor",
     attention: str = "auto",
     score_head: bool = False,
+    lora: LoraConfig | None = None,
+    quantization: str | None = None,
+    merge: bool | None = None,
+    seed: int = 0,
 ) -> LoadedModel:
     """A causal language model, critic or reward model from a folder, from the hub, or as given.
 
     Args:
-        model: a folder (of a model, a finished run, or a checkpoint), a hub name, or a transformers module, which is
-            used as it is, its dtype included. One on the meta device stays there.
+        model: a folder (of a model, of an adapter, which stands for its base with it, of a finished run, or of a
+            checkpoint), a hub name, or a transformers module, which is used as it is, its dtype included.
         dtype: of the parameters read: float32, bfloat16, float16, float64. Never that of the checkpoint: master weights
             read in bf16 would lose every small update.
         device: where it goes.
@@ -53,6 +69,10 @@ def load_model(
             (a score head that it has). A score head is that of transformers' sequence classifiers with one label.
         attention: what computes attention over packed rows: auto, flex or plain.
         score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
+        lora: put a new adapter into the model; what is trained is the adapter, a score head and modules to save.
+        quantization: hold the base's linear layers in 4 bits: nf4 or fp4.
+        merge: a saved adapter into its base; None = in a role that is only read, unless it is held in 4 bits.
+        seed: of a new adapter.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
         without CUDA, or not a text-only causal language model.
@@ -65,17 +85,13 @@ def load_model(
     """
     device = usable_device(device)
     _check_words(role, attention, device)
-    module, weight, name = _module_of(model, dtype, role)
-    module = module.to(device).train()  # pyright: ignore[reportArgumentType]
-    if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
-        module.set_attn_implementation("eager")
-    _drop_dropout(module, name)
-    _check_finite(module, name)
+    saved = _saved_adapter(model, lora, role)
+    module, weight, name = _module_of(model if saved is None else saved, dtype, role, quantization, device)
     facts = facts_of(module, name)
     module = _with_heads(module, weight, role, name, score_head)
+    merge = role in ONLY_READ and quantization is None if merge is None else merge
+    module = _with_adapter(module, saved or lora, seed, merge and saved is not None)
     _set_attention(module, facts.reasons, attention, name)
-    if vars(module.config).get("router_aux_loss_coef"):
-        logger.info("%s: the router's auxiliary loss is not added to the objective", name)
     if role in ("reference", "teacher"):
         module.requires_grad_(False)
     return LoadedModel(
@@ -90,8 +106,35 @@ def load_model(
     )
 
 
+def _with_adapter(
+    module: PreTrainedModel, given: LoraConfig | SavedAdapter | None, seed: int, merge: bool
+) -> PreTrainedModel:
+    """The module with an adapter, as others take it: checked, and merged where that is asked for."""
+    if given is not None:
+        with_adapter(module, given, seed=seed)
+    elif Adapter.of(module) is not None:
+        check_adapter(module)
+    if not merge:
+        return module
+    like = next(module.parameters())
+    return merged_model(module).to(device=like.device, dtype=like.dtype).train()  # pyright: ignore
+
+
+def _saved_adapter(model: str | Path | nn.Module, lora: LoraConfig | None, role: str) -> SavedAdapter | None:
+    """The adapter that a folder or hub name stands for. Raises ConfigError where it would get another on top."""
+    saved = None if isinstance(model, nn.Module) else find_adapter(adapter_folder(str(model)))
+    if saved is not None and lora is not None:
+        raise ConfigError(
+            f"{saved.path!r} is an adapter already, so {role}.lora would put a second one on top; leave lora out to "
+            "train that one, or merge it first (trainer.merge_adapter=true writes it merged)"
+        )
+    return saved
+
+
 def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention: str, name: str) -> None:
-    """Gives a model that takes a layout whet's attention; says why another trains padded."""
+    """Gives a model that takes a layout whet's attention; says why another trains padded, and what is left out."""
+    if vars(module.config).get("router_aux_loss_coef"):
+        logger.info("%s: the router's auxiliary loss is not added to the objective", name)
     if not reasons:
         module.set_attn_implementation(ATTENTION)
         return
@@ -101,11 +144,36 @@ def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention:
 
 
 def _module_of(
-    model: str | Path | nn.Module, dtype: str | torch.dtype, role: str
+    model: str | Path | nn.Module | SavedAdapter,
+    dtype: str | torch.dtype,
+    role: str,
+    quantization: str | None,
+    device: torch.device,
 ) -> tuple[PreTrainedModel, Tensor | None, str]:
-    """The module of a folder or hub name, or the one given; the weight of a score head saved with it; its name."""
+    """The module of a folder or hub name, or the one given, in train mode without dropout on its device.
+
+    Returns: it, the weight of a score head saved with it, and its name.
+    """
+    if quantization is not None and isinstance(model, nn.Module):
+        raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
+    bits = None if quantization is None else quantization_config(quantization, device)
+    module, weight, name = _read(model, dtype, role, bits, device)
+    module = (module if bits is not None else module.to(device)).train()  # pyright: ignore[reportArgumentType]
+    if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
+        module.set_attn_implementation("eager")
+    _drop_dropout(module, name)
+    _check_finite(module, name)
+    return module, weight, name
+
+
+def _read(
+    model: str | Path | nn.Module | SavedAdapter, dtype: str | torch.dtype, role: str, bits: Any, device: torch.device
+) -> tuple[PreTrainedModel, Tensor | None, str]:
+    """As `_module_of`, as it is. Args: bits: how a base is held in 4 bits; None = it is not."""
+    if isinstance(model, SavedAdapter):
+        return _base_of(model, _dtype(dtype), role, bits, device)
     if not isinstance(model, nn.Module):
-        return (*read_model(str(model), _dtype(dtype), role), str(model))
+        return (*read_model(str(model), _dtype(dtype), role, bits=bits, device=device), str(model))
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
@@ -113,6 +181,25 @@ def _module_of(
     name = model.name_or_path or type(model).__name__
     check_config(model.config, name)
     return model, None, name
+
+
+def _base_of(
+    saved: SavedAdapter, dtype: torch.dtype, role: str, bits: Any, device: torch.device
+) -> tuple[PreTrainedModel, Tensor | None, str]:
+    """The base model of an adapter, with the weight of the score head that was saved with the adapter."""
+    if saved.score is not None and saved.fields.get("task_type") == "SEQ_CLS" and role not in ("critic", "reward"):
+        raise ConfigError(
+            f"{saved.path!r} is the adapter of a critic or a reward model: it has a score head and no LM head; it "
+            f"can't be the {role}"
+        )
+    try:
+        module, weight = read_model(saved.base, dtype, role, bits=bits, device=device)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{error}\n(it is the base model of the adapter {saved.path!r}, by its {ADAPTER_CONFIG}; where the model "
+            "has moved, correct base_model_name_or_path there)"
+        ) from error
+    return module, weight if saved.score is None else saved.score, saved.path
 
 
 def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: str, both: bool) -> PreTrainedModel:
@@ -160,11 +247,13 @@ def _check_words(role: str, attention: str, device: torch.device) -> None:
         raise ConfigError(f"attention flex needs a CUDA device, got {device}; leave it at auto")
 
 
-def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
+def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path, *, merge: bool = False) -> Path:
     """Writes a model in Hugging Face's format (safetensors); transformers loads it: a language model as it is,
-    a critic or reward model as AutoModelForSequenceClassification (where the family has one).
+    a critic or reward model as AutoModelForSequenceClassification (where the family has one). Of a model with an
+    adapter the adapter alone, in PEFT's format.
 
-    Args: loaded: what to save. tokenizer: saved with it; None = no tokenizer. folder: made where it is missing.
+    Args: loaded: what to save. tokenizer: saved with it; None = no tokenizer. folder: made where it is missing. merge:
+        write the whole model, its adapter merged.
     Returns: the folder.
 
     Example: `save_model(loaded, tokenizer, "final")`, then `AutoModelForCausalLM.from_pretrained("final")`.
@@ -174,7 +263,10 @@ def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path) -> Path:
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # it would write over whet's own
     try:
-        loaded.module.save_pretrained(folder)
+        if loaded.adapter is not None and not merge:
+            save_adapter(loaded.module, folder)
+        else:
+            (loaded.module if loaded.adapter is None else merged_model(loaded.module)).save_pretrained(folder)
     finally:
         if shown:
             transformers_logging.enable_progress_bar()

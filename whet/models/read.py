@@ -2,7 +2,8 @@
 
 What is read is whole: a weight that is missing would be random, one that the config has no place for would be dropped,
 and an adapter next to the weights would be ignored, each without an error of transformers.
-Left out on purpose: vision, audio and encoder-decoder models; remote code; quantised weights; adapters.
+Left out on purpose: vision, audio and encoder-decoder models; remote code; weights that were saved quantised; and
+adapters, which lora.py reads: here is their base.
 """
 
 from __future__ import annotations
@@ -51,12 +52,23 @@ SHOWN = 3
 """Names in a message."""
 
 
-def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedModel, Tensor | None]:
+def adapter_folder(path: str) -> str:
+    """The folder or hub name in which an adapter would lie. Raises: ConfigError: see model_folder and check_hub."""
+    folder = model_folder(path)
+    check_hub(folder)
+    return folder
+
+
+def read_model(
+    path: str, dtype: torch.dtype, role: str, *, bits: Any = None, device: torch.device | None = None
+) -> tuple[PreTrainedModel, Tensor | None]:
     """The module of a folder or hub name, and the score head where one was saved outside of its class.
 
     Args: path: of a model, a run or a checkpoint, or a hub name. dtype: of the parameters. role: actor, critic,
-        reference or reward.
-    Returns: the module on the CPU, and the [1 D] score head that its class has no place for, or None.
+        reference or reward. bits: transformers' configuration of weights held in 4 bits; None = they are not. device:
+        where these are read to.
+    Returns: the module, on the CPU if it is not held in bits, and the [1 D] score head that its class has no place
+        for, or None.
     Raises: ConfigError: nothing to read there, or not all of it, or more than a model of that config has.
     """
     given, path = path, model_folder(path)
@@ -80,7 +92,9 @@ def read_model(path: str, dtype: torch.dtype, role: str) -> tuple[PreTrainedMode
         )
     if old:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
-    module, info = _weights(path, config, dtype, AutoModelForSequenceClassification if scores else AutoModelForCausalLM)
+    kind = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+    extra = {} if bits is None else {"quantization_config": bits, "device_map": {"": device}}
+    module, info = _weights(path, config, dtype, kind, extra)
     shared = not scores and "whet_shared_score_head" in vars(config)
     head = None
     if old:
@@ -124,10 +138,10 @@ def _check_files(path: str) -> None:
     )
     if found is not None:
         raise ConfigError(
-            f"{path!r} holds an adapter (adapter_config.json) next to or instead of a whole model, and adapters are "
-            "not loaded: merge it into its base model with PEFT, PeftModel.from_pretrained(base, adapter)"
-            ".merge_and_unload().save_pretrained(folder), and give that folder; where the weights are merged already, "
-            "remove adapter_config.json"
+            f"{path!r} holds an adapter (adapter_config.json), and is named as the base model of another one: merge it "
+            "into its own base first with PEFT, PeftModel.from_pretrained(base, adapter).merge_and_unload()"
+            ".save_pretrained(folder), and give that folder; where the weights are merged already, remove "
+            "adapter_config.json"
         )
     for name in ("config.json", "generation_config.json", "model.safetensors.index.json"):
         file = Path(path) / name
@@ -151,7 +165,7 @@ def _check_files(path: str) -> None:
 
 
 def _weights(
-    path: str, config: PretrainedConfig, dtype: torch.dtype, kind: Any
+    path: str, config: PretrainedConfig, dtype: torch.dtype, kind: Any, extra: Mapping[str, Any]
 ) -> tuple[PreTrainedModel, Mapping[str, Iterable[Any]]]:
     """The module with the weights of a folder or hub name, and what transformers reports of their names."""
     try:
@@ -163,6 +177,7 @@ def _weights(
             weights_only=True,
             ignore_mismatched_sizes=True,  # _check_weights says which, and a critic's head is put in later
             output_loading_info=True,
+            **extra,
         )
     except pickle.UnpicklingError as error:
         raise ConfigError(

@@ -4,17 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from whet.errors import ConfigError
 from whet.models.adapters import Adapter
 from whet.models.heads import Head
 
-__all__ = ["LoadedModel"]
+__all__ = ["LoadedModel", "Start"]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a view is read with: copies of trained parameters, as they were when it was made."""
+
+    tensors: tuple[tuple[nn.Parameter, Tensor], ...]
+    adapter_off: bool
+    """The adapter added nothing then: it is switched off, and none of it is copied."""
+
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Around forward passes without a gradient."""
+        held = [(p, p.data) for p, _ in self.tensors]
+        try:
+            for p, tensor in self.tensors:
+                p.data = tensor if tensor.dtype == p.dtype else tensor.to(p.dtype)
+            yield
+        finally:
+            for p, data in held:
+                p.data = data
 
 
 @dataclass(frozen=True)
@@ -43,7 +64,9 @@ class LoadedModel:
     adapter: Adapter | None = None
     """The low-rank layers inside the module, where there are some."""
     is_view: bool = False
-    """Another record owns the module: this one is only read, with the adapter off while it is."""
+    """Another record owns the module: this one is only read, as it was when the view was made."""
+    start: Start | None = None
+    """What a view swaps in while it is read; None = nothing but the adapter is switched off."""
 
     @property
     def outputs(self) -> frozenset[str]:
@@ -66,11 +89,27 @@ class LoadedModel:
             raise ConfigError(f"{self.name} has no adapter to switch off; load the reference as a model of its own")
         return dataclasses.replace(self, is_view=True)
 
+    def start_view(self) -> LoadedModel:
+        """The model as it is now, while its adapter is trained: the reference of an adapted actor.
+
+        Where the adapter adds nothing yet it is the base with the adapter off, bit for bit; of one that was trained
+        before, and of modules that are trained whole, it keeps copies: of these alone, never of the base.
+        Raises: ConfigError: there is no adapter; all weights would have to be copied.
+        """
+        view, adapter = self.base_view(), self.adapter
+        assert adapter is not None
+        off, own = adapter.adds_nothing(), {id(p) for p in adapter.parameters()}
+        score = None if self.score_head is None else id(self.score_head.weight)
+        copied = [p for p in self.module.parameters() if p.requires_grad and not (off and id(p) in own)]
+        kept = tuple((p, p.detach().clone()) for p in copied if id(p) != score)
+        return dataclasses.replace(view, start=Start(kept, adapter_off=off))
+
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Around forward passes: a view's adapter is off inside."""
-        if self.is_view and self.adapter is not None:
-            with self.adapter.off():
-                yield
-        else:
+        """Around forward passes: inside, a view is what it was made of."""
+        with ExitStack() as stack:
+            if self.is_view and self.adapter is not None and (self.start is None or self.start.adapter_off):
+                stack.enter_context(self.adapter.off())
+            if self.start is not None:
+                stack.enter_context(self.start.swapped_in())
             yield

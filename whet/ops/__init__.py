@@ -40,7 +40,7 @@ from whet.ops.corrections import (
 from whet.ops.divergence import check_beta, generalized_jsd, log_mixture
 from whet.ops.gae import generalized_advantages
 from whet.ops.kl import KL_MODES, adapted_beta, kl_divergence, kl_rewards, reference_kl, sequence_mean_kl
-from whet.ops.logprobs import entropy, selective_log_softmax
+from whet.ops.logprobs import entropy, is_likeliest, log_sum_sq_probs, selective_log_softmax
 from whet.ops.masked import (
     fp32_or_wider,
     masked_column,
@@ -136,11 +136,13 @@ __all__ = [
     "group_relative",
     "group_spread",
     "high_entropy_mask",
+    "is_likeliest",
     "kl_divergence",
     "kl_rewards",
     "leave_one_out",
     "length_weighted",
     "log_mixture",
+    "log_sum_sq_probs",
     "masked_column",
     "masked_mean",
     "masked_sum",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from whet.ops.masked import to_fp32
 
-__all__ = ["entropy", "selective_log_softmax"]
+__all__ = ["entropy", "is_likeliest", "log_sum_sq_probs", "selective_log_softmax"]
 
 
 def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
@@ -47,3 +47,30 @@ def entropy(logits: Tensor) -> Tensor:
     logp = logits.log_softmax(-1)
     # -inf is replaced before the product: 0 * -inf would be NaN, in the backward as well.
     return -(logp.exp() * logp.masked_fill(logp == -torch.inf, 0.0)).sum(-1)
+
+
+def log_sum_sq_probs(logits: Tensor) -> Tensor:
+    """How concentrated each row's distribution is: the log of the expected probability of a token drawn from it.
+
+    log Σⱼ pⱼ², p = softmax(z), z the logits, j over the vocabulary: 0 where one token is certain, −log V where all are
+    alike.
+    Args: logits [..., V], -inf allowed.
+    Returns: [...], fp32 or the dtype of logits where that is wider; in nats.
+    Source: the alignment of WPO's weights (arXiv:2406.11827); agrees with TRL's fused head.
+
+    >>> log_sum_sq_probs(torch.tensor([[0., 0.]]))  # log (1/4 + 1/4)
+    tensor([-0.6931])
+    """
+    return to_fp32(logits).softmax(-1).square().sum(-1).log()
+
+
+def is_likeliest(logits: Tensor, ids: Tensor) -> Tensor:
+    """Whether the chosen token of each row is the likeliest; of equal ones the first is.
+
+    Args: logits [..., V]. ids [...]: Long, the chosen token of each row.
+    Returns: Bool [...].
+
+    >>> is_likeliest(torch.tensor([[0., 1.], [0., 0.]]), torch.tensor([1, 1]))
+    tensor([ True, False])
+    """
+    return logits.argmax(-1) == ids

@@ -214,6 +214,8 @@ class EngineCaps:
     """Reports the sampler's logprobs."""
     shared_weights: bool = False
     """Reads the trainer's own parameters: `update(version)` needs no weights."""
+    adapters: bool = False
+    """Its copy of an adapted model has the adapter apart: `update` takes the tensors that are trained and no others."""
     addressed: bool = False
     """Draws follow Request.address, whatever else is in the batch."""
     stop_strings: bool = True

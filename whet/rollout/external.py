@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 
 from whet.errors import ConfigError, EngineError
+from whet.models.adapters import base_parameters
 from whet.models.modes import evaluating, native_attention
+from whet.models.quantized import dequantized
 from whet.models.selfcheck import limit_for
 from whet.ops.logprobs import selective_log_softmax
 from whet.ops.uniform import address_key
@@ -234,12 +236,14 @@ class Names:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        every = dict(module.named_parameters(remove_duplicate=False))
-        first = {id(p): n for n, p in module.named_parameters()}
+        every = {n: p for n, (p, _) in base_parameters(module).items()}
+        first: dict[int, str] = {}
+        for name, p in every.items():
+            first.setdefault(id(p), name)
         self.expected = frozenset(every)
         self.tied = {n: first[id(p)] for n, p in every.items() if first[id(p)] != n}
         """A further name of a shared tensor -> the name it is known by: a tied head -> the embedding."""
-        shapes = {n: torch.empty_like(p, device="meta") for n, p in module.named_parameters()}
+        shapes = {n: torch.empty_like(dequantized(every[n]), device="meta") for n in first.values()}
         stored = revert_weight_conversion(module, shapes)  # pyright: ignore
         alike = shapes.keys() == stored.keys() and all(stored[n].shape == x.shape for n, x in shapes.items())
         self._fused = None if alike else module

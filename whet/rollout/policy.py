@@ -39,6 +39,10 @@ class Policy(Protocol):
         """(name, tensor), one at a time."""
         ...
 
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of what training changes."""
+        ...
+
 
 class PolicyRollouts:
     """A policy's engine, and the driver of its episodes.
@@ -146,8 +150,9 @@ class PolicyRollouts:
         self._update()
 
     def _update(self) -> None:
-        shared = self.engine.caps.shared_weights
-        self.engine.update(self._policy.version, None if shared else self._policy.named_weights())
+        policy, caps = self._policy, self.engine.caps
+        own = policy.trained_weights if caps.adapters else policy.named_weights
+        self.engine.update(policy.version, None if caps.shared_weights else own())
 
     # ---- state and end -------------------------------------------------------------------------------------------
 

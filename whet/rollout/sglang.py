@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
+from whet.models.adapters import base_weights
 from whet.models.modes import max_positions
 from whet.models.selfcheck import probe_tokens
 from whet.models.types import LoadedModel
@@ -104,7 +105,7 @@ class SGLangEngine:
             write_config(module, Path(folder))
             start = config.sglang.model_version or folder
             self._engine: Any = package.Engine(model_path=start, **arguments)
-        self._send((n, p.detach()) for n, p in module.named_parameters())
+        self._send(base_weights(module))
         self.backends = {"sglang": package.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
         """SGLang's version, and the mean difference of its logprobs of a prompt from the module's."""
 

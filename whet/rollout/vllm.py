@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from whet.config import RolloutConfig
 from whet.errors import ConfigError, EngineError
+from whet.models.adapters import base_weights
 from whet.models.selfcheck import probe_tokens
 from whet.models.types import LoadedModel
 from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling
@@ -108,7 +109,7 @@ class VLLMEngine:
         try:
             self._positions = int(self._llm.llm_engine.vllm_config.model_config.max_model_len)
             # Even where a folder holds the same weights: what can't be renewed shows now, not after the first step.
-            self.update(0, ((n, p.detach()) for n, p in module.named_parameters()))
+            self.update(0, base_weights(module))
             self.backends = {"vllm": self._vllm.__version__, "logprobs apart": f"{self._probe(module):.1e}"}
             """vLLM's version, and the mean difference of its logprobs of a prompt from the module's."""
         except BaseException:

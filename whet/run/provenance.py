@@ -3,7 +3,8 @@
 A checkpoint records it (run.pt, "reads"), and a resumed run compares: different weights, configurations, tokenizer or
 evaluation data are refused, different code is logged. Weights count as they lie in memory, so a folder, a
 hub name and a module are alike. Training data have their own place: data/order.py. Of models that are trained the
-configuration alone counts: their weights are the checkpoint's. The settings are compared here too.
+configuration alone counts: their weights are the checkpoint's; of those with an adapter the frozen base too, so that an
+adapter is never put on a base that has it merged already. The settings are compared here too.
 Left out on purpose: what the user's code imports in its turn, and packages, whose versions environment.json has.
 """
 
@@ -14,7 +15,7 @@ import hashlib
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +62,7 @@ _FREE = (
     "trainer.run_dir",
     "trainer.stop_when",
     "trainer.loggers",
+    "trainer.merge_adapter",
     "trainer.metrics_logging_options",
     "trainer.perf_metrics_options",
     "trainer.profile",
@@ -90,7 +92,14 @@ def note_reads(
     """
     return {
         "models": {
-            role.value: _model(role.value, w.module, w.optim is None and not w.replaced) for role, w in workers.items()
+            role.value: _model(
+                role.value,
+                w.module,
+                w.optim is None and not w.replaced,
+                adapted=w.loaded.adapter is not None,
+                view=w.loaded.is_view,
+            )
+            for role, w in workers.items()
         },
         "stop_ids": list(stop_ids),
         "tokenizer": _tokenizer(tokenizer),
@@ -261,25 +270,31 @@ def _nested(tree: dict[str, Any]) -> dict[str, Any]:
 # ---- models and tokenizer --------------------------------------------------------------------------------------------
 
 
-def _model(role: str, module: nn.Module, only_read: bool) -> dict[str, Any]:
-    """What is recorded of a model."""
+def _model(
+    role: str, module: nn.Module, only_read: bool, *, adapted: bool = False, view: bool = False
+) -> dict[str, Any]:
+    """What is recorded of a model. Args: adapted: it has an adapter. view: its weights are another role's."""
     config = plain(module.config.to_dict())  # pyright: ignore
-    if only_read:
+    digest = None
+    if not view and (only_read or adapted):
         size = sum(t.numel() * t.element_size() for t in module.parameters() if t.device.type == "cpu")
         if size >= TELL_BYTES:
             log.info("%s: hashing %.0f GB of weights for the checkpoint's resume check", role, size / 1e9)
+        trained = {} if only_read else dict(module.named_parameters(remove_duplicate=False))
+        digest = weights_digest(module, without={name for name, p in trained.items() if p.requires_grad})
     return {
-        "weights": weights_digest(module) if only_read else None,
+        "weights": digest,
         "dtype": str(next(module.parameters()).dtype),
         "config": {name: value for name, value in config.items() if not name.startswith(_NO_MATTER)},
     }
 
 
-def weights_digest(module: nn.Module) -> str:
+def weights_digest(module: nn.Module, *, without: Collection[str] = ()) -> str:
     """A digest of a module's weights and persistent buffers, at the speed of memory; the same on every device.
 
     SHA-256 of names, dtypes, shapes, and, of each block x of 2**16 words of 8 bytes, Σ_i x_i w_i mod 2**64 with odd
     w_i: so a word that changes always changes it. Tied weights count once.
+    Args: without: names of tensors that do not count.
     Left out on purpose: protection against weights that are made to have the digest of others.
 
     >>> a, b = nn.Linear(2, 2), nn.Linear(2, 2)
@@ -287,7 +302,8 @@ def weights_digest(module: nn.Module) -> str:
     (False, True)
     """
     found, seen = hashlib.sha256(), set()
-    for name, tensor in sorted(module.state_dict().items()):
+    tensors = {name: t for name, t in module.state_dict().items() if name not in without}
+    for name, tensor in sorted(tensors.items()):
         place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         if tensor.numel() == 0 or place not in seen:
             found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from whet.errors import CheckpointError, ConfigError, WhetError, nearest
 from whet.observe.card import card_facts, model_card
 from whet.observe.files import read_json
 from whet.observe.lineage import licence_in
-from whet.parallel.checkpoint import step_of, verify
+from whet.parallel.checkpoint import step_of, verify, write_folder
 from whet.run.watching import BEFORE_STOP, BEST
 from whet.util.model_paths import hub_silence
 
@@ -133,7 +134,7 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
         hint = f"; give the run's folder, {folder.parent}" if inside else nearest(folder.name, _beside(folder))
         raise ConfigError(f"{folder} is not the folder of a run: it has no config.yaml{hint}")
     if which == FINAL:
-        if not (folder / FINAL / "config.json").is_file():
+        if not any((folder / FINAL / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise ConfigError(
                 f"{folder} has no {FINAL}/: the run has not finished; resume it, or give which=step-... of a checkpoint"
             )
@@ -176,7 +177,7 @@ def _beside(folder: Path) -> list[str]:
 
 def _files(model: Path, folder: Path, *, merged: bool) -> dict[str, Path]:
     """The files of a model by their names on the hub, each looked at. Raises CheckpointError where one is damaged."""
-    model = _merged(model) if merged else model
+    model = _merged(model, folder) if merged else model
     found = {p.name: p for p in sorted(model.iterdir()) if p.is_file() and _MODEL.fullmatch(p.name)}
     if "generation_config.json" not in found and (folder / FINAL / "generation_config.json").is_file():
         found["generation_config.json"] = folder / FINAL / "generation_config.json"  # which checkpoints don't have
@@ -193,12 +194,28 @@ def _files(model: Path, folder: Path, *, merged: bool) -> dict[str, Path]:
     return found
 
 
-def _merged(model: Path) -> Path:
-    """The one place for merging an adapter into its base: a folder with the merged model.
+def _merged(model: Path, folder: Path) -> Path:
+    """An adapter merged into its base: merged/ in the run's folder, made anew.
 
-    Raises: ConfigError: always, in this release: no run trains an adapter yet.
+    Raises: ConfigError: the model is no adapter, or its base can't be read.
     """
-    raise ConfigError(f"merged=true: {model} is no adapter, so there is nothing to merge; leave it out")
+    if not (model / "adapter_config.json").is_file():
+        raise ConfigError(f"merged=true: {model} is no adapter, so there is nothing to merge; leave it out")
+    from whet.models.load import load_model, save_model
+    from whet.models.lora import find_adapter
+
+    saved = find_adapter(str(model))
+    scores = saved is not None and saved.fields.get("task_type") == "SEQ_CLS"
+    loaded = load_model(str(model), role="critic" if scores else "actor")
+
+    def write(place: Path) -> None:
+        save_model(loaded, None, place, merge=True)
+        for path in model.iterdir():
+            if _MODEL.fullmatch(path.name) and "adapter" not in path.name:  # the tokenizer's
+                shutil.copy(path, place / path.name)
+
+    write_folder(folder / "merged", write)
+    return folder / "merged"
 
 
 def _shards(model: Path) -> set[str]:

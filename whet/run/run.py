@@ -487,6 +487,7 @@ class Run(Giving):
         if self.task.has_evaluation and not evaluated:
             self.evaluate(self.step)
         if self.folder is not None:
-            self.checkpoints.export(self.folder.path / "final", self.step, self.trainer.worker, self.roles.tokenizer)
+            final, merge = self.folder.path / "final", self.config.merge_adapter
+            self.checkpoints.export(final, self.step, self.trainer.worker, self.roles.tokenizer, merge=merge)
         if self.timeline is not None:
             self.roles.trace.write(self.timeline / "trace.json")

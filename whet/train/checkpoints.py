@@ -168,14 +168,15 @@ class Checkpoints:
         return True
 
     @staticmethod
-    def export(folder: Path, step: int, worker: ModelWorker, tokenizer: Any) -> None:
+    def export(folder: Path, step: int, worker: ModelWorker, tokenizer: Any, *, merge: bool = False) -> None:
         """Writes a model in Hugging Face's format, the folder whole or absent, with run.json: the step it is of.
 
+        Args: merge: an adapter's base with it merged, in place of the adapter alone.
         Raises: CheckpointError: it could not be written; an older one stays.
         """
 
         def write(place: Path) -> None:
-            worker.export(place, tokenizer)
+            worker.export(place, tokenizer, merge=merge)
             (place / "run.json").write_text(f'{{"step": {step}}}\n')
 
         write_folder(folder, write)
@@ -233,8 +234,10 @@ class Checkpoints:
                 f"{folder} is not among the checkpoints in {self.root}, which belong to another run; give another "
                 "trainer.checkpoint_root_directory or trainer.run_dir, or trainer.resume=latest to resume those"
             )
-        files = ("model.safetensors", "config.json", "optimizer.safetensors", "state.pt")
-        verify(folder, ["run.pt", *(f"{role.value}/{name}" for role in self.trainers for name in files)])
+        workers = {role.value: trainer.worker for role, trainer in self.trainers.items()}
+        for role, worker in workers.items():
+            worker.files.check(folder / role)
+        verify(folder, ["run.pt", *(f"{role}/{name}" for role, w in workers.items() for name in w.files.names)])
 
     @staticmethod
     def state(folder: Path, needs: Collection[str] = ()) -> dict[str, Any]:

@@ -53,6 +53,8 @@ def loss_inputs(
         entropy=None if stats.entropy is None else kept(stats.entropy),
         new_values=None if stats.values is None else kept(stats.values),
         divergence=None if stats.divergence is None else kept(stats.divergence),
+        correct=None if stats.correct is None else stats.correct & mask,
+        log_sum_sq_probs=None if stats.log_sum_sq_probs is None else kept(stats.log_sum_sq_probs),
         scores=stats.scores,
         unit_of=micro.unit_of,
         num_sequences=len(micro.sequences),

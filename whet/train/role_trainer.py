@@ -97,6 +97,7 @@ class RoleTrainer:
         self.loss_agg_units: Literal["trained", "all"] = "trained"
         self.accumulate = accumulate
         self.entropy = False
+        self.constants: frozenset[str] = frozenset()
         self.scores = False
         self.divergence: Divergence | None = None
         self.loss_per: Literal["token", "unit"] = "token"
@@ -123,6 +124,7 @@ class RoleTrainer:
         loss_agg_units: Literal["trained", "all"] | None = None,
         loss_per: Literal["token", "unit"] | None = None,
         entropy: bool | None = None,
+        constants: Collection[str] | None = None,
         scores: bool | None = None,
         divergence: Divergence | None = None,
     ) -> RoleTrainer:
@@ -137,6 +139,7 @@ class RoleTrainer:
             loss_agg_units: which trajectories (units) a mean over them counts: those with a trained token, or all.
             loss_per: what the loss returns a number for: each token, or each unit of TokenBatch.unit_of.
             entropy: the loss needs x.entropy.
+            constants: those of types.loss.CONSTANTS that the loss needs: "correct" for x.correct.
             scores: the loss needs x.scores, of a model with a value head.
             divergence: the loss needs x.divergence, from this teacher's distribution.
         """
@@ -147,6 +150,7 @@ class RoleTrainer:
         self.loss_agg_units = loss_agg_units or self.loss_agg_units
         self.loss_per = loss_per or self.loss_per
         self.entropy = self.entropy if entropy is None else entropy
+        self.constants = self.constants if constants is None else frozenset(constants)
         self.scores = self.scores if scores is None else scores
         self.divergence = divergence or self.divergence
         return self
@@ -241,7 +245,12 @@ class RoleTrainer:
     @property
     def _asked(self) -> dict[str, Any]:
         """What the loss is given besides logprobs."""
-        return {"entropy": self.entropy, "scores": self.scores, "divergence": self.divergence}
+        return {
+            "entropy": self.entropy,
+            "constants": self.constants,
+            "scores": self.scores,
+            "divergence": self.divergence,
+        }
 
     def update(self, batch: TokenBatch, *, keep: Keep | None = None, report: Report | None = None) -> Metrics:
         """One optimizer step on one mini-batch: weighs its tokens, selects, runs forward and backward, steps.

@@ -6,6 +6,7 @@ training needs no more than this.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
+from whet.config.lora import LORA_LR
 from whet.data.plans import Plans
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
@@ -35,12 +37,20 @@ from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
 from whet.util.model_paths import model_folder
 
-__all__ = ["RoleWorkers"]
+__all__ = ["ACTOR", "RoleWorkers"]
 
 log = logging.getLogger("whet")
 
+ACTOR = "actor"
+"""In place of a model: the actor's own. critic=ACTOR is a score head on its trunk, reference=ACTOR its beginning."""
+SLOW = 1e-5
+"""Learning rate below which an adapter hardly learns: a tenth of the default."""
 READ_ONLY = (Role.REFERENCE, Role.REWARD, Role.TEACHER)
 """Roles that have no optimizer, unless a run trains them."""
+
+
+Given = nn.Module | str | RoleConfig
+"""What a role's model is given as."""
 
 
 class RoleWorkers:
@@ -79,20 +89,65 @@ class RoleWorkers:
 
     # ---- making --------------------------------------------------------------------------------------------------
 
-    def load(self, role: Role, model: nn.Module | str | RoleConfig, *, score_head: bool = False) -> LoadedModel:
-        """A role's model. A module stays where it is. Args: score_head: besides a LM head."""
+    def load(
+        self,
+        role: Role,
+        model: nn.Module | str | RoleConfig,
+        *,
+        score_head: bool = False,
+        trained: bool | None = None,
+    ) -> LoadedModel:
+        """A role's model, with its adapter. A module stays where it is.
+
+        Args: score_head: besides a LM head. trained: None = as is usual for the role; of a model that is only read a
+            saved adapter is merged.
+        Raises: ConfigError: there is no such model, or its settings are for one that is trained.
+        """
         given = RoleConfig(model=model) if isinstance(model, str) else model
+        trained = role not in READ_ONLY if trained is None else trained
         if not isinstance(given, RoleConfig):
             return load_model(given, device=next(given.parameters()).device, role=role.value, score_head=score_head)
         if given.model is None:
             raise ConfigError(f"{role.value}.model is not set; give a hub name or a folder")
+        if given.lora is not None and not trained:
+            raise ConfigError(
+                f"{role.value}.lora makes an adapter to train, and the {role.value} is only read; leave it out"
+            )
         return load_model(
             given.model,
+            dtype="float32" if given.dtype == "auto" or (trained and given.lora is None) else given.dtype,
             device=self.device(role),
             role=role.value,
             attention=given.attention,
             score_head=score_head,
+            lora=given.lora,
+            quantization=given.quantization,
+            merge=False if trained else None,
+            seed=self._loop.seed,
         )
+
+    def load_reference(self, given: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
+        """The reference model, once the actor has its worker.
+
+        Args:
+            given: what to load, or ACTOR: the actor as it is now, before the first step.
+            actor: what the actor was loaded from.
+            policy: the actor. One with an adapter is its own reference: its base, read with the adapter off, or with a
+                copy of the adapter where that was trained before. Of another one there is a second copy.
+        Returns: what it comes from, for `add`, and the model.
+        """
+        if (given.model if isinstance(given, RoleConfig) else given) != ACTOR:
+            return given, self.load(Role.REFERENCE, given)
+        if policy.adapter is not None:
+            log.info("reference: the actor's own base, read without what is trained on it: no second copy")
+            return policy.module, policy.start_view()
+        if isinstance(actor, nn.Module):
+            given = copy.deepcopy(actor)
+        elif isinstance(actor, RoleConfig):
+            given = RoleConfig(model=actor.model, dtype=actor.dtype)
+        else:
+            given = RoleConfig(model=actor)
+        return given, self.load(Role.REFERENCE, given)
 
     def add(
         self,
@@ -118,20 +173,22 @@ class RoleWorkers:
             support, allowed: the distribution that its logprobs are of; see ModelWorker.
         """
         given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
-        placement = self._placement(loaded.module.device)
-        if isinstance(given, RoleConfig):
+        placement = Placement() if loaded.is_view else self._placement(loaded.module.device)
+        if isinstance(given, RoleConfig) and not loaded.is_view:  # a view is as its owner is
             noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
             dtype = compute_dtype(noted or given.dtype, loaded)
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
             dtype = placement.ranks.agree(dtype)  # "auto" goes by a timing
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
-        if optimizer is not None and own != OptimConfig():
+        if optimizer is not None and own not in (OptimConfig(), OptimConfig(lr=LORA_LR)):
             raise ConfigError(
                 f"{role.value}.optim and training_config.{role.value}_optimizer (or optimizer=) both set an optimizer; "
                 "keep one"
             )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         trained = role not in READ_ONLY if trained is None else trained
+        if trained and loaded.adapter is not None:
+            _check_rate(role, optimizer)
         self._workers[role] = worker = ModelWorker(
             loaded,
             optim=optimizer if trained else None,
@@ -144,6 +201,7 @@ class RoleWorkers:
             given=given if isinstance(given, RoleConfig) else None,
             placement=placement,
             plans=None if role is Role.REWARD else self._plans,  # it runs other batches, maybe of other tokens
+            seed=self._loop.seed,
         )
         empty_cache(worker.device)  # an engine with an allocator of its own looks at what is free
         return worker
@@ -202,6 +260,15 @@ class RoleWorkers:
         self._plans.drop()
         self.give_back(worker)
 
+    def free(self, role: Role) -> None:
+        """Takes the weights of a role that nothing reads any more out of memory; those of another's module stay."""
+        worker = self.worker(role)
+        if not worker.loaded.is_view:
+            device = worker.device
+            worker.loaded.module.to("meta")
+            release_freed_memory()
+            empty_cache(device)
+
     def give_back(self, worker: ModelWorker) -> None:
         """Lets freed memory leave the process: the next phase takes its own elsewhere."""
         release_freed_memory()
@@ -248,3 +315,15 @@ class RoleWorkers:
         """Frees the optimizers."""
         for worker in self._workers.values():
             worker.close()
+
+
+def _check_rate(role: Role, optimizer: Any) -> None:
+    """Warns where an adapter is given the learning rate of a whole model."""
+    if isinstance(optimizer, OptimConfig) and 0 < optimizer.lr < SLOW:
+        log.warning(
+            "%s.optim.lr=%g is the rate of a whole model; an adapter hardly learns below %g: about %g serves it",
+            role.value,
+            optimizer.lr,
+            SLOW,
+            LORA_LR,
+        )

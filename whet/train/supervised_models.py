@@ -27,7 +27,8 @@ class SupervisedModels(RoleWorkers):
     Args:
         actor: a language model: a module, a folder, a hub name, or a RoleConfig.
         reward_model: in its place, a model that learns to give scores; it gets a score head where it has none.
-        reference: what preference losses compare with; the actor's own module is copied, so that it stays what it is.
+        reference: what preference losses compare with; the actor's own module is copied, so that it stays what it is,
+            and "actor" is the actor as it begins, which needs no second copy where an adapter is trained.
         tokenizer: a tokenizer, a folder or a hub name.
         config: of the loop.
         optimizer: of the model that is trained, in place of its RoleConfig's: an OptimConfig, a name or a factory.
@@ -60,13 +61,14 @@ class SupervisedModels(RoleWorkers):
             reference = copy.deepcopy(given)
         loaded = self.load(Role.CRITIC if actor is None else Role.ACTOR, given)
         self.tokenizer = load_tokenizer(tokenizer)
-        self.eos_ids = stop_token_ids(self.tokenizer, loaded.module.config, loaded.module.generation_config)
+        generates = loaded.module.generation_config if "logprobs" in loaded.outputs else None
+        self.eos_ids = stop_token_ids(self.tokenizer, loaded.module.config, generates)
         self.positions = max_positions(loaded.module)
         """The longest sequence that the model can read, in tokens; None = no limit is known."""
         for role, model, own in ((self.role, given, loaded), (Role.REFERENCE, reference, None)):
             if model is None:
                 continue
-            made = own or self.load(role, model)
+            model, made = (model, own) if own is not None else self.load_reference(model, given, loaded)
             budget = self.config.token_budget(made.module.device.type)
             own_optimizer = optimizer if role is self.role else None
             self.add(role, model, made, own_optimizer, max_tokens=budget, trained=role is self.role)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +22,18 @@ from whet.data.balance import model_cost
 from whet.data.plans import Plans
 from whet.errors import ConfigError
 from whet.metrics import Last, Mean, Sum, merge
+from whet.models.adapters import base_weights
 from whet.models.backends import training_backends
 from whet.models.fast_layers import FastLayers
 from whet.models.forward import Toward, head_states, token_stats
-from whet.models.load import save_model
 from whet.models.micro_batch import MicroBatch
+from whet.models.quantized import cast, quantized_parts
 from whet.models.types import LoadedModel
 from whet.ops import Support, aggregate
-from whet.parallel import load_state, read_state, save_state, write_state
-from whet.parallel.formats import STATE_FORMAT, check_format
 from whet.parallel.placement import Placement
+from whet.train.divergence import Divergence, read_by
 from whet.train.loss_inputs import check_shapes, is_per_unit, loss_inputs, trained_units
+from whet.train.model_files import ModelFiles
 from whet.train.optim import Optim, total_norm
 from whet.train.reductions import REDUCTIONS, Metrics, Reductions, metrics_of, reduced
 from whet.types import LossInputs, TokenBatch, TokenStats
@@ -46,22 +46,6 @@ Allowed = Callable[[MicroBatch], Tensor]
 BF16_MULTIPLE = 32
 """Of the shapes of attention in torch's operator on a CPU: oneDNN prepares products in bf16 for each new one, and keeps
 megabytes of it."""
-
-
-@dataclass(frozen=True)
-class Divergence:
-    """What a loss that compares whole distributions asks for: x.divergence, from a teacher's.
-
-    The teacher runs the trained model's own micro-batches, without a gradient: its states of a whole batch are never
-    held. It needs as wide a token budget as that has, and to be packable where that is.
-
-    Example: worker.forward_backward(batch, loss, divergence=Divergence(teacher, gkd_beta=0.5)).
-    """
-
-    teacher: ModelWorker
-    """A worker that is only read."""
-    gkd_beta: float = 0.5
-    """β: 0 the forward KL, 1 the reverse KL; see ops.generalized_jsd."""
 
 
 class ModelWorker:
@@ -79,6 +63,7 @@ class ModelWorker:
         given: what the worker is made from, for the run's settings; None = a module.
         placement: where its tensors lie; None = on the model's device, in one process.
         plans: of micro-batches, shared with workers that run the same batches; None = its own.
+        seed: of the draws of an adapter's dropout.
     """
 
     def __init__(
@@ -95,6 +80,7 @@ class ModelWorker:
         given: RoleConfig | None = None,
         placement: Placement | None = None,
         plans: Plans | None = None,
+        seed: int = 0,
     ) -> None:
         if loaded.is_view and optim is not None:
             raise ConfigError(
@@ -110,6 +96,7 @@ class ModelWorker:
         self.max_sequences = max_sequences
         self.max_read_sequences = max_sequences
         self.plans = plans or Plans()
+        self.seed = seed
         self.version = 0
         self.replaced = False
         """Whether a model that is only read has other weights than were loaded: a checkpoint then holds them too."""
@@ -117,12 +104,18 @@ class ModelWorker:
         """By which the micro-batches of a batch are made alike."""
         if optim is None and not loaded.is_view:  # a view's module is trained by its owner
             loaded.module.requires_grad_(False)
+        elif optim is not None and loaded.adapter is None and (bits := quantized_parts(loaded.module)):
+            raise ConfigError(
+                f"{loaded.name} can't be trained as it is: {bits[0]} and {len(bits) - 1} other layers are held in "
+                "4 bits; set lora to train an adapter on it, or leave out quantization"
+            )
         self.placement = placement or Placement()
         self.placement.materialise(loaded.module, dtype)
         self.optim = None if optim is None else Optim(loaded.module, optim, dtype=dtype, norm=self._norm)
         if dtype is not None and not loaded.is_view:
-            for p in loaded.module.parameters():
-                p.data = p.data.to(dtype)
+            cast(loaded.module, dtype)
+        self._passes = 0
+        """Of training, since the last optimizer step: with it, the address of a dropout's draws."""
         self.fast_layers: FastLayers | None = FastLayers(loaded.module) if self.placement.fast_layers else None
         """Other forwards for layers that have one; None = the module's own alone."""
         self.placement.hold(loaded.module, self.optim)
@@ -236,12 +229,14 @@ class ModelWorker:
         support: Support,
         *,
         entropy: bool,
+        constants: Collection[str] = (),
         want: Collection[str] | None = None,
         toward: Toward | None = None,
     ) -> TokenStats:
         """The model's statistics of the targets of one forward pass."""
-        options = {"allowed": self._allowed(micro, support), "want": want, "toward": toward}
-        with self._layers():
+        allowed = self._allowed(micro, support)
+        options = {"constants": constants, "allowed": allowed, "want": want, "toward": toward}
+        with self.layers():
             return self.placement.forward(
                 lambda: token_stats(self.loaded, micro, support=support, entropy=entropy, **options)  # pyright: ignore
             )
@@ -252,7 +247,7 @@ class ModelWorker:
         if divergence is None:
             return None
         teacher = divergence.teacher
-        with teacher._layers():
+        with teacher.layers():
             return head_states(teacher.loaded, micro, self.support.temperature or 1.0), divergence.gkd_beta
 
     def _allowed(self, micro: MicroBatch, support: Support) -> Tensor | None:
@@ -260,7 +255,7 @@ class ModelWorker:
         matters = support.constrained and not support.full and self.loaded.lm_head.kind != "none"
         return self.allowed(micro) if matters and self.allowed else None
 
-    def _layers(self) -> AbstractContextManager[None]:
+    def layers(self) -> AbstractContextManager[None]:
         """Around forward and backward passes."""
         return nullcontext() if self.fast_layers is None else self.fast_layers.on()
 
@@ -293,6 +288,7 @@ class ModelWorker:
         loss: Loss,
         *,
         entropy: bool = False,
+        constants: Collection[str] = (),
         scores: bool = False,
         divergence: Divergence | None = None,
         reductions: Reductions | None = None,
@@ -303,6 +299,7 @@ class ModelWorker:
             batch: with `weights` [S], or `unit_weights` [U], made once per optimizer step.
             loss: per token, [s], where the batch has `weights`; per unit, [u], where it has `unit_weights`.
             entropy: give the loss the entropy.
+            constants: give the loss these of types.loss.CONSTANTS.
             scores: give the loss the scores, of a model with a value head.
             divergence: give the loss the divergence from a teacher's distribution.
             reductions: how a loss's metric is reduced: name -> {label: how}, how one of REDUCTIONS; its mean under its
@@ -311,8 +308,8 @@ class ModelWorker:
             token.
         Raises: DataError: the batch has no weights, or both kinds; a loss or a metric of another shape.
         """
-        with self.placement.during("backward"), _read_by(divergence):
-            return self._run(batch, loss, entropy, scores, divergence, reductions or {}, backward=True)
+        with self.placement.during("backward"), read_by(divergence):
+            return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=True)
 
     @torch.no_grad()
     def evaluate(
@@ -321,19 +318,21 @@ class ModelWorker:
         loss: Loss,
         *,
         entropy: bool = False,
+        constants: Collection[str] = (),
         scores: bool = False,
         divergence: Divergence | None = None,
         reductions: Reductions | None = None,
     ) -> Metrics:
         """What forward_backward would report, without a gradient."""
-        with self.placement.during("read"), _read_by(divergence):
-            return self._run(batch, loss, entropy, scores, divergence, reductions or {}, backward=False)
+        with self.placement.during("read"), read_by(divergence):
+            return self._run(batch, loss, entropy, constants, scores, divergence, reductions or {}, backward=False)
 
     def _run(
         self,
         batch: TokenBatch,
         loss: Loss,
         entropy: bool,
+        constants: Collection[str],
         scores: bool,
         divergence: Divergence | None,
         reductions: Reductions,
@@ -350,16 +349,18 @@ class ModelWorker:
         shared = self.placement.share(self.micro_batches(batch, self.max_sequences, scores))
         for i, (micro, counts) in enumerate(shared):
             self.placement.sync(i == len(shared) - 1)
-            stats = self._stats(micro, self.support, entropy=entropy, toward=self._toward(micro, divergence))
-            x = loss_inputs(token_columns, sequence_columns, micro, stats)
-            found, values = loss(x)
-            weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)
-            weights = weights.to(found.dtype)
-            check_shapes(found, values, weights, per_unit)
-            total = aggregate(found, weights if counts else torch.zeros_like(weights))
-            if backward:
-                with self._layers():  # checkpointed layers run again
-                    total.backward()
+            with self._dropout(backward):
+                toward = self._toward(micro, divergence)
+                stats = self._stats(micro, self.support, entropy=entropy, constants=constants, toward=toward)
+                x = loss_inputs(token_columns, sequence_columns, micro, stats)
+                found, values = loss(x)
+                weights = x.need("weights") if unit_weights is None else unit_weights.index_select(0, micro.units)
+                weights = weights.to(found.dtype)
+                check_shapes(found, values, weights, per_unit)
+                total = aggregate(found, weights if counts else torch.zeros_like(weights))
+                if backward:
+                    with self.layers():  # checkpointed layers run again
+                        total.backward()
             if not counts:
                 continue
             counted, of, number = (
@@ -372,6 +373,14 @@ class ModelWorker:
             numbers.append(torch.stack([total.detach().double(), *sums]))
         read = torch.cat(numbers).tolist() if numbers else []
         return merge({"loss": Sum(0.0)}, *self.placement.in_order(list(metrics_of(labels, read))))
+
+    def _dropout(self, training: bool) -> AbstractContextManager[None]:
+        """Around a pass: in training the dropout of an adapter is on, with draws of this pass alone."""
+        adapter = self.loaded.adapter
+        if not training or adapter is None or not adapter.dropout:
+            return nullcontext()
+        self._passes += 1
+        return adapter.dropping(self.seed, self.updates, self._passes)
 
     @property
     def updates(self) -> int:
@@ -386,6 +395,7 @@ class ModelWorker:
         assert self.optim is not None, "this worker was made without an optimizer"
         with self.placement.during("step"):
             norm, rate, skipped = self.optim.step()
+        self._passes = 0
         found: Metrics = {"learning_rate": Last(rate), "optim/skipped": Sum(float(skipped))}
         return found if skipped else {**found, "grad_norm": Mean(norm, 1.0)}
 
@@ -401,12 +411,16 @@ class ModelWorker:
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, compute-dtype tensor), one at a time, each shared tensor under each of its names.
 
-        A score head next to a LM head is left out: it is no part of the language model.
+        Of a model with an adapter: under its base's names, the adapter merged. A score head next to a LM head is left
+        out: it is no part of the language model.
         """
         besides = self.loaded.score_head if self.loaded.lm_head.kind != "none" else None
-        for name, p in self.module.named_parameters(remove_duplicate=False):
-            if besides is None or p is not besides.weight:
-                yield name, p.detach()
+        weights = base_weights(self.module)
+        yield from ((name, w) for name, w in weights if besides is None or name != "score.weight")
+
+    def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(the module's own name, tensor) of what training changes: of an adapted model the adapter alone."""
+        yield from ((name, p.detach()) for name, p in self.module.named_parameters() if p.requires_grad)
 
     @torch.no_grad()
     def take_weights(self, weights: Iterable[tuple[str, Tensor]], share: float = 1.0) -> None:
@@ -417,8 +431,11 @@ class ModelWorker:
         Args: weights: (name, tensor), as `named_weights` gives them. share: between 0 and 1, 1 = a copy.
         Raises: ConfigError: the model is trained, or has no parameter of that name.
         """
-        if self.optim is not None:
-            raise ConfigError("take_weights is for a model that is only read (a reference); this one has an optimizer")
+        if self.optim is not None or self.loaded.is_view:
+            raise ConfigError(
+                "take_weights is for a model that is only read (a reference); this one "
+                + ("has an optimizer" if self.optim is not None else "is a view of the model that is trained")
+            )
         own = dict(self.module.named_parameters(remove_duplicate=False))
         seen: set[int] = set()
         for name, weight in weights:
@@ -429,48 +446,32 @@ class ModelWorker:
             seen.add(id(own[name]))
         self.replaced = True
 
+    @property
+    def files(self) -> ModelFiles:
+        """Its files in a checkpoint."""
+        return ModelFiles(self.loaded, self.optim)
+
     def save(self, folder: Path) -> None:
         """Writes everything that a resumed worker needs into a folder: weights, optimizer, schedule, version.
 
-        The weights lie under the module's own names next to its config.json, so transformers loads the folder too.
+        The weights lie under the module's own names next to its config.json, so transformers loads the folder too; of a
+        model with an adapter there is the adapter alone, in PEFT's format.
         """
         with self.placement.during("save"):
-            masters = None if self.optim is None else self.optim.masters_by_name()
-            save_state(self.module, folder / "model.safetensors", masters)
-            self.module.config.save_pretrained(folder)  # pyright: ignore
-            state: dict[str, Any] = {"format": STATE_FORMAT, "version": self.version}
-            if self.optim is not None:
-                state["optim"] = self.optim.save(folder / "optimizer.safetensors")
-            write_state(state, folder / "state.pt")
+            self.files.write(folder, self.version)
 
     def load(self, folder: Path) -> None:
         """Restores what `save` wrote. Raises CheckpointError where it doesn't fit this model."""
-        path = folder / "state.pt"
-        state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
-        check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
-        masters = None if self.optim is None else self.optim.masters_by_name()
         with self.placement.during("load"):
-            load_state(self.module, folder / "model.safetensors", masters)
-            if self.optim is not None:
-                self.optim.load(folder / "optimizer.safetensors", state["optim"])
-        self.version = state["version"]
+            self.version = self.files.read(folder)
 
-    def export(self, folder: Path, tokenizer: Any = None) -> None:
-        """Writes the model in Hugging Face's format, from the fp32 masters where there are any."""
+    def export(self, folder: Path, tokenizer: Any = None, *, merge: bool = False) -> None:
+        """Writes the model in Hugging Face's format, from the fp32 masters where there are any.
+
+        Of a model with an adapter: the adapter in PEFT's format. Args: merge: the whole model instead, merged.
+        """
         with self.placement.during("export"):
-            self._export(folder, tokenizer)
-
-    def _export(self, folder: Path, tokenizer: Any) -> None:
-        masters = {} if self.optim is None else self.optim.masters_by_name()
-        held = {n: p.data for n, p in self.module.named_parameters() if n in masters and masters[n] is not p}
-        params = dict(self.module.named_parameters())
-        try:
-            for name in held:
-                params[name].data = masters[name].data
-            save_model(self.loaded, tokenizer, folder)
-        finally:
-            for name, data in held.items():
-                params[name].data = data
+            self.files.export(folder, tokenizer, merge=merge)
 
     def close(self) -> None:
         """Frees gradients and optimizer state."""
@@ -478,8 +479,3 @@ class ModelWorker:
             self.optim.close()
         self.optim = None
         self.placement.release()
-
-
-def _read_by(divergence: Divergence | None) -> AbstractContextManager[None]:
-    """Around passes that read a teacher: its weights are where it computes."""
-    return nullcontext() if divergence is None else divergence.teacher.placement.during("read")

@@ -171,14 +171,45 @@ class Arguments:
         """Where a model is loaded."""
         return torch.device("cuda" if torch.cuda.is_available() and not self.use_cpu else "cpu")
 
-    n_gpu = property(lambda self: int(self.device.type == "cuda"), doc="GPUs of this process.")
-    world_size = property(lambda self: 1, doc="Processes.")
-    process_index = property(lambda self: 0, doc="Which process this is.")
-    local_process_index = property(lambda self: 0, doc="Which of this machine.")
-    should_log = property(lambda self: True, doc="Whether this process logs.")
-    should_save = property(lambda self: True, doc="Whether this process saves.")
-    train_batch_size = property(lambda self: self.per_device_train_batch_size, doc="Completions of a micro-step.")
-    eval_batch_size = property(lambda self: self.per_device_eval_batch_size, doc="Completions of one evaluation batch.")
+    @property
+    def n_gpu(self) -> int:
+        """GPUs of this process."""
+        return int(self.device.type == "cuda")
+
+    @property
+    def world_size(self) -> int:
+        """Processes."""
+        return 1
+
+    @property
+    def process_index(self) -> int:
+        """Which process this is."""
+        return 0
+
+    @property
+    def local_process_index(self) -> int:
+        """Which of this machine."""
+        return 0
+
+    @property
+    def should_log(self) -> bool:
+        """Whether this process logs."""
+        return True
+
+    @property
+    def should_save(self) -> bool:
+        """Whether this process saves."""
+        return True
+
+    @property
+    def train_batch_size(self) -> int:
+        """Completions of a micro-step."""
+        return self.per_device_train_batch_size
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Completions of one evaluation batch."""
+        return self.per_device_eval_batch_size
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Updates of the warm-up: warmup_steps, or that share of all."""

@@ -138,8 +138,15 @@ class Trainer:
         """The optimizer, over the fp32 masters."""
         return self.callback_handler.optimizer
 
-    model_wrapped = property(lambda self: self.model, doc="The model: nothing wraps it.")
-    tokenizer = property(lambda self: self.processing_class, doc="The tokenizer.")
+    @property
+    def model_wrapped(self) -> Any:
+        """The model: nothing wraps it."""
+        return self.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.processing_class
 
     def is_world_process_zero(self) -> bool:
         """Whether this is the process that writes."""

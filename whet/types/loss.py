@@ -15,7 +15,10 @@ from torch import Tensor
 from whet.errors import DataError, nearest
 from whet.types.columns import Columns
 
-__all__ = ["LossInputs", "TokenStats"]
+__all__ = ["CONSTANTS", "LossInputs", "TokenStats"]
+
+CONSTANTS = ("correct", "log_sum_sq_probs")
+"""What a model says of each token, besides, where it is asked for; without a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, init=False)
@@ -40,6 +43,10 @@ class LossInputs(Columns):
     """[s], with gradient: the critic's, now."""
     divergence: Tensor | None
     """[s], with gradient: of the policy's distribution from a teacher's, where the loss asked for it."""
+    correct: Tensor | None
+    """Bool [s]: the token is the likeliest, where the loss asked for it."""
+    log_sum_sq_probs: Tensor | None
+    """[s], a constant: log Σ p² of the policy's distribution, where the loss asked for it."""
     scores: Tensor | None
     """[n], with gradient: the value head's at each sequence's last token, where the loss asked for it."""
     unit_of: Tensor
@@ -60,6 +67,8 @@ class LossInputs(Columns):
         entropy: Tensor | None = None,
         new_values: Tensor | None = None,
         divergence: Tensor | None = None,
+        correct: Tensor | None = None,
+        log_sum_sq_probs: Tensor | None = None,
         scores: Tensor | None = None,
         unit_of: Tensor | None = None,
         num_sequences: int | None = None,
@@ -92,6 +101,8 @@ class LossInputs(Columns):
             "entropy": entropy,
             "new_values": new_values,
             "divergence": divergence,
+            "correct": correct,
+            "log_sum_sq_probs": log_sum_sq_probs,
             "scores": scores,
             "unit_of": unit_of,
             "num_sequences": num_sequences,
@@ -122,3 +133,5 @@ class TokenStats:
     values: Tensor | None = None
     scores: Tensor | None = None
     divergence: Tensor | None = None
+    correct: Tensor | None = None
+    log_sum_sq_probs: Tensor | None = None

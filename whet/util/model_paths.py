@@ -12,7 +12,7 @@ from whet.errors import ConfigError, nearest, shown
 
 __all__ = ["check_hub", "folders_here", "hub_silence", "model_folder"]
 
-HELD = ("config.json", "tokenizer.json", "tokenizer_config.json")
+HELD = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError"}
 """Classes of the hub client's errors, whichever HTTP library it has, that mean that the hub did not answer."""
@@ -48,7 +48,7 @@ def model_folder(source: str | Path) -> str:
     if any((folder / name).is_file() for name in HELD):
         return str(folder)
     for part in (folder / "final", folder / "actor"):
-        if (part / "config.json").is_file():
+        if any((part / name).is_file() for name in ("config.json", "adapter_config.json")):
             return str(part)
     steps = (*folder.glob("checkpoints/step-*[0-9]"), *folder.glob("step-*[0-9]"))
     whole = [p for p in steps if (p / "actor").is_dir()]

@@ -85,7 +85,7 @@ def test_the_version(capsys):
 
 def test_an_unknown_command_names_the_nearest(capsys):
     assert main(["grop"]) == 2
-    known = "chat, demo, eval, generate, grpo, ppo, push, sft, version"
+    known = "chat, demo, dpo, eval, generate, grpo, ppo, push, rm, sft, version"
     assert capsys.readouterr().err == f"whet: unknown command 'grop'; did you mean grpo? Known: {known}\n"
 
 
@@ -157,12 +157,13 @@ def test_the_package_runs_as_a_program():
         (["grpo", "--confg", "run.yaml"], "unknown flag --confg; did you mean --config?"),
         (
             ["generate", "--profile", "model=m"],
-            "--profile is not an option of whet generate; only of whet demo, whet grpo, whet ppo, whet sft",
+            "--profile is not an option of whet generate; only of whet demo, whet grpo, whet ppo, whet sft, whet rm, "
+            "whet dpo",
         ),
         (
             ["demo", "--print-config"],
             "--print-config is not an option of whet demo; only of whet chat, whet eval, whet generate, whet push, "
-            "whet grpo, whet ppo, whet sft",
+            "whet grpo, whet ppo, whet sft, whet rm, whet dpo",
         ),
     ],
 )

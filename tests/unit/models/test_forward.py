@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from whet.models.heads import Head
 from whet.models.load import load_model
 from whet.ops.support import Support, support_logits
 from whet.types import Completion, Group, Prompt, TokenBatch
+from whet.types.loss import CONSTANTS
 
 VOCAB = 30
 
@@ -206,3 +209,18 @@ def test_packed_rows_for_a_model_that_takes_none_are_refused():
     micro = plan_micro_batches(BATCH, max_tokens=1000)[0]
     with pytest.raises(ConfigError, match="build the micro-batches with packable=False"):
         token_stats(loaded, micro)
+
+
+@pytest.mark.parametrize("name", ["temperature", "repetition penalty"])
+@pytest.mark.parametrize("held", [0, 10**9])
+def test_constants_are_of_the_distribution_drawn_from(name, held, monkeypatch):
+    monkeypatch.setattr("whet.models.forward.HELD_BYTES", held)
+    loaded, support = load_model(tiny()), SUPPORTS[name]
+    (micro,) = plan_micro_batches(BATCH, max_tokens=1000)
+    other = lambda v: dataclasses.replace(micro, targets=torch.full_like(micro.targets, v))
+    logp = torch.stack([token_stats(loaded, other(v), support=support).logprobs for v in range(VOCAB)], 1)
+    best = dataclasses.replace(micro, targets=torch.where(micro.position == 0, logp.argmax(1), micro.targets))
+    got = token_stats(loaded, best, support=support, constants=CONSTANTS)
+    assert got.correct.tolist() == (best.targets == logp.argmax(1)).tolist()
+    torch.testing.assert_close(got.log_sum_sq_probs, (2 * logp).logsumexp(1).detach(), atol=1e-5, rtol=1e-5)
+    assert not got.log_sum_sq_probs.requires_grad

@@ -13,9 +13,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from whet.data.packing import plan_micro_batches
 from whet.models import forward
 from whet.models.linear_divergence import HeadStates, linear_divergence
-from whet.models.linear_logprob import linear_logprob
+from whet.models.linear_logprob import linear_logprob, linear_stats
 from whet.models.load import load_model
 from whet.ops import Support
+from whet.types.loss import CONSTANTS
 
 VOCAB, WIDTH = 8192, 16
 ROW = VOCAB * 4
@@ -114,12 +115,12 @@ def test_a_pass_holds_a_chunk_of_logits(kind, support, tied, train, monkeypatch)
     def peak(completions, chunk):
         monkeypatch.setattr(forward, "CHUNK_BYTES", chunk * ROW)
         monkeypatch.setattr(forward, "HELD_BYTES", 0)
-        head = partial(linear_logprob, chunk_bytes=chunk * ROW, held_bytes=0)
-        monkeypatch.setattr(forward, "linear_logprob", head)
+        head = partial(linear_stats, chunk_bytes=chunk * ROW, held_bytes=0)
+        monkeypatch.setattr(forward, "linear_stats", head)
         (micro,) = plan_micro_batches(random_batch((4, [32] * completions)), max_tokens=10_000)
         loaded.module.zero_grad()
         with torch.set_grad_enabled(train), Peak() as seen:
-            stats = forward.token_stats(loaded, micro, support=SUPPORTS[support], entropy=True)
+            stats = forward.token_stats(loaded, micro, support=SUPPORTS[support], entropy=True, constants=CONSTANTS)
             if train:
                 (stats.logprobs.sum() + stats.entropy.sum()).backward()
         return seen.bytes

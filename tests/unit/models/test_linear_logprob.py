@@ -3,7 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from whet.models import products
-from whet.models.linear_logprob import linear_logprob
+from whet.models.linear_logprob import linear_logprob, linear_stats
+from whet.types.loss import CONSTANTS
 
 
 def oracle(hidden, weight, targets, bias=None, temperature=1.0, scale=1.0, softcap=None):
@@ -130,3 +131,24 @@ def test_a_token_that_the_bias_forbids_adds_nothing_to_the_entropy(held_bytes):
         assert torch.allclose(a, b, atol=1e-6)
         for x, y in zip(*(torch.autograd.grad(z.sum(), leaves, retain_graph=True) for z in (a, b)), strict=True):
             assert torch.allclose(x, y, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("head", HEADS, ids=str)
+def test_constants_are_those_of_whole_logits_and_change_no_gradient(head, dtype):
+    hidden, weight, bias, targets = tensors(dtype)
+    z = F.linear(hidden, weight, bias) * head.get("scale", 1.0)
+    z = z if "softcap" not in head else head["softcap"] * torch.tanh(z / head["softcap"])
+    p = (z / head.get("temperature", 1.0)).softmax(-1)
+    targets = torch.where(torch.arange(len(targets)) % 2 == 0, p.argmax(-1), targets)
+    plain = linear_logprob(hidden, weight, targets, bias=bias, entropy=True, **head)
+    grads = torch.autograd.grad(plain[0].sum() + plain[1].sum(), (hidden, weight, bias))
+    for how in CHUNKS:
+        got = linear_stats(hidden, weight, targets, bias=bias, entropy=True, constants=CONSTANTS, **head, **how)
+        assert got.correct.tolist() == (p.argmax(-1) == targets).tolist() and 3 < got.correct.sum()
+        torch.testing.assert_close(got.log_sum_sq_probs, (p * p).sum(-1).log())
+        assert not got.log_sum_sq_probs.requires_grad and got.logprobs.requires_grad
+        again = torch.autograd.grad(got.logprobs.sum() + got.entropy.sum(), (hidden, weight, bias))
+        for a, b in zip(again, grads, strict=True):
+            torch.testing.assert_close(a, b)
+    assert linear_stats(hidden, weight, targets).correct is None

@@ -14,6 +14,7 @@ from whet.config.algo.grpo import GRPOConfig, GrpoConfig
 from whet.config.algo.kl import KLFields
 from whet.config.algo.policy import PolicyConfig
 from whet.config.algo.ppo import PPOConfig, PpoConfig
+from whet.config.algo.preference import PreferenceConfig, RewardModelConfig
 from whet.config.algo.selection import SelectionFields
 from whet.config.algo.surrogate import SurrogateFields
 from whet.config.algo.variants import DAPOConfig, DrGRPOConfig
@@ -33,6 +34,8 @@ __all__ = [
     "PPOConfig",
     "PolicyConfig",
     "PpoConfig",
+    "PreferenceConfig",
+    "RewardModelConfig",
     "SelectionFields",
     "SurrogateFields",
     "presets",

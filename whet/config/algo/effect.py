@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-from whet.config.algo.names import CHOICES
 from whet.errors import ConfigError
 
 __all__ = ["changed", "check_effect", "own_functions"]
@@ -20,7 +19,7 @@ def changed(config: Any, *names: str) -> dict[str, Any]:
 
 def own_functions(config: Any) -> Iterator[tuple[str, Any]]:
     """The pieces that are a user's own, (field, function or reference): they are given any field they ask for."""
-    for name in (f.name for f in fields(config) if f.name in CHOICES):
+    for name in (f.name for f in fields(config) if f.name in type(config).CHOICES):
         value = getattr(config, name)
         for piece in value if isinstance(value, tuple) else (value,):
             if callable(piece) or (isinstance(piece, str) and ":" in piece):

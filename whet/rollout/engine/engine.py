@@ -81,8 +81,8 @@ class EmbeddedEngine:
         for name, value in sizes.items():
             if value is not None and value < 1:
                 raise ConfigError(f"{name} {value} must be at least 1")
-        self.caps = replace(type(self).caps, shared_weights=not own_weights)
         self._model = EngineModel(model, own_weights=own_weights)
+        self.caps = replace(type(self).caps, shared_weights=not own_weights, adapters=self._model.adapted)
         self._decode, self._grammars = decode, grammars
         self._positions = max_positions(self._model.loaded.module)
         self._runner = Runner(

@@ -2,7 +2,8 @@
 
 On a CPU few rows are multiplied fastest by a weight in the native kernels' own order. Such a packed weight is derived
 data: a second copy, made once per version of the weights. Where there are no kernels the layers' own weights are
-multiplied, with no copy; a layer with an adapter runs as it is then, and its effective weight is what is packed.
+multiplied, with no copy; of a layer with an adapter the effective weight is copied there, at an address that stays, so
+that graphs which were captured with it go on.
 Dim legend: n rows.
 Left out on purpose: quantised weights, and any choice by the clock: a path is taken where it is right.
 """
@@ -47,11 +48,17 @@ class Product:
         self._norm = norm if kernels is not None and self._linears[0].weight.dtype == torch.float32 else None
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
+        self._merged: dict[int, Tensor] = {}
+        """Where nothing is packed: the effective weights of layers with an adapter, by place."""
         self.refresh()
 
     def refresh(self) -> None:
         """Copies the weights as they are now, each with what an adapter adds to it."""
         if self._kernels is None:
+            for i, (layer, base) in enumerate(zip(self.layers, self._linears)):
+                if base is not layer:
+                    made = effective_weight(layer)
+                    self._merged[i] = self._merged[i].copy_(made) if i in self._merged else made.clone()
             return
         self.gain = None if self._norm is None else self._norm._parameters["weight"]
         old = self._weight
@@ -64,6 +71,7 @@ class Product:
     def drop(self) -> None:
         """Frees the copy; `refresh` makes it again."""
         self._weight = self._bias = self.gain = self.table = None
+        self._merged.clear()
 
     def __call__(self, x: Tensor) -> Tensor:
         """[n, in] -> [n, sum of out]."""
@@ -71,9 +79,15 @@ class Product:
             if x.dtype != self._weight.dtype:
                 raise TypeError(f"a product of {self._weight.dtype} weights got {x.dtype}; give both one dtype")
             return self._kernels.multiply(self.table, x.contiguous())
-        pairs = zip(self.layers, self._linears, strict=True)
-        parts = [F.linear(x, base.weight, base.bias) if base is layer else layer(x) for layer, base in pairs]
+        parts = [self._part(i, x) for i in range(len(self.layers))]
         return parts[0] if len(parts) == 1 else torch.cat(parts, -1)
+
+    def _part(self, i: int, x: Tensor) -> Tensor:
+        """What one layer makes of x."""
+        layer, base = self.layers[i], self._linears[i]
+        if base is not layer and i not in self._merged:  # dropped, and not renewed yet
+            return layer(x)
+        return F.linear(x, self._merged.get(i, base.weight), base.bias)
 
     @property
     def width(self) -> int:
@@ -88,7 +102,7 @@ class Product:
     @property
     def bytes(self) -> int:
         """Memory of the copy."""
-        return 0 if self._weight is None else self._weight.nbytes
+        return (0 if self._weight is None else self._weight.nbytes) + sum(w.nbytes for w in self._merged.values())
 
     def _joined(self) -> tuple[Tensor, Tensor | None]:
         """The effective weight, its columns times the gain, and the bias of layers put together."""

@@ -34,10 +34,14 @@ class EngineModel:
         if not model.packable:
             raise ConfigError(f"the embedded engine can't run this model: {'; '.join(model.reasons)}; use engine 'hf'")
         self.loaded = copy.deepcopy(model) if own_weights else model  # with its heads and adapter
-        if own_weights:
-            self.loaded.module.requires_grad_(False)
         self.shared = not own_weights
         """Whether the parameters are the trainer's."""
+        self.adapted = own_weights and model.adapter is not None
+        """Whether it takes what is trained alone: its copy of the base is the trainer's for ever."""
+        moving = {n for n, p in model.module.named_parameters() if p.requires_grad}
+        self._moving = moving if self.adapted and moving else None
+        if own_weights:
+            self.loaded.module.requires_grad_(False)
         self._whole = True
 
     def check_whole(self) -> None:
@@ -50,19 +54,21 @@ class EngineModel:
         if weights is not None and self.shared:
             raise EngineError("the engine reads the trainer's own parameters; call update(version) without weights")
         if weights is None and not self.shared:
-            raise EngineError("the engine has weights of its own; call update(version, worker.named_weights())")
+            given = "trained" if self.adapted else "named"
+            raise EngineError(f"the engine has weights of its own; call update(version, worker.{given}_weights())")
 
     @torch.no_grad()
     def take(self, weights: Iterable[tuple[str, Tensor]] | None) -> None:
         """Copies weights into the parameters, one at a time, in their dtype and on their device.
 
-        Args: weights: (name, tensor); a shared tensor under one of its names, or under each. None = they are there.
+        Args: weights: (name, tensor); a shared tensor under one of its names, or under each. Of a model with an adapter
+            what is trained alone. None = they are there.
         Raises: EngineError: an unknown name, another shape, or a parameter that was not given.
         """
         if weights is None:
             return
         own = dict(self.loaded.module.named_parameters(remove_duplicate=False))
-        missing = {id(p): name for name, p in own.items()}
+        missing = {id(p): name for name, p in own.items() if self._moving is None or name in self._moving}
         self._whole = False
         for name, tensor in weights:
             if name not in own:

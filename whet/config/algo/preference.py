@@ -1,0 +1,156 @@
+"""The objectives of reward models and preference training: the section algo of `whet rm` and `whet dpo`.
+
+Names and defaults are TRL's where TRL has the field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from whet.config.algo.effect import check_effect
+from whet.config.algo.preference_names import PREFERENCE_CHOICES
+from whet.config.algo.sft import SupervisedConfig
+from whet.config.base import config
+from whet.config.fields import Bool, Count, Float, Fn, Name, Pieces
+from whet.errors import ConfigError
+
+__all__ = ["PreferenceConfig", "RewardModelConfig"]
+
+
+@config
+class RewardModelConfig(SupervisedConfig):
+    """Training of a reward model on pairs: the preference model of Bradley and Terry on the scores of last tokens.
+
+    >>> RewardModelConfig(center_rewards_coefficient=-1.0)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: center_rewards_coefficient must not be negative, got -1.0
+    """
+
+    CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = {
+        "loss_type": {"bradley_terry": "the usual one; margins where the rows have them"}
+    }
+
+    loss_type: Name | Fn = "bradley_terry"
+    """Scores of a pair -> a loss per pair: a name, a function or "package.module:function"."""
+    center_rewards_coefficient: Float | None = None
+    """c of c·(s_w + s_l)², which keeps rewards around 0; None = off, 0.01 where it is wanted."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        c = self.center_rewards_coefficient
+        if c is not None and c < 0:
+            raise ConfigError(f"center_rewards_coefficient must not be negative, got {c!r}")
+
+
+@config
+class PreferenceConfig(SupervisedConfig):
+    """Preference training: DPO and its relatives, of pairs or of rows with a label.
+
+    >>> PreferenceConfig(loss_type="simpo", cpo_alpha=0.0, beta=2.0).loss_type
+    ('simpo',)
+    >>> PreferenceConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0])
+    Traceback (most recent call last):
+    whet.errors.ConfigError: loss_weights has 1 number for 2 losses (sigmoid, sft); give one for each
+    """
+
+    CHOICES: ClassVar[Mapping[str, Mapping[str, str]]] = PREFERENCE_CHOICES
+    REFUSED: ClassVar[dict[str, str]] = {
+        "max_length": "the length of rows is the data's: data.max_length",
+        "padding_free": "rows are packed wherever the model takes it",
+        "precompute_ref_batch_size": "passes follow the reference's token budget: reference.max_tokens_per_micro_batch",
+        "truncation_mode": "what becomes of rows that are too long is the data's: data.on_long",
+    }
+
+    loss_type: Pieces = ("sigmoid",)
+    """Sums of a unit's sides -> a loss per unit: a name, a function or "package.module:function"; or several, added up
+    with loss_weights."""
+    loss_weights: tuple[Float, ...] | None = None
+    """Weight of each loss_type, in their order; None = 1.0 each. MPO: loss_type=[sigmoid, bco_pair, sft] with
+    [0.8, 0.2, 1.0]."""
+    beta: Float = 0.1
+    """β: how much a log-ratio is worth as a reward; larger stays nearer to the reference. ipo's τ, orpo's λ."""
+    label_smoothing: Float = 0.0
+    """ε: the probability that a preference is the wrong way round."""
+    reference_free: Bool = False
+    """Take the reference's log-probabilities as 0 everywhere: no reference is loaded."""
+    ld_alpha: Float | None = None
+    """α of LD-DPO: what a token beyond the shorter answer's length counts, 0.0 to 1.0; None = as much as the others."""
+    f_divergence_type: Name | Fn = "reverse_kl"
+    """The divergence from the reference that rewards are derived from, for losses of the difference of two rewards."""
+    f_alpha_divergence_coef: Float = 0.5
+    """α of f_divergence_type=alpha_divergence."""
+    use_weighting: Bool = False
+    """Weigh pairs as WPO does, by how likely the policy itself would give both answers."""
+    discopop_tau: Float = 0.05
+    """discopop: τ, how sharply it changes from the logistic to the exponential loss."""
+    simpo_gamma: Float = 0.5
+    """simpo: γ, the margin to reach."""
+    cpo_alpha: Float = 1.0
+    """cpo and simpo: λ, the weight of the chosen answers' likelihood; 0.0 = SimPO as its paper has it."""
+    alpha: Float = 0.0
+    """cpo, simpo and alphapo: α of AlphaPO's reward (1 - p^-α) / α; 0.0 = log p."""
+    desirable_weight: Float = 1.0
+    """Rows with a label: λ_D, the weight of desirable ones."""
+    undesirable_weight: Float = 1.0
+    """Rows with a label: λ_U, the weight of the others; the weighted numbers of both should be near each other."""
+    precompute_ref_log_probs: Bool = False
+    """Read the reference over the whole data set before the first step, and free its memory."""
+    sync_ref_model: Bool = False
+    """Move the reference towards the policy every ref_model_sync_steps (TR-DPO)."""
+    ref_model_mixup_alpha: Float = 0.6
+    """reference <- α·policy + (1 - α)·reference; 1.0 copies."""
+    ref_model_sync_steps: Count = 512
+    """Steps between such moves."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges, and that nothing is set that would have no effect."""
+        names = ", ".join(loss if isinstance(loss, str) else "a function" for loss in self.loss_type)
+        if not self.loss_type:
+            raise ConfigError("loss_type is empty; give at least one loss")
+        if twice := [loss for i, loss in enumerate(self.loss_type) if loss in self.loss_type[:i]]:
+            raise ConfigError(f"loss_type has {twice[0]!r} twice; give it once, with the sum of both loss_weights")
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.loss_type):
+            count = len(self.loss_weights)
+            raise ConfigError(
+                f"loss_weights has {count} number{'s' * (count != 1)} for {len(self.loss_type)} losses ({names}); give "
+                "one for each"
+            )
+        for name in ("beta", "discopop_tau", "ref_model_mixup_alpha"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} must be positive, got {getattr(self, name)!r}")
+        for name in ("cpo_alpha", "desirable_weight", "undesirable_weight"):
+            if getattr(self, name) < 0:
+                raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ConfigError(
+                f"label_smoothing must be at least 0 and less than 0.5, got {self.label_smoothing!r}: from there on "
+                "preferences would say the opposite"
+            )
+        if "exo_pair" in self.loss_type and self.label_smoothing == 0:
+            raise ConfigError("loss_type=exo_pair divides by label_smoothing, got 0.0; its paper has 1e-3")
+        if self.ld_alpha is not None and not 0 <= self.ld_alpha <= 1:
+            raise ConfigError(f"ld_alpha must be between 0 and 1, got {self.ld_alpha!r}; None turns it off")
+        if self.ref_model_mixup_alpha > 1:
+            raise ConfigError(f"ref_model_mixup_alpha must be at most 1, got {self.ref_model_mixup_alpha!r}")
+        self._check_reference()
+
+    def _check_reference(self) -> None:
+        """What is said of the reference goes together."""
+        if self.f_divergence_type in {*self.CHOICES["f_divergence_type"]} - {"alpha_divergence"}:
+            check_effect(self, "f_alpha_divergence_coef", needs="f_divergence_type=alpha_divergence")
+        if not self.sync_ref_model:
+            check_effect(self, "ref_model_mixup_alpha", "ref_model_sync_steps", needs="sync_ref_model=True")
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ConfigError(
+                "precompute_ref_log_probs reads the reference once, and sync_ref_model moves it; choose one"
+            )
+        if self.reference_free:
+            for name in ("sync_ref_model", "precompute_ref_log_probs"):
+                if getattr(self, name):
+                    raise ConfigError(f"{name}=True has no effect with reference_free=True, which reads no reference")
+            if self.f_divergence_type != "reverse_kl":
+                raise ConfigError(
+                    f"f_divergence_type={self.f_divergence_type!r} is a divergence from the reference, and "
+                    "reference_free=True reads none; leave one of them out"
+                )

@@ -1,0 +1,59 @@
+"""Low-rank adapters of a model: the section lora of actor, critic and reward model. The names are PEFT's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from whet.config.base import config
+from whet.config.fields import Bool, Count, Float, Name, Strings
+from whet.errors import ConfigError
+
+__all__ = ["LORA_LR", "LoraConfig", "lora_short"]
+
+LORA_LR = 1e-4
+"""Learning rate of adapters where none is given: ten times a whole model's serves them, and 1e-6 teaches nothing."""
+
+
+@config
+class LoraConfig:
+    """A low-rank adapter: y = W x + s B A x, of which A and B are trained and W is not.
+
+    >>> LoraConfig(r=8).lora_alpha
+    32
+    """
+
+    r: Count = 16
+    """Rank of A [r, in] and B [out, r]."""
+    lora_alpha: Count = 32
+    """α: the scale s is α / r, or α / √r with use_rslora."""
+    target_modules: Name | list[Name] = "all-linear"
+    """Layers that get an adapter: "all-linear" = all linear layers but the heads; a list of names or of their ends
+    ([q_proj, v_proj]); another string is a regular expression of whole names."""
+    lora_dropout: Float = 0.0
+    """Share of the adapter's input that is dropped in training, by draws that a resumed run repeats. 0.0 = off; must be
+    0.0 in the actor of RL, whose sampler would draw from another policy than the one that is trained."""
+    use_rslora: Bool = False
+    """Scale by α / √r, so that a higher rank learns no slower (arXiv:2312.03732)."""
+    modules_to_save: Strings = ()
+    """Further modules that are trained whole and saved with the adapter, by name or its end: lm_head, embed_tokens,
+    norm. The score head of a critic or reward model is trained without being named."""
+    init_lora_weights: Literal["default", "gaussian"] = "default"
+    """How A begins: "default" (Kaiming uniform) or "gaussian". B begins at 0, so the adapter adds nothing at first."""
+
+    def __post_init__(self) -> None:
+        """Checks the ranges."""
+        if not 0 <= self.lora_dropout < 1:
+            raise ConfigError(f"lora_dropout must lie in [0, 1), got {self.lora_dropout!r}; 0.0 turns it off")
+        if isinstance(self.target_modules, list) and not self.target_modules:
+            raise ConfigError('target_modules names no layer; leave it at "all-linear", or leave out the section lora')
+
+
+def lora_short(roles: Iterable[str]) -> dict[str, str]:
+    """Shorthand -> full key for the sections of these roles, as RL2 and others name the fields.
+
+    >>> lora_short(["actor"])["actor.lora.rank"]
+    'actor.lora.r'
+    """
+    names = {"rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout"}
+    return {f"{role}.lora.{name}": f"{role}.lora.{field}" for role in roles for name, field in names.items()}

@@ -1,0 +1,106 @@
+"""From the configuration of preference and reward-model training to what it computes.
+
+As learners/objective.py for policies: a name stands for a function, a function is given those of its keyword-only
+arguments that the configuration has as fields, and a field that none of them takes is refused where it was set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from typing import Any
+
+from whet.config import PreferenceConfig, RewardModelConfig
+from whet.config.algo.effect import changed
+from whet.errors import ConfigError
+from whet.learners.objective import check_call, keywords_of, resolve_name, with_fields
+from whet.ops.preference import F_DIVERGENCES, PREFERENCE_LOSSES, REWARD_LOSSES, PreferenceObjective, needs_of
+from whet.rewards.contract import function_name
+from whet.train.worker import Loss
+
+__all__ = ["check_taken", "composed_preference", "make_preference_objective", "make_reward_loss"]
+
+
+def _losses(config: PreferenceConfig) -> dict[str, Callable[..., Any]]:
+    """The losses of a configuration by name, before their parameters are bound."""
+    named = {function_name(loss) if callable(loss) else str(loss): loss for loss in config.loss_type}
+    return {name: resolve_name(loss, PREFERENCE_LOSSES, "loss_type") for name, loss in named.items()}
+
+
+def check_taken(config: PreferenceConfig | RewardModelConfig, chosen: Mapping[str, Callable[..., Any]]) -> None:
+    """Raises ConfigError: a parameter of losses was set that none of the chosen ones takes.
+
+    Args: config: with the parameters. chosen: the losses and divergence of it.
+    """
+    known = {**PREFERENCE_LOSSES, **F_DIVERGENCES} if isinstance(config, PreferenceConfig) else REWARD_LOSSES
+    parameters = {name for fn in known.values() for name in keywords_of(fn)} & config.keywords.keys()
+    taken = {name for fn in chosen.values() for name in keywords_of(fn)}
+    defaults = {f.name: f.default for f in fields(config)}
+    for name, value in changed(config, *(parameters - taken)).items():
+        raise ConfigError(
+            f"{name}={value!r} has no effect: {', '.join(chosen)} takes {', '.join(sorted(taken & parameters))}; leave "
+            f"it at {defaults[name]!r}"
+        )
+
+
+def make_preference_objective(config: PreferenceConfig) -> PreferenceObjective:
+    """The objective of a configuration.
+
+    Raises: ConfigError: nothing has a name, a parameter that nothing takes was set, or the losses don't go together.
+
+    >>> make_preference_objective(PreferenceConfig(loss_type="simpo")).needs.reference
+    False
+    """
+    losses = _losses(config)
+    divergence = resolve_name(config.f_divergence_type, F_DIVERGENCES, "f_divergence_type")
+    check_taken(config, {**losses, function_name(divergence): divergence})
+    for loss in losses.values():
+        check_call(with_fields(loss, config), "loss_type", ("p",))
+    objective = PreferenceObjective(
+        losses={name: with_fields(loss, config) for name, loss in losses.items()},
+        loss_weights=config.loss_weights,
+        beta=config.beta,
+        reference_free=config.reference_free,
+        ld_alpha=config.ld_alpha,
+        generator=None if config.f_divergence_type == "reverse_kl" else with_fields(divergence, config),
+        use_weighting=config.use_weighting,
+    )
+    if not any(needs_of(loss).reference for loss in losses.values()):
+        for name in ("precompute_ref_log_probs", "sync_ref_model", "reference_free"):
+            if getattr(config, name):
+                raise ConfigError(f"{name}=True has no effect: {', '.join(losses)} reads no reference; leave it out")
+    return objective
+
+
+def make_reward_loss(config: RewardModelConfig) -> Loss:
+    """The loss of a reward model: fn(x: LossInputs) -> ([u], metrics).
+
+    Raises: ConfigError: nothing has this name, or a parameter that it does not take was set.
+    """
+    loss = resolve_name(config.loss_type, REWARD_LOSSES, "loss_type")
+    check_taken(config, {function_name(loss): loss})
+    bound = with_fields(loss, config)
+    check_call(bound, "loss_type", ("x",))
+    return bound
+
+
+def composed_preference(config: PreferenceConfig) -> str:
+    """Which losses a configuration composes, with their parameters, for the log and environment.json.
+
+    >>> composed_preference(PreferenceConfig(loss_type=["sigmoid", "sft"], loss_weights=[1.0, 0.1]))
+    '1.0 * sigmoid(beta=0.1, label_smoothing=0.0) + 0.1 * sft'
+    """
+    parts = []
+    for (name, loss), weight in zip(_losses(config).items(), config.loss_weights or (None,) * len(config.loss_type)):
+        taken = {n: v for n, v in config.keywords.items() if n in keywords_of(loss)}
+        words = ", ".join(f"{n}={v}" for n, v in taken.items())
+        parts.append(("" if weight is None else f"{weight} * ") + (f"{name}({words})" if words else name))
+    divergence = config.f_divergence_type
+    others = {
+        "f_divergence": function_name(divergence) if callable(divergence) else divergence,
+        "ld_alpha": config.ld_alpha,
+        "use_weighting": config.use_weighting or None,
+        "reference_free": config.reference_free or None,
+    }
+    said = [f"{n}={v}" for n, v in others.items() if v not in (None, "reverse_kl")]
+    return " + ".join(parts) + (f"; {', '.join(said)}" if said else "")

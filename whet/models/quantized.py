@@ -1,0 +1,79 @@
+"""Linear layers whose weights are held in 4 bits (bitsandbytes), and what the rest of whet has to know of them.
+
+Such a layer multiplies by weights that it makes whole for the product. It is only read: a low-rank adapter is what is
+trained on it. The package is imported where it is asked for.
+Left out on purpose: 8 bits, other packages, and products in 4 bits of whet's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from whet.errors import ConfigError
+
+__all__ = ["cast", "dequantized", "quantization_config", "quantized_layer", "quantized_parts"]
+
+PACKAGE = "bitsandbytes"
+
+
+def quantization_config(kind: str, device: torch.device) -> Any:
+    """Transformers' configuration of a base model in 4 bits. Args: kind: nf4 or fp4. device: where the model goes.
+
+    Raises: ConfigError: bitsandbytes is not installed, or does not run there.
+    """
+    try:
+        import bitsandbytes  # noqa: F401  # pyright: ignore[reportMissingImports, reportUnusedImport]
+    except Exception as error:  # its import loads a library of its own, which raises what it likes
+        raise ConfigError(
+            f"quantization={kind} needs bitsandbytes ({type(error).__name__}: {str(error).splitlines()[0][:200]}); pip "
+            "install 'whet[qlora]', or leave quantization out: lora alone trains an adapter on the whole weights"
+        ) from error
+    if device.type not in ("cuda", "cpu", "xpu"):
+        raise ConfigError(f"quantization={kind} does not run on {device.type}: bitsandbytes has CUDA, XPU and the CPU")
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True)
+
+
+def quantized_layer(layer: nn.Module) -> bool:
+    """Whether a layer holds its weight in 4 bits. Where the package was never imported, none does.
+
+    >>> quantized_layer(nn.Linear(2, 2))
+    False
+    """
+    package = sys.modules.get(PACKAGE)
+    return package is not None and isinstance(layer, package.nn.Linear4bit)
+
+
+def quantized_parts(module: nn.Module) -> list[str]:
+    """The names of the layers that hold their weights in 4 bits."""
+    return [name for name, layer in module.named_modules() if quantized_layer(layer)]
+
+
+def dequantized(p: Tensor) -> Tensor:
+    """A parameter as a plain tensor: itself, or what its 4 bits stand for.
+
+    >>> dequantized(weight := torch.ones(2)) is weight
+    True
+    """
+    package = sys.modules.get(PACKAGE)
+    if package is None or not isinstance(p, package.nn.Params4bit):
+        return p
+    return package.functional.dequantize_4bit(p.data, p.quant_state)
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Makes a module compute in a dtype. What is held in bits stays; its layers are told what to make of them.
+
+    Args: module: changed in place. dtype: of the other parameters.
+    """
+    for p in module.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(dtype)
+    for layer in module.modules():
+        if quantized_layer(layer):
+            layer.compute_dtype, layer.compute_type_is_set = dtype, True  # pyright: ignore

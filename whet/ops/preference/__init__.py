@@ -1,0 +1,106 @@
+"""Preference losses: per unit, never a mean; the weights of units turn them into one number.
+
+Every loss is fn(p: PreferenceInputs, **kw) -> [u], or ([u], {metric: [u]}), and says by `needs` what it reads: pairs or
+rows with a label, a reference, the whole batch of an optimizer step, numbers that it keeps. A PreferenceObjective mixes
+them. What a loss looks at across the batch is made once, before the update, as columns: `with_counts` and
+`with_passes`.
+
+What TRL's trainers are called here:
+
+    DPOTrainer                loss_type: the same names; reference_free is of its older releases
+    CPOTrainer                cpo (sigmoid), cpo_hinge (hinge), cpo_ipo (ipo), simpo, alphapo
+    ORPOTrainer, KTOTrainer   orpo; kto and apo_zero_unpaired
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from whet.ops.preference.alone import alpha_reward, cpo, cpo_hinge, cpo_ipo, log_odds, orpo, sft, simpo
+from whet.ops.preference.generators import F_DIVERGENCES
+from whet.ops.preference.inputs import (
+    Needs,
+    PreferenceInputs,
+    Side,
+    StepColumns,
+    StepInputs,
+    needs,
+    needs_of,
+    pair_of,
+    preference_inputs,
+)
+from whet.ops.preference.labelled import apo_zero_unpaired, kto, mismatched
+from whet.ops.preference.objective import PreferenceObjective, StepPasses
+from whet.ops.preference.pairs import (
+    apo_down,
+    apo_zero,
+    bco,
+    bco_pair,
+    discopop,
+    exo_pair,
+    hinge,
+    ipo,
+    nca_pair,
+    robust,
+    sigmoid,
+    sigmoid_norm,
+    smoothed_logsigmoid,
+    sppo_hard,
+)
+from whet.ops.preference.ranked import aot, aot_unpaired
+from whet.ops.preference.reward import REWARD_REDUCTIONS, bradley_terry
+
+__all__ = [
+    "F_DIVERGENCES",
+    "PREFERENCE_LOSSES",
+    "REWARD_LOSSES",
+    "REWARD_REDUCTIONS",
+    "Needs",
+    "PreferenceInputs",
+    "PreferenceObjective",
+    "Side",
+    "StepColumns",
+    "StepInputs",
+    "StepPasses",
+    "alpha_reward",
+    "bradley_terry",
+    "log_odds",
+    "mismatched",
+    "needs",
+    "needs_of",
+    "pair_of",
+    "preference_inputs",
+    "smoothed_logsigmoid",
+]
+
+PREFERENCE_LOSSES: dict[str, Callable[..., Any]] = {
+    "alphapo": partial(simpo, cpo_alpha=0.0),
+    "aot": aot,
+    "aot_unpaired": aot_unpaired,
+    "apo_down": apo_down,
+    "apo_zero": apo_zero,
+    "apo_zero_unpaired": apo_zero_unpaired,
+    "bco": bco,
+    "bco_pair": bco_pair,
+    "cpo": cpo,
+    "cpo_hinge": cpo_hinge,
+    "cpo_ipo": cpo_ipo,
+    "discopop": discopop,
+    "exo_pair": exo_pair,
+    "hinge": hinge,
+    "ipo": ipo,
+    "kto": kto,
+    "nca_pair": nca_pair,
+    "orpo": orpo,
+    "robust": robust,
+    "sft": sft,
+    "sigmoid": sigmoid,
+    "sigmoid_norm": sigmoid_norm,
+    "simpo": simpo,
+    "sppo_hard": sppo_hard,
+}
+"""fn(p: PreferenceInputs, **kw) -> [u], or ([u], metrics), by name."""
+REWARD_LOSSES: dict[str, Callable[..., Any]] = {"bradley_terry": bradley_terry}
+"""fn(x: LossInputs, **kw) -> ([u], metrics), of x.scores, by name."""

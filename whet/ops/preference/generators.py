@@ -1,0 +1,87 @@
+"""The f-divergences of f-DPO: each is its f', which takes the place of the log-ratio in a loss of differences.
+
+Dim legend: u units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+__all__ = ["F_DIVERGENCES", "alpha_divergence", "forward_kl", "js_divergence", "reverse_kl"]
+
+F = torch.nn.functional
+
+_LARGEST = 80.0
+"""Of an exponent, so that its exp is a number in fp32 and bf16."""
+
+
+def reverse_kl(d: Tensor) -> Tensor:
+    """The usual one, DPO's.
+
+    f'(t) = log t (+ 1), as a function of d = log t = log π − log π_ref of a side.
+    Args: d [u].
+    Returns: [u].
+    Source: DPO (arXiv:2305.18290).
+
+    >>> reverse_kl(torch.tensor([2.0]))
+    tensor([2.])
+    """
+    return d
+
+
+def forward_kl(d: Tensor) -> Tensor:
+    """Covers what the reference does; the score is bounded above, so that what is likely already gains little.
+
+    f'(t) = 1 − 1/t = 1 − exp(−d), d = log t = log π − log π_ref of a side.
+    Args: d [u].
+    Returns: [u].
+    Source: f-DPO (arXiv:2309.16240); agrees with TRL.
+
+    >>> forward_kl(torch.tensor([0.0]))
+    tensor([0.])
+    """
+    return -torch.expm1(-d)
+
+
+def js_divergence(d: Tensor) -> Tensor:
+    """Between the forward and the reverse KL, bounded above.
+
+    f'(t) = log(2t / (1 + t)) = log 2 + log σ(d), d = log t = log π − log π_ref of a side.
+    Args: d [u].
+    Returns: [u].
+    Source: f-DPO (arXiv:2309.16240); agrees with TRL.
+
+    >>> js_divergence(torch.tensor([0.0])).abs() < 1e-6
+    tensor([True])
+    """
+    return math.log(2) + F.logsigmoid(d)
+
+
+def alpha_divergence(d: Tensor, *, f_alpha_divergence_coef: float = 0.5) -> Tensor:
+    """A family with both KLs at its ends: α = 1 the reverse, α = 0 the forward one.
+
+    f'(t) = (t^(α−1) − 1) / (α − 1), d = log t = log π − log π_ref of a side; log t at α = 1.
+    Args: d [u]. f_alpha_divergence_coef: α.
+    Returns: [u].
+    Source: f-DPO (arXiv:2309.16240); agrees with TRL, which has it in fp32 and below alone.
+
+    >>> alpha_divergence(torch.tensor([1.0]), f_alpha_divergence_coef=0.0)  # 1 - exp(-1)
+    tensor([0.6321])
+    """
+    slope = f_alpha_divergence_coef - 1.0
+    if abs(slope) < 1e-6:
+        return d
+    return torch.expm1((slope * d).clamp(max=_LARGEST)) / slope
+
+
+F_DIVERGENCES: dict[str, Callable[..., Tensor]] = {
+    "alpha_divergence": alpha_divergence,
+    "forward_kl": forward_kl,
+    "js_divergence": js_divergence,
+    "reverse_kl": reverse_kl,
+}
+"""fn(d [u], **kw) -> [u], by name."""

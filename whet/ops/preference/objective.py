@@ -1,0 +1,308 @@
+"""The objective of preference training: one loss, or several with weights, of pairs or of rows with a label.
+
+    l = v · Σ_k w_k l_k        per unit; v = 1, or WPO's weight of the pair
+
+The weights of units turn it into one number elsewhere. Dim legend: s tokens of a micro-batch, n its sequences, u its
+units; N sequences, S tokens and U units of a whole optimizer step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from whet.errors import ConfigError, DataError
+from whet.ops.masked import masked_column, segment_count, segment_sum
+from whet.ops.preference.inputs import (
+    LossOutput,
+    Needs,
+    PreferenceInputs,
+    StepInputs,
+    needs_of,
+    preference_inputs,
+)
+from whet.ops.preference.pairs import sigmoid
+from whet.types import LossInputs, TokenBatch
+
+__all__ = ["PreferenceObjective", "StepPasses"]
+
+_OF_CHOSEN, _OF_REJECTED = ("rewards/chosen", "logps/chosen"), ("rewards/rejected", "logps/rejected")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPasses:
+    """What was read of policy and reference before an update, for losses that ask for it.
+
+    >>> StepPasses(logprobs=torch.tensor([-1.0])).mismatched is None
+    True
+    """
+
+    logprobs: Tensor | None = None
+    """[S]: the policy's, of the batch."""
+    mismatched: TokenBatch | None = None
+    """ops.mismatched(batch), with the reference's logprobs as its column ref_logprobs where there is a reference."""
+    mismatched_logprobs: Tensor | None = None
+    """The policy's, of the mismatched rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceObjective:
+    """What preference training minimises of each unit: loss(x) -> ([u], metrics), for RoleTrainer with loss_per="unit".
+
+    l = v · Σ_k w_k l_k, w the loss_weights; with use_weighting v = exp(mean over y_w's tokens of (log π − log Σ p²)) ·
+    the same of y_l, a constant; else v = 1.
+    Call it with LossInputs of units: with the column chosen (or label), with ref_logprobs where `needs.reference`, and
+    with the columns that `with_counts` and `with_passes` make of the whole batch.
+    Returns: (loss [u], metrics [u] each), by TRL's names: rewards/chosen, rewards/rejected (β r unless a loss has
+        rewards of its own), rewards/accuracies, rewards/margins, logps/chosen, logps/rejected, mean_token_accuracy (a
+        count; see `ratios`), the losses' own, and with several losses each as loss/<name>. Of rows
+        with a label those of a side are 0 where the row is of the other, and rows/chosen, rows/rejected say which.
+    Raises: ConfigError: losses that don't go together. DataError: a missing column, or a loss of another shape.
+    Source: WPO (arXiv:2406.11827), MPO (arXiv:2411.10442); agrees with TRL's DPOTrainer.
+
+    >>> x = LossInputs(sequence=torch.tensor([0, 1]), mask=torch.ones(2, dtype=torch.bool),
+    ...                logprobs=torch.tensor([-1., -1.]), ref_logprobs=torch.tensor([-1., -1.]),
+    ...                unit_of=torch.tensor([0, 0]), sequence_columns={"chosen": torch.tensor([1., 0.])})
+    >>> PreferenceObjective()(x)[0]  # log 2
+    tensor([0.6931])
+    """
+
+    losses: Mapping[str, Callable[..., Any]] = field(default_factory=lambda: {"sigmoid": sigmoid})
+    """fn(p: PreferenceInputs) -> [u], or ([u], metrics), with their parameters bound, by the name that they are logged
+    under."""
+    loss_weights: tuple[float, ...] | None = None
+    """w, in the order of the losses; None = 1 each."""
+    beta: float = 0.1
+    """β of the rewards that are logged."""
+    reference_free: bool = False
+    """The reference counts as 0 everywhere: none is read."""
+    ld_alpha: float | None = None
+    """α of LD-DPO; None = 1."""
+    generator: Callable[[Tensor], Tensor] | None = None
+    """f' of another f-divergence than the reverse KL."""
+    use_weighting: bool = False
+    """Weigh pairs as WPO does: by how likely the policy itself would give both answers."""
+
+    def __post_init__(self) -> None:
+        """Checks that the losses go together."""
+        if not self.losses:
+            raise ConfigError("a preference objective needs a loss, got none")
+        if self.loss_weights is not None and len(self.loss_weights) != len(self.losses):
+            raise ConfigError(
+                f"loss_weights has {len(self.loss_weights)} numbers for {len(self.losses)} losses "
+                f"({', '.join(self.losses)}); give one for each"
+            )
+        declared = {name: needs_of(loss) for name, loss in self.losses.items()}
+        if len({need.rows for need in declared.values()}) > 1:
+            shown = ", ".join(f"{name}: {need.rows}" for name, need in declared.items())
+            raise ConfigError(f"losses of pairs and of rows with a label can't be mixed ({shown}); choose one kind")
+        if self.generator is not None and (wrong := [n for n, need in declared.items() if not need.difference]):
+            raise ConfigError(
+                f"loss {wrong[0]!r} is not made of the difference of two rewards, where another f-divergence than "
+                "reverse_kl is valid; leave f_divergence_type at 'reverse_kl'"
+            )
+        if self.use_weighting and (wrong := [n for n, need in declared.items() if not need.weighable]):
+            raise ConfigError(f"loss {wrong[0]!r} ranks the batch, so no pair has a loss to weigh; no use_weighting")
+        for option, on in (("use_weighting", self.use_weighting), ("ld_alpha", self.ld_alpha is not None)):
+            if on and self.needs.rows == "labels":
+                raise ConfigError(f"{option} compares the sides of a pair, and {', '.join(self.losses)} has none")
+
+    @functools.cached_property
+    def needs(self) -> Needs:
+        """What its losses need, together."""
+        declared = [needs_of(loss) for loss in self.losses.values()]
+        return Needs(
+            rows=declared[0].rows,
+            reference=not self.reference_free and any(n.reference for n in declared),
+            policy_pass=any(n.policy_pass for n in declared),
+            mismatched_pass=any(n.mismatched_pass for n in declared),
+            running=any(n.running for n in declared),
+        )
+
+    @property
+    def ratios(self) -> dict[str, str]:
+        """Metrics that are sums over units, and those that they are to be divided by once a step is whole."""
+        found = {"mean_token_accuracy": "tokens/chosen"}
+        if self.needs.rows == "labels":
+            found |= dict.fromkeys(_OF_CHOSEN, "rows/chosen") | dict.fromkeys(_OF_REJECTED, "rows/rejected")
+        return found
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """What it asks of the model besides log-probabilities: RoleTrainer.with_loss_fn(constants=...)."""
+        return ("correct", "log_sum_sq_probs") if self.use_weighting else ("correct",)
+
+    def inputs(self, x: LossInputs) -> PreferenceInputs:
+        """The sums of each unit's sides, as the losses are given them."""
+        reference = self.needs.reference
+        generator = self.generator if reference else None
+        return preference_inputs(
+            x, side=self._side(x), reference=reference, ld_alpha=self.ld_alpha, generator=generator
+        )
+
+    def with_counts(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with what its losses make of the whole optimizer step and need no pass for, e.g. a count of tokens.
+
+        Args: batch: of whole units.
+        Returns: it with more columns per sequence.
+        Raises: DataError: a pair without one of its sides, or a row that is a pair where labels are needed.
+        """
+        x = _whole(batch, torch.zeros(batch.num_tokens))
+        rows = preference_inputs(x, side=self._side(x), reference=False)
+        self._check_sides(rows)
+        seen = StepInputs(rows=rows, counted=_counted(batch))
+        return self._with_columns(batch, seen, passes=False)[0]
+
+    def with_passes(
+        self,
+        batch: TokenBatch,
+        passes: StepPasses,
+        *,
+        running: Mapping[str, float] | None = None,
+        learning: bool = True,
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """The batch with what its losses make of the whole optimizer step and need a pass for; and what they keep.
+
+        Args: batch: of whole units, with ref_logprobs where `needs.reference`. passes: what `needs.policy_pass` and
+            `needs.mismatched_pass` ask for. running: what was kept. learning: False in evaluation: nothing kept moves.
+        Returns: (the batch with more columns per sequence, what is kept).
+        """
+        logprobs = torch.zeros(batch.num_tokens) if passes.logprobs is None else passes.logprobs
+        other = None
+        if passes.mismatched is not None and passes.mismatched_logprobs is not None:
+            x = _whole(passes.mismatched, passes.mismatched_logprobs)
+            other = preference_inputs(x, reference=self.needs.reference)
+        seen = StepInputs(
+            rows=self.inputs(_whole(batch, logprobs)),
+            counted=_counted(batch),
+            mismatched=other,
+            running=running or {},
+            learning=learning,
+        )
+        return self._with_columns(batch, seen, passes=True)
+
+    def _with_columns(
+        self, batch: TokenBatch, seen: StepInputs, *, passes: bool
+    ) -> tuple[TokenBatch, dict[str, float]]:
+        """The columns of the losses that need a pass, or of those that don't."""
+        x = _whole(batch, torch.zeros(0))
+        place = batch.unit_of, (x.need(self._side(x)) < 0.5).long()
+        kept = dict(seen.running)
+        for loss in self.losses.values():
+            need = needs_of(loss)
+            if need.step is None or (need.policy_pass or need.mismatched_pass) != passes:
+                continue
+            words = {n: v for n, v in _bound(loss).items() if n in _bound(need.step, keyword_only=True)}
+            made = need.step(dataclasses.replace(seen, running=kept), **words)
+            batch = batch.with_sequence_columns(**{n: _of_sequences(c, place) for n, c in made.columns.items()})
+            kept |= made.running
+        return batch, kept
+
+    def __call__(self, x: LossInputs) -> LossOutput:
+        """The loss and the metrics of every unit."""
+        p = self.inputs(x)
+        weights = self.loss_weights or (1.0,) * len(self.losses)
+        factor = self._pair_weights(x, p) if self.use_weighting else 1.0
+        total, metrics = torch.zeros_like(p.chosen.logps), {}
+        for (name, loss), weight in zip(self.losses.items(), weights, strict=True):
+            found = loss(p)
+            value, own = found if isinstance(found, tuple) else (found, {})
+            if value.shape != total.shape:
+                raise DataError(
+                    f"loss {name!r} has the shape {list(value.shape)}; it must have one number for each of the "
+                    f"{len(total)} units"
+                )
+            value = value * factor
+            total = total + weight * value
+            each = {f"loss/{name}": value} if len(self.losses) > 1 else {}
+            metrics = {**own, **each, **metrics}
+        if x.logprobs.requires_grad and not total.requires_grad:
+            raise DataError("the loss has no gradient: make it of p.chosen.logps and p.rejected.logps, not detached")
+        metrics = self._logged(x, p, metrics)
+        return total, {name: value.detach().to(total.dtype) for name, value in metrics.items()}
+
+    def _side(self, x: LossInputs) -> str:
+        """The column that says which sequences are of the chosen side."""
+        return "label" if self.needs.rows == "labels" and "label" in x.sequence_columns else "chosen"
+
+    def _check_sides(self, rows: PreferenceInputs) -> None:
+        both = rows.chosen.there & rows.rejected.there
+        pairs = self.needs.rows == "pairs"
+        if pairs and not bool(both.all()):
+            raise DataError(
+                f"unit {int((~both).nonzero()[0])} is no pair: {', '.join(self.losses)} needs a chosen and a rejected "
+                "side; rows with a label take loss_type=kto or apo_zero_unpaired"
+            )
+        if not pairs and bool(both.any()):
+            raise DataError(
+                f"unit {int(both.nonzero()[0])} is a pair: {', '.join(self.losses)} takes each row by itself; lay the "
+                "batch with TokenBatch.from_examples(paired=False)"
+            )
+
+    def _pair_weights(self, x: LossInputs, p: PreferenceInputs) -> Tensor:
+        """[u]: WPO's weight of each pair, a constant."""
+        aligned = masked_column(x.logprobs.detach() - x.need("log_sum_sq_probs"), x.mask)
+        units = x.unit_of.index_select(0, x.sequence)
+        of_chosen = (x.need("chosen") >= 0.5).index_select(0, x.sequence)
+        mean = lambda side, mask: side.per_token(segment_sum(torch.where(mask, aligned, 0.0), units, x.num_units))
+        return (mean(p.chosen, of_chosen) + mean(p.rejected, ~of_chosen)).exp()
+
+    def _logged(self, x: LossInputs, p: PreferenceInputs, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The metrics of every unit; a loss's own have precedence."""
+        reward = lambda side: self.beta * side.logratio
+        found = {"rewards/chosen": reward(p.chosen), "rewards/rejected": reward(p.rejected)}
+        found |= {"logps/chosen": p.chosen.logps, "logps/rejected": p.rejected.logps, **own}
+        if self.needs.rows == "labels":
+            found |= {"rows/chosen": p.chosen.there, "rows/rejected": p.rejected.there}
+            for side, names in ((p.chosen, _OF_CHOSEN), (p.rejected, _OF_REJECTED)):
+                found |= {name: torch.where(side.there, found[name], 0.0) for name in names}
+        else:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+            found["rewards/accuracies"] = found["rewards/margins"] > 0
+        if x.correct is not None:
+            of_chosen = (x.need(self._side(x)) >= 0.5).index_select(0, x.sequence)
+            found["mean_token_accuracy"] = segment_count(x.correct & x.mask & of_chosen, x.unit, x.num_units)
+            found["tokens/chosen"] = p.chosen.length
+        return found
+
+
+def _counted(batch: TokenBatch) -> Tensor:
+    """Bool [U]: the units with a trained token."""
+    return segment_count(batch.mask, batch.unit, batch.num_units) > 0
+
+
+def _whole(batch: TokenBatch, logprobs: Tensor) -> LossInputs:
+    """A whole batch as a loss would be given it."""
+    return LossInputs(
+        sequence=batch.sequence,
+        mask=batch.mask,
+        logprobs=logprobs,
+        unit_of=batch.unit_of,
+        num_sequences=batch.num_sequences,
+        num_units=batch.num_units,
+        token_columns={n: c for n, c in batch.token_columns.items() if n != "mask"},
+        sequence_columns=batch.sequence_columns,
+    )
+
+
+def _of_sequences(column: Tensor, place: tuple[Tensor, Tensor]) -> Tensor:
+    """[N]: what each sequence's side, unit or the whole step has."""
+    unit, side = place
+    if column.dim() == 0:
+        return column.expand(len(unit)).clone()
+    return column[unit] if column.dim() == 1 else column[unit, side]
+
+
+def _bound(fn: Callable[..., Any], keyword_only: bool = False) -> dict[str, Any]:
+    """The keywords that a partial has bound; with keyword_only those that a function takes by keyword alone."""
+    if keyword_only:
+        asked = inspect.signature(fn).parameters.values()
+        return {p.name: p.default for p in asked if p.kind is inspect.Parameter.KEYWORD_ONLY}
+    return dict(fn.keywords) if isinstance(fn, functools.partial) else {}

@@ -1,0 +1,115 @@
+"""A worker's files: what a checkpoint holds of one model, how it is read back, and the model as others load it.
+
+    whole weights     model.safetensors, config.json                         under the module's own names
+    an adapter        adapter_model.safetensors, adapter_config.json         PEFT's format: no weight of the base
+    and               optimizer.safetensors, state.pt                        by the name of the parameter
+
+An adapter is copied into the one that the run has made from its settings, so that it is never applied twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from whet.errors import CheckpointError, ConfigError
+from whet.models.load import save_model
+from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, save_adapter, take_adapter
+from whet.models.types import LoadedModel
+from whet.parallel import load_state, read_state, save_state, write_state
+from whet.parallel.formats import STATE_FORMAT, check_format
+from whet.train.optim import Optim
+
+__all__ = ["ModelFiles"]
+
+
+class ModelFiles:
+    """The files of one model. Args: loaded: the model. optim: its optimizer; None = it is only read.
+
+    Example: `ModelFiles(worker.loaded, worker.optim).write(folder, version=3)`.
+    """
+
+    def __init__(self, loaded: LoadedModel, optim: Optim | None) -> None:
+        self.loaded, self.optim = loaded, optim
+        self.adapted = loaded.adapter is not None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What a checkpoint has of it."""
+        weights = (ADAPTER_WEIGHTS, ADAPTER_CONFIG) if self.adapted else ("model.safetensors", "config.json")
+        return (*weights, *(("state.pt",) if self.optim is None else ("optimizer.safetensors", "state.pt")))
+
+    def write(self, folder: Path, version: int) -> None:
+        """Writes everything that a resumed worker needs. Args: version: of the policy."""
+        masters = None if self.optim is None else self.optim.masters_by_name()
+        if self.adapted:
+            save_adapter(self.loaded.module, folder, masters)
+        else:
+            save_state(self.loaded.module, folder / "model.safetensors", masters)
+            self.loaded.module.config.save_pretrained(folder)
+        state: dict[str, Any] = {"format": STATE_FORMAT, "version": version}
+        if self.optim is not None:
+            state["optim"] = self.optim.save(folder / "optimizer.safetensors")
+        write_state(state, folder / "state.pt")
+
+    def check(self, folder: Path) -> None:
+        """Raises CheckpointError where a checkpoint holds an adapter and this model has none, or the reverse."""
+        there, whole = (folder / ADAPTER_WEIGHTS).is_file(), (folder / "model.safetensors").is_file()
+        if there != self.adapted and (there or whole):
+            raise CheckpointError(
+                f"{folder} holds {'an adapter' if there else 'whole weights'}, and this run trains "
+                f"{'all weights' if there else 'an adapter'}; resume with {'its' if there else 'no'} section lora, or "
+                "start a new run from those weights"
+            )
+
+    def read(self, folder: Path) -> int:
+        """Restores what `write` wrote. Returns: the version. Raises CheckpointError where it doesn't fit this model."""
+        self.check(folder)
+        path = folder / "state.pt"
+        state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
+        check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
+        masters = None if self.optim is None else self.optim.masters_by_name()
+        if self.adapted:
+            self._read_adapter(folder / ADAPTER_WEIGHTS)
+        else:
+            load_state(self.loaded.module, folder / "model.safetensors", masters)
+        if self.optim is not None:
+            self.optim.load(folder / "optimizer.safetensors", state["optim"])
+        return state["version"]
+
+    def _read_adapter(self, path: Path) -> None:
+        masters = None if self.optim is None else self.optim.masters_by_name()
+        try:
+            found = {name.removeprefix(PREFIX): tensor for name, tensor in load_file(path).items()}
+            take_adapter(self.loaded.module, found, str(path), masters)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{path} can't be read ({error}); resume from an earlier step-* folder") from error
+        except ConfigError as error:
+            raise CheckpointError(str(error)) from error
+
+    def export(self, folder: Path, tokenizer: Any, *, merge: bool) -> None:
+        """Writes the model in Hugging Face's format, from the fp32 masters where there are any.
+
+        Args: tokenizer: saved with it; None = none. merge: of a model with an adapter the whole model, merged.
+        """
+        with self._masters_in():
+            save_model(self.loaded, tokenizer, folder, merge=merge)
+
+    @contextmanager
+    def _masters_in(self) -> Iterator[None]:
+        """Inside, the module's parameters are the fp32 masters."""
+        masters = {} if self.optim is None else self.optim.masters_by_name()
+        params = dict(self.loaded.module.named_parameters())
+        held = {n: p.data for n, p in params.items() if n in masters and masters[n] is not p}
+        try:
+            for name in held:
+                params[name].data = masters[name].data
+            yield
+        finally:
+            for name, data in held.items():
+                params[name].data = data
