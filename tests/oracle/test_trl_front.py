@@ -210,11 +210,23 @@ class Events(TrainerCallback):
 
 
 def trained(module, config, folder, seen, **kwargs):
-    """A run of two steps; its trainer and events."""
+    """A run of a few steps; its trainer, its events and the prompts of its calls."""
     data = datasets.Dataset.from_list([{"prompt": f"{i}+{i}=", "answer": i} for i in range(4)])
-    args = config(str(folder), **BOTH, max_steps=2, learning_rate=1e-2, logging_steps=1, save_steps=1, use_cpu=True,
-                  shuffle_dataset=False, disable_tqdm=True, report_to="none", eval_strategy="steps", eval_steps=2,
-                  per_device_eval_batch_size=6, **kwargs)  # fmt: skip
+    fields = {
+        **BOTH,
+        "disable_tqdm": True,
+        "eval_steps": 2,
+        "eval_strategy": "steps",
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "max_steps": 2,
+        "per_device_eval_batch_size": 6,
+        "report_to": "none",
+        "save_steps": 1,
+        "shuffle_dataset": False,
+        "use_cpu": True,
+    }
+    args = config(str(folder), **{**fields, **kwargs})
 
     def letters(completions, answer, trainer_state, **_):
         seen.append((completions, answer, trainer_state.global_step))
@@ -236,8 +248,12 @@ def trained(module, config, folder, seen, **kwargs):
 
 @pytest.mark.parametrize(
     "kwargs",
-    [{"loss_type": "dapo"}, {"loss_type": "grpo", "beta": 0.1, "reward_weights": [1.0, 0.5], "scale_rewards": "batch"}],
-    ids=["dapo", "grpo"],
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "beta": 0.1, "reward_weights": [1.0, 0.5], "scale_rewards": "batch", "max_steps": 3},
+        {"loss_type": "sapo", "multi_objective_aggregation": "normalize_then_sum", "save_strategy": "epoch"},
+    ],
+    ids=["dapo", "grpo", "sapo"],
 )
 def test_a_training_is_told_logged_and_stepped_as_in_trl(kwargs, tmp_path):
     seen, expected = [], []
@@ -256,4 +272,5 @@ def test_a_training_is_told_logged_and_stepped_as_in_trl(kwargs, tmp_path):
             if not any(word in name for word in timed):
                 rel = 1e-2 if name == "entropy" else 2e-4  # of the tokens that were run: one completion has no reward
                 assert mine[name] == pytest.approx(value, rel=rel, abs=2e-6), (row["step"], name)
-    assert sorted(p.name for p in (tmp_path / "whet").glob("check*")) == ["checkpoint-1", "checkpoint-2"]
+    made = [sorted(p.name for p in (tmp_path / side).glob("check*")) for side in ("whet", "trl")]
+    assert made[0] == made[1] != []

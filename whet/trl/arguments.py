@@ -151,6 +151,8 @@ class Arguments:
             )
         if self.log_level not in _LEVELS:
             raise lookup_error("log_level", self.log_level, _LEVELS)
+        if self.load_best_model_at_end and self.save_only_model:
+            raise ConfigError("load_best_model_at_end reads whole checkpoints; set save_only_model=False")
         if not self.load_best_model_at_end or self.save_strategy == "best":
             return
         if self.eval_strategy.value != self.save_strategy.value:

@@ -15,7 +15,7 @@ from typing import Literal
 
 from whet.errors import CheckpointError
 
-__all__ = ["best_weights", "checkpoint_at", "linked", "new_root", "rotated", "to_resume"]
+__all__ = ["best_state", "checkpoint_at", "linked", "new_root", "rotated", "to_resume"]
 
 _WHOLE = "whet"
 """Link from a checkpoint to the folder that a resume reads."""
@@ -83,9 +83,9 @@ def to_resume(output_dir: str, asked: str | Literal[True]) -> Path:
     return found
 
 
-def best_weights(folder: Path) -> Path:
-    """The weights of a checkpoint. Raises CheckpointError: they are gone."""
-    path = folder / "model.safetensors"
-    if not path.exists():
-        raise CheckpointError(f"{path} is gone, and load_best_model_at_end asks for it; raise save_total_limit")
-    return path
+def best_state(folder: Path) -> Path:
+    """What a worker loads of a checkpoint. Raises CheckpointError: it is gone."""
+    whole = (folder / _WHOLE).resolve() / "actor"
+    if not whole.is_dir():
+        raise CheckpointError(f"{folder} is gone, and load_best_model_at_end asks for it; leave it where it is")
+    return whole

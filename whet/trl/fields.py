@@ -56,9 +56,11 @@ names are TRL's.
 - Completions whose advantage is 0 are not run; means of `entropy` are over the tokens that were.
 - Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name.
 
-`peft_config`, `quantization_config`, `tools`, `environment_factory` and `rollout_func` are refused: each says what to
-do instead. CISPO's cap at `epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are
-followed, with a line in the log.
+- `lora_dropout` of a `peft_config` is taken as 0.0, since the sampler draws without it. The reference of an adapter is
+  the base read with the adapter off: no second copy.
+
+`tools`, `environment_factory` and `rollout_func` are refused: each says what to do instead. CISPO's cap at
+`epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are followed, with a line in the log.
 """
 
 

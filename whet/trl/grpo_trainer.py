@@ -7,6 +7,7 @@ Reading order: `__init__`, then learner.py for what of the learner differs, task
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from types import SimpleNamespace
@@ -16,13 +17,15 @@ import torch
 from torch import nn
 
 from whet.cluster import RLCluster
-from whet.config import ClusterConfig, DataConfig, Mode, Role
+from whet.config import ClusterConfig, DataConfig, Mode, Role, RoleConfig
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
+from whet.models.lora import with_adapter
 from whet.models.modes import max_positions
 from whet.models.recompute import checkpoint_activations
 from whet.trl import optimizers as factories
+from whet.trl.adapters import inner_model, lora_of, quantization_of
 from whet.trl.grpo_config import GRPOConfig
 from whet.trl.learner import TRLLearner
 from whet.trl.names import trl_metrics
@@ -36,8 +39,6 @@ __all__ = ["GRPOTrainer"]
 
 _LATER = {
     "environment_factory": "episodes with environments are not there yet; score completions in a reward function",
-    "peft_config": "LoRA is not there yet; train the whole model",
-    "quantization_config": "quantised weights are not trained yet; load the model in bf16",
     "rollout_func": "rollouts of a user's own are whet's RLLearner.rollout (docs/extending.md); subclass GRPOLearner",
     "tools": "tools are not there yet; leave them out",
 }
@@ -57,6 +58,8 @@ class GRPOTrainer(Trainer):
         processing_class: the tokenizer; None = the model's.
         reward_processing_classes: tokenizers of reward models, one for each of reward_funcs.
         callbacks: of transformers.
+        peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
+        quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         optimizers: (optimizer, schedule) over the model's own fp32 parameters.
     Raises: ConfigError: what is not there, by name; TRL's rules of batches, with the nearest settings that work.
     """
@@ -80,11 +83,11 @@ class GRPOTrainer(Trainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        given = {"quantization_config": quantization_config, "peft_config": peft_config, "tools": tools,
-                 "rollout_func": rollout_func, "environment_factory": environment_factory}  # fmt: skip
+        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
         for name, value in given.items():
             if value is not None:
                 raise ConfigError(f"{name} is not taken: {_LATER[name]}")
+        model = inner_model(model)
         name = model if isinstance(model, str) else model.name_or_path or type(model).__name__  # pyright: ignore
         args = GRPOConfig(f"{str(name).rstrip('/').rpartition('/')[2]}-GRPO") if args is None else args
         if not isinstance(args, GRPOConfig):
@@ -97,7 +100,7 @@ class GRPOTrainer(Trainer):
         self._eval = eval_sets(eval_dataset, prompt_only=args.remove_unused_columns)
         self._plan()
         functions = reward_functions(reward_funcs, reward_processing_classes, tokenizer, args)
-        self.cluster = self._cluster(model, optimizers)
+        self.cluster = self._cluster(_adapted(model, args, peft_config, quantization_config), optimizers)
         self.learner = TRLLearner(
             self.cluster,
             algorithm(args),
@@ -138,7 +141,7 @@ class GRPOTrainer(Trainer):
             self._steps = -(-args.max_steps // made.updates)
         self.max_steps = self._steps * made.updates
 
-    def _cluster(self, model: str | nn.Module, optimizers: tuple[Any, Any]) -> RLCluster:
+    def _cluster(self, model: RoleConfig | nn.Module, optimizers: tuple[Any, Any]) -> RLCluster:
         args = self.args
         own, self.scheduler = optimizers
         if own is None and self.scheduler is not None:
@@ -146,15 +149,13 @@ class GRPOTrainer(Trainer):
         optim = optimizer(args, self.max_steps or None)
         if own is not None:
             optim = factories.given(own, self.scheduler, args.max_grad_norm)
-        actor = role(args, model) if isinstance(model, str) else model
-        reference = actor if args.beta else None
         if isinstance(model, nn.Module) and args.gradient_checkpointing:
             checkpoint_activations(model, recompute(args))  # pyright: ignore[reportArgumentType]
         root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
         on_cpu = args.use_cpu and torch.cuda.is_available()
         return RLCluster(
-            actor=actor,
-            reference=reference,
+            actor=model,
+            reference="actor" if args.beta else None,
             tokenizer=self.processing_class,
             cluster_config=ClusterConfig(
                 role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
@@ -164,7 +165,7 @@ class GRPOTrainer(Trainer):
             ),
         )
 
-    def _longest(self, model: str | nn.Module) -> int:
+    def _longest(self, model: RoleConfig | nn.Module) -> int:
         """Tokens of the longest prompt of all data."""
         args = self.args
         if args.max_prompt_length:
@@ -228,6 +229,19 @@ class GRPOTrainer(Trainer):
         self.log(dict(metrics))
         self.tell("on_evaluate", metrics=metrics)
         return metrics
+
+
+def _adapted(model: str | nn.Module, args: Any, peft_config: Any, quantization_config: Any) -> RoleConfig | nn.Module:
+    """The model as the cluster takes it, with its adapter."""
+    lora = None if peft_config is None else lora_of(peft_config, model)
+    if isinstance(model, str):
+        bits = None if quantization_config is None else quantization_of(quantization_config)
+        return dataclasses.replace(role(args, model), lora=lora, quantization=bits)
+    if quantization_config is not None:
+        raise ConfigError("quantization_config is for a model given by its name; this one is loaded already")
+    if lora is not None:
+        with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
+    return model
 
 
 def _text_only(processing_class: Any, name: Any) -> Any:

@@ -92,7 +92,7 @@ class TRLTask(RLTask):
         for name in self._asked:
             setattr(front.control, name, True)
         self._do(run)
-        if front.at_epoch_end():
+        if front.at_epoch_end() or front.control.should_training_stop:
             front.tell("on_epoch_end")
             self._do(run)
             if front.state.global_step < front.state.max_steps and not front.control.should_training_stop:

@@ -29,10 +29,9 @@ from transformers.utils import logging as transformers_logging
 from whet.cluster import RLCluster
 from whet.config import Role
 from whet.errors import ConfigError
-from whet.parallel import load_state
 from whet.train.checkpoints import Checkpoints
 from whet.trl.card import card
-from whet.trl.checkpoints import best_weights, checkpoint_at, linked, new_root, rotated, to_resume
+from whet.trl.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
 from whet.trl.completions import Completions
 from whet.trl.learner import TRLLearner
 from whet.trl.names import Window
@@ -324,9 +323,7 @@ class Trainer:
     def _load_best(self, folder: Path) -> None:
         worker = self.cluster.actor
         log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
-        masters = None if worker.optim is None else worker.optim.masters_by_name()
-        with worker.placement.during("load"):
-            load_state(worker.loaded.module, best_weights(folder), masters)
+        worker.load(best_state(folder))
         self.cluster.sync_weights()
 
     def scheduler_state(self) -> dict[str, Any]:

@@ -194,11 +194,11 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             r"reward weights \(2\) must match number of reward functions \(1\)",
         ),
         ({"reward_processing_classes": [None, None]}, ConfigError, "must match the number of reward functions"),
-        ({"peft_config": object()}, ConfigError, "peft_config is not taken"),
+        ({"peft_config": object()}, ConfigError, "peft_config is a object; adapters here are LoRA"),
         ({"tools": [len]}, ConfigError, "tools is not taken"),
         ({"rollout_func": len}, ConfigError, "rollout_func is not taken"),
         ({"environment_factory": dict}, ConfigError, "environment_factory is not taken"),
-        ({"quantization_config": 1}, ConfigError, "quantization_config is not taken"),
+        ({"quantization_config": 1}, ConfigError, "for a model given by its name"),
         ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
         ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
         ({"data": iter(rows(3)), "max_steps": -1}, ConfigError, "set max_steps"),
@@ -431,3 +431,30 @@ def test_a_card_and_what_can_t_be_sent(tmp_path):
     assert "# mine" in (tmp_path / "README.md").read_text()
     with pytest.raises(ConfigError, match="hf upload"):
         made.push_to_hub()
+
+
+@pytest.mark.parametrize("by", ["module", "folder", "wrapped"])
+def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    model = tiny_model()
+    before = weights_of(model)
+    config = peft.LoraConfig(r=4, lora_dropout=0.1)  # of q_proj and v_proj, as PEFT has it for this kind
+    given, own = model, {"peft_config": config}
+    if by == "folder":
+        model.save_pretrained(tmp_path / "base")
+        given = str(tmp_path / "base")
+    if by == "wrapped":
+        given, own = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM")), {}
+    made = trainer(tmp_path / "out", model=given, beta=0.1, save_strategy="steps", save_steps=1, **own)
+    made.train()
+    now = {name.replace(".base_layer", ""): p for name, p in made.model.named_parameters()}
+    assert all(torch.equal(now[name], p) for name, p in before.items())
+    changed = [n for n, p in now.items() if "lora_B" in n and p.any()]
+    assert len(changed) == 4
+    assert all("q_proj" in n or "v_proj" in n for n in changed)
+    assert made.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").exists()
+    assert ("lora_dropout=0.1 is taken as 0.0" in caplog.text) == (by != "wrapped")
+    made.save_model(str(tmp_path / "final"))
+    loaded = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "final")
+    assert loaded.peft_config["default"].r == 4
