@@ -49,6 +49,8 @@ names are TRL's.
 - The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum
   masks long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
 - Every end token of the model and the tokenizer ends a completion, and counts as ended.
+- A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
+  alone.
 - A data set with fewer rows than a rollout takes is an error; TRL trains for 0 steps.
 - A resumed run goes on with the very row and draw: its result is that of the run without a break.
 - Master weights are fp32 whatever computes; the reference is the model as it was given, not its file read again.
@@ -60,7 +62,8 @@ names are TRL's.
   the base read with the adapter off: no second copy.
 
 `tools`, `environment_factory` and `rollout_func` are refused: each says what to do instead. CISPO's cap at
-`epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are followed, with a line in the log.
+`epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are followed, with a line in the
+log.
 """
 
 

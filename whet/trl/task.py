@@ -114,7 +114,7 @@ class TRLTask(RLTask):
             front.note_best(front.evaluate())
         if front.control.should_save:
             front.control.should_save = False
-            if front.args.save_only_model:
+            if front.args.save_only_model or run.checkpoints.root is None:
                 front.save_weights()
             else:
                 run.save()

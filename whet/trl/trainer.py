@@ -300,7 +300,7 @@ class Trainer:
         )
 
     def save_weights(self) -> None:
-        """A checkpoint that holds the weights alone."""
+        """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
         folder = checkpoint_at(self.args.output_dir, self.state.global_step)
         folder.parent.mkdir(parents=True, exist_ok=True)
         Checkpoints.export(folder, self.run.step, self.cluster.actor, self.processing_class)

@@ -334,6 +334,10 @@ def test_flags_are_done_and_callbacks_come_and_go(tmp_path):
     made.train()
     assert made.state.global_step == 2
     assert (tmp_path / "checkpoint-1").is_dir()
+    unsaved = trainer(tmp_path / "no", callbacks=[Stop], max_steps=5)
+    unsaved.train()
+    assert (tmp_path / "no" / "checkpoint-1" / "model.safetensors").is_file()
+    assert not (tmp_path / "no" / ".whet").exists()
     made.remove_callback(Stop)
     made.add_callback(stop := Stop())
     assert made.pop_callback(Stop) is stop
