@@ -28,7 +28,7 @@ from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
 from whet.rollout.constraint import Masks
 from whet.rollout.driver import Rollouts
-from whet.rollout.policy import PolicyRollouts
+from whet.rollout.policy import Play, PolicyRollouts
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
 from whet.train.role_workers import ACTOR, Given, RoleWorkers
@@ -285,6 +285,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         seed: int | None = None,
         at_once: int | None = None,
         greedy: bool = False,
+        play: Play | None = None,
     ) -> list[Group]:
         """Completes prompts.
 
@@ -297,6 +298,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
             sampling, seed: instead of the mode's and the run's.
             at_once: prompts given to the engine at once; no draw depends on it.
             greedy: one completion of each prompt more, at temperature 0: Group.greedy.
+            play: episodes with turns: what one plays under its sampling parameters; None = one completion.
         Returns: a group for each prompt, in order, completions in the order of generation.
         """
         domain = mode.value if isinstance(mode, Mode) else mode
@@ -313,6 +315,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
                 address=(base * len(_DOMAIN) + _DOMAIN[domain], step, first),
                 at_once=at_once or self.training_config.rollout_micro_batch_size or len(prompts) or 1,
                 greedy=greedy,
+                play=play,
             )
 
     def release_engine_memory(self) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 from whet.util.streams import bury, open_descriptors, unfailing, unread
 
-__all__ = ["main"]
+__all__ = ["explained", "main", "print_text"]
 
 COMMANDS = {
     "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a few minutes",
@@ -65,18 +65,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         that a signal has stopped.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    open_descriptors()
     command = words.pop(0) if words else "--help"
+    return explained(f"whet {command}" if command in COMMANDS else "whet", lambda: _dispatch(command, words))
+
+
+def explained(who: str, work: Callable[[], Any]) -> int:
+    """Does the work of a command; an error of whet's is one message. Args: who: says it. Returns: the exit status."""
+    open_descriptors()
     with unfailing("stderr"):
         try:
-            _dispatch(command, words)
+            work()
         except KeyboardInterrupt as stop:
             _say(f"\n{stop}" if str(stop) else "\nstopped")
             return 130
         except Exception as error:
             if isinstance(error, BrokenPipeError) and unread(sys.stdout):
                 return 0  # the reader of a pipe has seen enough
-            if not _explained(command, error):
+            if not _told(who, error):
                 raise
             return 2
         finally:
@@ -86,29 +91,28 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(command: str, words: list[str]) -> None:
     if command in ("-h", "--help", "help"):
-        _print(_help())
+        print_text(_help())
     elif command in ("version", "--version", "-V"):
         from whet._version import __version__
 
-        _print(f"whet {__version__}")
+        print_text(f"whet {__version__}")
     elif command not in COMMANDS:
         from whet.errors import lookup_error
 
         raise lookup_error("command", command, COMMANDS)
     elif any(w in ("-h", "--help") for w in words):
-        _print(_command_help(command))
+        print_text(_command_help(command))
     else:
         _run(command, words)
 
 
-def _explained(command: str, error: Exception) -> bool:
+def _told(who: str, error: Exception) -> bool:
     """Prints an error of whet in one message; False for any other, which is a bug."""
     from whet.errors import ConfigError, WhetError
 
     if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
         return False
     text = str(error).replace("\n", "\n  ")
-    who = f"whet {command}" if command in COMMANDS else "whet"
     _say(f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}", every_rank=not isinstance(error, ConfigError))
     return True
 
@@ -122,7 +126,7 @@ def _run(command: str, words: list[str]) -> None:
     if printing and command != "demo":
         from whet.config import dump
 
-        _print(dump(config), end="")
+        print_text(dump(config), end="")
         return
     _check(command, config)
     from whet.observe.progress import setup_logging
@@ -294,8 +298,8 @@ def _command_help(command: str) -> str:
     )
 
 
-def _print(text: str, end: str = "\n") -> None:
-    """Writes what was asked for to stdout."""
+def print_text(text: str, end: str = "\n") -> None:
+    """Writes what was asked for to stdout, once."""
     if _rank() != 0:
         return
     try:

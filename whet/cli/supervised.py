@@ -11,6 +11,7 @@ from whet.config.run_supervised import SupervisedRunConfig, check_supervised
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.preference_objective import make_preference_objective
 from whet.learners.sft import SFTLearner
+from whet.train.role_workers import ACTOR
 from whet.train.supervised_models import SupervisedModels
 
 __all__ = ["dpo", "rm", "sft"]
@@ -57,10 +58,11 @@ def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     check_supervised(config)
     reads = make_preference_objective(config.algo).needs.reference
     rows = data(config)
-    reference = config.reference
-    if reads:
-        reference = reference or RoleConfig(dtype=config.actor.dtype)
-        reference = dataclasses.replace(reference, model=reference.model or config.actor.model)
+    reference: RoleConfig | str | None = config.reference
+    if config.reference is not None:
+        reference = dataclasses.replace(config.reference, model=config.reference.model or config.actor.model)
+    elif reads:
+        reference = ACTOR
     models = SupervisedModels(actor=config.actor, reference=reference, **_shared(config))
     learner = PreferenceLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config))
     return learner, *rows

@@ -239,11 +239,17 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
         "rollout": {**dump_tree(sampling), "num_generations_eval": sampling.num_generations_eval or generations},
         "data": rows,
         "seed": seed,
-        "reward": _weighted(run.get("reward"), algo.get("reward_weights")),
+        "reward": _weighted(run.get("reward"), algo.get("reward_weights")) or _of_environment(run, rollout),
     }
     kept = ("tokenizer", "reward_model", "rollout_engine")
     limits = {name: trainer[name] for name in ("on_reward_error", "reward_timeout_s") if name in trainer}
     return {**found, **{name: run[name] for name in kept if name in run}, **limits}
+
+
+def _of_environment(run: Mapping[str, Any], rollout: RolloutConfig) -> str | None:
+    """The reward of a run that names none: its environment's, if nothing else judges or teaches."""
+    alone = run.get("reward_model") is None and run.get("teacher") is None and isinstance(rollout.env_path, str)
+    return f"{rollout.env_path}:reward_fn" if alone else None
 
 
 def _weighted(reward: Any, weights: Sequence[float] | None) -> Any:
@@ -264,6 +270,11 @@ def check_eval(config: EvalRunConfig) -> None:
     whet.errors.ConfigError: no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
     missing = []
+    if config.sampling.max_turns > 1:
+        missing.append(
+            f"rollout.max_turns={config.sampling.max_turns}: whet eval completes prompts in one turn, and episodes are "
+            "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 for the first turn alone"
+        )
     if config.model is None:
         missing.append("no model; write model=<folder, run folder or hub name>")
     if config.data.path is None:

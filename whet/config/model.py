@@ -54,6 +54,8 @@ class OptimConfig:
     """Further arguments of the schedule, e.g. {min_lr: 1.0e-7} for cosine_with_min_lr."""
     warmup_steps: Number = 0
     """Updates over which the rate rises from 0. 0 = off."""
+    warmup_ratio: Float = 0.0
+    """The same as a share of all updates, rounded down; instead of warmup_steps. 0.0 = off."""
     total_steps: Count | None = None
     """Updates that the schedule spans; None = as many as the run makes."""
     max_grad_norm: Float = 1.0
@@ -64,6 +66,12 @@ class OptimConfig:
         for name in ("lr", "weight_decay", "max_grad_norm"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}; 0 turns it off")
+        if not 0 <= self.warmup_ratio <= 1:
+            raise ConfigError(f"warmup_ratio must lie in [0, 1], got {self.warmup_ratio!r}")
+        if self.warmup_ratio and self.warmup_steps:
+            raise ConfigError(
+                f"warmup_ratio={self.warmup_ratio!r} and warmup_steps={self.warmup_steps} are both set; keep one"
+            )
         if not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum must lie in [0, 1), got {self.momentum!r}")
         if self.momentum and self.name in ("adamw", "adam", "adamw8bit"):

@@ -23,6 +23,7 @@ from whet.config.fields import (
     Bool,
     Count,
     Float,
+    Fn,
     Int,
     Name,
     Number,
@@ -202,6 +203,15 @@ class RolloutConfig:
     never beams."""
     chat_template_kwargs: Tree = field(default_factory=dict)
     """Further arguments of the chat template, e.g. {enable_thinking: false}."""
+    env_path: Name | Fn | None = None
+    """What answers a turn: a file ("env.py") or module with interact(messages), reward_fn(messages, answer) and TOOL,
+    the tools that the chat template tells of; from Python also the function interact itself. Its reward_fn is the
+    reward where none is given. None = nothing answers. See docs/environments.md."""
+    max_turns: Count = 1
+    """Turns of the model in an episode; between two of them interact is called. 1 = it never is."""
+    max_episode_tokens: Count | None = None
+    """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode ends there, and at
+    the model's positions; None = max_turns times max_tokens_to_generate."""
     eval: Tree = field(default_factory=dict)
     """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
 
@@ -272,8 +282,31 @@ class RolloutConfig:
             )
         if taken := sorted(self.generation_kwargs.keys() & OWN_FIELDS.keys()):
             raise ConfigError(f"generation_kwargs: {taken[0]} has a field of its own: set {OWN_FIELDS[taken[0]]}")
+        if self.max_turns > 1 and self.env_path is None:
+            raise ConfigError(
+                f"max_turns={self.max_turns} needs env_path, the file whose interact(messages) answers between turns"
+            )
+        if self.max_turns == 1 and self.max_episode_tokens is not None:
+            raise ConfigError(
+                f"max_episode_tokens={self.max_episode_tokens} has no effect with max_turns=1; set "
+                "max_tokens_to_generate"
+            )
+        if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_tokens_to_generate:
+            raise ConfigError(
+                f"max_episode_tokens={self.max_episode_tokens} is less than max_tokens_to_generate="
+                f"{self.max_tokens_to_generate}, the tokens of one turn; raise it, or lower that"
+            )
         if "" in self.stop:
             raise ConfigError("stop holds an empty string, which would end every completion at once; leave it out")
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that can follow a prompt: of its completion, or of all turns and what stands between them.
+
+        >>> RolloutConfig(max_tokens_to_generate=8, env_path="env.py", max_turns=3).most_tokens
+        24
+        """
+        return self.max_episode_tokens or self.max_turns * self.max_tokens_to_generate
 
     def for_mode(self, mode: Mode | str) -> RolloutConfig:
         """This section as training or evaluation uses it.

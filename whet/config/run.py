@@ -107,9 +107,14 @@ class RunConfig:
 
     @property
     def reward_names(self) -> tuple[str, ...]:
-        """The reward functions in their order; a reward model that is not listed is the last."""
+        """The reward functions in their order; a reward model that is not listed is the last. Where there is neither,
+        the reward_fn of rollout.env_path, if nothing else teaches.
+        """
         unlisted = self.reward_model is not None and REWARD_MODEL not in self._listed
-        return (*self._listed, *((REWARD_MODEL,) if unlisted else ()))
+        named = (*self._listed, *((REWARD_MODEL,) if unlisted else ()))
+        if not named and self.teacher is None and isinstance(self.rollout.env_path, str):
+            return (f"{self.rollout.env_path}:reward_fn",)
+        return named
 
     @property
     def reward_weights(self) -> tuple[float, ...] | None:

@@ -445,7 +445,7 @@ class ClusterConfig:
         2176
         """
         rollout = self.rollout_for(Mode.TRAIN)
-        longest = rollout.max_prompt_length + rollout.max_tokens_to_generate
+        longest = rollout.max_prompt_length + rollout.most_tokens
         return self.training_config.token_budget(device, longest if positions is None else min(longest, positions))
 
     def rollout_for(self, mode: Mode | str) -> RolloutConfig:

@@ -1,11 +1,11 @@
 """From rows to prompts: which column, which template, how long.
 
-Token ids are made once, here; nothing re-tokenises later. Left out on purpose: images (refused) and tools.
+Token ids are made once, here; nothing re-tokenises later. Left out on purpose: images (refused).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -74,6 +74,7 @@ class PromptEncoder:
         prompt_column: str | None = None,
         apply_chat_template: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Any] | None = None,
         system_prompt: str | None = None,
         max_prompt_length: int | None = None,
         on_long_prompt: LongPrompt = "error",
@@ -84,7 +85,8 @@ class PromptEncoder:
             prompt_column: None = prompt, prompts, messages or question, the first that is there.
             apply_chat_template: texts become one user turn; messages always go through the template.
             chat_template_kwargs: further arguments of the template, e.g. {"enable_thinking": False}, which is the
-                default; templates ignore what they don't know.
+                default; templates ignore what they don't know. A chat_template among them is taken for the tokenizer's.
+            tools: descriptions of tools, for the template; None = none.
             system_prompt: put before messages that have no system turn; texts need apply_chat_template for it. None or
                 "" = off.
             max_prompt_length: tokens, template included; None = no limit.
@@ -105,7 +107,8 @@ class PromptEncoder:
         self.tokenizer = tokenizer
         self.prompt_column = prompt_column
         self.apply_chat_template = apply_chat_template
-        self.template = ChatTemplate(tokenizer, chat_template_kwargs)
+        told = {"tools": list(tools)} if tools else {}
+        self.template = ChatTemplate(tokenizer, {**(chat_template_kwargs or {}), **told})
         self.system_prompt = system_prompt or None
         self.max_prompt_length = max_prompt_length
         self.on_long_prompt = on_long_prompt
@@ -148,29 +151,50 @@ class PromptEncoder:
         columns = {column: value for column, value in row.items() if column != name}
         return Prompt(tokens=ids, source=source, columns=columns, row=number)
 
+    def is_plain(self, source: str | list[Message]) -> bool:
+        """Whether a prompt is encoded as the text that it is, without a chat template."""
+        return isinstance(source, str) and not self.apply_chat_template
+
+    def messages(self, source: str | list[Message]) -> list[Message]:
+        """A prompt as the conversation that the template is given: a text is one user turn."""
+        found = [{"role": "user", "content": source}] if isinstance(source, str) else list(source)
+        if self.system_prompt is not None and found[0]["role"] != "system":
+            found.insert(0, {"role": "system", "content": self.system_prompt})
+        return found
+
+    def rendered(self, messages: list[Message], row: int) -> Shown:
+        """A conversation as the chat template writes it, the assistant's turn open; a last one of its own is continued.
+
+        Raises: DataError: the template refuses it.
+        """
+        open_turn = messages[-1]["role"] == "assistant"
+        options = {"add_generation_prompt": not open_turn, "continue_final_message": open_turn}
+        return Shown(self.template.text(messages, row=row, **options), len(messages), options)
+
     def _tokens(self, source: str | list[Message], number: int) -> list[int]:
         """The ids that the model is given."""
-        if isinstance(source, str) and not self.apply_chat_template:
+        if self.is_plain(source):
             if self.system_prompt is not None:
                 raise ConfigError(
                     f"row {number} is plain text, which has no system turn; set apply_chat_template=True for "
                     "system_prompt, or put it in the text"
                 )
+            if "tools" in self.template.options:
+                raise ConfigError(
+                    f"row {number} is plain text, and tools are told of by a chat template; set "
+                    "apply_chat_template=True, or leave TOOL out of the environment"
+                )
             return list(self.tokenizer(source, verbose=False).input_ids)
-        messages = [{"role": "user", "content": source}] if isinstance(source, str) else source
-        if self.system_prompt is not None and messages[0]["role"] != "system":
-            messages = [{"role": "system", "content": self.system_prompt}, *messages]
-        open_turn = messages[-1]["role"] == "assistant"
-        options = {"add_generation_prompt": not open_turn, "continue_final_message": open_turn}
-        text = self.template.text(messages, row=number, **options)
-        if changed := changed_words(self.template, messages, [Shown(text, len(messages), options)], number):
+        messages = self.messages(source)
+        written = self.rendered(messages, number)
+        if changed := changed_words(self.template, messages, [written], number):
             if self.on_template_change == "error":
                 raise DataError(
                     f"row {number}: {changed}; change the row, take another chat template (or chat_template_kwargs), "
                     "or accept it by on_template_change=accept"
                 )
             self.counts["changed"] += 1
-        return list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+        return list(self.tokenizer(written.text, add_special_tokens=False, verbose=False).input_ids)
 
     def _refuse(self, row: Mapping[str, Any], name: str, number: int) -> None:
         """Raises DataError for columns that can't travel."""

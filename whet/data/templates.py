@@ -42,7 +42,7 @@ class ChatTemplate:
 
     def need(self) -> None:
         """Raises ConfigError where the tokenizer has no chat template."""
-        if self.tokenizer.chat_template is None:
+        if self.tokenizer.chat_template is None and "chat_template" not in self.options:
             raise ConfigError(
                 "this tokenizer has no chat template, which messages need; set tokenizer.chat_template, take the "
                 "instruction-tuned model's tokenizer, or give plain text prompts"

@@ -23,6 +23,7 @@ from whet.config.loader import merged
 from whet.data.order import digests, hold_out
 from whet.data.reading import each
 from whet.data.sources import load_rows
+from whet.envs import load_script
 from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import columns_of
 from whet.evaluation.estimators import Estimate, settled_ks
@@ -256,7 +257,9 @@ class _Work:
         rows = load_rows(data, split=c.split, subset=c.subset, limit=c.limit)
         if c.eval_fraction:
             _, rows = hold_out(rows, c.eval_fraction, c.eval_fraction_seed)
+        script = None if rollout.env_path is None else load_script(rollout.env_path)
         encode = self.sampler.encoder(
+            tools=None if script is None else script.tools,
             prompt_column=c.prompt_column,
             apply_chat_template=c.apply_chat_template,
             system_prompt=c.system_prompt,

@@ -26,7 +26,9 @@ from torch import Tensor
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, Role
 from whet.config.run import REWARD_MODEL
+from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
+from whet.learners.episodes import environment_of, turns_of
 from whet.learners.objective import reward_functions
 from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
@@ -65,7 +67,8 @@ class RLLearner:
     Args:
         rl_cluster: models, engine, configuration.
         algo_config: the algorithm's.
-        reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, names, or "file.py:function".
+        reward_fns: functions `fn(prompts, completions, **columns) -> list[float | None]`, or of one conversation
+            `fn(messages, answer) -> float`, names, or "file.py:function"; None = the reward_fn of rollout.env_path.
             The cluster's reward model, if any, is one more: where the word "reward_model" stands, else the last.
         metric_fns: functions `fn(prompts, completions, advantages, rewards, **columns) -> {name: (value,
             aggregation)}`.
@@ -121,6 +124,9 @@ class RLLearner:
                 raise ConfigError(f"data.{name} is for `whet grpo`; from Python give train() the rows themselves")
         self.settings = settings
         self.observers = list(observers)
+        self.environment = environment_of(rl_cluster)
+        if not reward_fns and self.environment is not None and Role.REWARD not in rl_cluster.workers:
+            reward_fns = self.environment.reward_fn
         manager = resolve_reward_manager(algo_config.reward_manager)
         reward_fns, weights = reward_functions(self._with_reward_model(reward_fns), algo_config)
         self.reward_manager = manager(
@@ -206,8 +212,26 @@ class RLLearner:
             first: place of the first prompt in the step, part of the address; given for further batches alone.
         Returns: a group for each prompt.
         """
-        number, greedy = self.num_generations_of(mode), self.needs_greedy and mode is Mode.TRAIN
-        return self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode, greedy=greedy)
+        return self.cluster.sample(
+            prompts,
+            num_generations=self.num_generations_of(mode),
+            step=step,
+            first=first,
+            mode=mode,
+            greedy=self.needs_greedy and mode is Mode.TRAIN,
+            play=turns_of(self.cluster, mode, self.encoder(mode)),
+        )
+
+    def encoder(self, mode: Mode) -> PromptEncoder:
+        """What turns rows into prompts, and an environment's messages into tokens."""
+        return self.cluster.encoder(
+            mode,
+            prompt_column=self.data.prompt_column,
+            apply_chat_template=self.data.apply_chat_template,
+            system_prompt=self.data.system_prompt or None,
+            on_template_change=self.data.on_template_change,
+            tools=None if self.environment is None else self.environment.tools,
+        )
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.
@@ -217,7 +241,9 @@ class RLLearner:
         """
 
         def called(own: Sequence[Group]) -> Rewarded:
-            texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in own]
+            texts = [
+                [list(c.messages) if c.messages else self.cluster.decode(c.tokens) for c in g.completions] for g in own
+            ]
             return self.reward_manager(own, texts, mode=step.mode)
 
         def judged(own: Sequence[Group]) -> Rewarded:

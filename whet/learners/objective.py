@@ -164,7 +164,7 @@ def composed(config: PolicyConfig) -> dict[str, str]:
     loss = " * ".join([_with_parameters(config, config.loss_name, POLICY_LOSSES), *factors])
     kl = f"{config.beta} * {_named(config.kl_loss_mode)}"
     if config.beta and config.kl_type == "loss":
-        loss += f" + {kl}"
+        loss += f" + {kl}" + (f" * {factors[0]}" if config.sampler_is_kl else "")
     if config.entropy_coef or config.use_adaptive_entropy:
         loss += f" - {config.entropy_coef} * entropy"
     advantages = _with_parameters(config, config.advantage_estimator, ADVANTAGE_ESTIMATORS)
@@ -246,6 +246,7 @@ def make_objective(config: PolicyConfig) -> Objective:
     check_used(config)
     names = [] if config.sampler_is is None else [config.sampler_is]
     corrections = [_piece(name, CORRECTIONS, "sampler_is", config) for name in names]
+    kl_factors = tuple(corrections) if config.sampler_is_kl else ()
     surrogate = _piece(config.loss_name, POLICY_LOSSES, "policy loss", config)
     if corrections and "correction" in keywords_of(surrogate):  # it has the correction in its own weight
         check_of_tokens(config)
@@ -256,5 +257,6 @@ def make_objective(config: PolicyConfig) -> Objective:
         factors=(*corrections, *masks),
         kl=with_fields(functools.partial(reference_kl, kl_loss_mode=kl_estimate(config)), config),
         beta=config.beta,
+        kl_factors=kl_factors,
         entropy_coef=config.entropy_coef,
     )

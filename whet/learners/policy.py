@@ -125,7 +125,7 @@ class PolicyLearner(RLLearner):
         mode = resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
         norm = c.loss_agg_norm
         if norm is None and c.loss_agg_mode == "sequence-mean-token-scale":
-            norm = float(rl_cluster.rollout_for().max_tokens_to_generate)
+            norm = float(rl_cluster.rollout_for().most_tokens)
         trainer = rl_cluster.actor_trainer
         trainer.with_loss_fn(
             self.loss,

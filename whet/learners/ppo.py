@@ -15,7 +15,7 @@ its own sampling parameters, reward functions and a reward model may be used tog
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,7 +28,7 @@ from whet.learners.policy import PolicyLearner, trained
 from whet.learners.report import value_metrics
 from whet.learners.step import Step
 from whet.metrics import Mean
-from whet.ops import VALUE_LOSSES, advantages_and_returns
+from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns
 from whet.run.observer import Observer
 from whet.types import LossInputs, TokenBatch
 
@@ -85,7 +85,13 @@ class PPOLearner(PolicyLearner):
                 f"critic_warmup_steps={config.critic_warmup_steps} trains the critic alone, and this one shares the "
                 "actor's trunk; set 0, or give the critic a model of its own"
             )
-        if not reward_fns and Role.REWARD not in rl_cluster.workers:
+        for name, usual in (("critic_updates", 1), ("value_loss_agg_mode", "token-mean")):
+            if self.shares_trunk and getattr(config, name) != usual:
+                raise ConfigError(
+                    f"{name}={getattr(config, name)!r} is for a critic with a model of its own; this one shares the "
+                    f"actor's updates: leave it at {usual!r}"
+                )
+        if not reward_fns and Role.REWARD not in rl_cluster.workers and rl_cluster.rollout_for().env_path is None:
             raise ConfigError(
                 "PPO requires one of `reward_fns` or a reward model to be set; give the learner reward_fns=[...], or "
                 "pass RLCluster(reward=...)"
@@ -107,7 +113,8 @@ class PPOLearner(PolicyLearner):
             rl_cluster.actor_trainer.with_rl_metrics_to_log({**named, **rl_cluster.actor_trainer.reductions})
             return
         self.critic_trainer = rl_cluster.critic_trainer
-        self.critic_trainer.with_loss_fn(self._critic_loss, loss_agg_mode="token-mean")
+        mode = resolve_name(config.value_loss_agg_mode, LOSS_AGG_MODES, "value_loss_agg_mode")
+        self.critic_trainer.with_loss_fn(self._critic_loss, loss_agg_mode=mode, loss_agg_units=config.loss_agg_units)
         self.critic_trainer.with_rl_metrics_to_log({**_METRICS, **self.critic_trainer.reductions})
 
     # ---- the stages ----------------------------------------------------------------------------------------------
@@ -138,8 +145,9 @@ class PPOLearner(PolicyLearner):
             return super().update(step, mini)
         self.cluster.release_engine_memory()
         with self.cluster.trace.span("update_critic"):
-            learned = mini.replace(mask=mini.mask & _known(mini))
-            step = step.log(self.critic_trainer.update(learned, keep=trained))
+            for part in _parts(mini, self.algo_config.critic_updates):
+                learned = part.replace(mask=part.mask & _known(part))
+                step = step.log(self.critic_trainer.update(learned, keep=trained))
         return step if step.index <= self.algo_config.critic_warmup_steps else super().update(step, mini)
 
     def _critic_loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
@@ -159,8 +167,13 @@ class PPOLearner(PolicyLearner):
     # ---- what the configuration implies --------------------------------------------------------------------------
 
     def total_updates(self, role: Role, steps: int, num_groups: int) -> int:
-        """The actor makes none in the critic's warm-up."""
-        idle = min(steps, self.algo_config.critic_warmup_steps) if role is Role.ACTOR else 0
+        """The actor makes none in the critic's warm-up; the critic may make several for each of the actor's."""
+        if role is not Role.ACTOR:
+            size = self.config.mini_batch_size or num_groups
+            sizes = [min(size, num_groups - start) for start in range(0, num_groups, size)]
+            each = sum(len(_cuts(n, self.algo_config.critic_updates)) for n in sizes)
+            return steps * self.num_iterations * each
+        idle = min(steps, self.algo_config.critic_warmup_steps)
         return super().total_updates(role, steps - idle, num_groups)
 
     def planned_passes(self, num_groups: int) -> dict[str, str]:
@@ -172,6 +185,23 @@ class PPOLearner(PolicyLearner):
         if n := self.algo_config.critic_warmup_steps:
             found["update of the actor"] = f"skipped in the first {n} steps: critic_warmup_steps"
         return found
+
+
+def _cuts(count: int, parts: int) -> list[range]:
+    """The places of `count` items in at most so many parts, in order; all but the last are of one size.
+
+    >>> _cuts(5, 4)
+    [range(0, 2), range(2, 4), range(4, 5)]
+    """
+    size = -(-count // parts)
+    return [range(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+def _parts(mini: TokenBatch, number: int) -> Iterator[TokenBatch]:
+    """A mini-batch in so many parts of whole groups."""
+    group_of = mini.group_of.index_select(0, mini.trajectory_of)
+    for cut in _cuts(mini.num_groups, number):
+        yield mini.select(((group_of >= cut.start) & (group_of < cut.stop)).nonzero().flatten())
 
 
 def _known(batch: TokenBatch) -> Tensor:

@@ -90,7 +90,7 @@ def known_by_group(batch: TokenBatch) -> list[np.ndarray]:
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
-    """Lengths and endings of completions, counts of tokens and prompts."""
+    """Lengths and endings of completions, counts of tokens and prompts; of episodes with turns, what those were."""
     done = [c for g in groups for c in g.completions]
     lengths = np.array([len(c.tokens) for c in done])
     stopped = np.array([c.finish_reason == "stop" for c in done])
@@ -101,6 +101,24 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
         "completions/tokens": Sum(float(lengths.sum())),
         "prompts/count": Sum(float(len(groups))),
         "prompts/mean_length": Mean(float(sum(len(g.prompt.tokens) for g in groups)), len(groups)),
+        **_turn_metrics(groups),
+    }
+
+
+def _turn_metrics(groups: Sequence[Group]) -> dict[str, Metric]:
+    """Of episodes with turns: turns/{mean,max,min}, those of the model; completions/sampled_tokens, what it drew;
+    turns/forks, sequences besides the first of each episode; turns/failed, episodes whose environment failed.
+    """
+    last = {(id(g), c.generation): c for g in groups for c in g.completions if c.messages}
+    if not last:
+        return {}
+    turns = [sum(m["role"] == "assistant" for m in c.messages or ()) for c in last.values()]
+    sampled = sum(int((c.versions >= 0).sum()) for g in groups for c in g.completions)
+    return {
+        **spread("turns", np.array(turns)),
+        "turns/forks": Sum(float(sum(len(g.completions) for g in groups) - len(last))),
+        "turns/failed": Sum(float(sum(c.finish_reason == "error" for c in last.values()))),
+        "completions/sampled_tokens": Sum(float(sampled)),
     }
 
 

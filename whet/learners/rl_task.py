@@ -15,6 +15,7 @@ from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Rol
 from whet.data.order import PromptStream, digests
 from whet.data.prompts import PromptEncoder
 from whet.data.sources import load_rows
+from whet.envs import Script
 from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.health import Health
 from whet.learners.report import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
@@ -44,6 +45,11 @@ class Learner(Protocol):
     settings: dict[str, Any] | None
     metric_fns: list[Callable[..., Any]]
     reward_manager: Any
+    environment: Script | None
+
+    def encoder(self, mode: Mode) -> PromptEncoder:
+        """What turns rows into prompts."""
+        ...
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode) -> Sequence[Group]:
         """Completes prompts."""
@@ -114,7 +120,7 @@ class RLTask(Task):
             shuffle=shuffle,
             num_epochs=epochs,
             last_batch=c.last_batch,
-            encode=(encode := self._encoder(Mode.TRAIN)),
+            encode=(encode := self.learner.encoder(Mode.TRAIN)),
             prompt_column=learner.data.prompt_column,
         )
         log.info("data: %s%s", stream.describe(), _counted(encode))
@@ -132,7 +138,7 @@ class RLTask(Task):
 
     def _encode_eval(self) -> list[Prompt]:
         rows = load_rows(self.eval_ds, split=None)
-        encode, column = self._encoder(Mode.EVAL), self.learner.data.prompt_column
+        encode, column = self.learner.encoder(Mode.EVAL), self.learner.data.prompt_column
         stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
         prompts = [p for batch in stream for p in batch]
         self._check_fit(prompts, Mode.EVAL)
@@ -142,16 +148,6 @@ class RLTask(Task):
     def _check_fit(self, prompts: Sequence[Prompt], mode: Mode) -> None:
         config = self.cluster.rollout_for(mode)
         check_prompt_lengths(prompts, self.cluster.actor.module, config.max_tokens_to_generate)
-
-    def _encoder(self, mode: Mode) -> PromptEncoder:
-        data = self.learner.data
-        return self.cluster.encoder(
-            mode,
-            prompt_column=data.prompt_column,
-            apply_chat_template=data.apply_chat_template,
-            system_prompt=data.system_prompt or None,
-            on_template_change=data.on_template_change,
-        )
 
     # ---- what is written and compared ----------------------------------------------------------------------------
 
@@ -199,6 +195,8 @@ class RLTask(Task):
             yield "the reward manager", manager
         if isinstance(manager, RewardManager):
             yield from ((f"reward function {name}", fn) for name, fn in manager.fns.items())
+        if learner.environment is not None and learner.environment.interact is not None:
+            yield "the environment", learner.environment.interact
         yield from ((f"metric function {n}", fn) for n, fn in enumerate(learner.metric_fns))
         yield from ((f"the loss of the {role.value}", t.loss) for role, t in learner.cluster.trainers.items())
         for field in dataclasses.fields(learner.algo_config):

@@ -343,7 +343,7 @@ def save_adapter(module: PreTrainedModel, folder: Path, masters: Mapping[str, Te
     assert adapter is not None
     config = copy.deepcopy(module.peft_config[adapter.name])  # pyright: ignore
     config.inference_mode = True
-    config.exclude_modules = None
+    config.exclude_modules = None  # pyright: ignore
     for field in ("target_modules", "modules_to_save"):
         if isinstance(value := getattr(config, field), set | list):
             setattr(config, field, sorted(value))  # a set has another order in each process
@@ -376,7 +376,7 @@ def merged_model(module: PreTrainedModel, masters: Mapping[str, Tensor] | None =
     for name in ("peft_config", "hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit"):
         vars(plain).pop(name, None)
     if "quantization_config" in vars(plain.config):
-        del plain.config.quantization_config
+        del plain.config.quantization_config  # pyright: ignore
     plain.config.dtype = torch.float32
     return plain.cpu()
 

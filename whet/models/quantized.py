@@ -63,7 +63,7 @@ def dequantized(p: Tensor) -> Tensor:
     package = sys.modules.get(PACKAGE)
     if package is None or not isinstance(p, package.nn.Params4bit):
         return p
-    return package.functional.dequantize_4bit(p.data, p.quant_state)
+    return package.functional.dequantize_4bit(p.data, p.quant_state)  # pyright: ignore
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> None:

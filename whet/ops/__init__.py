@@ -85,7 +85,7 @@ from whet.ops.token_masks import (
     total_variation_mask,
 )
 from whet.ops.uniform import address_key, uniform
-from whet.ops.value_losses import VALUE_LOSSES, clipped_value
+from whet.ops.value_losses import VALUE_LOSSES, clipped_value, unhalved_value
 from whet.ops.weighting import LOSS_AGG_MODES, aggregate, token_weights, unit_weights
 from whet.types import LossInputs
 
@@ -176,6 +176,7 @@ __all__ = [
     "to_fp32",
     "token_weights",
     "total_variation_mask",
+    "unhalved_value",
     "uniform",
     "unit_weights",
     "vespo",

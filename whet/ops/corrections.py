@@ -34,7 +34,7 @@ _LEVELS = ("token", "sequence", "geometric")
 _MODES = ("truncate", "mask")
 
 
-def sampler_log_ratio(x: LossInputs, level: str = "token") -> Tensor:
+def sampler_log_ratio(x: LossInputs, level: str = "token", *, current: bool = False) -> Tensor:
     """Log of the trainer's rollout policy over the sampler, of each token or of its whole sequence.
 
     δ_t = log π_old − log π_sampler. token: δ_t. sequence: Σ δ_t over the trained tokens of the sequence, the log of the
@@ -43,6 +43,7 @@ def sampler_log_ratio(x: LossInputs, level: str = "token") -> Tensor:
     Args:
         x: needs sampler_logprobs; old_logprobs, or the current policy stands for them.
         level: token, sequence or geometric.
+        current: the policy as it is now takes π_old's place.
     Returns: [s], without gradient, in ±20, 0 where masked out.
     Raises: ConfigError: another level. DataError: no sampler_logprobs.
 
@@ -55,7 +56,8 @@ def sampler_log_ratio(x: LossInputs, level: str = "token") -> Tensor:
         raise lookup_error("level of the sampler's correction", level, _LEVELS)
     sampler = x.need("sampler_logprobs")
     known = x.mask & ~sampler.isnan()
-    gap = masked_column(rollout_logprobs(x), known) - masked_column(sampler.detach(), known)
+    policy = x.logprobs.detach() if current else rollout_logprobs(x)
+    gap = masked_column(policy, known) - masked_column(sampler.detach(), known)
     if level != "token":
         by_sequence = (
             segment_sum(gap, x.sequence, x.num_sequences)
@@ -74,6 +76,7 @@ def sampler_importance(
     sampler_is_threshold: float | None = 2.0,
     sampler_is_lower: float | None = None,
     sampler_is_normalize: bool = False,
+    sampler_is_current: bool = False,
 ) -> Tensor:
     """Importance weights of the trainer's rollout policy against the sampler, bounded on both sides.
 
@@ -89,13 +92,15 @@ def sampler_importance(
         sampler_is_threshold: the largest weight; None = no bound above.
         sampler_is_lower: the least; None = no bound below.
         sampler_is_normalize: divide by the column sampler_is_mean, which a learner makes of a whole step.
+        sampler_is_current: weigh by the policy as it is now, not as it was at the start of the step.
     Returns: [s], without gradient, 0 where masked out; divided by nothing.
     Raises: ConfigError: an unknown level or mode, bounds that are not positive or cross. DataError: a missing column.
     Source: token and truncate: truncated importance sampling, Yao et al. (2025), "Your efficient RL framework secretly
         brings you off-policy RL training"; agrees with Tunix's sampler_is="token". token and mask with 0.5 and 5.0:
         IcePop, arXiv:2510.18855. The names agree with TRL's vllm_importance_sampling_mode: token_truncate, token_mask,
         sequence_truncate, sequence_mask; its default is sequence_mask at 3.0. TRL does not hold δ in ±20, and weighs
-        masked-out tokens too. geometric and the normalisation: verl's (rollout_is, rollout_is_batch_normalize).
+        masked-out tokens too. geometric and the normalisation: verl's (rollout_is, rollout_is_batch_normalize). The
+        current policy: RL2's tis_coef.
 
     >>> x = LossInputs(sequence=torch.tensor([0, 0]), mask=torch.tensor([True, True]),
     ...                logprobs=torch.tensor([-1., -1.]), sampler_logprobs=torch.tensor([-1., -3.]))
@@ -105,7 +110,7 @@ def sampler_importance(
     if sampler_is_mode not in _MODES:
         raise lookup_error("sampler_is_mode", sampler_is_mode, _MODES)
     _check_band("sampler_is", sampler_is_lower, sampler_is_threshold)
-    weights = sampler_log_ratio(x, level).exp()
+    weights = sampler_log_ratio(x, level, current=sampler_is_current).exp()
     if sampler_is_mode == "mask":
         weights = torch.where(_inside(weights, sampler_is_lower, sampler_is_threshold), weights, 0.0)
     elif sampler_is_lower is not None or sampler_is_threshold is not None:

@@ -57,6 +57,8 @@ class Objective:
     """The divergence from the reference."""
     beta: float = 0.0
     """β, its weight; 0 = a metric alone."""
+    kl_factors: tuple[Piece, ...] = ()
+    """Corrections that multiply the KL in the loss too; the metric is without them."""
     entropy_coef: float = 0.0
     """c, the weight of the entropy bonus; 0 = none."""
 
@@ -83,8 +85,10 @@ class Objective:
             metrics["pg_loss/kept"] = kept.to(policy.dtype)
         if self.kl is not None and (self.beta != 0 or x.ref_logprobs is not None):
             kl = _per_token("the KL", self.kl(x), x)
-            loss = loss + self.beta * kl if self.beta != 0 else loss
             metrics["kl"] = kl.detach()
+            for factor in self.kl_factors:
+                kl = kl * _per_token("a factor of the KL", factor(x), x).detach().to(kl.dtype)
+            loss = loss + self.beta * kl if self.beta != 0 else loss
         if self.entropy_coef != 0:
             loss = loss - self.entropy_coef * masked_column(x.need("entropy"), x.mask)
         if x.logprobs.requires_grad and not loss.requires_grad:

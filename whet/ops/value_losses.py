@@ -11,7 +11,22 @@ from whet.errors import ConfigError
 from whet.ops.masked import masked_column
 from whet.types import LossInputs
 
-__all__ = ["VALUE_LOSSES", "clipped_value"]
+__all__ = ["VALUE_LOSSES", "clipped_value", "unhalved_value"]
+
+
+def unhalved_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
+    """`clipped_value` without its ½: max((v − R)², (clip(v, v_old − c, v_old + c) − R)²).
+
+    Args, Returns, Raises: as there; vf_loss is without the ½ too.
+    Source: RL2's critic. The gradient is twice as large, which Adam does not see, and max_grad_norm does.
+
+    >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
+    ...                new_values=torch.tensor([1.]), values=torch.tensor([0.]), returns=torch.tensor([2.]))
+    >>> unhalved_value(x)[0]
+    tensor([3.2400])
+    """
+    loss, metrics = clipped_value(x, clip_range_value=clip_range_value)
+    return 2 * loss, {**metrics, "vf_loss": 2 * metrics["vf_loss"]}
 
 
 def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
@@ -22,8 +37,7 @@ def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tens
     Args: x: needs mask, new_values, values and returns. clip_range_value: c, above 0.
     Returns: loss [s], 0 where masked out, and per token: vf_loss, vpred, vf_clipfrac, return; all detached.
     Raises: ConfigError: clip_range_value not positive. DataError: a missing column.
-    Source: the value loss of PPO (openai/baselines); agrees with Tunix. RL2 has no ½: its gradient is twice as large,
-        which Adam does not see and max_grad_norm does.
+    Source: the value loss of PPO (openai/baselines); agrees with Tunix. RL2's has no ½: unhalved_value.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
     ...                new_values=torch.tensor([1.]), values=torch.tensor([0.]), returns=torch.tensor([2.]))
@@ -42,5 +56,8 @@ def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tens
     return loss, {name: value.detach().to(loss.dtype) for name, value in metrics.items()}
 
 
-VALUE_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {"ppo": clipped_value}
+VALUE_LOSSES: dict[str, Callable[..., tuple[Tensor, dict[str, Tensor]]]] = {
+    "ppo": clipped_value,
+    "ppo-rl2": unhalved_value,
+}
 """fn(x: LossInputs, **kw) -> (loss [s], metrics), by name."""

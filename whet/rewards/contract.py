@@ -38,6 +38,7 @@ __all__ = [
     "OnError",
     "RewardFn",
     "RewardInputs",
+    "call_in_time",
     "call_rewards",
     "checked_rewards",
     "copied",
@@ -197,7 +198,8 @@ def call_rewards(
         calls[name] = functools.partial(fn, **{word: _own(word, value, inputs) for word, value in given.items()})
     together = _Loop({name: call for name, call in calls.items() if _is_async(call)}, timeout_s)
     limits = {name: None if isinstance(fn, RewardModel) else timeout_s for name, fn in fns.items()}
-    values = {name: _outcome(call, name, limits[name]) for name, call in calls.items() if not _is_async(call)}
+    plain = {name: call for name, call in calls.items() if not _is_async(call)}
+    values = {name: call_in_time(call, f"reward function {name}", limits[name]) for name, call in plain.items()}
     late = {name: value for name, value in values.items() if inspect.isawaitable(value)}  # plain, but gave a coroutine
     values |= _Loop({name: functools.partial(_same, value) for name, value in late.items()}, timeout_s).outcomes()
     values |= together.outcomes()
@@ -252,8 +254,15 @@ def _same(value: Any) -> Any:
     return value
 
 
-def _outcome(call: Callable[[], Any], name: str, timeout_s: float | None) -> Any:
-    """What a plain function returned, or the RewardError that stands for its failure."""
+def call_in_time(call: Callable[[], Any], what: str, timeout_s: float | None) -> Any:
+    """What a plain function of the user's returned, or the RewardError that stands for its failure.
+
+    Args: call: without arguments. what: it is, for messages. timeout_s: in a thread of its own; None = no deadline, on
+        the caller's thread.
+
+    >>> str(call_in_time(lambda: 1 / 0, "reward function f", None))[:40]
+    'reward function f raised ZeroDivisionErr'
+    """
     box: list[Any] = []
     users = KeyboardInterrupt if timeout_s is None else ()  # on the caller's thread an interrupt is the user's
 
@@ -263,15 +272,15 @@ def _outcome(call: Callable[[], Any], name: str, timeout_s: float | None) -> Any
         except users:
             raise
         except BaseException as error:
-            box.append(_raised(name, error))
+            box.append(_raised(what, error))
 
     if timeout_s is None:
         run()
         return box[0]
-    thread = threading.Thread(target=_like_here(run), name=f"reward {name}", daemon=True)
+    thread = threading.Thread(target=_like_here(run), name=what, daemon=True)
     thread.start()
     thread.join(timeout_s)
-    return box[0] if box else _hung(name, timeout_s)
+    return box[0] if box else _hung(what, timeout_s)
 
 
 class _Loop:
@@ -302,7 +311,8 @@ class _Loop:
             async with limit:
                 self.box[name] = await call()
         except BaseException as error:  # none of them is the user's: signals reach the main thread alone
-            self.box[name] = _hung(name, self.timeout_s) if limit.expired() else _raised(name, error)
+            what = f"reward function {name}"
+            self.box[name] = _hung(what, self.timeout_s) if limit.expired() else _raised(what, error)
 
     def outcomes(self) -> dict[str, Any]:
         """What each returned, or the RewardError of its failure, once all are done or late."""
@@ -315,7 +325,7 @@ class _Loop:
         value = self.box.get(name)
         lost = name not in self.box or (isinstance(value, RewardError) and _cancelled(value.__cause__))
         if self.ended is None or not lost:
-            return value if name in self.box else _hung(name, self.timeout_s)
+            return value if name in self.box else _hung(f"reward function {name}", self.timeout_s)
         text = f"the event loop of {', '.join(self.calls)} was ended by {type(self.ended).__name__}: {said(self.ended)}"
         failed = RewardError(
             f"reward function {name} returned nothing: {text}; let no task of an async function raise SystemExit or "
@@ -355,10 +365,10 @@ def _cancelled(error: BaseException | None) -> bool:
     return isinstance(error, asyncio.CancelledError)
 
 
-def _raised(name: str, error: BaseException) -> RewardError:
+def _raised(what: str, error: BaseException) -> RewardError:
     """The error for a function that raised."""
     words = said(error)
-    text = f"reward function {name} raised {type(error).__name__}: {words}"
+    text = f"{what} raised {type(error).__name__}: {words}"
     frames = traceback.extract_tb(error.__traceback__)
     if frames and frames[-1].filename != __file__:
         text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
@@ -371,9 +381,9 @@ def _raised(name: str, error: BaseException) -> RewardError:
     return failed
 
 
-def _hung(name: str, timeout_s: float | None) -> RewardError:
+def _hung(what: str, timeout_s: float | None) -> RewardError:
     """The error for a function that is late."""
     return RewardError(
-        f"reward function {name} returned nothing within {timeout_s} s; its thread can't be ended and continues in "
+        f"{what} returned nothing within {timeout_s} s; its thread can't be ended and continues in "
         "the background. Give it a limit of its own, or raise trainer.reward_timeout_s (async ones must never block)"
     )

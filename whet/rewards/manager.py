@@ -16,6 +16,7 @@ import numpy as np
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
 from whet.rewards.contract import OnError, RewardFn, RewardInputs, call_rewards, function_name, keywords
+from whet.rewards.of_conversation import is_of_conversation, of_conversation
 from whet.rewards.text import REWARDS
 from whet.types import Group
 from whet.util.refs import is_ref, resolve_ref
@@ -211,13 +212,13 @@ class RewardManager:
             extras: further keywords for them.
 
         Returns:
-            Rewarded.
+            Rewarded. An episode with turns that failed (finish_reason "error") has no reward, and no function sees it.
 
         Raises:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
         """
         inputs = _inputs(groups, texts, mode, self.algo_fields, extras or {})
-        made, errors = call_rewards(self.fns, inputs, timeout_s=self.timeout_s, on_error=self.on_error)
+        made, errors = self._called(inputs, _whole(groups))
         table = {**made, **{name: r for name, r in _table(groups).items() if name not in made}}  # what groups came with
         cut = {name: np.split(values, np.cumsum(_sizes(groups))[:-1]) for name, values in made.items()}
         filled = [
@@ -257,6 +258,20 @@ class RewardManager:
             inputs=_inputs(groups, texts, mode, self.algo_fields, {}),
         )
 
+    def _called(self, inputs: RewardInputs, whole: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+        """What the functions give, as call_rewards has it; NaN for trajectories that are not whole.
+
+        Args: whole: Bool [J], which of the trajectories the functions see.
+        """
+        if not whole.any():
+            return {name: np.full(len(whole), math.nan) for name in self.fns}, {}
+        seen = inputs if whole.all() else inputs.select(np.flatnonzero(whole))
+        found, errors = call_rewards(self.fns, seen, timeout_s=self.timeout_s, on_error=self.on_error)
+        made = {name: np.full(len(whole), math.nan) for name in found}
+        for name, values in found.items():
+            made[name][whole] = values
+        return made, errors
+
 
 def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
     """What is logged of the functions' rewards; NaN (not applicable) is left out everywhere.
@@ -294,7 +309,7 @@ REWARD_MANAGERS: dict[str, Callable[..., RewardManager]] = {"sequence-level": Re
 
 
 def resolve_reward(ref: Any) -> RewardFn:
-    """A reward function, by name, by reference or as it is.
+    """A reward function, by name, by reference or as it is; fn(messages, answer) as a function of a batch.
 
     Args: ref: a callable, a name in REWARDS, "package.module:name" or "file.py:name".
     Raises: ConfigError: an unknown name (with the nearest), or what is referred to can't be called.
@@ -302,7 +317,8 @@ def resolve_reward(ref: Any) -> RewardFn:
     >>> resolve_reward("exact_match").__name__
     'exact_match'
     """
-    return _resolved(ref, "reward function", REWARDS)
+    found = _resolved(ref, "reward function", REWARDS)
+    return of_conversation(found) if is_of_conversation(found) else found
 
 
 def resolve_reward_manager(ref: Any) -> Callable[..., RewardManager]:
@@ -399,6 +415,12 @@ def _inputs(
         algo_fields=algo_fields,
         extras=extras,
     )
+
+
+def _whole(groups: Sequence[Group]) -> np.ndarray:
+    """Bool [J]: not an episode with turns that failed."""
+    last = {(i, c.generation): c for i, group in enumerate(groups) for c in group.completions}
+    return np.array([c.messages is None or c.finish_reason != "error" for c in last.values()], bool)
 
 
 def _sizes(groups: Sequence[Group]) -> list[int]:

@@ -9,6 +9,7 @@ Left out on purpose: engines on a device of their own, whose memory no update co
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from whet.rollout.base import RolloutEngine, Sampling
 from whet.rollout.build import describe_engine
-from whet.rollout.driver import GroupKey, Rollouts, single_turn, single_turns
+from whet.rollout.driver import Episode, GroupKey, Rollouts, Turns, single_turn
 from whet.rollout.length_history import LengthHistory
 from whet.types import Group, Prompt
 
-__all__ = ["Policy", "PolicyRollouts"]
+__all__ = ["Play", "Policy", "PolicyRollouts"]
 
 
 class Policy(Protocol):
@@ -42,6 +43,10 @@ class Policy(Protocol):
     def trained_weights(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of what training changes."""
         ...
+
+
+Play = Callable[[Sampling], Callable[[Episode], Turns]]
+"""What an episode plays, from its sampling parameters."""
 
 
 class PolicyRollouts:
@@ -82,6 +87,7 @@ class PolicyRollouts:
         address: GroupKey,
         at_once: int,
         greedy: bool = False,
+        play: Play | None = None,
     ) -> list[Group]:
         """Completes prompts.
 
@@ -93,26 +99,25 @@ class PolicyRollouts:
             address: (seed, step, place of the first prompt in the step) of the draws; the generation is added.
             at_once: prompts given to the engine at once.
             greedy: one completion of each prompt more, at temperature 0: Group.greedy.
+            play: what an episode plays under its sampling parameters; None = one completion.
         Returns: a group for each prompt, in order.
         """
         self.resume()
         seed, step, first = address
-        expected = self._lengths.of(kind, prompts)
+        expected = self._lengths.of(kind, prompts) if play is None else [None] * len(prompts)
+        likeliest = replace(sampling, temperature=0.0)
         groups: list[Group] = []
         for start in range(0, len(prompts), at_once):
-            now, at = prompts[start : start + at_once], (seed, step, first + start)
-            guesses = expected[start : start + at_once]
-            episodes = single_turns(now, sampling, num_generations=num_generations, address=at, expected=guesses)
-            if not greedy:
-                groups += self.driver.run(episodes)
-                continue
-            likeliest = replace(sampling, temperature=0.0)
-            for place, prompt in enumerate(now, first + start):  # an address of its own, so no other draw changes
-                episodes.append(single_turn(prompt, likeliest, address=(seed, step, place, num_generations)))
-            for group in self.driver.run(episodes):
-                *drawn, last = group.completions
-                groups.append(replace(group, completions=tuple(drawn), greedy=last))
-        self._lengths.note(kind, groups)
+            episodes = []
+            for place, prompt in enumerate(prompts[start : start + at_once], start):
+                make = functools.partial(_episode, prompt, (seed, step, first + place), play, expected[place])
+                episodes += [make(g, sampling) for g in range(num_generations)]
+                if greedy:  # an address of its own, so no other draw changes
+                    episodes.append(make(num_generations, likeliest))
+            found = self.driver.run(episodes)
+            groups += [_without_greedy(g, num_generations) for g in found] if greedy else found
+        if play is None:
+            self._lengths.note(kind, groups)
         return groups
 
     # ---- the engine's memory and weights -------------------------------------------------------------------------
@@ -179,3 +184,19 @@ class PolicyRollouts:
         """Frees the engine."""
         if self._driver is not None:
             self.engine.close()
+
+
+def _episode(
+    prompt: Prompt, group: GroupKey, play: Play | None, expected: int | None, generation: int, sampling: Sampling
+) -> Episode:
+    """One trajectory of a group."""
+    address = (*group, generation)
+    if play is None:
+        return single_turn(prompt, sampling, address=address, expected=expected)
+    return Episode(prompt, address, play(sampling))
+
+
+def _without_greedy(group: Group, num_generations: int) -> Group:
+    """The group with its last trajectory, the greedy one, beside it; of its forks the last."""
+    drawn = tuple(c for c in group.completions if c.generation < num_generations)
+    return replace(group, completions=drawn, greedy=group.completions[-1])

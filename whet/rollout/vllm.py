@@ -385,7 +385,7 @@ def llm_arguments(config: RolloutConfig, *, device: str, dtype: torch.dtype, kv_
         found["additional_config"] = dict(config.vllm.additional_config)
     if device == "cpu":
         found["enforce_eager"] = True
-        blocks = NULL + rows * -(-(config.max_prompt_length + config.max_tokens_to_generate) // block)
+        blocks = NULL + rows * -(-(config.max_prompt_length + config.most_tokens) // block)
         share = int(config.vllm.hbm_utilization * _host_memory())
         found["kv_cache_memory_bytes"] = min(blocks * block * kv_bytes, share)
     else:

@@ -99,7 +99,7 @@ class Optim:
         if not (fresh or taken_up) or asked is not None or total_updates in (None, self.total_updates):
             return
         before, self.total_updates = self.total_updates, total_updates
-        if self.config is None or self.schedule is None or self.config.schedule in _ENDLESS:
+        if self.config is None or self.schedule is None or _is_endless(self.config):
             return
         place = self.schedule.state_dict()
         self.schedule = self._scheduler()
@@ -117,12 +117,12 @@ class Optim:
         """Made at the first step, when the number of updates is known."""
         if self.config is None:
             return None
-        name = self.config.schedule
-        if self.total_updates is None and name not in _ENDLESS:
-            raise ConfigError(
-                f"optim.schedule={name!r} needs the number of updates; set optim.total_steps or trainer.max_steps"
-            )
-        return _made_schedule(self.config, self.optimizer, self.total_updates, self.config.warmup_steps)
+        c, total = self.config, self.total_updates
+        if total is None and not _is_endless(c):
+            asks = f"optim.warmup_ratio={c.warmup_ratio}" if c.warmup_ratio else f"optim.schedule={c.schedule!r}"
+            raise ConfigError(f"{asks} needs the number of updates; set optim.total_steps or trainer.max_steps")
+        warmup = int(c.warmup_ratio * total) if c.warmup_ratio and total else c.warmup_steps
+        return _made_schedule(c, self.optimizer, total, warmup)
 
     @torch.no_grad()
     def step(self) -> tuple[float, float, bool]:
@@ -294,6 +294,11 @@ def _adder(master: Tensor) -> Callable[[Tensor], None]:
     return add
 
 
+def _is_endless(c: OptimConfig) -> bool:
+    """Whether a schedule does not depend on the number of updates."""
+    return c.schedule in _ENDLESS and not c.warmup_ratio
+
+
 def _made_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int | None, warmup: int) -> Any:
     """The schedule of transformers that a configuration names."""
     from transformers import get_scheduler
@@ -317,7 +322,7 @@ def _check_schedule(c: OptimConfig) -> None:
     known = [kind.value for kind in SchedulerType]
     if c.schedule not in known:
         raise lookup_error("optim.schedule", c.schedule, known)
-    for warmup in sorted({0, c.warmup_steps}):
+    for warmup in sorted({0, c.warmup_steps or int(c.warmup_ratio > 0)}):
         trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=c.lr)
         try:
             schedule = _made_schedule(c, trial, c.total_steps or _TRIAL_UPDATES, warmup)

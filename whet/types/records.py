@@ -72,6 +72,9 @@ class Completion:
     """Status, turns, tools: to the store, as JSON, never to the loss."""
     logits: np.ndarray | None = None
     """float [C, V], where they were asked for."""
+    messages: tuple[Message, ...] | None = None
+    """Of an episode with turns: what was said after the prompt up to the end of this sequence, the environment's
+    messages included; None = the decoded tokens say it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

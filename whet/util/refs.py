@@ -17,7 +17,7 @@ from typing import Any
 
 from whet.errors import ConfigError, nearest, shown
 
-__all__ = ["is_ref", "resolve_callable", "resolve_ref"]
+__all__ = ["is_ref", "resolve_callable", "resolve_module", "resolve_ref"]
 
 
 def is_ref(text: str) -> bool:
@@ -48,8 +48,7 @@ def resolve_ref(text: str, kind: str) -> Any:
     if not is_ref(text):
         raise ConfigError(f"{kind} {shown(text)} is not a reference; write package.module:name or path/to/file.py:name")
     place, _, name = text.rpartition(":")
-    module = _from_file(Path(place), text, kind) if place.endswith(".py") else _from_name(place, text, kind)
-    found: Any = module
+    found: Any = _module(place, text, kind)
     for part in name.split("."):
         try:
             found = getattr(found, part)
@@ -60,6 +59,24 @@ def resolve_ref(text: str, kind: str) -> Any:
         except Exception as error:  # a module's own __getattr__, a property
             raise _failed(text, kind, f"looking up {part!r} in {place}", error) from error
     return found
+
+
+def resolve_module(place: str, kind: str) -> ModuleType:
+    """The module of a file ("folder/file.py") or of a name ("package.module"), found as resolve_ref finds it.
+
+    Args: place: where it lies. kind: what is looked for, for messages.
+    Raises: ConfigError: no such file or module (with the nearest), or the user's code raised.
+
+    >>> resolve_module("math", "environment").__name__
+    'math'
+    """
+    if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
+        raise ConfigError(f"{kind} {shown(place)} is no module; write path/to/file.py or package.module")
+    return _module(place, place, kind)
+
+
+def _module(place: str, text: str, kind: str) -> ModuleType:
+    return _from_file(Path(place), text, kind) if place.endswith(".py") else _from_name(place, text, kind)
 
 
 def resolve_callable(text: str, kind: str) -> Any:

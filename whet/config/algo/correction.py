@@ -56,6 +56,10 @@ class CorrectionFields(AlgorithmConfig):
     IcePop."""
     sampler_is_normalize: Bool = False
     """Divide that weight by its mean over the trained tokens of the step."""
+    sampler_is_current: Bool = False
+    """That weight is of the policy as it is now, not of the one at the start of the step (RL2's TIS)."""
+    sampler_is_kl: Bool = False
+    """Multiply the KL in the loss by that weight as well, not the surrogate alone (RL2's TIS)."""
     loss_masks: tuple[Name | Fn, ...] = ()
     """Multiply the policy loss by 0 or 1: names, functions of LossInputs, "package.module:function"."""
     off_policy_mask_threshold: Float = 0.5
@@ -114,8 +118,13 @@ class CorrectionFields(AlgorithmConfig):
     def _check_used(self) -> None:
         """Refuses parameters of a mask or a correction that is not chosen, and masks that would leave out nothing."""
         if self.sampler_is is None:
-            names = ("sampler_is_mode", "sampler_is_threshold", "sampler_is_lower", "sampler_is_normalize")
-            check_effect(self, *names, needs="sampler_is")
+            names = ("mode", "threshold", "lower", "normalize", "current", "kl")
+            check_effect(self, *(f"sampler_is_{name}" for name in names), needs="sampler_is")
+        if self.sampler_is_normalize and self.sampler_is_current:
+            raise ConfigError(
+                "sampler_is_normalize=True divides by a mean of the whole step, which weights of the current policy "
+                "have not: leave it off, or sampler_is_current"
+            )
         for field, masks in _OF_MASK.items():
             if not set(masks) & set(self.loss_masks):
                 check_effect(self, field, needs=f"loss_masks=[{' or '.join(masks)}]")

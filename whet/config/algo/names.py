@@ -39,7 +39,10 @@ CHOICES: Mapping[str, Mapping[str, str]] = {
         "distillation": "a stronger teacher of the same vocabulary; rewards may come besides",
         "gkd": "such a teacher alone: more to learn from each token, a pass of it in every update",
     },
-    "value_loss_fn": {"ppo": "the usual one: squared error, held near the value at rollout"},
+    "value_loss_fn": {
+        "ppo": "the usual one: squared error, held near the value at rollout",
+        "ppo-rl2": "the same without its ½: to repeat a run of RL2's",
+    },
     "importance_sampling_level": {
         "token": "the usual one",
         "sequence": "GSPO: the mean of the log-ratios; long answers, mixtures of experts",

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator
 
 from whet.config.algo.policy import PolicyConfig
 from whet.config.base import config
-from whet.config.fields import Bool, Float, Fn, Name, Number
+from whet.config.fields import Bool, Count, Float, Fn, Name, Number
 from whet.errors import ConfigError
 
 __all__ = ["PPOConfig", "PpoConfig"]
@@ -53,8 +53,11 @@ class PPOConfig(PolicyConfig):
     clip_range_value: Float = 0.2
     """How far a value may move from the one at rollout before its loss is that of the clipped one."""
     loss_agg_mode: Name | Fn = "token-mean"
-    """How the losses of tokens become one: a name, or a function that gives every token its weight. The critic's is
-    token-mean."""
+    """How the losses of tokens become one: a name, or a function that gives every token its weight."""
+    value_loss_agg_mode: Name | Fn = "token-mean"
+    """The same for the critic's losses."""
+    critic_updates: Count = 1
+    """Updates of the critic for each of the actor's: its mini-batch in so many parts, in order."""
     vf_coef: Float = 0.5
     """Weight of the value loss next to the policy's, of a critic that shares the actor's trunk (critic.model=actor);
     one with a model of its own has its own optimizer."""

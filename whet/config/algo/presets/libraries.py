@@ -110,12 +110,10 @@ def rl2_ppo(**changes: Any) -> PPOConfig:
     """PPO as RL2 has it with adv.estimator=gae.
 
     δ_t = r_t + γ V_{t+1} − V_t, A_t = Σ_k (γλ)^k δ_{t+k}, γ = λ = 1, whitened over the trained tokens;
-    L = Σ −min(ρ A, clip(ρ, 0.8, 1.2) A) / Σ_i n_i; the critic's ½ max((v − R)², (clip(v, V ± 0.5) − R)²), the same
-    mean.
+    L = Σ −min(ρ A, clip(ρ, 0.8, 1.2) A) / Σ_i n_i; the critic's max((v − R)², (clip(v, V ± 0.5) − R)²), the same mean.
     Args: changes: fields in place of these. beta is a KL in the reward (k1): its README's PPO has one.
     Source: RL2 at its head of May 2026: clip 0.2, critic.clip 0.5, avg_level token, kl.coef 0; adv.gamma and adv.lamda
-        1.0 in its ppo.yaml. RL2's critic has no ½, so that its gradient is twice as large: which Adam does not see, and
-        max_grad_norm does. dynamic_filtering, on by default there, is for groups, of which PPO needs none: off.
+        1.0 in its ppo.yaml. dynamic_filtering, on by default there, is for groups, of which PPO needs none: off.
 
     >>> rl2_ppo().clip_range_value
     0.5
@@ -132,7 +130,8 @@ def rl2_ppo(**changes: Any) -> PPOConfig:
         "beta": 0.0,
         "kl_loss_mode": "k1",
         "kl_type": "reward",
-        "value_loss_fn": "ppo",
+        "value_loss_fn": "ppo-rl2",
+        "value_loss_agg_mode": "token-mean",
         "clip_range_value": 0.5,
         "loss_agg_mode": "token-mean",
     }

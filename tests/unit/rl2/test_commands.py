@@ -1,0 +1,121 @@
+"""RL2's commands from their words to the folder of a finished run, on a tiny random model."""
+
+import json
+
+import pytest
+from helpers import END, tiny_model
+
+from whet.data.tokenizer import byte_tokenizer
+from whet.rl2 import main
+from whet.rl2.carry_out import with_steps
+from whet.rl2.translate import translated
+
+CALCULATOR = '''
+def interact(messages):
+    """Adds up the bytes of the first turn."""
+    if len(messages) > 2:
+        return []
+    return [{"role": "tool", "content": str(sum(map(ord, messages[-1]["content"])) % 10)}]
+
+
+def reward_fn(messages, answer):
+    return float(len(set(messages[-1]["content"]) & set(answer))) + len(set(messages[1]["content"])) / 10
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rl2")
+    tiny_model(max_position_embeddings=256).save_pretrained(folder / "model")
+    byte_tokenizer().save_pretrained(folder / "model")
+    (folder / "env.py").write_text(CALCULATOR)
+    chats = [[{"role": "user", "content": f"{i}+1="}] for i in range(12)]
+    rows = [{"messages": chat, "answer": f"{i}aeiou"} for i, chat in enumerate(chats)]
+    (folder / "rl.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = [{"messages": [*chat, {"role": "assistant", "content": str(i + 1)}]} for i, chat in enumerate(chats)]
+    (folder / "sft.jsonl").write_text("\n".join(map(json.dumps, said)))
+    return folder
+
+
+def words(place, *more):
+    return [
+        "ppo",
+        f"data.path={place}/rl.jsonl",
+        "data.prompts_per_rollout=4",
+        "data.responses_per_prompt=3",
+        f"actor.model_name={place}/model",
+        "actor.lr=1e-2",
+        "actor.max_length_per_device=160",
+        f"actor.rollout.env_path={place}/env.py",
+        "actor.rollout.max_turns=2",
+        "rollout.train_sampling_params.max_new_tokens=6",
+        "trainer.disable_wandb=true",
+        "whet.trainer.pbar_description=null",
+        *more,
+    ]
+
+
+@pytest.mark.parametrize(
+    "switches",
+    [
+        ["adv.estimator=reinforce", "actor.tis_coef=2", "actor.kl.coef=0.01", "actor.kl.type=loss"],
+        ["adv.estimator=gae", "actor.kl.coef=0.01", "actor.kl.type=reward", "actor.freeze_steps=1", "critic.lr=1e-3"],
+    ],
+)
+def test_a_calculator_of_two_turns_is_trained_on_what_was_sampled(place, switches, tmp_path):
+    import pandas
+
+    text = "whet.rollout.forbidden_tokens=[257,258,259,260,261,262,263]"  # else a turn may fork: it reads otherwise
+    more = [f"trainer.save_dir={tmp_path}/run", text, f"data.test_data_path={place}/rl.jsonl"]
+    assert main(words(place, *switches, *more)) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    train, evaluation = ([r for r in rows if r["mode"] == mode] for mode in ("train", "eval"))
+    assert len(train) == 3 and len(evaluation) == 2 and train[-1]["turns/mean"] == 2.0
+    differences = [
+        r["sampling/sampling_logp_difference/max"] for r in train if "sampling/sampling_logp_difference/max" in r
+    ]
+    assert differences and max(differences) < 1e-4  # the trainer's logprobs of the tokens are the sampler's
+    table = pandas.read_parquet(tmp_path / "run" / "completions" / "train-000001.parquet")
+    for row in table.itertuples():
+        first, tool, last = (m["content"] for m in json.loads(row.completion))
+        tokens, logprobs = row.tokens.tolist(), row.logprobs.tolist()
+        assert tool == str(sum(map(ord, first)) % 10)
+        answer = json.loads((place / "rl.jsonl").read_text().splitlines()[row.row])["answer"]
+        assert row.reward == pytest.approx(len(set(last) & set(answer)) + len(set(first)) / 10)
+        sampled = [t for t, p in zip(tokens, logprobs) if p != 0]  # what was not sampled has no logprob
+        assert len(tokens) - len(sampled) == len(f"<\n<tool\n{tool}<\n<assistant\n") - (
+            END in tokens[: len(sampled) // 2]
+        )
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+def test_sft_trains_and_evaluates(place, tmp_path):
+    more = ["actor.lr=1e-2", "actor.max_length_per_device=256", f"trainer.save_dir={tmp_path}/run"]
+    quiet = ["trainer.disable_wandb=true", "whet.trainer.pbar_description=null", "trainer.n_epochs=3"]
+    data = [f"data.path={place}/sft.jsonl", "data.max_length=64", "data.batch_size=4"]
+    assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet]) == 0
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 9 and losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("verb", ["rm", "dpo"])
+def test_pairs_train(place, verb, tmp_path):
+    pairs = [
+        {"messages": [{"role": "user", "content": f"{i}+1="}], "chosen": str(i + 1), "rejected": "no"} for i in range(8)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    role = {"rm": "critic", "dpo": "actor"}[verb]
+    own = ["actor.beta=0.2"] if verb == "dpo" else []
+    data = [f"data.path={tmp_path}/pairs.jsonl", "data.max_length=64", "data.batch_size=4", "trainer.n_epochs=4"]
+    more = [f"{role}.model_name={place}/model", f"{role}.lr=1e-2", f"trainer.save_dir={tmp_path}/run", *own]
+    quiet = ["trainer.disable_wandb=true", "whet.trainer.pbar_description=null"]
+    assert main([verb, *data, *more, *quiet]) == 0
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(losses) == 8 and losses[-1] < losses[0] and losses[0] == pytest.approx(0.693, abs=0.01)
+
+
+def test_filtered_groups_do_not_change_how_many_steps_the_epochs_have(place):
+    config = translated("ppo", words(place, "trainer.n_epochs=2")[1:])
+    assert with_steps(config).trainer.max_steps == 6 and with_steps(config).trainer.num_epochs is None
+    plain = translated("ppo", words(place, "trainer.n_epochs=2", "rollout.dynamic_filtering=false")[1:])
+    assert with_steps(plain) is plain and plain.trainer.num_epochs == 2

@@ -1,0 +1,385 @@
+"""RL2's commands as its README and examples have them, and every key of its configurations."""
+
+import pytest
+
+from whet.config import DPORunConfig, PPORunConfig, RMRunConfig, RunConfig, SFTRunConfig
+from whet.config.base import leaves
+from whet.errors import ConfigError
+from whet.rl2 import main
+from whet.rl2.given import key_of
+from whet.rl2.keys import KEYS
+from whet.rl2.page import page, usage
+from whet.rl2.ppo import CONTENTS_ALONE
+from whet.rl2.translate import translated
+
+LEAST = {
+    "ppo": [
+        "actor.model_name=m",
+        "data.path=d.jsonl",
+        "data.prompts_per_rollout=8",
+        "rollout.env_path=env.py",
+        "rollout.train_sampling_params.max_new_tokens=16",
+    ]
+}
+
+
+def at(config, key):
+    for part in key.split("."):
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    return config
+
+
+# ---- its published commands, without the sizes of several ranks ------------------------------------------------------
+
+ORZ = [
+    "data.train_data_path=Chenmien/OpenReasonerZero",
+    "data.test_data_path=Chenmien/OlympiadBench",
+    "data.prompts_per_rollout=128",
+    "data.responses_per_prompt=64",
+    "actor.model_name=Qwen/Qwen2.5-7B",
+    "actor.max_length_per_device=16384",
+    "actor.save_freq=32",
+    "rollout.train_sampling_params.max_new_tokens=8192",
+    "rollout.env_path=envs/orz.py",
+    "trainer.project=OpenReasonerZero",
+    "trainer.experiment_name=qwen2.5-7b",
+    "trainer.test_freq=8",
+]
+SEARCH = [
+    "data.train_data_path=train@Chenmien/SearchR1",
+    "data.test_data_path=test@Chenmien/SearchR1",
+    "data.prompts_per_rollout=256",
+    "data.responses_per_prompt=8",
+    "actor.model_name=Qwen/Qwen2.5-3B-Instruct",
+    "actor.use_liger_kernel=true",
+    "actor.max_length_per_device=8192",
+    "actor.rollout.max_turns=4",
+    "actor.rollout.train_sampling_params.max_new_tokens=512",
+    "actor.rollout.env_path=envs/searchr1.py",
+    "adv.estimator=reinforce",
+    "trainer.disable_wandb=true",
+]
+COUNTDOWN = [
+    "rollout.train.path=train@Chenmien/Countdown",
+    "rollout.train.prompts_per_rollout=128",
+    "rollout.train.responses_per_prompt=4",
+    "rollout.train.sampling_params.max_new_tokens=1024",
+    "rollout.train.sampling_params.stop=['</answer>']",
+    "rollout.train.apply_chat_template=false",
+    "rollout.test.path=test@Chenmien/Countdown",
+    "rollout.env_path=envs/countdown.py",
+    "actor.model_name=Qwen/Qwen2.5-3B-Instruct",
+    "actor.max_length_per_device=8192",
+    "trainer.total_steps=512",
+    "trainer.test_freq=8",
+    "trainer.save_freq=32",
+]
+PUBLISHED = {
+    "orz_ppo": (
+        [*ORZ, "actor.freeze_steps=4", "adv.estimator=gae"],
+        {
+            "data.path": "Chenmien/OpenReasonerZero",
+            "data.eval_path": "Chenmien/OlympiadBench",
+            "data.eval_split": "train",
+            "data.batch_size": 128,
+            "data.apply_chat_template": True,
+            "actor.model": "Qwen/Qwen2.5-7B",
+            "actor.optim.lr": 1e-6,
+            "actor.optim.weight_decay": 1e-2,
+            "actor.optim.schedule": "constant",
+            "actor.gradient_checkpointing": "full",
+            "critic.optim.lr": 5e-6,
+            "critic.model": None,
+            "algo.advantage_estimator": "gae",
+            "algo.num_generations": 64,
+            "algo.gae_lambda": 1.0,
+            "algo.value_loss_fn": "ppo-rl2",
+            "algo.clip_range_value": 0.5,
+            "algo.critic_warmup_steps": 4,
+            "algo.critic_updates": 12,
+            "algo.entropy_coef": 1e-4,
+            "algo.dynamic_sampling": True,
+            "rollout.max_tokens_to_generate": 8192,
+            "rollout.max_prompt_length": 8192,
+            "rollout.temperature": 1.0,
+            "rollout.eval": {"temperature": 0.0},
+            "rollout.num_generations_eval": 1,
+            "trainer.max_tokens_per_microbatch": 16384,
+            "trainer.mini_batch_size": 128,
+            "trainer.num_epochs": 1,
+            "trainer.eval_every_n_steps": 8,
+            "trainer.run_dir": "ckpts/qwen2.5-7b",
+            "trainer.loggers": ("wandb",),
+            "trainer.metrics_logging_options.project_name": "OpenReasonerZero",
+            "trainer.metrics_logging_options.run_name": "qwen2.5-7b",
+            "trainer.checkpointing_options.save_interval_steps": 32,
+            "trainer.checkpointing_options.max_to_keep": None,
+            "offload_to_cpu": True,
+            "reward_names": ("envs/orz.py:reward_fn",),
+        },
+    ),
+    "orz_reinforce": (
+        [*ORZ, "adv.estimator=reinforce"],
+        {
+            "algo.advantage_estimator": "reinforce",
+            "algo.norm_var": False,
+            "algo.loss_agg_mode": "token-mean",
+            "algo.epsilon": 0.2,
+            "algo.beta": 0.0,
+            "algo.max_num_gen_batches": 10,
+            "critic": None,
+        },
+    ),
+    "searchr1": (
+        SEARCH,
+        {
+            "data.split": "train",
+            "data.eval_split": "test",
+            "data.eval_path": "Chenmien/SearchR1",
+            "rollout.max_turns": 4,
+            "rollout.env_path": "envs/searchr1.py",
+            "rollout.max_prompt_length": 2048,
+            "rollout.max_episode_tokens": 6144,
+            "trainer.loggers": (),
+        },
+    ),
+    "countdown_reinforce": (
+        COUNTDOWN,
+        {
+            "data.apply_chat_template": False,
+            "rollout.chat_template_kwargs": {"chat_template": CONTENTS_ALONE},
+            "rollout.stop": ("</answer>",),
+            "rollout.for_mode": None,
+            "actor.optim.schedule": "cosine_with_min_lr",
+            "actor.optim.schedule_kwargs": {"min_lr": 1e-7},
+            "actor.optim.warmup_ratio": 0.03,
+            "algo.entropy_coef": 0.0,
+            "trainer.max_steps": 512,
+        },
+    ),
+    "deepseek_grpo": (
+        [
+            *LEAST["ppo"],
+            "data.responses_per_prompt=8",
+            "adv.norm_var=true",
+            "actor.avg_level=sequence",
+            "actor.kl.coef=1e-3",
+            "actor.kl.type=loss",
+            "actor.kl.loss_estimator=k3",
+        ],
+        {
+            "algo.norm_var": True,
+            "algo.advantage_eps": 2.0**-23,
+            "algo.loss_agg_mode": "sequence-mean-token-mean",
+            "algo.loss_agg_units": "all",
+            "algo.beta": 1e-3,
+            "algo.kl_type": "loss",
+            "algo.kl_loss_mode": "k3",
+        },
+    ),
+    "a group filter": (
+        [
+            *LEAST["ppo"],
+            "rollout.group_filtering.lower=0.1",
+            "rollout.group_filtering.upper=0.9",
+            "data.responses_per_prompt=4",
+        ],
+        {"algo.dynamic_sampling": True, "algo.group_reward_bounds": (0.1, 0.9)},
+    ),
+    "groups of one": (
+        LEAST["ppo"],
+        {"algo.dynamic_sampling": False, "algo.num_generations": 1, "trainer.run_dir": None},
+    ),
+    "own keys": (
+        [*LEAST["ppo"], "whet.trainer.seed=3", "whet.rollout.max_prompt_length=77", "+trainer.n_epochs=2"],
+        {"trainer.seed": 3, "rollout.max_prompt_length": 77, "trainer.num_epochs": 2},
+    ),
+    "sampling of its own in evaluation": (
+        [
+            *LEAST["ppo"],
+            "rollout.train_sampling_params.top_p=0.9",
+            "rollout.test_sampling_params.temperature=0.6",
+            "rollout.test_sampling_params.max_new_tokens=8",
+            "actor.kl.coef=0.1",
+            "actor.kl.type=advantage",
+        ],
+        {
+            "rollout.top_p": 0.9,
+            "rollout.eval": {"top_p": 1.0, "temperature": 0.6, "max_tokens_to_generate": 8},
+            "algo.kl_loss_mode": "k1",
+            "algo.kl_type": "advantage",
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_command_is_this_configuration(name):
+    words, want = PUBLISHED[name]
+    made = translated("ppo", words)
+    assert type(made) is (PPORunConfig if "adv.estimator=gae" in words else RunConfig)
+    for key, value in want.items():
+        if key != "rollout.for_mode":
+            assert at(made, key) == value, key
+    if name == "countdown_reinforce":
+        assert made.rollout.for_mode("eval").stop == ("</answer>",)  # its test takes training's
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+REFUSED = [
+    ("actor.sp_size=2", "actor.sp_size=2 is refused: whet runs one process now"),
+    ("rollout.tp_size=2", "rollout.tp_size=2 is refused"),
+    ("actor.fsdp_size=8", "actor.fsdp_size=8 is refused"),
+    ("actor.clipp=0.1", "unknown key actor.clipp; did you mean actor.clip"),
+    ("adv.lambda=0.9", "did you mean adv.lamda"),
+    ("nonsense.key=1", "unknown key nonsense.key; docs/from-rl2.md lists them"),
+    ("actor=megatron", "Megatron is not here"),
+    ("actor.tf_config.tensor_model_parallel_size=4", "Megatron is not here"),
+    ("rollout.train.partial_rollout=true", "a step ends before the next begins"),
+    ("rollout.server_args.attention_backend=fa3", "SGLang's own"),
+    ("actor.optimizer_dir=x", "trainer.load_ckpt_from"),
+    ("data.batch_size=4", "ppo has prompts_per_rollout"),
+    ("actor.kl.coef=0.1", "acts nowhere without actor.kl.type"),
+    ("actor.freeze_steps=4", "would train nothing"),
+    (
+        "actor.update_per_rollout=3",
+        "does not divide the 8 prompts of a rollout: groups stay whole; take one of 1, 2, 4",
+    ),
+    ("actor.update_per_rollout=0", "expected a whole number above 0, got 0"),
+    ("actor.temperature=0.5", "it is 1.0 for the others"),
+    ("critic.lr=1e-5", "critic with adv.estimator=gae alone"),
+    ("adv.estimator=grpo", "unknown adv.estimator 'grpo'"),
+    ("actor.dtype=float16", "unknown actor.dtype 'float16'"),
+    ("actor.max_length_per_device=16", "holds no prompt besides max_new_tokens=16"),
+    ("rollout.train.path=other.jsonl", "these are one key here; give one of them"),
+    ("whet.trainer.sed=1", "unknown key trainer.sed; did you mean seed"),
+    ("actor.lr=fast", "expected a number, got 'fast'"),
+    ("hydra.run.dir=x", "hydra's own options are not here"),
+]
+
+
+@pytest.mark.parametrize(("word", "words"), REFUSED)
+def test_what_can_not_be_carried_out_is_refused_with_the_reason(word, words):
+    with pytest.raises(ConfigError) as told:
+        translated("ppo", [*LEAST["ppo"], word])
+    assert words in str(told.value)
+
+
+def test_all_problems_are_told_at_once():
+    with pytest.raises(ConfigError) as told:
+        translated("ppo", ["actor.tp_size=2", "actor.clipp=1"])
+    assert str(told.value).count("\n") == 1
+    with pytest.raises(ConfigError) as told:
+        translated("ppo", ["actor.clip=0.1"])
+    for what in ("the model", "the data", "the prompts of a step", "the longest completion", "the file with reward_fn"):
+        assert f"{what} is not given" in str(told.value)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        "actor.fsdp_size=0",
+        "actor.fsdp_size=1",
+        "actor.sp_size=1",
+        "actor=fsdp",
+        "rollout.dynamic_filtering=false",
+        "trainer.eval_only=false",
+        "actor.optimizer_dir=null",
+        "actor.lora.rank=0",
+    ],
+)
+def test_values_that_ask_for_nothing_are_taken(word):
+    assert translated("ppo", [*LEAST["ppo"], word]) == translated("ppo", LEAST["ppo"])
+
+
+def test_an_adapter_is_that_of_its_role():
+    words = ["actor.lora.rank=8", "actor.lora.alpha=16", "actor.lora.target_modules=all-linear"]
+    made = translated("ppo", [*LEAST["ppo"], *words])
+    assert (made.actor.lora.r, made.actor.lora.lora_alpha, made.actor.lora.target_modules) == (8, 16, "all-linear")
+    assert translated("ppo", LEAST["ppo"]).actor.lora is None
+
+
+# ---- the table -------------------------------------------------------------------------------------------------------
+
+SIZES = """
+ddp_size tp_size cp_size sp_size fsdp_size
+""".split()
+OPTIM = """
+lr weight_decay max_grad_norm warmup_ratio optimizer.lr optimizer.weight_decay scheduler.name scheduler.min_lr
+scheduler.warmup_ratio offload_optimizer
+""".split()
+ROLE = """
+model_name dtype use_liger_kernel max_length_per_device max_inference_length_per_device offload_model
+""".split()
+SAVED = """
+optimizer_dir gradient_checkpointing enable_gradient_checkpointing save_dir save_freq save_optimizer
+""".split()
+ACTOR = """
+temperature update_per_rollout clip tis_coef avg_level freeze_steps kl.coef kl.type kl.reward_estimator
+kl.loss_estimator entropy.coef
+""".split()
+LORA = """
+lora.rank lora.alpha lora.target_modules lora.dropout
+""".split()
+MEGATRON = """
+tf_config.pipeline_model_parallel_size tf_config.recompute_granularity ddp_config.use_distributed_optimizer
+optimizer.min_lr optimizer.clip_grad scheduler.lr_decay_style scheduler.start_wd
+""".split()
+PARAMS = [
+    f"{n}.{p}"
+    for n in ("train_sampling_params", "test_sampling_params", "train.sampling_params", "test.sampling_params")
+    for p in ("temperature", "max_new_tokens", "stop", "top_p")
+]
+ROWS = """
+path prompt_key messages_key apply_chat_template prompts_per_rollout responses_per_prompt save_dir
+""".split()
+ROLLOUT = """
+server_args.model_path server_args.dtype server_args.tp_size server_args.mem_fraction_static test_ratio env_path
+bucket_size tp_size gpu_memory_utilization max_turns group_filtering.lower group_filtering.upper
+train.dynamic_filtering train.partial_rollout
+""".split()
+TRAINER = """
+project experiment_name load_ckpt_from total_steps eval_only test_freq save_dir save_freq use_wandb n_epochs
+disable_wandb
+""".split()
+LISTED = [
+    *(f"actor.{k}" for k in [*ROLE, *SIZES, *OPTIM, *SAVED, *ACTOR, *LORA, *MEGATRON]),
+    *(f"critic.{k}" for k in [*ROLE, *SIZES, *OPTIM, *SAVED, *LORA, "clip", "update_per_rollout", "avg_level"]),
+    *(f"ref_actor.{k}" for k in [*ROLE, *SIZES]),
+    *(f"rollout.{k}" for k in [*PARAMS, *ROLLOUT, *(f"{m}.{k}" for m in ("train", "test") for k in ROWS)]),
+    *(f"adv.{k}" for k in "estimator gamma lamda responses_per_prompt global_norm norm_var".split()),
+    *(f"trainer.{k}" for k in TRAINER),
+    *(f"data.{k}" for k in "path max_length batch_size prompts_per_rollout responses_per_prompt".split()),
+]
+
+
+def test_the_table_has_every_key_of_rl2():
+    assert [k for k in LISTED if key_of(k, KEYS["ppo"]) is None] == []
+
+
+@pytest.mark.parametrize("verb", KEYS)
+def test_every_place_in_the_table_is_a_key_of_whets(verb):
+    known = {k for c in (RunConfig, PPORunConfig, SFTRunConfig, RMRunConfig, DPORunConfig) for k, *_ in leaves(c, True)}
+    known |= {f"{s}.{k}" for s in ("rollout.eval",) for k in ("constraint.regex", "constraint.json_schema")}
+    known |= {k.replace("rollout.", "rollout.eval.") for k in known if k.startswith("rollout.")}
+    places = {place.strip() for key in KEYS[verb].values() for place in key.to.split(",") if place.strip()}
+    assert sorted(places - known) == []
+    for name, key in KEYS[verb].items():
+        assert key.how in ("same", "made") or (key.note and not key.to), name
+        assert key.how != "same" or key.to, name
+
+
+def test_the_page_for_rl2s_users_is_current(pytestconfig):
+    text = (pytestconfig.rootpath / "docs" / "from-rl2.md").read_text()
+    assert text == page(), "run: python -m whet.rl2.page > docs/from-rl2.md"
+
+
+def test_help_and_unknown_trainers(capsys):
+    assert main(["ppo", "--help"]) == 0 and main([]) == 0
+    said = capsys.readouterr().out
+    assert usage("ppo") in said and "actor.freeze_steps" in said
+    assert main(["pppo"]) == 2
+    assert "did you mean ppo" in capsys.readouterr().err
+    assert main(["ppo", *LEAST["ppo"], "--print_config"]) == 0
+    assert "advantage_estimator: reinforce" in capsys.readouterr().out

@@ -1,0 +1,57 @@
+"""RL2's commands, with one word changed: `python -m whet.rl2 ppo key=value ...`, under torchrun too.
+
+A command is translated to a configuration of whet's and run by whet's own command: keys.py is the table of RL2's keys,
+translate.py what several of them say together. `--print_config` prints the configuration, for `whet grpo --config`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["main", "run"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command of RL2's.
+
+    Args: argv: ppo and its words; None = the process's own.
+    Returns: the exit status, as of whet.cli.main.
+    """
+    from whet.cli import explained
+
+    words = list(sys.argv[1:] if argv is None else argv)
+    verb = words.pop(0) if words else "--help"
+    return explained(f"whet.rl2 {verb}".removesuffix(" --help"), lambda: run(verb, words))
+
+
+def run(verb: str, words: Sequence[str]) -> Any:
+    """Translates a command and carries it out.
+
+    Returns: the run's summary; None where only something was printed.
+    Raises: ConfigError: an unknown trainer, and what `translated` refuses.
+    """
+    from whet.cli import print_text
+    from whet.errors import lookup_error
+    from whet.rl2.page import usage
+    from whet.rl2.translate import RULES, translated
+
+    if verb in ("-h", "--help", "help") or any(w in ("-h", "--help") for w in words):
+        print_text(usage(None if verb not in RULES else verb))
+        return None
+    if verb not in RULES:
+        raise lookup_error("trainer of RL2's", verb, RULES)
+    printing = [w for w in words if w in ("--print_config", "--print-config")]
+    config = translated(verb, [w for w in words if w not in printing])
+    if printing:
+        from whet.config import dump
+
+        print_text(dump(config), end="")
+        return None
+    from whet.observe.progress import setup_logging
+
+    setup_logging()
+    from whet.rl2.carry_out import carried_out
+
+    return carried_out(verb, config)
