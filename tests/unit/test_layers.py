@@ -104,6 +104,10 @@ def test_config_and_cli_import_nothing_heavy_anywhere():
     assert bad == []
 
 
+def test_the_front_for_trl_needs_neither_it_nor_accelerate():
+    assert imported("trl", ("trl", "accelerate")) == []
+
+
 def test_a_run_knows_no_learner_no_cluster_and_no_reward():
     forbidden = ("whet.learners", "whet.cluster", "whet.rewards", "whet.rollout", "whet.data")
     assert imported("run", forbidden) == []

@@ -1,0 +1,276 @@
+"""whet.trl against the installed TRL: the same arguments give the same loss and gradient, and the same first step."""
+
+import collections
+import functools
+import math
+from types import SimpleNamespace
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from helpers import END, PAD, length_reward, random_batch, rows, tiny_model
+from transformers import TrainerCallback
+
+import whet.trl
+from whet.data.tokenizer import byte_tokenizer
+from whet.learners.control import Control
+from whet.learners.objective import make_objective
+from whet.trl import GRPOConfig, GRPOTrainer
+from whet.trl.learner import TRLLearner
+from whet.trl.translate import algorithm
+from whet.types import LossInputs
+
+trl = pytest.importorskip("trl")
+SHAPES = ((3, (4, 2, 6)), (2, (5, 3, 1)))
+LENGTHS, WIDTH = (4, 2, 6, 5, 3, 1), 6
+BOTH = {"num_generations": 3, "per_device_train_batch_size": 6, "max_completion_length": WIDTH, "bf16": False}
+COLUMNS = ("logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs", "entropy")
+
+
+@functools.cache
+def front():
+    """A front on a tiny model: one for all cases, each with its own algorithm."""
+    return GRPOTrainer(tiny_model(), length_reward, GRPOConfig(**BOTH, save_strategy="no", disable_tqdm=True),
+                       train_dataset=rows(2), processing_class=byte_tokenizer())  # fmt: skip
+
+
+def learner_of(args):
+    """A learner of these arguments, on the one cluster."""
+    made, algo = front(), algorithm(args)
+    plain = algorithm(GRPOConfig(**BOTH))  # for whose engine all is there; the objective is that of the arguments
+    learner = TRLLearner(made.cluster, plain, [length_reward], data=made.learner.data)
+    learner.algo_config, learner.objective, learner.control = algo, make_objective(algo), Control(algo)
+    learner.control.entropy = 0.0  # of the update before
+    made.cluster.actor_trainer.with_loss_fn(
+        learner.loss,
+        loss_agg_mode=algo.loss_agg_mode,
+        loss_agg_norm=float(WIDTH) if algo.loss_agg_mode == "sequence-mean-token-scale" else None,
+        loss_agg_units=algo.loss_agg_units,
+    )
+    return learner
+
+
+def inputs(seed, masked=()):
+    """A batch with all columns in float64, and logprobs and entropies to differentiate. Args: masked: whole rows."""
+    batch = random_batch(*SHAPES, seed=seed)
+    g = torch.Generator().manual_seed(seed)
+    draw = lambda: -torch.rand(batch.num_tokens, generator=g, dtype=torch.float64) * 2 - 0.05
+    columns = {name: draw() for name in COLUMNS}
+    columns["old_logprobs"] = columns["logprobs"] + 0.4 * (columns["old_logprobs"] + 1)
+    columns["entropy"] = -columns["entropy"]
+    keep = ~torch.isin(batch.sequence, torch.tensor(masked, dtype=torch.long))
+    given = {n: columns.pop(n).requires_grad_() for n in ("logprobs", "entropy")}
+    return batch.replace(mask=batch.mask & keep, **columns), given
+
+
+def padded(batch, column):
+    """[rows, WIDTH] of a column of the token axis."""
+    out = torch.zeros(batch.num_sequences, WIDTH, dtype=column.dtype)
+    for i in range(batch.num_sequences):
+        own = column[batch.sequence == i]
+        out[i, : len(own)] = own
+    return out
+
+
+def ours(args, batch, given, monkeypatch):
+    """Loss and gradients of the front."""
+    learner = learner_of(args)
+    found = SimpleNamespace(entropy=given["entropy"].detach())
+    monkeypatch.setattr(learner.cluster.actor, "logprobs", lambda *_, **__: found)
+    mini = learner.cluster.actor_trainer.weighted(learner._ranked(batch))
+    own = {n: c for n, c in mini.token_columns.items() if n not in ("tokens", "mask")}
+    x = LossInputs(
+        sequence=mini.sequence, mask=mini.mask, token_columns=own,
+        **{n: torch.where(mini.mask, c, 0.0) for n, c in given.items()},
+    )  # fmt: skip
+    loss = (learner.loss(x)[0] * mini.weights).sum()
+    return loss, torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+
+
+def theirs(kwargs, batch, given):
+    """Loss and gradients of TRL's _compute_loss."""
+    args = trl.GRPOConfig("out", use_cpu=True, **{**BOTH, **kwargs})
+    mask = padded(batch, batch.mask).long()
+    whole = lambda x, **_: x
+    own = SimpleNamespace(
+        args=args, accelerator=SimpleNamespace(num_processes=1, gather=whole, reduce=whole, sync_gradients=True,
+                                               pad_across_processes=whole),
+        model=SimpleNamespace(training=True), epsilon_low=args.epsilon,
+        epsilon_high=args.epsilon if args.epsilon_high is None else args.epsilon_high,
+        current_gradient_accumulation_steps=1, aux_loss_enabled=False,
+        _entropy_bonus_enabled=args.entropy_coef != 0 or args.use_adaptive_entropy,
+        _last_world_entropy=0.0, _entropy_window_stats=None, _metrics={"train": collections.defaultdict(list)},
+        _get_per_token_logps_and_entropies=lambda *_, **__: (
+            padded(batch, given["logprobs"]), padded(batch, given["entropy"]), None),
+        **{n: getattr(args, n) for n in (
+            "beta", "entropy_coef", "importance_sampling_level", "loss_type", "max_completion_length",
+            "off_policy_mask_threshold", "top_entropy_quantile", "use_adaptive_entropy", "use_vllm",
+            "vllm_importance_sampling_correction")},
+    )  # fmt: skip
+    cls = trl.GRPOTrainer
+    own.get_high_entropy_mask = functools.partial(cls.get_high_entropy_mask, own)
+    own.get_off_policy_mask, own.get_gamma_weights = cls.get_off_policy_mask, cls.get_gamma_weights
+    blank = torch.zeros(batch.num_sequences, 1, dtype=torch.long)
+    columns = {n: padded(batch, batch.column(n)) for n in ("old_logprobs", "ref_logprobs", "sampler_logprobs")}
+    advantages = torch.stack([batch.advantages[batch.sequence == i][0] for i in range(batch.num_sequences)])
+    made = {
+        "prompt_ids": blank, "prompt_mask": blank, "completion_ids": torch.zeros_like(mask), "completion_mask": mask,
+        "advantages": advantages, "num_items_in_batch": mask.sum(), "old_per_token_logps": columns["old_logprobs"],
+        "ref_per_token_logps": columns["ref_logprobs"], "sampling_per_token_logps": columns["sampler_logprobs"],
+    }  # fmt: skip
+    if args.use_vllm:
+        made["importance_sampling_ratio"] = is_ratio(args, columns, mask)
+    loss = cls._compute_loss(own, None, made)
+    return loss, torch.autograd.grad(loss, list(given.values()), allow_unused=True)
+
+
+def is_ratio(args, columns, mask):
+    """The ratio by the formula of TRL's page on vLLM; its own statement is checked in test_control_trl."""
+    level, how = args.vllm_importance_sampling_mode.split("_")
+    log_ratio = (columns["old_logprobs"] - columns["sampler_logprobs"]) * mask
+    ratio = (log_ratio if level == "token" else log_ratio.sum(-1, keepdim=True)).exp()
+    low, high = args.vllm_importance_sampling_clip_min or 0.0, args.vllm_importance_sampling_clip_max or math.inf
+    return ratio.clamp(low, high) if how == "truncate" else ratio * ((ratio >= low) & (ratio <= high))
+
+
+def same(found, expected):
+    """Loss and gradients are equal to 1e-6 relative; no gradient is one of 0."""
+    torch.testing.assert_close(found[0], expected[0].double(), rtol=1e-6, atol=1e-12)
+    for a, b in zip(found[1], expected[1], strict=True):
+        if a is None or b is None:
+            assert all(x is None or not x.any() for x in (a, b))
+        else:
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-12)
+
+
+LOSS_TYPES = ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo", "sapo", "vespo")
+CASES = [
+    *({"loss_type": name} for name in LOSS_TYPES),
+    *({"loss_type": name, "importance_sampling_level": "sequence"} for name in LOSS_TYPES if name != "vespo"),
+    *({"loss_type": name, "entropy_coef": 0.3} for name in LOSS_TYPES),
+    *({"loss_type": name, "top_entropy_quantile": 0.5, "entropy_coef": 0.3} for name in ("grpo", "dapo", "luspo")),
+    *({"loss_type": name, "beta": 0.2} for name in ("dapo", "grpo", "sapo", "cispo")),
+    {"beta": 0.2, "use_bias_correction_kl": False},
+    {"beta": 0.2, "importance_sampling_level": "sequence", "loss_type": "grpo"},
+    {"epsilon": 0.1, "epsilon_high": 0.3, "delta": 1.2},
+    {"loss_type": "cispo", "epsilon_high": 5.0},
+    {"loss_type": "sapo", "sapo_temperature_pos": 0.7, "sapo_temperature_neg": 3.0},
+    {"loss_type": "vespo", "vespo_k_pos": 1.5, "vespo_lambda_pos": 2.0, "vespo_k_neg": 2.0, "vespo_lambda_neg": 1.0},
+    {"off_policy_mask_threshold": 0.05},
+    {"off_policy_mask_threshold": 0.05, "loss_type": "grpo", "beta": 0.1},
+    {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 0.2, "loss_type": "grpo"},
+]
+
+
+@pytest.mark.parametrize("masked", [(), (1, 5)], ids=["all", "two rows masked out"])
+@pytest.mark.parametrize("kwargs", CASES, ids=lambda c: "-".join(f"{n}={v}" for n, v in c.items()))
+def test_the_loss_and_the_gradient_of_each_option(kwargs, masked, monkeypatch):
+    batch, given = inputs(1, masked)
+    same(ours(GRPOConfig(**{**BOTH, **kwargs}), batch, given, monkeypatch), theirs(kwargs, batch, given))
+
+
+@pytest.mark.parametrize("mode", ["token_mask", "token_truncate", "sequence_mask", "sequence_truncate"])
+def test_the_importance_sampling_for_vllm(mode, monkeypatch):
+    batch, given = inputs(2)
+    kwargs = {"use_vllm": True, "vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": 1.3}
+    own = {**kwargs, "vllm_importance_sampling_mode": mode.replace("sequence", "sequence_sum")}
+    same(ours(GRPOConfig(**{**BOTH, **own}), batch, given, monkeypatch), theirs(kwargs, batch, given))
+
+
+# ---- a training in both --------------------------------------------------------------------------------------------
+
+
+def stub(calls):
+    """A `generate` whose completions depend on the call and the row alone; most end, one is cut."""
+
+    def generate(input_ids, **_):
+        rng = np.random.default_rng(len(calls))
+        calls.append(input_ids.clone())
+        made = torch.from_numpy(rng.integers(40, 120, (len(input_ids), WIDTH)))
+        for row, length in enumerate(rng.integers(1, WIDTH + 1, len(input_ids))):
+            made[row, length - 1 :] = PAD
+            made[row, length - 1] = END if row else 65
+        made[0] = torch.arange(65, 65 + WIDTH)  # no end
+        return torch.cat([input_ids, made], 1)
+
+    return generate
+
+
+class Events(TrainerCallback):
+    """What is told, with the step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, state, control, **_: self.seen.append((name, state.global_step))
+
+
+def trained(module, config, folder, seen, **kwargs):
+    """A run of a few steps; its trainer, its events and the prompts of its calls."""
+    data = datasets.Dataset.from_list([{"prompt": f"{i}+{i}=", "answer": i} for i in range(4)])
+    fields = {
+        **BOTH,
+        "disable_tqdm": True,
+        "eval_steps": 2,
+        "eval_strategy": "steps",
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "max_steps": 2,
+        "per_device_eval_batch_size": 6,
+        "report_to": "none",
+        "save_steps": 1,
+        "shuffle_dataset": False,
+        "use_cpu": True,
+    }
+    args = config(str(folder), **{**fields, **kwargs})
+
+    def letters(completions, answer, trainer_state, **_):
+        seen.append((completions, answer, trainer_state.global_step))
+        return [None if i == 4 else float(sum(map(ord, c)) % 7) for i, c in enumerate(completions)]
+
+    def length(completion_ids, log_metric, **_):
+        log_metric("ids", float(sum(map(len, completion_ids))))
+        return [len(ids) / 10 for ids in completion_ids]
+
+    events, calls = Events(), []
+    path = folder.parent / "model"
+    tiny_model().save_pretrained(path)  # of which TRL reads its reference
+    trainer = module.GRPOTrainer(str(path), [letters, length], args, data, data.select(range(2)), byte_tokenizer(),
+                                 callbacks=[events])  # fmt: skip
+    trainer.model.generate = stub(calls)
+    trainer.train()
+    return trainer, events.seen, calls
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"loss_type": "dapo"},
+        {"loss_type": "grpo", "beta": 0.1, "reward_weights": [1.0, 0.5], "scale_rewards": "batch", "max_steps": 3},
+        {"loss_type": "sapo", "multi_objective_aggregation": "normalize_then_sum", "save_strategy": "epoch"},
+    ],
+    ids=["dapo", "grpo", "sapo"],
+)
+def test_a_training_is_told_logged_and_stepped_as_in_trl(kwargs, tmp_path):
+    seen, expected = [], []
+    trainer, events, calls = trained(whet.trl, GRPOConfig, tmp_path / "whet", seen, **kwargs)
+    theirs, told, theirs_calls = trained(trl, trl.GRPOConfig, tmp_path / "trl", expected, **kwargs)
+    assert [c.tolist() for c in calls] == [c.tolist() for c in theirs_calls]
+    assert seen == expected
+    known = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step")
+    assert [e for e in events if e[0] not in known] == [e for e in told if e[0] not in known]
+    ours, trls = trainer.state.log_history, theirs.state.log_history
+    assert [row["step"] for row in ours] == [row["step"] for row in trls]
+    for mine, row in zip(ours, trls, strict=True):
+        assert row.keys() - mine.keys() <= {"eval_steps_per_second"}, "a metric of TRL's is not logged"
+        timed = ("runtime", "second", "step_time", "flos", "policy_loss")
+        for name, value in row.items():
+            if not any(word in name for word in timed):
+                rel = 1e-2 if name == "entropy" else 2e-4  # of the tokens that were run: one completion has no reward
+                assert mine[name] == pytest.approx(value, rel=rel, abs=2e-6), (row["step"], name)
+    made = [sorted(p.name for p in (tmp_path / side).glob("check*")) for side in ("whet", "trl")]
+    assert made[0] == made[1] != []

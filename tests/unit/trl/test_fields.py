@@ -1,0 +1,126 @@
+"""GRPOConfig: every field of TRL's, with its default; what is refused says why; the rules of batches."""
+
+import dataclasses
+
+import pytest
+from transformers import HfArgumentParser
+
+from whet.errors import ConfigError
+from whet.trl import GRPOConfig
+from whet.trl.field import STATES
+from whet.trl.fields import PAGES, page
+
+ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}
+
+
+@pytest.mark.parametrize("missing", [None, "activation_checkpointing"])
+def test_every_field_of_the_installed_trl_is_in_the_table_with_its_default(missing):
+    theirs = {f.name: f for f in dataclasses.fields(pytest.importorskip("trl").GRPOConfig)}
+    table = {name: row for name, row in GRPOConfig.TABLE.items() if name != missing}
+    lacking = sorted(theirs.keys() - table.keys())
+    if missing in theirs:
+        assert lacking == [missing]
+        return
+    assert lacking == [], "give each a row in whet/trl/fields_*.py"
+    for name, f in theirs.items():
+        default = f.default_factory() if f.default is dataclasses.MISSING else f.default
+        assert default == table[name].default, name
+
+
+def test_the_page_is_current_and_every_row_has_a_state(pytestconfig):
+    assert (pytestconfig.rootpath / "docs" / "from-trl.md").read_text() == page(), "run make docs"
+    assert {row.state for table in PAGES.values() for row in table.values()} <= STATES.keys()
+    assert all(row.note for row in ROWS.values() if row.state != "works")
+
+
+@pytest.mark.parametrize("name", sorted(n for n, row in ROWS.items() if row.state == "refused"))
+def test_a_refused_field_takes_its_default_and_says_why_of_another(name):
+    GRPOConfig(**{name: ROWS[name].default})
+    with pytest.raises(ConfigError, match=f"^{name}='?other'? is not taken: .{{10,}}"):
+        GRPOConfig(**{name: "other"})
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({"vllm_guided_decoding_regex": "a+"}, {"vllm_structured_outputs_regex": "a+"}),
+        ({"vllm_max_model_len": 9}, {"vllm_max_model_length": 9}),
+        ({"evaluation_strategy": "steps", "logging_steps": 3}, {"eval_strategy": "steps", "eval_steps": 3}),
+        ({"warmup_ratio": 0.1}, {"warmup_steps": 0.1}),
+        ({"scale_rewards": False}, {"scale_rewards": "none"}),
+        ({"compat": "0.16"}, {"temperature": 0.9, "top_k": 50, "beta": 0.04, "max_completion_length": 256}),
+        ({"compat": "0.16", "beta": 0.0}, {"beta": 0.0, "temperature": 0.9}),
+        ({"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 5, "save_steps": 10},
+         {"metric_for_best_model": "loss", "greater_is_better": False}),
+        ({"report_to": "none"}, {"report_to": []}),
+    ],
+)  # fmt: skip
+def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given, found):
+    args = GRPOConfig(**given)
+    assert {name: getattr(args, name) for name in found} == found
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"epsilom": 0.2}, "no field 'epsilom'; did you mean epsilon"),
+        ({"loss_type": "dappo"}, "unknown loss_type 'dappo'; did you mean dapo"),
+        ({"num_generations": 1}, "at least 2 generations"),
+        ({"generation_batch_size": 12}, r"\(12\) must be divisible by the global batch size \(8\)"),
+        ({"num_generations": 6}, r"divisible by num_generations \(6\).*Nearest that work: num_generations=8 \(1"),
+        ({"steps_per_generation": 2, "generation_batch_size": 8}, "can not be both configured"),
+        ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "must divide steps_per_generation.*Nearest"),
+        ({"eval_strategy": "epoch", "per_device_eval_batch_size": 6}, "eval batch size.*per_device_eval_batch_size=8"),
+        ({"use_vllm": True, "vllm_mode": "server"}, "vllm_mode='server'"),
+        ({"vllm_importance_sampling_clip_min": 4.0}, "must be less than"),
+        (
+            {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},
+            "At least one of",
+        ),
+        ({"load_best_model_at_end": True}, "save and eval strategy to match"),
+        ({"sync_ref_model": True}, "beta above 0.0"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "goes by an evaluation"),
+        ({"vllm_device": "cuda:1"}, "the engine is where the trainer is"),
+        ({"tp_size": 2}, "one process trains"),
+        ({"compat": "0.15"}, "unknown compat"),
+    ],
+)  # fmt: skip
+def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
+    with pytest.raises(ConfigError, match=message):
+        GRPOConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("micro", "accumulate", "steps", "passes", "group", "expected"),
+    [
+        (8, 4, None, 1, 8, (4, 32, 1, 1)),  # prompts, rows of an update, updates, passes
+        (8, 4, None, 3, 8, (4, 32, 3, 3)),
+        (8, 1, 4, 1, 8, (4, 8, 4, 1)),
+        (3, 1, 2, 1, 6, (1, 3, 2, 1)),  # an update takes half a group
+        (8, 4, 1, 1, 8, (4, 32, 1, 1)),  # four generations before the policy moves
+        (8, 4, 2, 2, 8, (2, 16, 1, 1)),  # each completion twice in the one update
+        (8, 4, 2, 4, 8, (2, 16, 2, 2)),
+    ],
+)
+def test_what_a_step_is_made_of(micro, accumulate, steps, passes, group, expected):
+    args = GRPOConfig(per_device_train_batch_size=micro, gradient_accumulation_steps=accumulate, num_generations=group,
+                      steps_per_generation=steps, num_iterations=passes)  # fmt: skip
+    made = args.batches
+    assert (made.prompts, made.rows, made.updates, made.passes) == expected
+    assert dataclasses.replace(args, learning_rate=1.0).batches == made  # both sizes are filled in by now
+
+
+def test_a_command_line_and_a_subclass_read_the_fields():
+    (args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(
+        ["--output_dir", "o", "--beta", "0.1", "--num_generations", "4", "--reward_weights", "1", "0.5"]
+    )
+    assert (args.output_dir, args.beta, args.num_generations, args.reward_weights) == ("o", 0.1, 4, [1.0, 0.5])
+
+    @dataclasses.dataclass
+    class Mine(GRPOConfig):
+        extra: int = 3
+
+    assert (Mine("o", beta=0.5).extra, Mine("o", beta=0.5).beta) == (3, 0.5)
+    with pytest.raises(ConfigError, match="fp16=True"):
+        Mine("o", fp16=True)
+    assert GRPOConfig("o").to_sanitized_dict()["lr_scheduler_type"] == "linear"

@@ -1,0 +1,464 @@
+"""GRPOTrainer's behaviours, those that TRL's own tests of it check among them, on tiny models."""
+
+import functools
+import json
+import logging
+import math
+
+import datasets
+import pytest
+import torch
+from helpers import END, PAD, length_reward, rows, same, tiny_model, weights_of
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    EarlyStoppingCallback,
+    Qwen3Config,
+    Qwen3ForSequenceClassification,
+    TrainerCallback,
+)
+
+from whet.data.tokenizer import byte_tokenizer
+from whet.errors import CheckpointError, ConfigError, DataError, RewardError
+from whet.trl import GRPOConfig, GRPOTrainer
+
+SMALL = {"per_device_train_batch_size": 3, "num_generations": 3, "max_completion_length": 6, "learning_rate": 0.1,
+         "logging_steps": 1, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_steps": 2,
+         "per_device_eval_batch_size": 3, "gradient_checkpointing": False}  # fmt: skip
+
+
+def trainer(tmp_path, reward=length_reward, *, data=None, model=None, **kwargs):
+    """A front on a tiny model; keywords that the trainer takes go there, the others to its configuration."""
+    own = {n: kwargs.pop(n) for n in list(kwargs) if n in ("eval_dataset", "callbacks", "optimizers", "peft_config",
+           "reward_processing_classes", "tools", "processing_class", "quantization_config", "rollout_func",
+           "environment_factory")}  # fmt: skip
+    return GRPOTrainer(
+        tiny_model() if model is None else model,
+        reward,
+        GRPOConfig(str(tmp_path), **{**SMALL, **kwargs}),
+        rows(4) if data is None else data,
+        processing_class=own.pop("processing_class", byte_tokenizer()),
+        **own,
+    )
+
+
+def trained(made, **kwargs):
+    """Runs it; asserts that it has logged a loss and moved every parameter. Returns: it."""
+    before = weights_of(made.model)
+    out = made.train(**kwargs)
+    assert math.isfinite(out.training_loss)
+    assert "train_loss" in made.state.log_history[-1]
+    assert [n for n, p in made.model.named_parameters() if torch.equal(p, before[n])] == []
+    return made
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {},
+        {"beta": 0.1},
+        {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 2},
+        {"num_iterations": 2, "max_steps": 4},
+        {"steps_per_generation": 2, "gradient_accumulation_steps": 1, "num_generations": 6, "max_steps": 4},
+        {"gradient_accumulation_steps": 2, "steps_per_generation": 1},
+        {"scale_rewards": "batch"},
+        {"scale_rewards": False, "loss_type": "dr_grpo"},
+        {"multi_objective_aggregation": "normalize_then_sum"},
+        {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0},
+        {"off_policy_mask_threshold": 0.5, "num_iterations": 2, "max_steps": 4},
+        {"generation_kwargs": {"top_k": 20, "temperature": 0.8, "max_new_tokens": 4}, "top_p": 0.9, "min_p": 0.01},
+        {"optim": "adafactor"},
+        {"optim": "rmsprop", "lr_scheduler_type": "cosine", "warmup_steps": 0.5},
+        {"bf16": None, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True, "torch_compile": True},
+    ],
+    ids=lambda k: ",".join(k) or "defaults",
+)
+def test_it_trains(kwargs, tmp_path):
+    made = trainer(tmp_path, **kwargs)
+    ref = None if made.ref_model is None else weights_of(made.ref_model)
+    trained(made)
+    assert made.state.global_step == kwargs.get("max_steps", 2)
+    assert {"loss", "reward", "grad_norm", "learning_rate"} <= made.state.log_history[0].keys()
+    if ref is not None:
+        assert same(ref, weights_of(made.ref_model)) != kwargs.get("sync_ref_model", False)
+        assert "kl" in made.state.log_history[0]
+    if "use_adaptive_entropy" in kwargs:
+        assert made.state.log_history[-2]["entropy_coef"] > 0.1
+    made.close()
+
+
+def test_the_entropy_bonus_is_coef_times_the_entropy(tmp_path):
+    made = trained(trainer(tmp_path, entropy_coef=0.3, loss_type="grpo"))
+    row = made.state.log_history[0]
+    assert (row["policy_loss"] - row["loss"]) / row["entropy"] == pytest.approx(0.3, rel=1e-4)
+
+
+# ---- rewards -------------------------------------------------------------------------------------------------------
+
+
+async def later(completions, **_):
+    return [float(len(c)) for c in completions]
+
+
+class Callable_:
+    async def __call__(self, completion_ids, **_):
+        return [float(len(ids)) for ids in completion_ids]
+
+
+def test_functions_of_every_kind_with_columns_state_and_logs_of_their_own(tmp_path):
+    seen = []
+
+    def judge(prompts, completions, completion_ids, answer, trainer_state, log_extra, log_metric, **rest):
+        seen.append((prompts, answer, trainer_state.global_step, set(rest)))
+        log_extra("upper", [c.upper() for c in completions])
+        log_metric("longest", max(map(len, completion_ids)))
+        return [float(sum(ids) % 5) if i else None for i, ids in enumerate(completion_ids)]
+
+    data = [{"prompt": f"{i}=", "answer": i, "completion": "?", "level": "x"} for i in range(3)]
+    fns = [judge, later, functools.partial(later, extra=1), Callable_()]
+    made = trainer(tmp_path, fns, data=data, reward_weights=[1.0, 0.5, 0.0, 0.25], log_completions=True,
+                   shuffle_dataset=False, num_completions_to_print=1)  # fmt: skip
+    trained(made)
+    assert seen[0][:3] == (["0="] * 3, [0] * 3, 0)
+    assert seen[1][2] == 1
+    assert "level" in seen[0][3]
+    assert "completion" not in seen[0][3]
+    row = made.state.log_history[0]
+    weighed = sum(w * row[f"rewards/{n}/mean"] for w, n in zip((0.5, 0.0, 0.25), ("later", "later_2", "Callable_")))
+    assert row["reward"] == pytest.approx(weighed + row["rewards/judge/mean"] * 2 / 3)
+    assert row["longest"] <= 6
+    table = datasets.Dataset.from_parquet(str(tmp_path / "completions" / "completions_00002.parquet"))
+    assert {"step", "prompt", "completion", "judge", "later", "upper", "advantage"} <= set(table.column_names)
+    assert len(table) == 3
+
+
+def test_rewards_that_are_all_none_are_told_of_and_teach_nothing(tmp_path, caplog):
+    made = trainer(tmp_path, lambda completions, **_: [None] * len(completions))
+    before = weights_of(made.model)
+    made.train()
+    assert "All reward functions returned None for the following kwargs" in caplog.text
+    assert same(before, weights_of(made.model))
+
+
+def test_conversations_and_columns_left_out(tmp_path):
+    seen = []
+
+    def judge(prompts, completions, **rest):
+        seen.append((prompts[0], completions[0], set(rest)))
+        return length_reward([c[0]["content"] for c in completions])
+
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ mood }}="
+    data = [{"prompt": [{"role": "user", "content": str(i)}], "answer": i} for i in range(4)]
+    made = trained(trainer(tmp_path, judge, data=data, processing_class=tokenizer, remove_unused_columns=True,
+                           chat_template_kwargs={"mood": "!"}, shuffle_dataset=False))  # fmt: skip
+    assert seen[0][0] == [{"role": "user", "content": "0"}]
+    assert seen[0][1][0]["role"] == "assistant"
+    assert "answer" not in seen[0][2]
+    assert made.learner.cluster.encoder()({"prompt": data[0]["prompt"]}).tokens.tolist() == list(b"0!=")
+
+
+def reward_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
+    return Qwen3ForSequenceClassification(Qwen3Config(vocab_size=264, num_labels=1, pad_token_id=PAD, **sizes))
+
+
+@pytest.mark.parametrize("by", ["module", "folder"])
+def test_reward_models_by_name_and_as_modules(by, tmp_path):
+    model = reward_model()
+    model.save_pretrained(tmp_path / "judge")
+    byte_tokenizer().save_pretrained(tmp_path / "judge")
+    given = model if by == "module" else str(tmp_path / "judge")
+    made = trained(trainer(tmp_path, [given, length_reward], reward_processing_classes=[byte_tokenizer(), None]))
+    name = "judge" if by == "folder" else "Qwen3ForSequenceClassification"
+    assert math.isfinite(made.state.log_history[0][f"rewards/{name}/mean"])
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge")
+    inputs = byte_tokenizer()("0+1=ab", return_tensors="pt")
+    expected = again(**inputs).logits.item()
+    fn = made.reward_funcs[0]
+    ids = inputs["input_ids"][0].tolist()
+    found = fn(prompts=["0+1="], completions=["ab"], prompt_ids=[ids[:4]], completion_ids=[ids[4:]])
+    assert found == pytest.approx([expected], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "message"),
+    [
+        ({"reward": []}, ConfigError, "reward_funcs is empty"),
+        (
+            {"reward_weights": [1.0, 2.0]},
+            ConfigError,
+            r"reward weights \(2\) must match number of reward functions \(1\)",
+        ),
+        ({"reward_processing_classes": [None, None]}, ConfigError, "must match the number of reward functions"),
+        ({"peft_config": object()}, ConfigError, "peft_config is a object; adapters here are LoRA"),
+        ({"tools": [len]}, ConfigError, "tools is not taken"),
+        ({"rollout_func": len}, ConfigError, "rollout_func is not taken"),
+        ({"environment_factory": dict}, ConfigError, "environment_factory is not taken"),
+        ({"quantization_config": 1}, ConfigError, "for a model given by its name"),
+        ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
+        ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
+        ({"data": iter(rows(3)), "max_steps": -1}, ConfigError, "set max_steps"),
+        ({"model_init_kwargs": {"rope_scaling": 1}, "model": "folder"}, ConfigError, "rope_scaling"),
+        ({"optimizers": (None, 1)}, ConfigError, "give both"),
+        ({"generation_kwargs": {"num_beams": 2}}, ConfigError, "beam"),
+        ({"generation_kwargs": {"do_sample": False}}, ConfigError, "do_sample=False"),
+    ],
+    ids=str,
+)
+def test_what_is_not_there_is_refused_by_name(given, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        trainer(tmp_path, **given)
+
+
+def test_a_reward_function_of_the_wrong_length_is_named(tmp_path):
+    with pytest.raises(RewardError, match=r"lambda.*2.*3"):
+        trainer(tmp_path, lambda completions, **_: [1.0, 2.0]).train()
+
+
+def test_a_subclass_s_log_is_used_and_methods_that_nothing_calls_are_refused(tmp_path):
+    class Mine(GRPOTrainer):
+        def log(self, logs, start_time=None):
+            super().log({**logs, "mine": 1.0}, start_time)
+
+    made = Mine(tiny_model(), length_reward, GRPOConfig(str(tmp_path), **SMALL), rows(4),
+                processing_class=byte_tokenizer())  # fmt: skip
+    made.train()
+    assert made.state.log_history[0]["mine"] == 1.0
+    with pytest.raises(ConfigError, match=r"compute_loss would never be called.*loss_type"):
+        type("Other", (GRPOTrainer,), {"compute_loss": lambda self: 0})
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+def test_streams_and_sets_by_name(tmp_path):
+    data = datasets.Dataset.from_list(rows(4)).to_iterable_dataset()
+    sets = {"a": datasets.Dataset.from_list(rows(2)), "b": rows(1)}
+    made = trained(trainer(tmp_path, data=data, eval_dataset=sets, eval_strategy="steps", eval_steps=2,
+                           num_generations_eval=3, eval_on_start=True))  # fmt: skip
+    logged = [row for row in made.state.log_history if "eval_a_loss" in row]
+    assert [row["step"] for row in logged] == [0, 2]
+    assert made.evaluate()["eval_b_reward"] >= 0
+    assert made.evaluate("a").keys() == made.evaluate(rows(1), metric_key_prefix="eval_a").keys()
+    with pytest.raises(ConfigError, match="there is no evaluation set 'c'"):
+        made.evaluate("c")
+    with pytest.raises(ConfigError, match="needs eval_dataset"):
+        trainer(tmp_path).evaluate()
+
+
+def test_a_part_of_an_epoch_and_rounding_to_rollouts(tmp_path):
+    assert trainer(tmp_path, max_steps=-1, num_train_epochs=1.5).max_steps == 6
+    made = trained(trainer(tmp_path, max_steps=3, num_iterations=2))
+    assert made.state.global_step == 4
+    assert made.state.epoch == 0.5
+
+
+def test_the_order_stays_without_shuffling(tmp_path):
+    seen = []
+    fn = lambda prompts, **_: [seen.append(p) or 0.0 for p in prompts]
+    trainer(tmp_path, fn, data=rows(4), shuffle_dataset=False, max_steps=4).train()
+    assert seen[::3] == [row["prompt"] for row in rows(4)]
+
+
+def test_a_prompt_is_cut_on_the_left_only_where_that_is_asked_for(tmp_path):
+    data = [{"prompt": "abcdefgh"}, *rows(3)]
+    assert trainer(tmp_path, data=data).cluster.rollout_for().max_prompt_length == 64
+    made = trainer(tmp_path, data=data, max_prompt_length=3)
+    assert made.cluster.encoder()(data[0]).tokens.tolist() == list(b"fgh")
+
+
+# ---- generation ----------------------------------------------------------------------------------------------------
+
+
+def fixed(*completions):
+    """A `generate` that gives these completions in turn."""
+
+    def generate(input_ids, attention_mask, generation_config, **_):
+        assert attention_mask.shape == input_ids.shape
+        assert END in generation_config.eos_token_id
+        made = [completions[i % len(completions)] for i in range(len(input_ids))]
+        width = max(map(len, made))
+        return torch.cat([input_ids, torch.tensor([m + [PAD] * (width - len(m)) for m in made])], 1)
+
+    return generate
+
+
+def test_a_generate_on_the_instance_is_used_and_its_old_logprobs_are_the_trainer_s(tmp_path):
+    seen = []
+    fn = lambda completions, completion_ids, **_: seen.extend(completion_ids) or length_reward(completions)
+    made = trainer(tmp_path, fn, num_iterations=2, max_steps=4)
+    made.model.generate = fixed([65, 66, END], [67, END], [68, 69, 70])
+    trained(made)
+    assert seen[:3] == [[65, 66, END], [67, END], [68, 69, 70]]
+    row = made.state.log_history[0]
+    assert row["completions/clipped_ratio"] == pytest.approx(1 / 3)
+    assert row["completions/mean_terminated_length"] == 2.5
+    assert row["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+@pytest.mark.parametrize("truncated", ["some", "all"])
+def test_truncated_completions_are_masked(truncated, tmp_path):
+    made = trainer(tmp_path, mask_truncated_completions=True, loss_type="grpo")
+    made.model.generate = fixed([65, 66, END] if truncated == "some" else [65, 66], [67, 68], [68, 69, 70])
+    before = weights_of(made.model)
+    made.train()
+    assert same(before, weights_of(made.model)) == (truncated == "all")
+    assert (made.state.log_history[0]["loss"] == 0) == (truncated == "all")
+
+
+def test_a_regular_expression_holds_completions(tmp_path):
+    pytest.importorskip("llguidance")
+    seen = []
+    fn = lambda completions, **_: seen.extend(completions) or length_reward(completions)
+    made = trainer(tmp_path, fn, vllm_guided_decoding_regex="[ab]{1,4}", max_steps=1, learning_rate=1e-3)
+    made.train()
+    assert all(set(text) <= {"a", "b"} for text in seen)
+
+
+# ---- callbacks, checkpoints, the end -------------------------------------------------------------------------------
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, model, processing_class, optimizer, **_):
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        control.should_training_stop = state.global_step == 2
+        control.should_save = state.global_step == 1
+
+
+def test_flags_are_done_and_callbacks_come_and_go(tmp_path):
+    made = trainer(tmp_path, callbacks=[Stop], max_steps=5, save_strategy="steps", save_steps=100)
+    made.train()
+    assert made.state.global_step == 2
+    assert (tmp_path / "checkpoint-1").is_dir()
+    unsaved = trainer(tmp_path / "no", callbacks=[Stop], max_steps=5)
+    unsaved.train()
+    assert (tmp_path / "no" / "checkpoint-1" / "model.safetensors").is_file()
+    assert not (tmp_path / "no" / ".whet").exists()
+    made.remove_callback(Stop)
+    made.add_callback(stop := Stop())
+    assert made.pop_callback(Stop) is stop
+
+
+def test_an_error_of_a_callback_ends_the_run_as_itself(tmp_path):
+    class Broken(TrainerCallback):
+        def on_log(self, *_, **__):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        trainer(tmp_path, callbacks=[Broken()]).train()
+
+
+def test_a_checkpoint_is_a_model_and_a_resumed_run_is_the_one_without_a_break(tmp_path, caplog):
+    caplog.set_level(logging.WARNING, "whet")
+    args = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "num_iterations": 2, "beta": 0.1}
+    whole = trained(trainer(tmp_path / "a", **args))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-4")
+    assert same(weights_of(loaded), weights_of(whole.model))
+    state = json.loads((tmp_path / "a" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    again = trainer(tmp_path / "a", **args)
+    again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
+    assert same(weights_of(again.model), weights_of(whole.model))
+    steps = [row["step"] for row in again.state.log_history]
+    assert steps == [row["step"] for row in whole.state.log_history]
+    again.train(resume_from_checkpoint=True)  # nothing is left to do
+    assert again.state.global_step == 4
+    with pytest.raises(CheckpointError, match="No valid checkpoint"):
+        trainer(tmp_path / "b").train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_the_best_model_is_kept_and_loaded_at_the_end(limit, tmp_path):
+    judged = []
+
+    def judge(completions, **_):
+        judged.append(1)
+        return [float(i) - 10 * len(judged) for i in range(len(completions))]
+
+    made = trainer(tmp_path, judge, eval_dataset=rows(1), eval_strategy="steps", eval_steps=1, save_strategy="steps",
+                   save_steps=1, max_steps=3, load_best_model_at_end=True, metric_for_best_model="reward",
+                   save_total_limit=limit, callbacks=[EarlyStoppingCallback(2)])  # fmt: skip
+    made.train()
+    assert made.state.best_global_step == 1
+    assert made.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    assert same(weights_of(best), weights_of(made.model))
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+
+
+def test_an_optimizer_and_a_schedule_of_the_user_s(tmp_path):
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    made = trained(trainer(tmp_path, model=model, optimizers=(optimizer, schedule), max_grad_norm=0.1))
+    assert [row["learning_rate"] for row in made.state.log_history[:2]] == pytest.approx([0.5, 0.05])
+    assert made.optimizer is optimizer
+
+
+def test_saving_the_model_and_only_it(tmp_path):
+    made = trained(trainer(tmp_path, save_strategy="steps", save_steps=1, save_only_model=True, save_total_limit=1))
+    made.save_model(str(tmp_path / "final"))
+    made.save_state()
+    for folder in ("final", "checkpoint-2"):
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
+        assert same(weights_of(loaded), weights_of(made.model))
+    assert not (tmp_path / "checkpoint-1").exists()
+    with pytest.raises(CheckpointError, match=r"no run\.pt"):
+        made.train(resume_from_checkpoint=True)
+
+
+def test_the_metric_names_of_an_earlier_release(tmp_path):
+    made = trained(trainer(tmp_path, compat="0.16", max_completion_length=6))
+    row = made.state.log_history[0]
+    assert row["completion_length"] == row["completions/mean_length"]
+    assert row["reward/length_reward"] == row["rewards/length_reward/mean"]
+    assert "kl" in row
+
+
+def test_what_a_script_reads_of_the_trainer(tmp_path):
+    made = trainer(tmp_path)
+    assert made.accelerator.is_main_process
+    assert made.accelerator.unwrap_model(made.model) is made.model
+    assert made.is_world_process_zero()
+    assert made.ref_model is None
+    assert made.processing_class is made.tokenizer
+    assert made.args.device == made.accelerator.device
+
+
+def test_a_card_and_what_can_t_be_sent(tmp_path):
+    made = trainer(tmp_path)
+    made.create_model_card("mine", "org/data", "sums")
+    assert "# mine" in (tmp_path / "README.md").read_text()
+    with pytest.raises(ConfigError, match="hf upload"):
+        made.push_to_hub()
+
+
+@pytest.mark.parametrize("by", ["module", "folder", "wrapped"])
+def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    model = tiny_model()
+    before = weights_of(model)
+    config = peft.LoraConfig(r=4, lora_dropout=0.1)  # of q_proj and v_proj, as PEFT has it for this kind
+    given, own = model, {"peft_config": config}
+    if by == "folder":
+        model.save_pretrained(tmp_path / "base")
+        given = str(tmp_path / "base")
+    if by == "wrapped":
+        given, own = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM")), {}
+    made = trainer(tmp_path / "out", model=given, beta=0.1, save_strategy="steps", save_steps=1, **own)
+    made.train()
+    now = {name.replace(".base_layer", ""): p for name, p in made.model.named_parameters()}
+    assert all(torch.equal(now[name], p) for name, p in before.items())
+    changed = [n for n, p in now.items() if "lora_B" in n and p.any()]
+    assert len(changed) == 4
+    assert all("q_proj" in n or "v_proj" in n for n in changed)
+    assert made.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-6)
+    assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").exists()
+    assert ("lora_dropout=0.1 is taken as 0.0" in caplog.text) == (by != "wrapped")
+    made.save_model(str(tmp_path / "final"))
+    loaded = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "final")
+    assert loaded.peft_config["default"].r == 4

@@ -1,0 +1,15 @@
+"""TRL's trainers over whet's learners: a script written for TRL runs with its import changed. TRL is not needed."""
+
+from whet.trl.grpo_config import GRPOConfig
+from whet.trl.grpo_trainer import GRPOTrainer
+from whet.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "ModelConfig",
+    "ScriptArguments",
+    "TrlParser",
+    "get_peft_config",
+    "get_quantization_config",
+]

@@ -1,0 +1,142 @@
+"""TRL's rules of batches: from completions per device and accumulation to rollouts and updates.
+
+    micro-step     per_device_train_batch_size completions
+    update         gradient_accumulation_steps micro-steps: an optimizer step
+    generation     steps_per_generation micro-steps' completions, used num_iterations times
+
+A step here is one rollout and the updates on it. Where an update takes several generations, the rollout is all of
+them, since the policy does not move in between.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from whet.errors import ConfigError
+
+__all__ = ["Batches", "batches_of"]
+
+_VARIED = (
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "generation_batch_size",
+    "steps_per_generation",
+)
+"""The fields of which others are tried where a setting does not work."""
+_NEAREST = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """What a step is made of."""
+
+    prompts: int
+    """Of a rollout."""
+    generations: int
+    """Completions of each."""
+    rows: int
+    """Completions of an update."""
+    updates: int
+    """Optimizer steps of a rollout."""
+    passes: int
+    """Times that the completions of a rollout are used."""
+    steps_per_generation: int
+    generation_batch_size: int
+
+    def __str__(self) -> str:
+        """What it does to the step."""
+        updates = "1 update" if self.updates == 1 else f"{self.updates} updates"
+        prompts = "1 prompt" if self.prompts == 1 else f"{self.prompts} prompts"
+        return f"{prompts} x {self.generations} completions a rollout, {updates} of {self.rows}"
+
+
+def batches_of(fields: Mapping[str, Any]) -> Batches:
+    """The batches of a configuration, by TRL's rules.
+
+    Args: fields: num_generations, per_device_train_batch_size, gradient_accumulation_steps, num_iterations,
+        generation_batch_size and steps_per_generation (None = not given).
+    Raises: ConfigError: a rule is broken; with the nearest settings that work and what each makes of a step.
+
+    >>> given = dict(num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=4, num_iterations=1)
+    >>> str(batches_of({**given, "generation_batch_size": None, "steps_per_generation": None}))
+    '4 prompts x 8 completions a rollout, 1 update of 32'
+    """
+    found = _batches(fields)
+    if isinstance(found, Batches):
+        return found
+    near = [f"{name}={value} ({made})" for name, value, made in _others(fields)]
+    raise ConfigError(f"{found} Nearest that work: {'; '.join(near)}" if near else found)
+
+
+def _batches(fields: Mapping[str, Any]) -> Batches | str:
+    """The batches, or which rule is broken."""
+    group, micro, accumulate, iterations = (
+        fields[n]
+        for n in ("num_generations", "per_device_train_batch_size", "gradient_accumulation_steps", "num_iterations")
+    )
+    whole, steps = fields["generation_batch_size"], fields["steps_per_generation"]
+    if min(micro, accumulate, iterations, whole or 1, steps or 1) < 1:
+        return "sizes of batches must be positive."
+    if whole is not None and steps is not None and whole != micro * steps:
+        return "'generation_batch_size' and 'steps_per_generation' can not be both configured at the same time."
+    if whole is not None and whole % micro:
+        return f"generation_batch_size ({whole}) must be divisible by the global batch size ({micro})."
+    steps = steps or (accumulate if whole is None else whole // micro)
+    whole = micro * steps
+    if group < 2:
+        return (
+            "GRPO requires at least 2 generations per prompt to calculate the advantages. You provided "
+            f"{group}, which is less than the minimum required."
+        )
+    if whole % group:
+        return f"generation_batch_size ({whole}) must be divisible by num_generations ({group})."
+    rows, updates, passes = _used(micro, accumulate, steps, iterations)
+    if not rows:
+        return (
+            f"gradient_accumulation_steps ({accumulate}) must divide steps_per_generation ({steps}) or be a multiple "
+            f"of it, and divide {steps * iterations}, the micro-steps that a generation is used for, or be a multiple "
+            "of them: an update takes whole parts of one rollout."
+        )
+    sampled = rows if updates == 1 else whole
+    return Batches(
+        prompts=sampled // group,
+        generations=group,
+        rows=rows,
+        updates=updates,
+        passes=passes,
+        steps_per_generation=steps,
+        generation_batch_size=whole,
+    )
+
+
+def _used(micro: int, accumulate: int, steps: int, iterations: int) -> tuple[int, int, int]:
+    """(completions of an update, updates of a rollout, passes); (0, 0, 0) where an update would mix rollouts."""
+    cycle = steps * iterations
+    if accumulate % cycle == 0:  # an update takes whole generations, each num_iterations times: once is the same
+        return micro * accumulate // iterations, 1, 1
+    if cycle % accumulate:
+        return 0, 0, 0
+    if steps % accumulate == 0:
+        return micro * accumulate, cycle // accumulate, iterations
+    if accumulate % steps == 0:  # the same completions several times in an update: once is the same
+        return micro * steps, cycle // accumulate, cycle // accumulate
+    return 0, 0, 0
+
+
+def _others(fields: Mapping[str, Any]) -> Iterator[tuple[str, int, Batches]]:
+    """The nearest settings that differ in one field and work."""
+    found = []
+    for name in _VARIED:
+        now = fields[name]
+        if now is None:
+            continue
+        for value in range(1, 4 * max(now, 2) + 1):
+            made = _batches({**fields, name: value}) if value != now else ""
+            if isinstance(made, Batches):
+                found.append((abs(math.log(value / max(now, 1))), name, value, made))
+    for _, name, value, made in sorted(found, key=lambda x: x[:3])[:_NEAREST]:
+        yield name, value, made

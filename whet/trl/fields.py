@@ -1,0 +1,95 @@
+"""The page for those who come from TRL: every field, and what is different.
+
+python -m whet.trl.fields > docs/from-trl.md
+"""
+
+from __future__ import annotations
+
+import sys
+
+from whet.trl.field import STATES, Table
+from whet.trl.fields_grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
+from whet.trl.fields_training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+
+__all__ = ["PAGES", "page"]
+
+PAGES: dict[str, Table] = {
+    "GRPOConfig": GRPO_FIELDS,
+    "From transformers.TrainingArguments": TRAINING_FIELDS,
+    "Fields of earlier releases": {**OLD_GRPO_FIELDS, **OLD_TRAINING_FIELDS},
+}
+"""Heading -> fields."""
+
+_INTRO = """# From TRL
+
+A script for TRL's GRPOTrainer runs with its import changed:
+
+```python skip
+from whet.trl import GRPOConfig, GRPOTrainer
+
+trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=accuracy, args=GRPOConfig("out"), train_dataset=rows)
+trainer.train()
+```
+
+Neither TRL nor accelerate is needed. It is a front: GRPOLearner trains, in one process, on the engine that reads the
+trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`, `log_history` and metric
+names are TRL's.
+
+## What is different on purpose
+
+- A step is one rollout and its updates. Logging, evaluation and checkpoints that fall between two updates of a rollout
+  come at its end; so does the end of the run. `global_step` counts optimizer steps, as there.
+- The order of callbacks is transformers'. An optimizer step is one call, so `on_pre_optimizer_step` and
+  `on_optimizer_step` are told after it, and `on_substep_end` never.
+- Where a rollout has several updates, its completions are split in their order, groups whole where they fit; TRL
+  shuffles them first.
+- A loss is divided by counts of the whole update, TRL's by those of a micro-batch (bnpo) or by a mean over the updates
+  of a rollout (dapo, cispo, vespo). Without accumulation, and with one update a rollout, they are the same.
+- `top_entropy_quantile` and the entropy bonus go by the tokens of the whole update, TRL's by those of a micro-batch.
+- The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum
+  masks long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
+- Every end token of the model and the tokenizer ends a completion, and counts as ended.
+- A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
+  alone.
+- A data set with fewer rows than a rollout takes is an error; TRL trains for 0 steps.
+- A resumed run goes on with the very row and draw: its result is that of the run without a break.
+- Master weights are fp32 whatever computes; the reference is the model as it was given, not its file read again.
+- The draws are whet's, by (seed, step, place): they are not TRL's of the same seed.
+- Completions whose advantage is 0 are not run; means of `entropy` are over the tokens that were.
+- Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name.
+
+- `lora_dropout` of a `peft_config` is taken as 0.0, since the sampler draws without it. The reference of an adapter is
+  the base read with the adapter off: no second copy.
+
+`tools`, `environment_factory` and `rollout_func` are refused: each says what to do instead. CISPO's cap at
+`epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are followed, with a line in the
+log.
+"""
+
+
+def page() -> str:
+    """The text of docs/from-trl.md."""
+    parts = [
+        _INTRO,
+        "## The fields\n\n" + "\n".join(f"- *{state}*: {words}." for state, words in STATES.items()) + "\n",
+    ]
+    for heading, table in PAGES.items():
+        rows = [
+            f"| `{name}` | `{row.default!r}` | {row.state} | {row.note.replace('|', chr(92) + '|')} |"
+            for name, row in table.items()
+        ]
+        parts.append(
+            f"## {heading}\n\n| field | default in TRL | here | note |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        )
+    for release, defaults in COMPAT.items():
+        words = ", ".join(f"`{name}={value!r}`" for name, value in defaults.items())
+        parts.append(
+            f'`compat="{release}"`: {words}; `completion_length` and `reward/{{function}}` are logged besides, and '
+            "`reward_std` is the mean over groups.\n"
+        )
+    parts.append("Written by `python -m whet.trl.fields`; a test keeps it current.\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,85 @@
+"""A step's metrics under TRL's names, and their means between two logs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from whet.learners.control import MEASURED_ENTROPY
+
+__all__ = ["Window", "trl_metrics"]
+
+_RENAMED = {
+    MEASURED_ENTROPY: "entropy",
+    "time/step": "step_time",
+}
+"""whet's name -> TRL's, where they differ."""
+_SAME = re.compile(
+    r"loss|grad_norm|learning_rate|kl|policy_loss|entropy_coef|reward|reward_std|frac_reward_zero_std|cispo_clip_ratio"
+    r"|vespo/phi_seq_mean|rewards/.+/(mean|std)|completions/((mean|min|max)_(terminated_)?length|clipped_ratio)"
+    r"|clip_ratio/(low_mean|low_min|high_mean|high_max|region_mean)|sampling/sampling_logp_difference/(mean|max)"
+)
+"""Names that are the same."""
+_NOT = ("rewards/score/", "rewards/advantage/")
+_TERMINATED = tuple(f"completions/{how}_terminated_length" for how in ("mean", "min", "max"))
+
+
+def trl_metrics(row: Mapping[str, Any], *, compat: str | None = None) -> dict[str, float]:
+    """A row of whet's under TRL's names; what TRL does not log is left out.
+
+    Args: row: of numbers. compat: "0.16" = that release's names besides.
+
+    >>> trl_metrics({"reward": 0.5, "entropy/token_mean": 2.0, "perf/x": 1.0, "rewards/f/mean": 0.5}, compat="0.16")
+    {'reward': 0.5, 'entropy': 2.0, 'rewards/f/mean': 0.5, 'rewards/f': 0.5, 'reward/f': 0.5}
+    """
+    found = {}
+    for name, value in row.items():
+        if name in _RENAMED:
+            found[_RENAMED[name]] = value
+        elif _SAME.fullmatch(name) and not name.startswith(_NOT):
+            found[name] = value
+    if "completions/mean_length" in found:
+        found = {**dict.fromkeys(_TERMINATED, 0.0), **found}  # 0 where none ended by itself
+    if compat == "0.16":
+        found |= _names_of_0_16(found, row)
+    return found
+
+
+def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, float]:
+    old = {}
+    if "completions/mean_length" in found:
+        old["completion_length"] = found["completions/mean_length"]
+    if "reward_std_within_groups" in row:
+        old["reward_std"] = row["reward_std_within_groups"]
+    for name, value in found.items():
+        if name.startswith("rewards/") and name.endswith("/mean"):
+            fn = name.removeprefix("rewards/").removesuffix("/mean")
+            old |= {f"rewards/{fn}": value, f"reward/{fn}": value}
+    return old
+
+
+class Window:
+    """The means of metrics since the last log; NaN and infinities are left out, as TRL leaves NaN out.
+
+    >>> w = Window()
+    >>> w.add({"loss": 1.0}); w.add({"loss": 3.0, "kl": float("nan")}); w.take()
+    {'loss': 2.0}
+    """
+
+    _LAST = ("num_tokens", "learning_rate", "entropy_coef")
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add(self, row: Mapping[str, float]) -> None:
+        """Takes a row."""
+        for name, value in row.items():
+            if not math.isnan(value):
+                self._values.setdefault(name, []).append(float(value))
+
+    def take(self) -> dict[str, float]:
+        """The means, which are forgotten; of a counter and a rate the last one."""
+        values, self._values = self._values, {}
+        return {n: v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}

@@ -1,0 +1,70 @@
+"""Data sets as TRL takes them: rows with a column `prompt`, map-style or streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from whet.data.prompts import PromptEncoder
+from whet.errors import ConfigError, DataError
+
+__all__ = ["eval_sets", "longest_prompt", "rows_of"]
+
+_DROPPED = ("completion", "completion_ids")
+"""Columns that reward functions are not given, since what was sampled has these names."""
+_STREAM_PROMPT = 4096
+"""Tokens of a prompt at most, where the data can't be looked through."""
+
+
+class _Stream:
+    """Rows of a stream, one at a time, from its beginning whenever it is asked."""
+
+    def __init__(self, source: Iterable[Any], keep: Any) -> None:
+        self._source, self._keep = source, keep
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._keep(row) for row in self._source)
+
+
+def rows_of(data: Any, *, prompt_only: bool = False) -> Any:
+    """The rows of a data set, without the columns that nothing is given.
+
+    Args: data: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them. prompt_only: keep no other
+        column (remove_unused_columns).
+    Raises: DataError: it has no column `prompt`.
+    """
+
+    def keep(row: Any) -> dict[str, Any]:
+        if not isinstance(row, Mapping) or "prompt" not in row:
+            raise DataError(f"a row has no column 'prompt'; its columns: {', '.join(row)}; rename the one that it is")
+        return {n: v for n, v in row.items() if n == "prompt" or not (prompt_only or n in _DROPPED)}
+
+    if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
+        if len(data) == 0:
+            raise DataError("train_dataset has no rows; give at least one")
+        return [keep(row) for row in data]
+    if not isinstance(data, Iterable):
+        raise DataError(f"a data set is a Dataset, a list of dicts or an iterable of them, got {type(data).__name__}")
+    return _Stream(data, keep)
+
+
+def eval_sets(data: Any, *, prompt_only: bool = False) -> dict[str, list[dict[str, Any]]]:
+    """The evaluation sets by name, each whole; "" is the name of a single one."""
+    if data is None:
+        return {}
+    named = data if isinstance(data, Mapping) else {"": data}
+    return {name: list(rows_of(one, prompt_only=prompt_only)) for name, one in named.items()}
+
+
+def longest_prompt(encoder: PromptEncoder, sets: Iterable[Any], positions: int | None, completion: int) -> int:
+    """Tokens of the longest prompt, rounded up to a multiple of 64; of a stream, 4096 or what the model takes."""
+    room = None if positions is None else positions - completion
+    if room is not None and room < 1:
+        raise ConfigError(f"max_completion_length={completion} leaves no room for a prompt: the model has {positions}")
+    found = 1
+    for rows in sets:
+        if isinstance(rows, list):
+            found = max(found, *(len(prompt.tokens) for i, row in enumerate(rows) if (prompt := encoder(row, i))))
+        else:
+            found = max(found, min(_STREAM_PROMPT, room or _STREAM_PROMPT))
+    return -(-found // 64) * 64

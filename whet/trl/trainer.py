@@ -1,0 +1,361 @@
+"""Trainer: what the fronts have in common with transformers' Trainer: callbacks, state, logs, checkpoints, the end.
+
+A front makes a learner; `train` runs it, and a TRLTask tells this of what happens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, enable_full_determinism, set_seed
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    PrinterCallback,
+    ProgressCallback,
+)
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging as transformers_logging
+
+from whet.cluster import RLCluster
+from whet.config import Role
+from whet.errors import ConfigError
+from whet.train.checkpoints import Checkpoints
+from whet.trl.card import card
+from whet.trl.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
+from whet.trl.completions import Completions
+from whet.trl.learner import TRLLearner
+from whet.trl.names import Window
+from whet.trl.rewarding import RewardLog
+
+__all__ = ["Trainer"]
+
+log = logging.getLogger("whet")
+
+_NOT_CALLED = {
+    "_calculate_rewards": "give reward_funcs",
+    "_compute_loss": "write a loss for whet's GRPOLearner (docs/extending.md), or choose loss_type",
+    "_generate": "replace model.generate on the instance",
+    "_generate_and_score_completions": "replace model.generate on the instance, and give reward_funcs",
+    "_get_per_token_logps_and_entropies": "write a loss for whet's GRPOLearner (docs/extending.md)",
+    "_inner_training_loop": "give callbacks",
+    "_prepare_inputs": "give the rows as they are to be trained on",
+    "_save_checkpoint": "give a callback with on_save",
+    "compute_loss": "write a loss for whet's GRPOLearner (docs/extending.md), or choose loss_type",
+    "create_optimizer": "pass optimizers=(optimizer, scheduler), or set optim",
+    "create_optimizer_and_scheduler": "pass optimizers=(optimizer, scheduler), or set optim",
+    "create_scheduler": "set lr_scheduler_type and lr_scheduler_kwargs",
+    "get_eval_dataloader": "give eval_dataset",
+    "get_train_dataloader": "give train_dataset, with shuffle_dataset=False where its order is to stay",
+    "prediction_step": "write a callback with on_evaluate",
+    "training_step": "give callbacks",
+}
+"""Methods of TRL's trainer that nothing calls here, and what to use instead."""
+
+
+class Trainer:
+    """The base of the fronts. Args: args: the configuration. callbacks: of transformers, classes or instances."""
+
+    METHOD: ClassVar[str] = ""
+    """What trains, for a card."""
+    cluster: RLCluster
+    learner: TRLLearner
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses a subclass that overrides what nothing would call."""
+        super().__init_subclass__(**kwargs)
+        for name, instead in _NOT_CALLED.items():
+            if name in vars(cls):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called: whet trains by its own loop; {instead}"
+                )
+
+    def __init__(self, args: Any, processing_class: Any, callbacks: Sequence[Any] | None) -> None:
+        self.args, self.processing_class = args, processing_class
+        (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+        if args.tf32 is not None:
+            torch.backends.cuda.matmul.allow_tf32 = args.tf32
+        if args.log_level != "passive":
+            log.setLevel(args.get_process_log_level())
+            transformers_logging.set_verbosity(args.get_process_log_level())
+        own = [] if not args.report_to else _reporting(args.report_to)
+        self.callback_handler = CallbackHandler(
+            [DefaultFlowCallback, *own, *(callbacks or ())], None, processing_class, None, None
+        )
+        self.callback_handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+        self.control = TrainerControl()
+        self.state = TrainerState(stateful_callbacks=self._stateful())
+        self.window, self.losses = Window(), list[float]()
+        self.completions = Completions(args)
+        self.reward_log = RewardLog(lambda: self.state)
+        self.run: Any = None
+        self.scheduler: Any = None
+        self.updates_per_epoch: int | None = None
+        self.max_steps = 0
+        self.accelerator = SimpleNamespace(
+            device=args.device, is_main_process=True, is_local_main_process=True, num_processes=1, process_index=0,
+            local_process_index=0, unwrap_model=lambda model, *_, **__: model, wait_for_everyone=lambda: None,
+            print=print,
+        )  # fmt: skip
+
+    def _stateful(self) -> list[Any]:
+        return [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
+
+    def ready(self) -> None:
+        """Tells the callbacks that the trainer is there; the front has made cluster and learner."""
+        self.callback_handler.model = self.model
+        self.accelerator.device = self.cluster.actor.device
+        optim = self.cluster.actor.optim
+        told: Any = self.callback_handler
+        told.optimizer = None if optim is None else optim.optimizer
+        self.tell("on_init_end")
+
+    # ---- what a user reads ---------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> Any:
+        """The model in training."""
+        return self.cluster.actor.module
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference; None without one."""
+        workers = self.cluster.workers
+        return workers[Role.REFERENCE].module if Role.REFERENCE in workers else None
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, over the fp32 masters."""
+        return self.callback_handler.optimizer
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The model: nothing wraps it."""
+        return self.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.processing_class
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the process that writes."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Adds a callback, the last to be told."""
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Removes a callback, or the first of a class."""
+        self.callback_handler.remove_callback(callback)
+
+    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> Any:
+        """Removes and returns a callback, or the first of a class."""
+        return self.callback_handler.pop_callback(callback)
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def train_rows(self) -> Any:
+        """The rows to train on."""
+        raise NotImplementedError
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+        """Measures on the evaluation data."""
+        raise NotImplementedError
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
+        """Trains to max_steps or the end of the last epoch.
+
+        Args: resume_from_checkpoint: True = go on from the newest checkpoint in output_dir, or a checkpoint's folder.
+        Returns: optimizer steps, mean loss, and the numbers of the run.
+        Raises: CheckpointError: nothing to resume.
+        """
+        if kwargs:
+            raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
+        resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
+        checkpoints = self.cluster.checkpoints
+        if resume is not None:
+            checkpoints.root = resume.parent
+        elif checkpoints.root is not None:
+            checkpoints.root = Path(new_root(self.args.output_dir)).absolute()
+        self.learner.config = dataclasses.replace(
+            self.cluster.training_config, resume=None if resume is None else str(resume)
+        )
+        self.state = TrainerState(stateful_callbacks=self._stateful())
+        self.window, self.losses, started = Window(), [], time.monotonic()
+        self.learner.train(self.train_rows())
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self._load_best(Path(self.state.best_model_checkpoint))
+        return self._finish(time.monotonic() - started)
+
+    def _finish(self, seconds: float) -> TrainOutput:
+        steps = self.state.global_step
+        samples = steps * self.args.batches.rows
+        metrics = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(samples / max(seconds, 1e-9), 3),
+            "train_steps_per_second": round(steps / max(seconds, 1e-9), 3),
+            "total_flos": self.state.total_flos,
+            "train_loss": sum(self.losses) / max(len(self.losses), 1),
+        }
+        self.log(metrics)
+        self.tell("on_train_end")
+        return TrainOutput(steps, metrics["train_loss"], metrics)
+
+    def begin(self, *, resumed: bool) -> None:
+        """The state of a run that is open now."""
+        args, state = self.args, self.state
+        state.max_steps, state.train_batch_size = self.max_steps, args.per_device_train_batch_size
+        state.num_train_epochs = math.ceil(self.max_steps / self.updates_per_epoch) if self.updates_per_epoch else 1
+        state.compute_steps(args, self.max_steps)
+        self.control.should_training_stop = False
+        if resumed:
+            log.info("resumed after %d optimizer steps", state.global_step)
+
+    def set_epoch(self) -> None:
+        """The state's epoch, by its optimizer steps; of a stream the part of the run that is done."""
+        self.state.epoch = self.state.global_step / (self.updates_per_epoch or max(self.state.max_steps, 1))
+
+    def at_epoch_end(self) -> bool:
+        """Whether an epoch is over; of a stream, the run."""
+        return self.state.global_step % (self.updates_per_epoch or self.state.max_steps) == 0
+
+    def tell(self, event: str, **kwargs: Any) -> None:
+        """Tells the callbacks of an event."""
+        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+
+    # ---- logs ----------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds a row to state.log_history, with epoch and step, and tells on_log. Args: start_time: not used."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.tell("on_log", logs=logs)
+
+    def log_window(self) -> None:
+        """Logs the means since the last time, and the completions of the last rollout."""
+        self.log(self.window.take())
+        self.completions.write(self.state.global_step)
+
+    def note_best(self, metrics: Mapping[str, float]) -> None:
+        """Keeps the best value of metric_for_best_model."""
+        args, state = self.args, self.state
+        name = args.metric_for_best_model
+        if name is None:
+            return
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ConfigError(f"metric_for_best_model={name!r} is not among {', '.join(sorted(metrics))}; name one")
+        value, best = metrics[name], state.best_metric
+        if best is None or (value > best if args.greater_is_better else value < best):
+            state.best_metric, state.best_global_step = value, state.global_step
+            if args.save_strategy == "best":
+                self.control.should_save = True
+
+    # ---- files ---------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes model and tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.cluster.actor.export(folder, self.processing_class)
+
+    def save_state(self) -> None:
+        """Writes trainer_state.json into output_dir."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Writes README.md into output_dir. Args: the model's name, its data set's on the hub, tags for it."""
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        base = self.model.name_or_path or None
+        own = [tags] if isinstance(tags, str) else list(tags or ())
+        (folder / "README.md").write_text(
+            card(model_name or folder.resolve().name, self.METHOD, base, dataset_name, own)
+        )
+
+    def push_to_hub(self, commit_message: str | None = None, **kwargs: Any) -> None:
+        """Raises ConfigError: nothing is sent from here."""
+        raise ConfigError(
+            "push_to_hub is not there yet; save_model() writes what `hf upload <name> <folder>` sends to the hub"
+        )
+
+    def save_weights(self) -> None:
+        """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
+        folder = checkpoint_at(self.args.output_dir, self.state.global_step)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        Checkpoints.export(folder, self.run.step, self.cluster.actor, self.processing_class)
+        self._noted(folder)
+
+    def saved(self, whole: Path) -> None:
+        """A checkpoint was written. Args: whole: what a resume reads."""
+        self._noted(linked(whole, checkpoint_at(self.args.output_dir, self.state.global_step)))
+
+    def _noted(self, folder: Path) -> None:
+        state = self.state
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(folder)
+        state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
+        state.save_to_json(str(folder / "trainer_state.json"))
+        best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
+        rotated(self.args.output_dir, self.args.save_total_limit, [folder, *best])
+        self.tell("on_save")
+
+    def _load_best(self, folder: Path) -> None:
+        worker = self.cluster.actor
+        log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
+        worker.load(best_state(folder))
+        self.cluster.sync_weights()
+
+    def scheduler_state(self) -> dict[str, Any]:
+        """Of a schedule that was given."""
+        return {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+
+    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+        """Restores it."""
+        if self.scheduler is not None and state:
+            self.scheduler.load_state_dict(dict(state))
+
+    def close(self) -> None:
+        """Frees the engine and the optimizer."""
+        self.learner.close()
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a schedule's state can be stored: numbers, texts and lists of them."""
+
+    def simple(value: Any) -> bool:
+        return value is None or isinstance(value, int | float | str)
+
+    lists = {n: list(v) for n, v in state.items() if isinstance(v, list) and all(map(simple, v))}
+    return {**{n: v for n, v in state.items() if simple(v)}, **lists}
+
+
+def _reporting(names: Sequence[str]) -> list[Any]:
+    """The callbacks of loggers that transformers has."""
+    from transformers.integrations import integration_utils
+
+    wanted = integration_utils.get_available_reporting_integrations() if list(names) == ["all"] else list(names)
+    try:
+        return integration_utils.get_reporting_integration_callbacks(wanted)
+    except ValueError as error:
+        raise ConfigError(f"report_to={list(names)}: {error}") from error
