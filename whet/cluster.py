@@ -17,7 +17,7 @@ from torch import nn
 
 from whet.config import ClusterConfig, Mode, RLTrainingConfig, Role, RoleConfig, RolloutConfig
 from whet.data.prompts import PromptEncoder
-from whet.data.tokenizer import check_same_ids, load_tokenizer, pad_token_id, stop_token_ids
+from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError
 from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
@@ -117,7 +117,9 @@ class RLCluster(RoleWorkers, TunixVerbs):
                 own = dataclasses.replace(support, forbidden_ids=known)
             self.add(role, model, loaded, optimizer, max_tokens=budget, support=own, allowed=allowed)
         self._reward_tokenizer = self.tokenizer_of(Role.REWARD, reward, reward_tokenizer)
-        self._check_teacher(teacher)
+        for role, model in ((Role.REFERENCE, reference), (Role.TEACHER, teacher)):
+            if model is not None:
+                self.check_same_ids(role, model, actor)
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
@@ -157,20 +159,6 @@ class RLCluster(RoleWorkers, TunixVerbs):
                 budget,
             )
         return budget
-
-    def _check_teacher(self, teacher: nn.Module | str | RoleConfig | None) -> None:
-        """Raises ConfigError where the teacher reads other token ids than the policy writes."""
-        if teacher is None:
-            return
-        loaded = self._workers[Role.TEACHER].loaded
-        own = self.tokenizer_of(Role.TEACHER, teacher)
-        if own is not None:
-            check_same_ids(self.tokenizer, own, f"the teacher {loaded.name}")
-        if loaded.num_ids < len(self.tokenizer):
-            raise ConfigError(
-                f"the teacher {loaded.name} knows {loaded.num_ids} token ids and the policy's tokenizer has "
-                f"{len(self.tokenizer)}; give a model of the same tokenizer"
-            )
 
     def reward_model(self, **options: Any) -> RewardModel:
         """The reward model as a reward function, named after its folder; `options` are RewardModel's.

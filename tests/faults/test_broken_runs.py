@@ -252,7 +252,7 @@ def test_the_final_model_is_whole_or_absent_and_readable_by_others(tmp_path, mon
     assert {modes["model.safetensors"], modes["run.pt"]} == {stat.S_IMODE(plain.stat().st_mode)}
     old = (tmp_path / "final" / "model.safetensors").read_bytes()
 
-    def half(self, folder, tokenizer=None):
+    def half(self, folder, tokenizer=None, *, merge=False):
         (folder / "model.safetensors").write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
@@ -479,7 +479,7 @@ def test_a_refused_run_writes_nothing_over_the_one_that_lies_there(tmp_path):
     before = {p: p.read_bytes() for p in tmp_path.glob("*.*") if p.is_file()}
     with pytest.raises(ConfigError, match="holds the checkpoints of a run"):
         learner(tmp_path, epsilon=0.3).train(rows(8))
-    assert {p: p.read_bytes() for p in before} == before and len(before) == 2
+    assert {p: p.read_bytes() for p in before} == before and len(before) == 3  # config, environment, card
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------

@@ -218,7 +218,7 @@ def test_every_side_and_every_mechanism_switched_off_makes_the_same_update(scrip
     with pytest.MonkeyPatch.context() as patch:  # a mechanism is switched off for good: each run has its own process
         from whet.models import forward, products
 
-        patch.setattr(forward, "linear_logprob", forward.linear_logprob)
+        patch.setattr(forward, "linear_stats", forward.linear_stats)
         patch.setattr(products, "MIN_MULTIPLICATIONS", products.MIN_MULTIPLICATIONS)
         for mechanism in ("", *train_step.WITHOUT["tiny"]):
             found = train_sides.run_whet(dataclasses.replace(job, without=mechanism))

@@ -89,8 +89,8 @@ class RoleConfig:
     model: Name | None = None
     """Hub name or folder of a Hugging Face model; the actor's may be "file.py:function" or "package.module:function",
     which makes the model in a folder. None = given from Python, or (critic, reference) the actor's. A critic's may be
-    "actor": a score head on the actor's own trunk, trained with it. A folder or hub name of an adapter in PEFT's format
-    stands for its base model with that adapter, which is trained on."""
+    "actor": a score head on the actor's own trunk, trained with it. A folder or hub name of an adapter in PEFT's
+    format stands for its base model with that adapter, which is trained on."""
     lora: LoraConfig | None = None
     """Train a low-rank adapter in place of all weights; None = all weights. Where optim.lr is not given it is 1e-4."""
     quantization: Literal["nf4", "fp4"] | None = None

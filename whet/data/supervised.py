@@ -100,8 +100,11 @@ class RowEncoder:
         sequences = [s for answer in made for s in answer]
         if not sequences or not all(made):
             return self._empty(read, number)
+        if len(read.answers) == 2 and _equal(sequences):  # as the template shows them
+            return self._empty(replace(read, empty=EQUAL), number)
         kept = self.lengths.fit(sequences, number)
-        if kept is None or not any(kept) or (None in kept and not self.forks):
+        cut_alike = len(read.answers) == 2 and kept is not None and None not in kept and _equal([s for s in kept if s])
+        if kept is None or not any(kept) or (None in kept and not self.forks) or cut_alike:
             self.counts["dropped"] += 1
             return None
         self.counts["encoded"] += 1
@@ -165,6 +168,9 @@ class RowEncoder:
 
     def _no_form(self, row: Mapping[str, Any], number: int) -> DataError:
         names = [str(name) for name in row]
+        columns = (*RESPONSES, *PROMPTS, *MESSAGES, "chosen", "rejected")
+        if nulls := [name for name in columns if row.get(name, 0) is None]:
+            return DataError(f"row {number}: column {nulls[0]!r} is null; fill it, or leave the row out")
         known = (*MESSAGES, *PROMPTS, *RESPONSES, "text", "chosen", "rejected", "label")
         near = next((hint for name in names if name not in known and (hint := nearest(name, known))), "")
         return DataError(
@@ -415,6 +421,12 @@ def _messages(said: Said | None, role: str) -> list[Message]:
     if isinstance(said, str):
         return [{"role": role, "content": said}]
     return said or []
+
+
+def _equal(sequences: Sequence[TrainSequence]) -> bool:
+    """Whether two answers are the same tokens."""
+    a, b = (np.concatenate([s.prefix, s.tokens]) for s in sequences) if len(sequences) == 2 else ([0], [1])
+    return np.array_equal(a, b)
 
 
 def _begins_with(said: list[Message], prompt: Said) -> bool:

@@ -54,6 +54,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
             raise ConfigError("training a reward model needs one; give SupervisedModels(reward_model=...), not actor=")
         models.trainer.with_loss_fn(make_reward_loss(c), loss_per="unit", scores=True)
         models.trainer.with_rl_metrics_to_log(REWARD_REDUCTIONS)
+        models.trainer.with_tqdm_metrics_to_display(["accuracy"])
 
     def encoder(self) -> Encoder:
         """Pairs, with their margins where the rows have them."""
@@ -83,6 +84,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         self._ahead: tuple[Run, SupervisedTask] | None = None
         self._kept: dict[bytes, list[Tensor]] | None = None
         models.trainer.with_loss_fn(self.objective, loss_per="unit", constants=self.objective.constants)
+        models.trainer.with_tqdm_metrics_to_display(["rewards/accuracies"])
 
     def _check_reference(self) -> None:
         c, there = self.algo_config, Role.REFERENCE in self.models.workers

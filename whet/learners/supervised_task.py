@@ -200,7 +200,9 @@ class SupervisedTask(Task):
         with self.models.trace.span("eval"):
             found = self.learner.measure(ExampleStep(index=step, examples=examples, mode=Mode.EVAL))
         row = {**flat(found.metrics), "rows/count": float(len(examples)), "time/eval": time.monotonic() - started}
-        log.info("eval, step %d: loss %.4g  (%d rows, %.1f s)", step, row["loss"], len(examples), row["time/eval"])
+        shown = "".join(f"  {name} {row[name]:.4g}" for name in self.models.trainer.displayed if name in row)
+        said = "eval, step %d: loss %.4g%s  (%d rows, %.1f s)"
+        log.info(said, step, row["loss"], shown, len(examples), row["time/eval"])
         return row
 
     # ---- state ---------------------------------------------------------------------------------------------------

@@ -54,8 +54,20 @@ PREFIX = "base_model.model."
 """Of every name in PEFT's files: its wrapper of the model, which is not made here."""
 SCORE = "score"
 """The name of a score head."""
-REFUSED = ("use_dora", "lora_bias", "trainable_token_indices", "target_parameters", "layer_replication", "arrow_config")
+REFUSED = (
+    "use_dora",
+    "alora_invocation_tokens",
+    "lora_bias",
+    "trainable_token_indices",
+    "target_parameters",
+    "layer_replication",
+    "arrow_config",
+)
 """Fields of PEFT's LoraConfig that make more of an adapter than W + s B A; refused where they are set."""
+
+
+MOVES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Beginnings of init_lora_weights with which PEFT changes the base's own weights, again at each reading."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,7 @@ def find_adapter(path: str) -> SavedAdapter | None:
         kind = fields.get("peft_type") if isinstance(fields, dict) else fields
         raise ConfigError(f"the adapter {path!r} is of kind {kind!r:.40}; whet reads LORA: {_merge_it('it')}")
     odd = [name for name in REFUSED if fields.get(name)] + (["bias"] if fields.get("bias", "none") != "none" else [])
+    odd += ["init_lora_weights"] if str(fields.get("init_lora_weights", "")).startswith(MOVES_BASE) else []
     if odd:
         raise ConfigError(
             f"the adapter {path!r} has {odd[0]}={fields[odd[0]]!r}, which whet does not run: {_merge_it('it')}"

@@ -102,6 +102,7 @@ def push_to_hub(
     folder = Path(run).expanduser()
     model, step = _model_of(folder, which)
     files = _files(model, folder, merged=merged)
+    _check_base(files.get("adapter_config.json"), dry_run)
     changes = {"adapter": "adapter_config.json" in files}
     facts = card_facts(folder, step=step, evaluations=evals, **changes)
     if license is not None:
@@ -172,7 +173,20 @@ def _step_in(path: Path) -> int:
 
 
 def _beside(folder: Path) -> list[str]:
-    return [p.name for p in folder.parent.iterdir()] if folder.parent.is_dir() else []
+    return [p.name for p in folder.parent.iterdir() if p != folder] if folder.parent.is_dir() else []
+
+
+def _check_base(adapter: Path | None, dry_run: bool) -> None:
+    """Raises ConfigError where an adapter's base is a folder here, which nobody else has; logs it in a dry run."""
+    base = None if adapter is None else json.loads(adapter.read_text()).get("base_model_name_or_path")
+    if base is not None and (Path(base).is_absolute() or Path(base).exists()):
+        told = (
+            f"the adapter's base is the folder {base}, which nobody else has; send the whole model by merged=true, or "
+            "train the adapter on a model of the hub"
+        )
+        if not dry_run:
+            raise ConfigError(told)
+        log.warning("%s", told)
 
 
 def _files(model: Path, folder: Path, *, merged: bool) -> dict[str, Path]:

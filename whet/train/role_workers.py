@@ -18,7 +18,7 @@ from torch import nn
 from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
 from whet.config.lora import LORA_LR
 from whet.data.plans import Plans
-from whet.data.tokenizer import load_tokenizer
+from whet.data.tokenizer import check_same_ids, load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
@@ -139,7 +139,7 @@ class RoleWorkers:
         if (given.model if isinstance(given, RoleConfig) else given) != ACTOR:
             return given, self.load(Role.REFERENCE, given)
         if policy.adapter is not None:
-            log.info("reference: the actor's own base, read without what is trained on it: no second copy")
+            log.info("reference: the actor as it is now, on the same base: no second copy")
             return policy.module, policy.start_view()
         if isinstance(actor, nn.Module):
             given = copy.deepcopy(actor)
@@ -182,8 +182,8 @@ class RoleWorkers:
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
         if optimizer is not None and own not in (OptimConfig(), OptimConfig(lr=LORA_LR)):
             raise ConfigError(
-                f"{role.value}.optim and training_config.{role.value}_optimizer (or optimizer=) both set an optimizer; "
-                "keep one"
+                f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer (or optimizer= "
+                "does); keep one"
             )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         trained = role not in READ_ONLY if trained is None else trained
@@ -241,6 +241,22 @@ class RoleWorkers:
         if mesh is not None:
             return torch.device(mesh.device_type)
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def check_same_ids(self, role: Role, model: Given, actor: Given) -> None:
+        """Raises ConfigError where a role that is compared with the policy reads other token ids than it writes.
+
+        Args: role: reference or teacher. model: what it was loaded from. actor: what the policy was.
+        """
+        loaded = self._workers[role].loaded
+        places = [given.model if isinstance(given, RoleConfig) else given for given in (model, actor)]
+        own = None if places[0] == ACTOR or places[0] is places[1] else self.tokenizer_of(role, places[0])
+        if own is not None and places[0] != places[1]:
+            check_same_ids(self.tokenizer, own, f"the {role.value} {loaded.name}")
+        if loaded.num_ids < len(self.tokenizer):
+            raise ConfigError(
+                f"the {role.value} {loaded.name} knows {loaded.num_ids} token ids and the policy's tokenizer has "
+                f"{len(self.tokenizer)}; give a model of the same tokenizer"
+            )
 
     def fit(self, longest: int) -> None:
         """Raises the token budget of the micro-batches to what must stay together, where the user has set none.
@@ -322,7 +338,7 @@ def _check_rate(role: Role, optimizer: Any) -> None:
     if isinstance(optimizer, OptimConfig) and 0 < optimizer.lr < SLOW:
         log.warning(
             "%s.optim.lr=%g is the rate of a whole model; an adapter hardly learns below %g: about %g serves it",
-            role.value,
+            "reward_model" if role is Role.REWARD else role.value,
             optimizer.lr,
             SLOW,
             LORA_LR,

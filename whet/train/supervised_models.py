@@ -72,6 +72,8 @@ class SupervisedModels(RoleWorkers):
             budget = self.config.token_budget(made.module.device.type)
             own_optimizer = optimizer if role is self.role else None
             self.add(role, model, made, own_optimizer, max_tokens=budget, trained=role is self.role)
+        if reference is not None:
+            self.check_same_ids(Role.REFERENCE, reference, given)
         self.train(self.role, nll, plain=True)
         self.checkpoints = Checkpoints(self.config.checkpoint_root, self._trainers, self._workers)
 

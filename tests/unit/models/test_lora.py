@@ -270,6 +270,8 @@ def without_a_layer(folder):
     [
         (lambda f: changed(f, peft_type="IA3"), "of kind 'IA3'"),
         (lambda f: changed(f, use_dora=True), "use_dora=True, which whet does not run"),
+        (lambda f: changed(f, init_lora_weights="pissa_niter_4"), "init_lora_weights='pissa_niter_4', which whet does"),
+        (lambda f: changed(f, alora_invocation_tokens=[1]), "alora_invocation_tokens="),
         (lambda f: changed(f, bias="all"), "bias='all'"),
         (lambda f: changed(f, base_model_name_or_path=None), "does not name its base model"),
         (lambda f: changed(f, base_model_name_or_path="/nowhere/at/all"), "where the model has moved"),

@@ -365,3 +365,30 @@ def test_the_loss_of_a_reward_model_by_hand():
         "min_reward": [1.0, -1.0],
         "max_reward": [2.0, 1.0],
     }
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        ("discopop", {"beta": 1.0}),
+        ("sigmoid", {"f_divergence_type": "forward_kl"}),
+        ("orpo", {}),
+        ("cpo", {"alpha": 0.25}),
+    ],
+)
+def test_pairs_far_the_wrong_way_round_have_a_loss_and_a_gradient(loss, words):
+    """Chosen answers of probability 0 and rejected ones of probability 1, to rounding, and the other way round."""
+    made = make_preference_objective(PreferenceConfig(loss_type=loss, **words))
+    for chosen, rejected in ((-400.0, 0.0), (0.0, -400.0)):
+        logprobs = torch.tensor([chosen, rejected], requires_grad=True)
+        x = LossInputs(
+            sequence=torch.tensor([0, 1]),
+            mask=torch.ones(2, dtype=torch.bool),
+            logprobs=logprobs,
+            unit_of=torch.tensor([0, 0]),
+            ref_logprobs=torch.zeros(2) if made.needs.reference else None,
+            sequence_columns={"chosen": torch.tensor([1.0, 0.0]), "tokens_per_pair": torch.ones(2)},
+        )
+        found, _ = made(x)
+        found.sum().backward()
+        assert found.isfinite().all() and logprobs.grad.isfinite().all()

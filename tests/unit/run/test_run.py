@@ -439,7 +439,7 @@ def test_an_end_that_comes_by_itself_saves_evaluates_and_exports_in_this_order(m
         step(run)
         for name, owner in (("save", run), ("evaluate", run), ("export", run.checkpoints), ("close", run.profiler)):
             now = getattr(owner, name)
-            monkeypatch.setattr(owner, name, lambda *a, n=name, f=now: (told.append(n), f(*a)))
+            monkeypatch.setattr(owner, name, lambda *a, n=name, f=now, **k: (told.append(n), f(*a, **k)))
     assert told == ["close", "hook", "save", "evaluate", "export"]
     assert json.loads((tmp_path / "final" / "run.json").read_text()) == {"step": 1}
     assert not (tmp_path / ".lock").exists() and run.progress is not None

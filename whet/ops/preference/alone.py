@@ -55,7 +55,7 @@ def alpha_reward(h: Tensor, alpha: float) -> Tensor:
     >>> alpha_reward(torch.tensor([-1.0]), 1.0)  # 1 - e
     tensor([-1.7183])
     """
-    return h if alpha == 0 else -torch.expm1(-alpha * h) / alpha
+    return h if alpha == 0 else -torch.expm1((-alpha * h).clamp(max=80.0)) / alpha  # finite in fp32, however small p
 
 
 def _rewards(beta: float, chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -173,6 +173,7 @@ def log_odds(h: Tensor) -> Tensor:
     >>> log_odds(torch.tensor([0.5]).log()).abs() < 1e-6
     tensor([True])
     """
+    h = h.clamp(max=-torch.finfo(h.dtype).eps)  # p = 1, to rounding, has no odds
     near = h > -math.log(2)
     close = torch.where(near, h, -1.0).expm1().neg().log()
     return h - torch.where(near, close, torch.log1p(-torch.where(near, -1.0, h).exp()))

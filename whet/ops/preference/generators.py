@@ -38,13 +38,13 @@ def forward_kl(d: Tensor) -> Tensor:
 
     f'(t) = 1 − 1/t = 1 − exp(−d), d = log t = log π − log π_ref of a side.
     Args: d [u].
-    Returns: [u].
-    Source: f-DPO (arXiv:2309.16240); agrees with TRL.
+    Returns: [u]; finite however small d is.
+    Source: f-DPO (arXiv:2309.16240); agrees with TRL, whose gradient is NaN for d below −88 in fp32.
 
     >>> forward_kl(torch.tensor([0.0]))
     tensor([0.])
     """
-    return -torch.expm1(-d)
+    return -torch.expm1((-d).clamp(max=_LARGEST))
 
 
 def js_divergence(d: Tensor) -> Tensor:

@@ -275,5 +275,6 @@ def discopop(p: PreferenceInputs, *, beta: float = 0.1, discopop_tau: float = 0.
     tensor([0.3679])
     """
     z = beta * _difference(p)
-    m = (z / discopop_tau).sigmoid()
-    return -F.logsigmoid(z) * (1 - m) + (-z).exp() * m
+    gate = z / discopop_tau
+    # m exp(−z) as one exponential: apart, a pair far the wrong way round is 0 · ∞
+    return -F.logsigmoid(z) * (-gate).sigmoid() + (F.logsigmoid(gate) - z).exp()
