@@ -207,7 +207,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
         ({"generation_kwargs": {"num_beams": 2}}, ConfigError, "beam"),
         ({"generation_kwargs": {"do_sample": False}}, ConfigError, "do_sample=False"),
     ],
-    ids=str,
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
 def test_what_is_not_there_is_refused_by_name(given, kind, message, tmp_path):
     with pytest.raises(kind, match=message):
