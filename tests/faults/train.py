@@ -38,13 +38,18 @@ def noisy_reward(completions, **_):
     return [r + 0.5 * np.random.random() for r in length_reward(completions)]
 
 
+def slow_down_saves():
+    """Gives time enough to be killed while a checkpoint is being written."""
+    sync = checkpoint._fsync
+    checkpoint._fsync = lambda path: (time.sleep(0.05), sync(path))
+
+
 def train(folder, threads=1, slow_saves=False):
     """12 steps over 20 rows in batches of 4: two and a half shuffled epochs, a checkpoint every second step."""
     torch.set_num_threads(threads)
     np.random.seed(0)
-    if slow_saves:  # time enough to be killed while a checkpoint is being written
-        sync = checkpoint._fsync
-        checkpoint._fsync = lambda path: (time.sleep(0.05), sync(path))
+    if slow_saves:
+        slow_down_saves()
     c = cluster(
         tiny_model(),
         reference=tiny_model(1),
@@ -68,8 +73,7 @@ def train_sft(folder, threads=1, slow_saves=False):
     """12 steps of supervised training over 20 rows in batches of 4, a checkpoint every second step."""
     torch.set_num_threads(threads)
     if slow_saves:
-        sync = checkpoint._fsync
-        checkpoint._fsync = lambda path: (time.sleep(0.05), sync(path))
+        slow_down_saves()
     models = SupervisedModels(
         actor=tiny_model(),
         tokenizer="byte",

@@ -13,9 +13,15 @@ from whet import (
     GRPOLearner,
     PPOConfig,
     PPOLearner,
+    PreferenceConfig,
+    PreferenceLearner,
+    RewardModelLearner,
     RLCluster,
     RLTrainingConfig,
     RolloutConfig,
+    SFTLearner,
+    SupervisedModels,
+    SupervisedTrainingConfig,
 )
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text()
@@ -63,11 +69,28 @@ def with_critic():
     return PPOLearner(cluster, PPOConfig(), lambda completions: [len(c) for c in completions]).train(rows).rows
 
 
+@pytest.fixture(scope="module")
+def supervised():
+    """The rows of supervised runs of every kind, with evaluations."""
+
+    def models(**given):
+        loop = SupervisedTrainingConfig(max_steps=1, eval_every_n_steps=1, pbar_description=None)
+        return SupervisedModels(**given, tokenizer="byte", config=loop)
+
+    rows = [{"prompt": "1+1=", "response": "2"}, {"prompt": "2+2=", "response": "4"}]
+    pairs = [{"prompt": "1+1=", "chosen": "2", "rejected": "7"}, {"prompt": "2+2=", "chosen": "4", "rejected": "5"}]
+    sft = SFTLearner(models(actor=tiny_model())).train(rows, rows)
+    rm = RewardModelLearner(models(reward_model=tiny_model())).train(pairs, pairs)
+    across = PreferenceConfig(loss_type="aot")  # a loss that looks across the batch
+    dpo = PreferenceLearner(models(actor=tiny_model(), reference=tiny_model()), across).train(pairs, pairs)
+    return [*sft.rows, *rm.rows, *dpo.rows]
+
+
 @pytest.fixture
-def written(folder, with_critic):
+def written(folder, with_critic, supervised):
     """Names of metrics in the rows of the runs, as the page writes them."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    names = {name for row in [*rows, *with_critic] for name in row} - {"step", "mode", "version"}
+    names = {name for row in [*rows, *with_critic, *supervised] for name in row} - {"step", "mode", "version"}
     names -= {name for name in names if name.startswith("critic/") and name.removeprefix("critic/") in names}
     named = {name.replace("/lambda", "/<f>").replace("best_of_2", "best_of_<G>") for name in names}
     return {re.sub(r"pass@\d+", "pass@<k>", name) for name in named}

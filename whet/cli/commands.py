@@ -55,8 +55,6 @@ log = logging.getLogger("whet")
 AnyRun = RunConfig | SupervisedRunConfig
 R = TypeVar("R", bound=AnyRun)
 D = TypeVar("D", bound=SourceConfig)
-READ_BY = ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit")
-"""Fields of the section data that say where rows are read."""
 
 
 def grpo(config: RunConfig) -> dict[str, Any]:
@@ -204,7 +202,7 @@ def _critic(config: PPORunConfig) -> RoleConfig:
 def rows_given(data: D) -> D:
     """The section data without what the rows were read by: that is done."""
     usual = type(data)()
-    return dataclasses.replace(data, **{name: getattr(usual, name) for name in READ_BY})
+    return dataclasses.replace(data, **{name: getattr(usual, name) for name in data.READ_BY})
 
 
 def data(config: AnyRun) -> tuple[Any, Any]:

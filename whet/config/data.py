@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Size, Text, Tree
@@ -15,6 +15,17 @@ __all__ = ["DataConfig", "SourceConfig", "SupervisedDataConfig"]
 @config
 class SourceConfig:
     """Where rows come from, and how many make a step."""
+
+    READ_BY: ClassVar[tuple[str, ...]] = (
+        "path",
+        "eval_path",
+        "eval_split",
+        "eval_fraction",
+        "subset",
+        "streaming",
+        "limit",
+    )
+    """Fields that say where rows are read; from Python train() is given the rows themselves."""
 
     path: Name | None = None
     """Hub name, folder, a json, jsonl, csv, parquet or arrow file, "file.py:function" or "package.module:function" that

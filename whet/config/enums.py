@@ -31,3 +31,12 @@ class Role(str, Enum):  # noqa: UP042
     REWARD = "reward"
     ROLLOUT = "rollout"
     TEACHER = "teacher"
+
+    @property
+    def section(self) -> str:
+        """The section of a configuration that has its model.
+
+        >>> Role.REWARD.section, Role.ACTOR.section
+        ('reward_model', 'actor')
+        """
+        return "reward_model" if self is Role.REWARD else self.value

@@ -14,8 +14,9 @@ from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Seconds, Seed, Size, Temperature, Text
 from whet.config.loader import dump_tree, merged, tree
 from whet.config.model import RoleConfig
+from whet.config.rewards import ListedRewards
 from whet.config.rollout import RolloutConfig
-from whet.config.run import REWARD_MODEL, SHORT
+from whet.config.run import SHORT
 from whet.errors import ConfigError
 
 __all__ = ["EVAL_SHORT", "EvalDataConfig", "EvalRolloutConfig", "EvalRunConfig", "check_eval", "load_eval"]
@@ -82,7 +83,7 @@ class EvalDataConfig:
 
 
 @config
-class EvalRunConfig:
+class EvalRunConfig(ListedRewards):
     """Everything that `whet eval` needs.
 
     >>> load_eval(["model=runs/a", "data=test.jsonl", "reward=boxed", "num_generations=8", "temperature=0.6"]).k
@@ -136,8 +137,7 @@ class EvalRunConfig:
 
     def __post_init__(self) -> None:
         """Checks what concerns several sections."""
-        if self.reward_model is None and REWARD_MODEL in self._listed:
-            raise ConfigError("reward names reward_model, and there is none; set reward_model.model")
+        self.check_rewards()
         if self.resume and self.out is None:
             raise ConfigError("resume=true needs out=<the folder of the evaluation>; set it")
         if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
@@ -160,23 +160,6 @@ class EvalRunConfig:
     def sampling(self) -> EvalRolloutConfig:
         """The section rollout with the fields of its `eval` set."""
         return self.rollout.for_mode(Mode.EVAL)  # pyright: ignore[reportReturnType]
-
-    @property
-    def _listed(self) -> tuple[str, ...]:
-        return (self.reward,) if isinstance(self.reward, str) else tuple(self.reward or ())
-
-    @property
-    def reward_names(self) -> tuple[str, ...]:
-        """The reward functions in their order; a reward model that is not listed is the last."""
-        unlisted = self.reward_model is not None and REWARD_MODEL not in self._listed
-        return (*self._listed, *((REWARD_MODEL,) if unlisted else ()))
-
-    @property
-    def reward_weights(self) -> tuple[float, ...] | None:
-        """Their weights; None = 1.0 each."""
-        if not isinstance(self.reward, dict):
-            return None
-        return tuple(self.reward.get(name, 1.0) for name in self.reward_names)
 
 
 EVAL_SHORT: dict[str, str] = {

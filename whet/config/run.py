@@ -18,6 +18,7 @@ from whet.config.fields import Bool, Float, Name
 from whet.config.loader import dump_tree, load, merged
 from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig
+from whet.config.rewards import ListedRewards
 from whet.config.rollout import RolloutConfig
 from whet.config.training import RLTrainingConfig
 from whet.errors import ConfigError
@@ -25,12 +26,10 @@ from whet.errors import ConfigError
 __all__ = ["SHORT", "PPORunConfig", "RunConfig", "check_complete", "load_run"]
 
 R = TypeVar("R", bound="RunConfig")
-REWARD_MODEL = "reward_model"
-"""The place of the reward model among the rewards: its section's own name."""
 
 
 @config
-class RunConfig:
+class RunConfig(ListedRewards):
     """Everything that `whet grpo` needs.
 
     >>> load_run(["model=my/model", "actor.lr=2e-6", "data=train.jsonl"]).actor.optim.lr
@@ -93,8 +92,7 @@ class RunConfig:
                 raise ConfigError(f"trainer.{role}_optimizer is for Python; in a run's configuration set {role}.optim")
         if isinstance(self.reward, dict) and self.algo.reward_weights is not None:
             raise ConfigError("reward gives weights and algo.reward_weights too; keep one of them")
-        if self.reward_model is None and REWARD_MODEL in self._listed:
-            raise ConfigError("reward names reward_model, and there is none; set reward_model.model")
+        self.check_rewards()
         weights, count = self.algo.reward_weights, len(self.reward_names)
         if count and weights is not None and len(weights) != count:
             raise ConfigError(
@@ -102,16 +100,11 @@ class RunConfig:
             )
 
     @property
-    def _listed(self) -> tuple[str, ...]:
-        return (self.reward,) if isinstance(self.reward, str) else tuple(self.reward or ())
-
-    @property
     def reward_names(self) -> tuple[str, ...]:
         """The reward functions in their order; a reward model that is not listed is the last. Where there is neither,
         the reward_fn of rollout.env_path, if nothing else teaches.
         """
-        unlisted = self.reward_model is not None and REWARD_MODEL not in self._listed
-        named = (*self._listed, *((REWARD_MODEL,) if unlisted else ()))
+        named = super().reward_names
         if not named and self.teacher is None and isinstance(self.rollout.env_path, str):
             return (f"{self.rollout.env_path}:reward_fn",)
         return named
@@ -119,9 +112,7 @@ class RunConfig:
     @property
     def reward_weights(self) -> tuple[float, ...] | None:
         """Their weights, from `reward` or from `algo`; None = 1.0 each."""
-        if not isinstance(self.reward, dict):
-            return self.algo.reward_weights
-        return tuple(self.reward.get(name, 1.0) for name in self.reward_names)
+        return super().reward_weights if isinstance(self.reward, dict) else self.algo.reward_weights
 
 
 @config

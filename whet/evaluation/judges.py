@@ -11,7 +11,7 @@ from typing import Any
 from whet._version import __version__
 from whet.config import RoleConfig
 from whet.config.evaluate import EvalRunConfig
-from whet.config.run import REWARD_MODEL
+from whet.config.rewards import REWARD_MODEL
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, Role
-from whet.config.run import REWARD_MODEL
+from whet.config.rewards import REWARD_MODEL
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.learners.episodes import environment_of, turns_of
@@ -119,7 +119,7 @@ class RLLearner:
         self.metric_fns = list(metric_fns or ())
         self.data_shuffle_seed = data_shuffle_seed
         self.data = data or DataConfig()
-        for name in ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit"):
+        for name in DataConfig.READ_BY:
             if getattr(self.data, name) != getattr(DataConfig(), name):
                 raise ConfigError(f"data.{name} is for `whet grpo`; from Python give train() the rows themselves")
         self.settings = settings

@@ -140,7 +140,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             with self.models.trace.span("score"):
                 batch = batch.with_token_columns(ref_logprobs=self._ref_logprobs(step.examples, batch))
         if self.needs.policy_pass or self.needs.mismatched_pass:
-            with self.models.trace.span("before the update"):
+            with self.models.trace.span("policy_pass"):
                 learning = step.mode is Mode.TRAIN
                 passes = self._passes(batch)
                 batch, kept = self.objective.with_passes(batch, passes, running=self._running, learning=learning)

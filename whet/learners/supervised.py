@@ -59,7 +59,7 @@ class SupervisedLearner(Generic[C]):
         self.models = models
         self.algo_config = algo_config
         self.data = data or SupervisedDataConfig()
-        for name in ("path", "eval_path", "eval_split", "eval_fraction", "subset", "streaming", "limit"):
+        for name in SupervisedDataConfig.READ_BY:
             if getattr(self.data, name) != getattr(SupervisedDataConfig(), name):
                 raise ConfigError(f"data.{name} is for the command line; from Python give train() the rows themselves")
         self.settings = settings

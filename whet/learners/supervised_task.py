@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from whet.config import Mode, OptimConfig, Role, SupervisedConfig, SupervisedDataConfig, dump_tree
+from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
 from whet.data.order import PromptStream, digests
 from whet.data.sources import load_rows
 from whet.errors import DataError
@@ -154,7 +154,7 @@ class SupervisedTask(Task):
         learner, models = self.learner, self.models
         if learner.settings is not None:
             return learner.settings
-        roles = {_section(role): worker.given for role, worker in models.workers.items()}
+        roles = {role.section: worker.given for role, worker in models.workers.items()}
         return {
             **{name: dump_tree(given) for name, given in roles.items() if given is not None},
             "algo": dump_tree(learner.algo_config),
@@ -214,11 +214,6 @@ class SupervisedTask(Task):
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Restores the learner's; the models were made as they were."""
         self.learner.restore(state["learner"])
-
-
-def _section(role: Role) -> str:
-    """The section of a role in a configuration."""
-    return "reward_model" if role is Role.REWARD else role.value
 
 
 def counted(encode: Encoder) -> str:

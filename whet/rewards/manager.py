@@ -179,10 +179,10 @@ class RewardManager:
         self.timeout_s = timeout_s
         self.algo_fields = dict(algo_fields or {})
 
-    def check(self, columns: Sequence[str]) -> None:
+    def check(self, columns: Sequence[str], *, extras: Mapping[str, Any] | None = None) -> None:
         """Checks before the first rollout that every function gets what it needs.
 
-        Args: columns: of the data set, without the prompt.
+        Args: columns: of the data set, without the prompt. extras: further keywords that are offered.
         Raises: ConfigError: a function needs an argument that is neither a column nor offered.
         """
         empty = RewardInputs(
@@ -191,6 +191,7 @@ class RewardManager:
             completion_ids=[],
             trajectory_ids=[],
             columns={name: [] for name in columns},
+            extras=extras or {},
         )
         for name, fn in self.fns.items():
             keywords(fn, empty.offered(), self.algo_fields, name=name)

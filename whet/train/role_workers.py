@@ -338,7 +338,7 @@ def _check_rate(role: Role, optimizer: Any) -> None:
     if isinstance(optimizer, OptimConfig) and 0 < optimizer.lr < SLOW:
         log.warning(
             "%s.optim.lr=%g is the rate of a whole model; an adapter hardly learns below %g: about %g serves it",
-            "reward_model" if role is Role.REWARD else role.value,
+            role.section,
             optimizer.lr,
             SLOW,
             LORA_LR,

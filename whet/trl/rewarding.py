@@ -18,7 +18,6 @@ from torch import nn
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
-from whet.rewards.contract import RewardInputs, keywords
 from whet.rewards.manager import Rewarded, RewardManager
 from whet.rewards.model import RewardModel
 from whet.train.worker import ModelWorker
@@ -64,14 +63,9 @@ class TRLRewards(RewardManager):
 
     log: RewardLog
 
-    def check(self, columns: Sequence[str]) -> None:
-        """Raises ConfigError where a function needs an argument that is neither a column nor offered."""
-        none: dict[str, list[Any]] = {name: [] for name in columns}
-        empty = RewardInputs(
-            prompts=[], completions=[], completion_ids=[], trajectory_ids=[], columns=none, extras=self.log.offered()
-        )
-        for name, fn in self.fns.items():
-            keywords(fn, empty.offered(), self.algo_fields, name=name)
+    def check(self, columns: Sequence[str], *, extras: Mapping[str, Any] | None = None) -> None:
+        """As RewardManager, with what the log offers."""
+        super().check(columns, extras={**self.log.offered(), **(extras or {})})
 
     def __call__(
         self,
