@@ -17,8 +17,8 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.learners.control import Control
 from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.learner import TRLLearner
-from whet.trl.translate import algorithm
+from whet.trl.rl_learner import TRLLearner
+from whet.trl.translate_rl import algorithm
 from whet.types import LossInputs
 
 trl = pytest.importorskip("trl")

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
 from torch import nn
 
-from whet.config import LoraConfig
+from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
+from whet.models.lora import with_adapter
+from whet.models.recompute import checkpoint_activations
+from whet.trl.translate import recompute, role
 
-__all__ = ["inner_model", "lora_of", "quantization_of"]
+__all__ = ["adapted", "inner_model", "lora_of", "name_of", "quantization_of"]
 
 log = logging.getLogger("whet")
 
@@ -84,3 +88,27 @@ def inner_model(model: Any) -> Any:
     """The model in PEFT's wrapper, its adapter in it; any other as it is."""
     wrapped = hasattr(model, "get_base_model") and hasattr(model, "peft_config")
     return model.get_base_model() if wrapped else model
+
+
+def name_of(model: Any) -> str:
+    """The hub name or folder of a model, or its class where it has neither."""
+    return str(model if isinstance(model, str) else model.name_or_path or type(model).__name__)
+
+
+def adapted(model: str | nn.Module, args: Any, peft_config: Any, quantization_config: Any) -> RoleConfig | nn.Module:
+    """The model as a cluster takes it, with its adapter.
+
+    Args: model: a name, a folder or a module. args: the configuration. peft_config: PEFT's; None = no adapter.
+        quantization_config: BitsAndBytesConfig, for a model given by its name; None = none.
+    """
+    lora = None if peft_config is None else lora_of(peft_config, model)
+    if isinstance(model, str):
+        bits = None if quantization_config is None else quantization_of(quantization_config)
+        return dataclasses.replace(role(args, model), lora=lora, quantization=bits)
+    if quantization_config is not None:
+        raise ConfigError("quantization_config is for a model given by its name; this one is loaded already")
+    if lora is not None:
+        with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
+    if args.gradient_checkpointing:
+        checkpoint_activations(model, recompute(args))  # pyright: ignore[reportArgumentType]
+    return model

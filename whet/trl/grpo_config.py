@@ -10,7 +10,7 @@ from whet.trl.batches import Batches, batches_of
 from whet.trl.field import Table
 from whet.trl.fields_grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
 from whet.trl.fields_training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
-from whet.trl.translate import algorithm
+from whet.trl.translate_rl import algorithm
 
 __all__ = ["GRPOConfig"]
 
