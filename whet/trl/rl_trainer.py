@@ -28,6 +28,7 @@ from whet.trl.rl_learner import TRLLearner
 from whet.trl.rows import eval_sets, longest_prompt, rows_of
 from whet.trl.task import TellingRLTask
 from whet.trl.trainer import NOT_CALLED, Trainer
+from whet.trl.translate import module_dtype
 from whet.trl.translate_rl import loop, rollout
 
 __all__ = ["RLTrainer"]
@@ -129,6 +130,7 @@ class RLTrainer(Trainer):
                 rollout_config=rollout(args, self._longest(model)),
                 training_config=loop(args, self._steps or None, optim, root),
             ),
+            module_dtype=module_dtype(args, model, optimizers),
         )
 
     def _longest(self, model: RoleConfig | nn.Module) -> int:

@@ -437,6 +437,23 @@ def test_a_card_and_what_can_t_be_sent(tmp_path):
         made.push_to_hub()
 
 
+def test_a_module_computes_in_bf16_over_fp32_masters_and_keeps_its_dtype_where_it_must(tmp_path):
+    made = trainer(tmp_path, bf16=True, beta=0.1, learning_rate=1e-4)
+    before = made.worker.optim.masters_by_name()
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in made.ref_model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in before.values()} == {torch.float32}
+    made.train()
+    made.save_model(str(tmp_path / "final"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    saved = dict(loaded.named_parameters())
+    assert all(torch.equal(saved[name], master) for name, master in before.items())
+    model = tiny_model()
+    own = trainer(tmp_path, model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.5), None), bf16=True)
+    assert {p.dtype for p in own.model.parameters()} == {torch.float32}
+    assert trainer(tmp_path, model=tiny_model(dtype=torch.bfloat16)).model.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("by", ["module", "folder", "wrapped"])
 def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
     peft = pytest.importorskip("peft")
