@@ -124,12 +124,16 @@ class RLCluster(RoleWorkers, TunixVerbs):
         for role, model in ((Role.REFERENCE, reference), (Role.TEACHER, teacher)):
             if model is not None:
                 self.check_same_ids(role, model, actor)
+        self._train_roles(config)
+        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
+        self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
+
+    def _train_roles(self, config: RLTrainingConfig) -> None:
+        """Gives the roles that are trained their trainers."""
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
                 self.train(role, loss, accumulate=accumulate)
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
-        self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
     def _load(self, role: Role, model: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
         """A role's model beside the actor, and what it comes from."""
