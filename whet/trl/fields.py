@@ -35,16 +35,16 @@ Neither TRL nor accelerate is needed. It is a front: GRPOLearner trains, in one 
 trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`, `log_history` and metric
 names are TRL's.
 
-[examples/trl](../examples/trl) has the scripts that one starts from: GSM8K, an adapter, several rewards, a conversational
-data set, vLLM, a callback, a resumed run. The suite runs each with either import. `accelerate launch script.py` and
+[examples/trl](../examples/trl) has the scripts that one starts from: GSM8K, an adapter, several rewards, conversations,
+vLLM, a callback, a resumed run. The suite runs each with either import. `accelerate launch script.py` and
 `torchrun script.py` work with one process; of what accelerate says, the CPU and bf16 are taken. Several processes are
 refused, with the accumulation that makes the same step in one.
 
 ## Tools, environments, rollouts of your own
 
 `tools`, `environment_factory` and `rollout_func` are as in TRL, `max_tool_calling_iterations` and
-`max_completion_length` (of the whole completion) too. Episodes run on the engine, each going on as soon as its own tools
-have answered; ids are appended and never made again, and only what the model said is trained.
+`max_completion_length` (of the whole completion) too. Episodes run on the engine, each going on as soon as its own
+tools have answered; ids are appended and never made again, and only what the model said is trained.
 
 - Calls are read by the tokenizer's `response_template`. Where it has none, one is found by asking the chat template, if
   this writes a call as a mark, JSON with `name` and `arguments`, and a mark, as those of Qwen2.5 and Qwen3 do. For
