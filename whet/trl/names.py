@@ -68,7 +68,7 @@ class Window:
     {'loss': 2.0}
     """
 
-    _LAST = ("num_tokens", "learning_rate", "entropy_coef")
+    _LAST = ("num_tokens", "grad_norm", "learning_rate", "entropy_coef")
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
@@ -80,6 +80,6 @@ class Window:
                 self._values.setdefault(name, []).append(float(value))
 
     def take(self) -> dict[str, float]:
-        """The means, which are forgotten; of a counter and a rate the last one."""
+        """The means, which are forgotten; of a counter, a rate and the gradient's norm the last one."""
         values, self._values = self._values, {}
         return {n: v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}

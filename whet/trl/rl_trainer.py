@@ -29,6 +29,7 @@ from whet.trl.rows import eval_sets, longest_prompt, rows_of
 from whet.trl.task import TellingRLTask
 from whet.trl.trainer import NOT_CALLED, Trainer
 from whet.trl.translate_rl import loop, rollout
+from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
 
@@ -171,10 +172,14 @@ class RLTrainer(Trainer):
         """Samples and scores an evaluation set."""
         encode = self.cluster.encoder(Mode.EVAL, prompt_column="prompt")
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
-        made = self.learner.measure(prompts, self.state.global_step)
+        made, batch = self.learner.measure(prompts, self.state.global_step)
         own = self.reward_log.take()[1]
         self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
-        return {**trl_metrics(made, compat=self.args.compat), **own}
+        return {**self.own_metrics(made, batch), **own}
+
+    def own_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
+        """A step's metrics under TRL's names. Args: row: what whet logs of it. batch: of it, scored."""
+        return trl_metrics(row, compat=self.args.compat)
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""
@@ -183,7 +188,7 @@ class RLTrainer(Trainer):
     def note_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of a rollout, those of the reward functions, and the completions."""
         extra, own = self.reward_log.take()
-        found = trl_metrics(row, compat=self.args.compat)
+        found = self.own_metrics(row, step.need_batch())
         self.window.add({**found, **own, "num_tokens": float(self.state.num_input_tokens_seen)})
         self.completions.add(step, extra)
 

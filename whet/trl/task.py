@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 __all__ = ["TellingRLTask", "TellsCallbacks"]
 
+_OF_THE_LAST = ("grad_norm", "learning_rate")
+"""Metrics of which transformers logs the last update's."""
 _ASKED = ("should_log", "should_evaluate", "should_save")
 
 
@@ -46,6 +48,7 @@ class TellsCallbacks(Task):
         self.front = front
         self._asked: set[str] = set()
         self._updates = 0
+        self._last: dict[str, float] = {}
         self._restored = False
 
     # ---- the run -------------------------------------------------------------------------------------------------
@@ -75,6 +78,7 @@ class TellsCallbacks(Task):
         front.state.global_step += 1
         front.set_epoch()
         front.tell("on_step_end")
+        self._last = {name: metrics[name].value for name in _OF_THE_LAST if name in metrics}
         self._updates += 1
         self._asked |= {name for name in _ASKED if getattr(front.control, name)}
         if self._updates < front.updates_per_step:
@@ -87,6 +91,7 @@ class TellsCallbacks(Task):
         front.state.num_input_tokens_seen += int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).sum())
         front.losses.append(float(run.rows[-1].get("loss", 0.0)))
         front.note_step(run.rows[-1], step)
+        front.window.add(self._last)
         for name in self._asked:
             setattr(front.control, name, True)
         self._do(run)
