@@ -274,7 +274,7 @@ def test_a_training_is_told_logged_and_stepped_as_in_trl(method, kwargs, tmp_pat
         assert row.keys() - mine.keys() <= {"eval_steps_per_second"}, "a metric of TRL's is not logged"
         timed = ("runtime", "second", "step_time", "flos", "policy_loss")
         timed += ("_max", "_min") if "num_iterations" in kwargs else ()  # here of all updates, there a mean of each's
-        timed += ("zero_std",) if method == "RLOO" and kwargs["beta"] else ()  # there of rewards less the KL
+        timed += ("zero_std",) if method == "RLOO" else ()  # there of rewards as clipped, less the KL
         for name, value in row.items():
             if not any(word in name for word in timed):
                 rel = 1e-2 if name == "entropy" else 2e-4  # of the tokens that were run: one completion has no reward

@@ -23,14 +23,16 @@ from transformers import TrainerState
 from whet.errors import CheckpointError, ConfigError
 from whet.learners.rl_task import RLTask
 from whet.learners.step import BaseStep
+from whet.learners.supervised_task import SupervisedTask
 from whet.run.task import Task
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
+from whet.types import Example
 
 if TYPE_CHECKING:
     from whet.trl.trainer import Trainer
 
-__all__ = ["TellingRLTask", "TellsCallbacks"]
+__all__ = ["TellingRLTask", "TellingSupervisedTask", "TellsCallbacks"]
 
 _OF_THE_LAST = ("grad_norm", "learning_rate")
 """Metrics of which transformers logs the last update's."""
@@ -148,3 +150,12 @@ class TellsCallbacks(Task):
 
 class TellingRLTask(TellsCallbacks, RLTask):
     """That of reinforcement learning."""
+
+
+class TellingSupervisedTask(TellsCallbacks, SupervisedTask):
+    """That of supervised training."""
+
+    @property
+    def evaluated_examples(self) -> list[Example]:
+        """All evaluation sets of the front."""
+        return [example for rows in self.front.eval_rows.values() for example in rows]
