@@ -20,7 +20,7 @@ from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
 from whet.trl.chat import Chat
 from whet.trl.rl_learner import TRLLearner
-from whet.trl.translate_rl import algorithm
+from whet.trl.translate_rl import grpo as algorithm
 from whet.types import LossInputs
 
 trl = pytest.importorskip("trl")
@@ -211,7 +211,7 @@ class Events(TrainerCallback):
         return lambda args, state, control, **_: self.seen.append((name, state.global_step))
 
 
-def trained(module, config, folder, seen, **kwargs):
+def trained(module, method, folder, seen, **kwargs):
     """A run of a few steps; its trainer, its events and the prompts of its calls."""
     data = datasets.Dataset.from_list([{"prompt": f"{i}+{i}=", "answer": i} for i in range(4)])
     fields = {
@@ -228,7 +228,7 @@ def trained(module, config, folder, seen, **kwargs):
         "shuffle_dataset": False,
         "use_cpu": True,
     }
-    args = config(str(folder), **{**fields, **kwargs})
+    args = getattr(module, f"{method}Config")(str(folder), **{**fields, **kwargs})
 
     def letters(completions, answer, trainer_state, **_):
         seen.append((completions, answer, trainer_state.global_step))
@@ -241,26 +241,31 @@ def trained(module, config, folder, seen, **kwargs):
     events, calls = Events(), []
     path = folder.parent / "model"
     tiny_model().save_pretrained(path)  # of which TRL reads its reference
-    trainer = module.GRPOTrainer(str(path), [letters, length], args, data, data.select(range(2)), byte_tokenizer(),
-                                 callbacks=[events])  # fmt: skip
+    trainer = getattr(module, f"{method}Trainer")(str(path), [letters, length], args, data, data.select(range(2)),
+                                                  byte_tokenizer(), callbacks=[events])  # fmt: skip
     trainer.model.generate = stub(calls)
     trainer.train()
     return trainer, events.seen, calls
 
 
 @pytest.mark.parametrize(
-    "kwargs",
+    ("method", "kwargs"),
     [
-        {"loss_type": "dapo"},
-        {"loss_type": "grpo", "beta": 0.1, "reward_weights": [1.0, 0.5], "scale_rewards": "batch", "max_steps": 3},
-        {"loss_type": "sapo", "multi_objective_aggregation": "normalize_then_sum", "save_strategy": "epoch"},
+        ("GRPO", {"loss_type": "dapo"}),
+        (
+            "GRPO",
+            {"loss_type": "grpo", "beta": 0.1, "reward_weights": [1.0, 0.5], "scale_rewards": "batch", "max_steps": 3},
+        ),
+        ("GRPO", {"loss_type": "sapo", "multi_objective_aggregation": "normalize_then_sum", "save_strategy": "epoch"}),
+        ("RLOO", {"beta": 0.3, "num_iterations": 2, "max_steps": 4, "logging_steps": 2, "save_steps": 2}),
+        ("RLOO", {"beta": 0.0, "normalize_advantages": True, "reward_clip_range": (1.0, 4.0)}),
     ],
-    ids=["dapo", "grpo", "sapo"],
+    ids=["dapo", "grpo", "sapo", "rloo", "rloo-normalized"],
 )
-def test_a_training_is_told_logged_and_stepped_as_in_trl(kwargs, tmp_path):
+def test_a_training_is_told_logged_and_stepped_as_in_trl(method, kwargs, tmp_path):
     seen, expected = [], []
-    trainer, events, calls = trained(whet.trl, GRPOConfig, tmp_path / "whet", seen, **kwargs)
-    theirs, told, theirs_calls = trained(trl, trl.GRPOConfig, tmp_path / "trl", expected, **kwargs)
+    trainer, events, calls = trained(whet.trl, method, tmp_path / "whet", seen, **kwargs)
+    theirs, told, theirs_calls = trained(trl, method, tmp_path / "trl", expected, **kwargs)
     assert [c.tolist() for c in calls] == [c.tolist() for c in theirs_calls]
     assert seen == expected
     known = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step")
@@ -270,6 +275,8 @@ def test_a_training_is_told_logged_and_stepped_as_in_trl(kwargs, tmp_path):
     for mine, row in zip(ours, trls, strict=True):
         assert row.keys() - mine.keys() <= {"eval_steps_per_second"}, "a metric of TRL's is not logged"
         timed = ("runtime", "second", "step_time", "flos", "policy_loss")
+        timed += ("_max", "_min") if "num_iterations" in kwargs else ()  # here of all updates, there a mean of each's
+        timed += ("zero_std",) if method == "RLOO" else ()  # there of rewards as clipped, less the KL
         for name, value in row.items():
             if not any(word in name for word in timed):
                 rel = 1e-2 if name == "entropy" else 2e-4  # of the tokens that were run: one completion has no reward

@@ -49,6 +49,8 @@ class Arguments:
     TABLE: ClassVar[Table] = {}
     OLD: ClassVar[Table] = {}
     COMPAT: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    compat = None
+    """Whose metric names are logged besides; a field where there are defaults of earlier releases."""
 
     if TYPE_CHECKING:  # the fields are made of the tables
 

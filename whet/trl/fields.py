@@ -9,12 +9,14 @@ import sys
 
 from whet.trl.field import STATES, Table
 from whet.trl.fields_grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
+from whet.trl.fields_rloo import RLOO_FIELDS
 from whet.trl.fields_training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 
 __all__ = ["PAGES", "page"]
 
 PAGES: dict[str, Table] = {
     "GRPOConfig": GRPO_FIELDS,
+    "RLOOConfig": RLOO_FIELDS,
     "From transformers.TrainingArguments": TRAINING_FIELDS,
     "Fields of earlier releases": {**OLD_GRPO_FIELDS, **OLD_TRAINING_FIELDS},
 }

@@ -175,11 +175,14 @@ class TRLLearner(GRPOLearner):
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
-    def measure(self, prompts: Sequence[Prompt], step: int) -> dict[str, float]:
-        """Rewards, completions and the loss on prompts, as an evaluation samples them. Args: step: of the draws."""
+    def measure(self, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], TokenBatch]:
+        """Rewards, completions and the loss on prompts, as an evaluation samples them, and what they were measured on.
+
+        Args: step: of the draws.
+        """
         made = self.reward(Step(index=step, prompts=prompts, mode=Mode.EVAL,
                                 groups=self.rollout(prompts, step=step, mode=Mode.EVAL)))  # fmt: skip
         made = self.assign_advantages(self.score(self.batch(made)))
         batch = made.need_batch()
         found = self.cluster.actor_trainer.measure(self._ranked(batch))
-        return flat({**made.metrics, **total_metrics(batch), **found})
+        return flat({**made.metrics, **total_metrics(batch), **found}), batch

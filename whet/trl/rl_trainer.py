@@ -31,6 +31,7 @@ from whet.trl.task import TellingRLTask
 from whet.trl.trainer import NOT_CALLED, Trainer
 from whet.trl.translate import module_dtype
 from whet.trl.translate_rl import loop, rollout, template_options
+from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
 
@@ -215,11 +216,15 @@ class RLTrainer(Trainer):
         """Samples and scores an evaluation set."""
         encode = self.learner.encoder(Mode.EVAL)
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
-        made = self.learner.measure(prompts, self.state.global_step)
+        made, batch = self.learner.measure(prompts, self.state.global_step)
         own = self.reward_log.take()[1]
         own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
         self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
-        return {**trl_metrics(made, compat=self.args.compat), **own}
+        return {**self.own_metrics(made, batch), **own}
+
+    def own_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
+        """A step's metrics under TRL's names. Args: row: what whet logs of it. batch: of it, scored."""
+        return trl_metrics(row, compat=self.args.compat)
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""
@@ -229,7 +234,7 @@ class RLTrainer(Trainer):
         """Takes the metrics of a rollout, those of the reward functions, and the completions."""
         extra, own = self.reward_log.take()
         own |= self.agents.take_metrics(step.need_batch().num_sequences)
-        found = trl_metrics(row, compat=self.args.compat)
+        found = self.own_metrics(row, step.need_batch())
         self.window.add({**found, **own, "num_tokens": float(self.state.num_input_tokens_seen)})
         self.completions.add(step, extra)
 

@@ -23,15 +23,19 @@ from transformers import TrainerState
 from whet.errors import CheckpointError, ConfigError
 from whet.learners.rl_task import RLTask
 from whet.learners.step import BaseStep
+from whet.learners.supervised_task import SupervisedTask
 from whet.run.task import Task
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
+from whet.types import Example
 
 if TYPE_CHECKING:
     from whet.trl.trainer import Trainer
 
-__all__ = ["TellingRLTask", "TellsCallbacks"]
+__all__ = ["TellingRLTask", "TellingSupervisedTask", "TellsCallbacks"]
 
+_OF_THE_LAST = ("grad_norm", "learning_rate")
+"""Metrics of which transformers logs the last update's."""
 _ASKED = ("should_log", "should_evaluate", "should_save")
 
 
@@ -46,6 +50,7 @@ class TellsCallbacks(Task):
         self.front = front
         self._asked: set[str] = set()
         self._updates = 0
+        self._last: dict[str, float] = {}
         self._restored = False
 
     # ---- the run -------------------------------------------------------------------------------------------------
@@ -75,6 +80,7 @@ class TellsCallbacks(Task):
         front.state.global_step += 1
         front.set_epoch()
         front.tell("on_step_end")
+        self._last = {name: metrics[name].value for name in _OF_THE_LAST if name in metrics}
         self._updates += 1
         self._asked |= {name for name in _ASKED if getattr(front.control, name)}
         if self._updates < front.updates_per_step:
@@ -87,6 +93,7 @@ class TellsCallbacks(Task):
         front.state.num_input_tokens_seen += int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).sum())
         front.losses.append(float(run.rows[-1].get("loss", 0.0)))
         front.note_step(run.rows[-1], step)
+        front.window.add(self._last)
         for name in self._asked:
             setattr(front.control, name, True)
         self._do(run)
@@ -143,3 +150,12 @@ class TellsCallbacks(Task):
 
 class TellingRLTask(TellsCallbacks, RLTask):
     """That of reinforcement learning."""
+
+
+class TellingSupervisedTask(TellsCallbacks, SupervisedTask):
+    """That of supervised training."""
+
+    @property
+    def evaluated_examples(self) -> list[Example]:
+        """All evaluation sets of the front."""
+        return [example for rows in self.front.eval_rows.values() for example in rows]

@@ -12,7 +12,7 @@ from whet.config import OptimConfig, RoleConfig
 from whet.config.training import CheckpointingOptions
 from whet.errors import ConfigError, lookup_error
 
-__all__ = ["NEVER", "loop_fields", "module_dtype", "optimizer", "recompute", "role"]
+__all__ = ["NEVER", "ON_LONG", "check_rows", "loop_fields", "module_dtype", "optimizer", "recompute", "role"]
 
 log = logging.getLogger("whet")
 
@@ -30,6 +30,8 @@ _OPTIMIZERS = {
     "sgd": "sgd",
 }
 """transformers' optim -> whet's."""
+ON_LONG = {"keep_start": "truncate", "keep_end": "truncate_left"}
+"""truncation_mode -> what becomes of rows over max_length."""
 NEVER = 10**9
 """Steps between what callbacks ask for and no interval does."""
 
@@ -51,6 +53,17 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
         total_steps=total,
         max_grad_norm=args.max_grad_norm or 0.0,
     )
+
+
+def check_rows(args: Any) -> None:
+    """Raises ConfigError: a way to cut or order rows that is not there. Args: args: of supervised training."""
+    if "truncation_mode" in args.TABLE and args.truncation_mode not in ON_LONG:
+        raise lookup_error("truncation_mode", args.truncation_mode, ON_LONG)
+    if args.train_sampling_strategy not in ("random", "sequential"):
+        raise ConfigError(
+            f"train_sampling_strategy={args.train_sampling_strategy!r} is not taken: passes are packed, and nothing is "
+            "padded, so rows need not be of like length; take 'random' or 'sequential'"
+        )
 
 
 def role(args: Any, model: str) -> RoleConfig:

@@ -1,4 +1,4 @@
-"""From TRL's GRPOConfig to whet's: the algorithm, the rollout, the loop. Nothing is computed here.
+"""From TRL's GRPOConfig and RLOOConfig to whet's: algorithm, rollout, loop. Nothing is computed here.
 
 loss_type    policy_loss_fn   loss_agg_mode, over all rows
 grpo         grpo             sequence-mean-token-mean
@@ -17,6 +17,7 @@ from typing import Any
 
 from whet.config import GRPOConfig as Algorithm
 from whet.config import RLTrainingConfig, RolloutConfig
+from whet.config.algo.presets import trl_rloo
 from whet.config.algo.surrogate import AGG_WITH_UNITS
 from whet.config.engines import VLLMOptions
 from whet.config.rollout import ConstraintConfig
@@ -25,7 +26,7 @@ from whet.learners.objective import keywords_of
 from whet.ops import POLICY_LOSSES
 from whet.trl.translate import loop_fields
 
-__all__ = ["LOSS_TYPES", "REWARD_MANAGER", "algorithm", "loop", "rollout", "template_options", "warn"]
+__all__ = ["LOSS_TYPES", "REWARD_MANAGER", "grpo", "loop", "rloo", "rollout", "template_options", "warn"]
 
 log = logging.getLogger("whet")
 
@@ -68,23 +69,16 @@ _GENERATE = {"max_new_tokens": "max_tokens_to_generate", "min_new_tokens": "min_
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
-def algorithm(args: Any) -> Algorithm:
-    """The algorithm's section. Args: args: a GRPOConfig of TRL's. Raises: ConfigError: an unknown word."""
+def grpo(args: Any) -> Algorithm:
+    """The algorithm of a GRPOConfig of TRL's. Raises: ConfigError: an unknown word."""
     if args.loss_type not in LOSS_TYPES:
         raise lookup_error("loss_type", args.loss_type, LOSS_TYPES)
     loss, mode = LOSS_TYPES[args.loss_type]
     taken = keywords_of(POLICY_LOSSES[loss])
-    made = args.batches
     fields: dict[str, Any] = {
-        "num_generations": args.num_generations,
-        "num_iterations": made.passes,
+        **_common(args),
         "policy_loss_fn": loss,
         "loss_agg_mode": mode,
-        "advantage_eps": 1e-4,
-        "mask_truncated_completions": args.mask_truncated_completions,
-        "reward_weights": None if args.reward_weights is None else tuple(args.reward_weights),
-        "reward_manager": REWARD_MANAGER,
-        "beta": args.beta,
         "use_bias_correction_kl": bool(args.beta) and args.use_bias_correction_kl,
         **{name: getattr(args, name) for name in _OF_LOSSES if name in taken},
         **_advantage(args),
@@ -94,11 +88,38 @@ def algorithm(args: Any) -> Algorithm:
     }
     if mode in AGG_WITH_UNITS:
         fields["loss_agg_units"] = "all"
+    return Algorithm(**fields)
+
+
+def rloo(args: Any) -> Algorithm:
+    """The algorithm of an RLOOConfig of TRL's."""
+    clip = args.reward_clip_range
+    return trl_rloo(
+        **_common(args),
+        epsilon=args.epsilon,
+        epsilon_high=args.epsilon_high,
+        normalize_advantages=args.normalize_advantages,
+        reward_clip_range=None if clip is None else tuple(clip),
+    )
+
+
+def _common(args: Any) -> dict[str, Any]:
+    """What both have."""
+    made = args.batches
+    fields: dict[str, Any] = {
+        "num_generations": args.num_generations,
+        "num_iterations": made.passes,
+        "advantage_eps": 1e-4,
+        "mask_truncated_completions": args.mask_truncated_completions,
+        "reward_weights": None if args.reward_weights is None else tuple(args.reward_weights),
+        "reward_manager": REWARD_MANAGER,
+        "beta": args.beta,
+    }
     if args.sync_ref_model:
         fields["sync_ref_model"] = True
         fields["ref_model_mixup_alpha"] = args.ref_model_mixup_alpha
         fields["ref_model_sync_steps"] = -(-args.ref_model_sync_steps // made.updates)
-    return Algorithm(**fields)
+    return fields
 
 
 def _advantage(args: Any) -> dict[str, Any]:

@@ -6,38 +6,44 @@ import pytest
 from transformers import HfArgumentParser
 
 from whet.errors import ConfigError
-from whet.trl import GRPOConfig
+from whet.trl import GRPOConfig, RLOOConfig
 from whet.trl.field import STATES
 from whet.trl.fields import PAGES, page
 
+CONFIGS = (GRPOConfig, RLOOConfig)
 ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}
 
 
-@pytest.mark.parametrize("missing", [None, "activation_checkpointing"])
-def test_every_field_of_the_installed_trl_is_in_the_table_with_its_default(missing):
-    theirs = {f.name: f for f in dataclasses.fields(pytest.importorskip("trl").GRPOConfig)}
-    table = {name: row for name, row in GRPOConfig.TABLE.items() if name != missing}
-    lacking = sorted(theirs.keys() - table.keys())
-    if missing in theirs:
-        assert lacking == [missing]
-        return
-    assert lacking == [], "give each a row in whet/trl/fields_*.py"
-    for name, f in theirs.items():
-        default = f.default_factory() if f.default is dataclasses.MISSING else f.default
-        assert default == table[name].default, name
+def lacking(theirs, table):
+    """The fields of TRL's that a table lacks, has with another default, or has alone."""
+    fields = {f.name: f for f in dataclasses.fields(theirs)}
+    default = lambda f: f.default_factory() if f.default is dataclasses.MISSING else f.default
+    others = [n for n, f in fields.items() if n in table and default(f) != table[n].default]
+    return [*others, *sorted(fields.keys() ^ table.keys())]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
+def test_every_field_of_the_installed_trl_is_in_the_table_with_its_default(config):
+    theirs = getattr(pytest.importorskip("trl"), config.__name__)
+    assert lacking(theirs, config.TABLE) == [], "give each a row in whet/trl/fields_*.py"
+    one = "learning_rate"
+    assert lacking(theirs, {name: row for name, row in config.TABLE.items() if name != one}) == [one]
 
 
 def test_the_page_is_current_and_every_row_has_a_state(pytestconfig):
     assert (pytestconfig.rootpath / "docs" / "from-trl.md").read_text() == page(), "run make docs"
     assert {row.state for table in PAGES.values() for row in table.values()} <= STATES.keys()
-    assert all(row.note for row in ROWS.values() if row.state != "works")
+    rows = [(n, row) for config in CONFIGS for n, row in {**config.TABLE, **config.OLD}.items()]
+    assert [n for n, row in rows if not row.note and row.state != "works"] == []
 
 
-@pytest.mark.parametrize("name", sorted(n for n, row in ROWS.items() if row.state == "refused"))
-def test_a_refused_field_takes_its_default_and_says_why_of_another(name):
-    GRPOConfig(**{name: ROWS[name].default})
-    with pytest.raises(ConfigError, match=f"^{name}='?other'? is not taken: .{{10,}}"):
-        GRPOConfig(**{name: "other"})
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
+def test_a_refused_field_takes_its_default_and_says_why_of_another(config):
+    for name, row in config.TABLE.items():
+        if row.state == "refused":
+            config(**{name: row.default})
+            with pytest.raises(ConfigError, match=f"^{name}='?other'? is not taken: .{{10,}}"):
+                config(**{name: "other"})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""SFTTrainer, DPOTrainer and RewardTrainer against TRL's: the same script with either import, on a tiny model."""
+
+import datasets
+import pytest
+import torch
+from helpers import PAD, tiny_model, weights_of
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+import whet.trl
+from whet.data.tokenizer import byte_tokenizer
+from whet.trl.packs import best_fit
+
+trl = pytest.importorskip("trl")
+
+FIELDS = {
+    "bf16": False,
+    "disable_tqdm": True,
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "gradient_checkpointing": False,
+    "learning_rate": 1e-3,
+    "logging_steps": 1,
+    "max_steps": 3,
+    "per_device_eval_batch_size": 8,
+    "per_device_train_batch_size": 2,
+    "report_to": "none",
+    "save_strategy": "no",
+    "train_sampling_strategy": "sequential",
+    "use_cpu": True,
+}
+
+
+def reward_model():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
+    return Qwen3ForSequenceClassification(Qwen3Config(vocab_size=264, num_labels=1, pad_token_id=PAD, **sizes))
+
+
+def trained(module, method, rows, folder, model, kwargs, **given):
+    """A run of a few steps."""
+    data = datasets.Dataset.from_list(rows)
+    args = getattr(module, f"{method}Config")(str(folder / "out"), **{**FIELDS, **kwargs})
+    trainer = getattr(module, f"{method}Trainer")(str(model), args=args, train_dataset=data, eval_dataset=data,
+                                                  processing_class=byte_tokenizer(), **given)  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def check(method, rows, kwargs, tmp_path, *, given=lambda: {}, leave=(), weights=1e-5):
+    """Runs both; asserts that logs and weights are equal. Returns: whet's trainer."""
+    model = tmp_path / "model"
+    (reward_model() if method == "Reward" else tiny_model()).save_pretrained(model)
+    ours = trained(whet.trl, method, rows, tmp_path / "whet", model, kwargs, **given())
+    theirs = trained(trl, method, rows, tmp_path / "trl", model, kwargs, **given())
+    logs, expected = ours.state.log_history, theirs.state.log_history
+    assert [row["step"] for row in logs] == [row["step"] for row in expected]
+    for mine, row in zip(logs, expected, strict=True):
+        assert row.keys() - mine.keys() <= {"eval_steps_per_second"}, "a metric of TRL's is not logged"
+        for name, value in row.items():
+            if any(word in name for word in ("runtime", "second", "flos", *leave)):
+                continue
+            rel = 1e-6 if name.endswith("loss") else 1e-4  # metrics are of fp32 sums, in another order
+            assert mine[name] == pytest.approx(value, rel=rel, abs=2e-6), (row["step"], name)
+    now, wanted = weights_of(ours.model), weights_of(theirs.model)
+    for name, w in wanted.items():
+        torch.testing.assert_close(now[name], w, rtol=weights, atol=weights, msg=lambda m, n=name: f"{n}: {m}")
+    return ours
+
+
+TEXTS = [{"text": f"{i} and {i * i} make {i + i * i}, said {'so ' * (i % 4)}"} for i in range(7)]
+ANSWERS = [{"prompt": f"{i}+{i}=", "completion": f" {i + i}" + "!" * (i % 3)} for i in range(7)]
+TALKS = [
+    {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i * i}" * (1 + i % 3)}]}
+    for i in range(7)
+]
+
+
+IDS = [{"input_ids": list(range(50 + i, 58 + 2 * i)), "labels": [-100, *range(51 + i, 57 + 2 * i), -100]}
+       for i in range(7)]  # fmt: skip
+BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
+"""Metrics that are means over an update's tokens, where TRL has means of those of its micro-batches."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "kwargs", "given"),
+    [
+        (TEXTS, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1.5}, {}),
+        (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
+        (ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
+        (TALKS, {}, {}),
+        (ANSWERS, {"completion_only_loss": False}, {"formatting_func": lambda row: row["prompt"] + row["completion"]}),
+        (IDS, {}, {}),
+        (TEXTS, {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}, {}),
+        (TEXTS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 16}, {}),
+    ],
+    ids=["text", "dft", "keep_end", "messages", "formatted", "ids", "packed", "split"],
+)
+def test_sft(rows, kwargs, given, tmp_path):
+    if "formatting_func" in given:
+        rows = [{"prompt": row["prompt"], "answer": row["completion"]} for row in rows]
+        given = {"formatting_func": lambda row: row["prompt"] + row["answer"]}
+    leave = BY_MICRO_BATCH if "gradient_accumulation_steps" in kwargs else ()
+    leave = ("eval_",) if kwargs.get("packing") else leave  # there a mean over packs, or of nothing
+    check("SFT", rows, kwargs, tmp_path, given=lambda: given, leave=leave)
