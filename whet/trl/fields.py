@@ -37,6 +37,28 @@ Neither TRL nor accelerate is needed. It is a front: GRPOLearner trains, in one 
 trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`, `log_history` and metric
 names are TRL's.
 
+[examples/trl](../examples/trl) has the scripts that one starts from: GSM8K, an adapter, several rewards, conversations,
+vLLM, a callback, a resumed run. The suite runs each with either import. `accelerate launch script.py` and
+`torchrun script.py` work with one process; of what accelerate says, the CPU and bf16 are taken. Several processes are
+refused, with the accumulation that makes the same step in one.
+
+## Tools, environments, rollouts of your own
+
+`tools`, `environment_factory` and `rollout_func` are as in TRL, `max_tool_calling_iterations` and
+`max_completion_length` (of the whole completion) too. Episodes run on the engine, each going on as soon as its own
+tools have answered; ids are appended and never made again, and only what the model said is trained.
+
+- Calls are read by the tokenizer's `response_template`. Where it has none, one is found by asking the chat template, if
+  this writes a call as a mark, JSON with `name` and `arguments`, and a mark, as those of Qwen2.5 and Qwen3 do. For
+  others set `tokenizer.response_template`; TRL has a table of known models.
+- A template that writes its last turn as no other (Qwen3's adds empty thinking) is taken as it is; TRL puts another in
+  its place.
+- A tool that fails is answered by its error. Tools run in this process, one after the other; async ones of a turn
+  together. Images in an answer are not there.
+- Reward functions are given the environments themselves, and the other columns as copies.
+- `rollout_func` is called with every prompt once for each of its completions. Old log-probabilities are the trainer's;
+  the ones that it returns must be there, and are not used, since a ratio to them would be another policy's.
+
 ## What is different on purpose
 
 - A step is one rollout and its updates. Logging, evaluation and checkpoints that fall between two updates of a rollout
@@ -63,7 +85,7 @@ names are TRL's.
 - `lora_dropout` of a `peft_config` is taken as 0.0, since the sampler draws without it. The reference of an adapter is
   the base read with the adapter off: no second copy.
 
-`tools`, `environment_factory` and `rollout_func` are refused: each says what to do instead. CISPO's cap at
+CISPO's cap at
 `epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are followed, with a line in the
 log.
 """

@@ -39,8 +39,8 @@ TRAINING_FIELDS: Table = {
     "label_smoothing_factor": inert(0.0, "GRPO has no labels, in TRL neither"),
     "bf16": other(
         None,
-        "None = in bf16 where the machine is faster so; True or False decide. Masters stay fp32. A model given as a "
-        "module computes in the dtype that it has",
+        "None = in bf16 where the machine is faster so; True or False decide. Masters stay fp32, and are what is "
+        "saved. A module is turned to bf16 in place; with optimizers= it keeps its dtype",
         bool,
     ),
     "fp16": refused(False, "fp16 needs a scaled loss, which is not offered; take bf16=True"),

@@ -11,19 +11,11 @@ from typing import Any
 
 from torch import nn
 
-from whet.errors import ConfigError
 from whet.trl.grpo_config import GRPOConfig
 from whet.trl.rl_trainer import RLTrainer
 from whet.trl.translate_rl import warn
 
 __all__ = ["GRPOTrainer"]
-
-_LATER = {
-    "environment_factory": "episodes with environments are not there yet; score completions in a reward function",
-    "rollout_func": "rollouts of a user's own are whet's RLLearner.rollout (docs/extending.md); subclass GRPOLearner",
-    "tools": "tools are not there yet; leave them out",
-}
-"""Arguments that are refused, and what to do instead."""
 
 
 class GRPOTrainer(RLTrainer):
@@ -42,6 +34,11 @@ class GRPOTrainer(RLTrainer):
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         optimizers: (optimizer, schedule) over the model's own fp32 parameters.
+        tools: functions, plain or async, with type hints and docstrings of Google's form, which the model may call.
+        rollout_func: `fn(prompts, trainer)`, which makes the completions itself: a dict with prompt_ids, completion_ids
+            and logprobs, maybe env_mask, and further columns for the reward functions.
+        environment_factory: makes an environment for each rollout, whose methods are tools, with `reset` and maybe
+            `get_reward`; or a dict of such, of which the column `environment` chooses.
     Raises: ConfigError: what is not there, by name; TRL's rules of batches, with the nearest settings that work.
     """
 
@@ -65,10 +62,6 @@ class GRPOTrainer(RLTrainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        given = {"tools": tools, "rollout_func": rollout_func, "environment_factory": environment_factory}
-        for name, value in given.items():
-            if value is not None:
-                raise ConfigError(f"{name} is not taken: {_LATER[name]}")
         super().__init__(
             model,
             reward_funcs,
@@ -81,5 +74,8 @@ class GRPOTrainer(RLTrainer):
             optimizers,
             quantization_config,
             peft_config,
+            tools,
+            rollout_func,
+            environment_factory,
         )
         warn(self.args)

@@ -75,11 +75,11 @@ def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[s
 
 
 class Window:
-    """The means of metrics since the last log; NaN and infinities are left out, as TRL leaves NaN out.
+    """The means of metrics since the last log; NaN is left out, and None stands where there was nothing else: TRL's.
 
     >>> w = Window()
-    >>> w.add({"loss": 1.0}); w.add({"loss": 3.0, "kl": float("nan")}); w.take()
-    {'loss': 2.0}
+    >>> w.add({"loss": 1.0, "kl": float("nan")}); w.add({"loss": 3.0}); w.take()
+    {'loss': 2.0, 'kl': None}
     """
 
     _LAST = ("num_tokens", "grad_norm", "learning_rate", "entropy_coef")
@@ -90,10 +90,11 @@ class Window:
     def add(self, row: Mapping[str, float]) -> None:
         """Takes a row."""
         for name, value in row.items():
+            values = self._values.setdefault(name, [])
             if not math.isnan(value):
-                self._values.setdefault(name, []).append(float(value))
+                values.append(float(value))
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> dict[str, Any]:
         """The means, which are forgotten; of a counter, a rate and the gradient's norm the last one."""
         values, self._values = self._values, {}
-        return {n: v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}
+        return {n: None if not v else v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}

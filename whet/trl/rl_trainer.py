@@ -21,6 +21,7 @@ from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.models.modes import max_positions
 from whet.trl.adapters import adapted, inner_model
+from whet.trl.agents import Agents
 from whet.trl.completions import Completions
 from whet.trl.names import trl_metrics
 from whet.trl.rewarding import RewardLog, reward_functions
@@ -28,7 +29,8 @@ from whet.trl.rl_learner import TRLLearner
 from whet.trl.rows import eval_sets, longest_prompt, rows_of
 from whet.trl.task import TellingRLTask
 from whet.trl.trainer import NOT_CALLED, Trainer
-from whet.trl.translate_rl import loop, rollout
+from whet.trl.translate import module_dtype
+from whet.trl.translate_rl import loop, rollout, template_options
 from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
@@ -63,36 +65,74 @@ class RLTrainer(Trainer):
         optimizers: tuple[Any, Any],
         quantization_config: Any,
         peft_config: Any,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
     ) -> None:
         model = inner_model(model)
         super().__init__(model, args, processing_class, callbacks)
         args = self.args
+        self.agents = Agents(tools, environment_factory, rollout_func, self.processing_class, args)
+        self.rollout_func, self.tools = rollout_func, list(tools or ())
         self.completions = Completions(args)
         self.reward_log = RewardLog(lambda: self.state)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._rows = None if train_dataset is None else rows_of(train_dataset, prompt_only=args.remove_unused_columns)
+        self._rows = self._train_rows(train_dataset)
         self.eval_rows = self.eval_sets(eval_dataset)
         self._plan()
-        functions = reward_functions(reward_funcs, reward_processing_classes, self.processing_class, args)
+        functions = reward_functions(
+            reward_funcs, reward_processing_classes, self.processing_class, args, self.agents.rewards
+        )
         self.cluster = self.models = self._cluster(adapted(model, args, peft_config, quantization_config), optimizers)
-        self.learner = TRLLearner(
+        self.learner = self._learner(functions)
+        self.reward_funcs, self.reward_func_names = functions, list(self.learner.reward_manager.fns)
+        self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
+        self.ready()
+
+    # ---- making --------------------------------------------------------------------------------------------------
+
+    def _train_rows(self, data: Any) -> Any:
+        """The rows of train_dataset; of an environment that has its own data, empty prompts."""
+        if data is not None:
+            return self._rows_of(data)
+        if self.agents.environments is None:
+            return None
+        if isinstance(self.agents.environments.factory, Mapping) or self.args.max_steps <= 0:
+            raise ConfigError(
+                "without train_dataset an environment brings the prompts: give one environment_factory, and set "
+                "max_steps; a dict of them needs rows with a column `environment`"
+            )
+        return rows_of([{}] * self.args.batches.prompts, without_prompt=True)
+
+    def _rows_of(self, data: Any) -> Any:
+        """Rows, of which those for an environment may have no prompt."""
+        return rows_of(
+            data, prompt_only=self.args.remove_unused_columns, without_prompt=self.agents.environments is not None
+        )
+
+    def _learner(self, functions: Sequence[Any]) -> TRLLearner:
+        """The learner, over the cluster."""
+        args = self.args
+        algo = args.to_whet()
+        if algo.reward_weights is not None:  # environments' rewards count with weight 1
+            weights = (*algo.reward_weights, *[1.0] * len(self.agents.rewards))
+            algo = dataclasses.replace(algo, reward_weights=weights)
+        learner = TRLLearner(
             self.cluster,
-            args.to_whet(),
-            functions,
+            algo,
+            list(functions),
             data=DataConfig(
                 batch_size=args.batches.prompts,
                 shuffle=bool(args.shuffle_dataset) and isinstance(self._rows, list),
                 prompt_column="prompt",
             ),
         )
-        self.learner.batches, self.learner.make_task = args.batches, lambda learner: TellingRLTask(learner, self)
-        manager: Any = self.learner.reward_manager
-        manager.log = self.reward_log
-        self.reward_funcs, self.reward_func_names = functions, list(manager.fns)
-        self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
-        self.ready()
-
-    # ---- making --------------------------------------------------------------------------------------------------
+        self.agents.attach(self.cluster, template_options(args))
+        learner.batches, learner.agents, learner.front = args.batches, self.agents, self
+        learner.make_task = lambda learner: TellingRLTask(learner, self)
+        manager: Any = learner.reward_manager
+        manager.log, manager.agents = self.reward_log, self.agents
+        return learner
 
     def _plan(self) -> None:
         """How many rollouts and optimizer steps the run has."""
@@ -130,6 +170,7 @@ class RLTrainer(Trainer):
                 rollout_config=rollout(args, self._longest(model)),
                 training_config=loop(args, self._steps or None, optim, root),
             ),
+            module_dtype=module_dtype(args, model, optimizers),
         )
 
     def _longest(self, model: RoleConfig | nn.Module) -> int:
@@ -140,9 +181,12 @@ class RLTrainer(Trainer):
         encoder = PromptEncoder(
             self.processing_class,
             prompt_column="prompt",
-            chat_template_kwargs={"enable_thinking": True, **(args.chat_template_kwargs or {})},
+            chat_template_kwargs=template_options(args),
+            tools=self.agents.schemas or None,
         )
         positions = max_positions(model) if isinstance(model, nn.Module) else None
+        if self.agents.environments is not None:  # what they say at the beginning is not known yet
+            return longest_prompt(encoder, [None], positions, args.max_completion_length)
         sets = [rows for rows in (self._rows, *self.eval_rows.values()) if rows is not None]
         return longest_prompt(encoder, sets, positions, args.max_completion_length)
 
@@ -166,14 +210,15 @@ class RLTrainer(Trainer):
 
     def eval_sets(self, data: Any) -> dict[str, list[dict[str, Any]]]:
         """Evaluation rows by name."""
-        return eval_sets(data, prompt_only=self.args.remove_unused_columns)
+        return eval_sets(data, self._rows_of)
 
     def measured(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         """Samples and scores an evaluation set."""
-        encode = self.cluster.encoder(Mode.EVAL, prompt_column="prompt")
+        encode = self.learner.encoder(Mode.EVAL)
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
         made, batch = self.learner.measure(prompts, self.state.global_step)
         own = self.reward_log.take()[1]
+        own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
         self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
         return {**self.own_metrics(made, batch), **own}
 
@@ -188,6 +233,7 @@ class RLTrainer(Trainer):
     def note_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of a rollout, those of the reward functions, and the completions."""
         extra, own = self.reward_log.take()
+        own |= self.agents.take_metrics(step.need_batch().num_sequences)
         found = self.own_metrics(row, step.need_batch())
         self.window.add({**found, **own, "num_tokens": float(self.state.num_input_tokens_seen)})
         self.completions.add(step, extra)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal
+
+import torch
+from torch import nn
 
 from whet.config import OptimConfig, RoleConfig
 from whet.config.training import CheckpointingOptions
 from whet.errors import ConfigError, lookup_error
 
-__all__ = ["NEVER", "ON_LONG", "check_rows", "loop_fields", "optimizer", "recompute", "role"]
+__all__ = ["NEVER", "ON_LONG", "check_rows", "loop_fields", "module_dtype", "optimizer", "recompute", "role"]
+
+log = logging.getLogger("whet")
 
 _OPTIMIZERS = {
     "adafactor": "whet.trl.optimizers:adafactor",
@@ -72,6 +78,21 @@ def role(args: Any, model: str) -> RoleConfig:
         )
     dtype: Any = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
     return RoleConfig(model=model, dtype=dtype, gradient_checkpointing=recompute(args))
+
+
+def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | None:
+    """What a model that is given as a module computes in; None = in the dtype that it has, and so does one of bf16.
+
+    Args: optimizers: that were given. One over the module's own parameters leaves them as they are.
+    """
+    if not isinstance(model, nn.Module) or args.bf16 is False:
+        return None
+    if optimizers[0] is not None:
+        if args.bf16:
+            log.warning("bf16=True: the model computes in fp32, since the optimizer that was given holds its weights")
+        return None
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return None if dtypes != {torch.float32} else "bfloat16" if args.bf16 else "auto"
 
 
 def recompute(args: Any) -> Literal["none", "full"]:

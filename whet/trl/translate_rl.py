@@ -26,7 +26,7 @@ from whet.learners.objective import keywords_of
 from whet.ops import POLICY_LOSSES
 from whet.trl.translate import loop_fields
 
-__all__ = ["LOSS_TYPES", "REWARD_MANAGER", "grpo", "loop", "rloo", "rollout", "warn"]
+__all__ = ["LOSS_TYPES", "REWARD_MANAGER", "grpo", "loop", "rloo", "rollout", "template_options", "warn"]
 
 log = logging.getLogger("whet")
 
@@ -216,10 +216,15 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
         logprob_support="full",
         generation_kwargs=given,
         num_generations_eval=args.num_generations_eval or args.num_generations,
-        chat_template_kwargs={"enable_thinking": True, **(args.chat_template_kwargs or {})},
+        chat_template_kwargs=template_options(args),
         constraint=None if regex is None else ConstraintConfig(regex=regex),
         vllm=_vllm(args) if args.use_vllm else VLLMOptions(),
     )
+
+
+def template_options(args: Any) -> dict[str, Any]:
+    """Arguments of the chat template; thinking is the template's own default, as there."""
+    return {"enable_thinking": True, **(args.chat_template_kwargs or {})}
 
 
 def _vllm(args: Any) -> VLLMOptions:

@@ -195,9 +195,6 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
         ),
         ({"reward_processing_classes": [None, None]}, ConfigError, "must match the number of reward functions"),
         ({"peft_config": object()}, ConfigError, "peft_config is a object; adapters here are LoRA"),
-        ({"tools": [len]}, ConfigError, "tools is not taken"),
-        ({"rollout_func": len}, ConfigError, "rollout_func is not taken"),
-        ({"environment_factory": dict}, ConfigError, "environment_factory is not taken"),
         ({"quantization_config": 1}, ConfigError, "for a model given by its name"),
         ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
         ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
@@ -435,6 +432,23 @@ def test_a_card_and_what_can_t_be_sent(tmp_path):
     assert "# mine" in (tmp_path / "README.md").read_text()
     with pytest.raises(ConfigError, match="hf upload"):
         made.push_to_hub()
+
+
+def test_a_module_computes_in_bf16_over_fp32_masters_and_keeps_its_dtype_where_it_must(tmp_path):
+    made = trainer(tmp_path, bf16=True, beta=0.1, learning_rate=1e-4)
+    before = made.worker.optim.masters_by_name()
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in made.ref_model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in before.values()} == {torch.float32}
+    made.train()
+    made.save_model(str(tmp_path / "final"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    saved = dict(loaded.named_parameters())
+    assert all(torch.equal(saved[name], master) for name, master in before.items())
+    model = tiny_model()
+    own = trainer(tmp_path, model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.5), None), bf16=True)
+    assert {p.dtype for p in own.model.parameters()} == {torch.float32}
+    assert trainer(tmp_path, model=tiny_model(dtype=torch.bfloat16)).model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("by", ["module", "folder", "wrapped"])
