@@ -8,7 +8,6 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
-from whet.trl.packs import best_fit
 
 trl = pytest.importorskip("trl")
 
@@ -89,7 +88,7 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
         (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
         (ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
         (TALKS, {}, {}),
-        ([{"q": r["prompt"], "a": r["completion"]} for r in ANSWERS], {}, {"formatting_func": lambda r: r["q"] + r["a"]}),
+        ([{"q": r["prompt"]} for r in ANSWERS], {}, {"formatting_func": lambda r: r["q"] + "?"}),
         (IDS, {}, {}),
         (TEXTS, {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}, {}),
         (TEXTS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 16}, {}),
