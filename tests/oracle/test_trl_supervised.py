@@ -8,7 +8,6 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
-from whet.trl.packs import best_fit
 
 trl = pytest.importorskip("trl")
 
@@ -47,7 +46,7 @@ def trained(module, method, rows, folder, model, kwargs, **given):
     return trainer
 
 
-def check(method, rows, kwargs, tmp_path, *, given=lambda: {}, leave=(), weights=1e-5):
+def check(method, rows, kwargs, tmp_path, *, given=lambda: {}, leave=(), weights=3e-5):
     """Runs both; asserts that logs and weights are equal. Returns: whet's trainer."""
     model = tmp_path / "model"
     (reward_model() if method == "Reward" else tiny_model()).save_pretrained(model)
@@ -89,7 +88,7 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
         (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
         (ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
         (TALKS, {}, {}),
-        (ANSWERS, {"completion_only_loss": False}, {"formatting_func": lambda row: row["prompt"] + row["completion"]}),
+        ([{"q": r["prompt"]} for r in ANSWERS], {}, {"formatting_func": lambda r: r["q"] + "?"}),
         (IDS, {}, {}),
         (TEXTS, {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}, {}),
         (TEXTS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 16}, {}),
@@ -97,9 +96,38 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
     ids=["text", "dft", "keep_end", "messages", "formatted", "ids", "packed", "split"],
 )
 def test_sft(rows, kwargs, given, tmp_path):
-    if "formatting_func" in given:
-        rows = [{"prompt": row["prompt"], "answer": row["completion"]} for row in rows]
-        given = {"formatting_func": lambda row: row["prompt"] + row["answer"]}
     leave = BY_MICRO_BATCH if "gradient_accumulation_steps" in kwargs else ()
     leave = ("eval_",) if kwargs.get("packing") else leave  # there a mean over packs, or of nothing
     check("SFT", rows, kwargs, tmp_path, given=lambda: given, leave=leave)
+
+
+PAIRS = [{"prompt": f"{i}+{i}=", "chosen": f" {i + i}" + "!" * (i % 3), "rejected": f" {i * i}?"} for i in range(7)]
+TALKING_PAIRS = [
+    {"chosen": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes{i}"}],
+     "rejected": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"no, {i * i}"}]}
+    for i in range(7)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("rows", "kwargs"),
+    [
+        (PAIRS, {"max_steps": -1, "num_train_epochs": 1}),
+        (PAIRS, {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
+        (PAIRS, {"loss_type": ["ipo"], "ld_alpha": 0.5, "max_length": 9, "truncation_mode": "keep_end"}),
+        (PAIRS, {"f_divergence_type": "alpha_divergence", "use_weighting": True, "precompute_ref_log_probs": True}),
+        (TALKING_PAIRS, {"sync_ref_model": True, "ref_model_sync_steps": 2, "beta": 0.5}),
+    ],
+    ids=["sigmoid", "mpo", "ipo", "precomputed", "synced"],
+)
+def test_dpo(rows, kwargs, tmp_path):
+    check("DPO", rows, kwargs, tmp_path)
+
+
+LOSSES = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+          "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]  # fmt: skip
+
+
+def test_reward(tmp_path):
+    rows = [{**row, "margin": i / 10} for i, row in enumerate(PAIRS)]
+    check("Reward", rows, {"center_rewards_coefficient": 0.1, "max_length": 9}, tmp_path)

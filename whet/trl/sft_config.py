@@ -6,6 +6,8 @@ from typing import Any, ClassVar
 
 from whet.config import SFTConfig as Algorithm
 from whet.errors import ConfigError, lookup_error
+from whet.learners.objective import resolve_name
+from whet.ops import SFT_LOSSES
 from whet.trl.arguments import Arguments, dataclass_of
 from whet.trl.field import Table
 from whet.trl.fields_supervised import OLD_SFT_FIELDS, SFT_FIELDS, SUPERVISED_FIELDS
@@ -47,7 +49,7 @@ class _SFT(Arguments):
                 f"dataset_kwargs: {sorted(given)[0]!r} is not taken; give rows as they are to be trained on, or rows "
                 "of input_ids and labels"
             )
-        self.to_whet()  # what it can't express is said here
+        resolve_name(self.loss_type, SFT_LOSSES, "SFT loss")
 
     def to_whet(self) -> Any:
         """The objective as whet's own configuration."""

@@ -30,7 +30,7 @@ from whet.trl.names import supervised_metrics
 from whet.trl.task import TellingSupervisedTask
 from whet.trl.tokens import prepare_model, prepare_tokenizer
 from whet.trl.trainer import NOT_CALLED, Trainer
-from whet.trl.translate import loop_fields
+from whet.trl.translate import loop_fields, module_dtype
 from whet.types import Example
 
 __all__ = ["SupervisedTrainer", "of_front"]
@@ -85,6 +85,7 @@ class SupervisedTrainer(Trainer):
         self.eval_rows = self.eval_sets(eval_dataset)
         self._plan()
         given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
+        self._module_dtype = module_dtype(self.args, given, optimizers)
         self.models = self.make_models(given, self.optim(optimizers))
         prepare_model(self.model, self.processing_class, self.args)
         self.learner = self.make_learner()
@@ -146,6 +147,7 @@ class SupervisedTrainer(Trainer):
             tokenizer=self.processing_class,
             config=self.loop_config(),
             optimizer=optim,
+            module_dtype=self._module_dtype,
             role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
         )
 

@@ -162,9 +162,14 @@ class Trainer:
     # ---- what a user reads ---------------------------------------------------------------------------------------
 
     @property
+    def role(self) -> Role:
+        """The role of the model in training."""
+        return next(iter(self.models.trainers))
+
+    @property
     def worker(self) -> ModelWorker:
         """What holds the model in training."""
-        return next(iter(self.models.trainers.values())).worker
+        return self.models.trainers[self.role].worker
 
     @property
     def model(self) -> Any:
@@ -440,7 +445,7 @@ class Trainer:
 
     def saved(self, whole: Path) -> None:
         """A checkpoint was written. Args: whole: what a resume reads."""
-        self._noted(linked(whole, checkpoint_at(self.args.output_dir, self.state.global_step)))
+        self._noted(linked(whole, checkpoint_at(self.args.output_dir, self.state.global_step), self.role.value))
 
     def _noted(self, folder: Path) -> None:
         state = self.state
@@ -454,7 +459,7 @@ class Trainer:
 
     def _load_best(self, folder: Path) -> None:
         log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
-        self.worker.load(best_state(folder))
+        self.worker.load(best_state(folder, self.role.value))
 
     def scheduler_state(self) -> dict[str, Any]:
         """Of a schedule that was given."""

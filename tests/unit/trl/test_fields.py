@@ -6,11 +6,11 @@ import pytest
 from transformers import HfArgumentParser
 
 from whet.errors import ConfigError
-from whet.trl import GRPOConfig, RLOOConfig
+from whet.trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from whet.trl.field import STATES
 from whet.trl.fields import PAGES, page
 
-CONFIGS = (GRPOConfig, RLOOConfig)
+CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, RewardConfig)
 ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}
 
 
@@ -94,6 +94,33 @@ def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given
 def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (RLOOConfig, {"num_generations": 1}, "RLOO requires at least 2 generations"),
+        (RLOOConfig, {"reward_clip_range": (1.0, 0.0)}, "low below high"),
+        (RLOOConfig, {"scale_rewards": "group"}, "no field 'scale_rewards'"),
+        (SFTConfig, {"loss_type": "dtf"}, "unknown SFT loss 'dtf'; did you mean dft"),
+        (SFTConfig, {"packing": True, "max_length": None}, "`max_length` can't be `None`"),
+        (SFTConfig, {"packing": True, "packing_strategy": "wrapped"}, "rows where a pack is full"),
+        (SFTConfig, {"packing": True, "packing_strategy": "bdf"}, "unknown packing_strategy 'bdf'; did you mean bfd"),
+        (SFTConfig, {"truncation_mode": "keep_middle"}, "unknown truncation_mode"),
+        (SFTConfig, {"train_sampling_strategy": "group_by_length"}, "nothing is padded"),
+        (SFTConfig, {"dataset_kwargs": {"add_special_tokens": False}}, "'add_special_tokens' is not taken"),
+        (SFTConfig, {"label_smoothing_factor": 0.1}, "DPO has label_smoothing"),
+        (DPOConfig, {"loss_type": "sigmod"}, "did you mean sigmoid"),
+        (DPOConfig, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one for each"),
+        (DPOConfig, {"f_divergence_type": "js_divergence", "loss_type": ["apo_zero"]}, "not made of the difference"),
+        (DPOConfig, {"sync_ref_model": True, "precompute_ref_log_probs": True}, "choose one"),
+        (DPOConfig, {"loss_type": "exo_pair"}, "divides by label_smoothing"),
+        (RewardConfig, {"center_rewards_coefficient": -1.0}, "must not be negative"),
+    ],
+)  # fmt: skip
+def test_the_other_configurations_say_it_too(config, given, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**given)
 
 
 @pytest.mark.parametrize(
