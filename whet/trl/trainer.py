@@ -34,7 +34,6 @@ from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.learners.step import BaseStep
 from whet.train.checkpoints import Checkpoints
-from whet.train.role_workers import RoleWorkers
 from whet.train.worker import ModelWorker
 from whet.trl import optimizers as factories
 from whet.trl.adapters import name_of
@@ -79,8 +78,8 @@ class Trainer:
     """Its configuration."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
     """Methods of TRL's trainer that nothing calls here, and what to use instead."""
-    models: RoleWorkers
-    """The models of the run: made by the front."""
+    models: Any
+    """The RoleWorkers of the run: made by the front."""
     learner: Any
     """What trains them: made by the front."""
 
