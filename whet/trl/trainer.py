@@ -33,6 +33,7 @@ from whet.config import OptimConfig, Role
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.learners.step import BaseStep
+from whet.run.push import check_hub, push_folder
 from whet.train.checkpoints import Checkpoints
 from whet.train.worker import ModelWorker
 from whet.trl import optimizers as factories
@@ -105,6 +106,8 @@ class Trainer:
         self.args: Any = args
         self.processing_class = load_tokenizer(given)
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+        if args.push_to_hub:
+            check_hub(args.hub_token)
         if args.tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
         if args.log_level != "passive":
@@ -379,6 +382,8 @@ class Trainer:
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         self.worker.export(folder, self.processing_class)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub("Model save")
 
     def save_state(self) -> None:
         """Writes trainer_state.json into output_dir."""
@@ -396,15 +401,39 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         base = self.model.name_or_path or None
         own = [tags] if isinstance(tags, str) else list(tags or ())
-        (folder / "README.md").write_text(
-            card(model_name or folder.resolve().name, self.METHOD, base, dataset_name, own)
-        )
+        name = model_name or self.args.hub_model_id or folder.resolve().name
+        (folder / "README.md").write_text(card(name, self.METHOD, base, dataset_name, own))
 
-    def push_to_hub(self, commit_message: str | None = None, **kwargs: Any) -> None:
-        """Raises ConfigError: nothing is sent from here."""
-        raise ConfigError(
-            "push_to_hub is not there yet; save_model() writes what `hf upload <name> <folder>` sends to the hub"
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card_of: Any,
+    ) -> str:
+        """Saves model, tokenizer and card in output_dir, and sends them to the hub as one commit.
+
+        Args: commit_message: of the commit. blocking: it is waited for in any case. token: None = hub_token, or that of
+            `hf auth login`. revision: the branch; None = hub_revision, or main. card_of: model_name, dataset_name and
+            tags, as create_model_card takes them.
+        Returns: the commit's address.
+        Raises: ConfigError: the hub is not there or does not take it, or there is no token; nothing was sent.
+        """
+        args = self.args
+        self.save_model(_internal_call=True)
+        self.create_model_card(**card_of)
+        folder = Path(args.output_dir)
+        made = push_folder(
+            folder,
+            args.hub_model_id or folder.resolve().name,
+            (folder / "README.md").read_text(),
+            private=args.hub_private_repo is not False,
+            message=commit_message or "End of training",
+            branch=revision or args.hub_revision,
+            token=token or args.hub_token,
         )
+        return str(made.url)
 
     def save_weights(self) -> None:
         """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""

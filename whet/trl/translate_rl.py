@@ -193,6 +193,21 @@ def warn(args: Any) -> None:
             "mask_truncated_completions: completions that are masked out count in the mean over rows, as in TRL, so a "
             "step with many of them is a smaller one; loss_type='dapo' counts trained tokens alone"
         )
+    _warn_of_level(args.loss_type, args.importance_sampling_level)
+
+
+def _warn_of_level(loss_type: str, level: str) -> None:
+    """Logs a level of the ratio that is not the one a loss was made for."""
+    if loss_type == "luspo" and level != "sequence":
+        log.warning("loss_type='luspo' was made for importance_sampling_level='sequence', and it is %r", level)
+    if loss_type == "vespo" and level != "token":
+        log.warning("loss_type='vespo' has a ratio of sequences of its own; leave importance_sampling_level at 'token'")
+    if level == "sequence" and loss_type in ("bnpo", "cispo", "dapo", "dr_grpo"):
+        log.warning(
+            "importance_sampling_level='sequence': loss_type=%r sums over tokens, so a sequence counts by its length; "
+            "GSPO is loss_type='grpo'",
+            loss_type,
+        )
 
 
 def rollout(args: Any, longest_prompt: int) -> RolloutConfig:

@@ -198,6 +198,13 @@ class Silent:
         return "yes"
 
 
+class Judged(Silent):
+    """One whose reward is waited for."""
+
+    async def get_reward(self):
+        return None if self.row["level"] else 3.0
+
+
 def test_an_environment_for_each_rollout_is_reset_and_gives_the_reward(tmp_path):
     seen = Seen()
     Counter.made = 0
@@ -223,7 +230,7 @@ def test_rows_choose_among_several_environments(tmp_path):
     data = [{"environment": "silent", "level": 3}, {"environment": "count", "start": 1}]
     say = [[CALL % ("ask", "{}"), "b", CALL % ("increase", '{"by": 1}')], ["yes", "no"], ["c"] * 3]
     made = trainer(tmp_path, seen, data=data, max_steps=2, say=say,
-                   environment_factory={"count": Counter, "silent": Silent})  # fmt: skip
+                   environment_factory={"count": Counter, "silent": Judged})  # fmt: skip
     made.train()
     assert seen.calls[0][1][0][1]["content"] == "yes"
     assert "Tool increase not found" in seen.calls[0][1][2][1]["content"]  # of the other environment
@@ -231,6 +238,9 @@ def test_rows_choose_among_several_environments(tmp_path):
     assert seen.calls[1][0][0] == [{"role": "user", "content": " from 1"}]
     rewards = [row["rewards/Counter/mean"] for row in made.state.log_history if "loss" in row]
     assert rewards == [None, 1.0]
+    judged = trainer(tmp_path, None, data=chats(1, level=[0]), environment_factory=Judged, say=[["a"] * 3])
+    judged.train()
+    assert judged.state.log_history[0]["rewards/Judged/mean"] == 3.0
     with pytest.raises(DataError, match="unknown environment 'other'"):
         trainer(tmp_path, seen, data=[{"environment": "other"}], environment_factory={"count": Counter}).train()
 
