@@ -74,7 +74,9 @@ class Trainer:
     """
 
     METHOD: ClassVar[str] = ""
-    """What trains, for a card and the default folder."""
+    """What trains, for the default folder."""
+    TRAINED_BY: ClassVar[str] = ""
+    """The same for a model card; "" = METHOD."""
     CONFIG: ClassVar[type[Arguments]] = Arguments
     """Its configuration."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
@@ -402,7 +404,7 @@ class Trainer:
         base = self.model.name_or_path or None
         own = [tags] if isinstance(tags, str) else list(tags or ())
         name = model_name or self.args.hub_model_id or folder.resolve().name
-        (folder / "README.md").write_text(card(name, self.METHOD, base, dataset_name, own))
+        (folder / "README.md").write_text(card(name, self.TRAINED_BY or self.METHOD, base, dataset_name, own))
 
     def push_to_hub(
         self,
