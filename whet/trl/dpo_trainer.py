@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
@@ -18,6 +19,8 @@ from whet.trl.supervised_trainer import SupervisedTrainer, of_front
 from whet.trl.translate import ON_LONG
 
 __all__ = ["DPOTrainer"]
+
+log = logging.getLogger("whet")
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -76,6 +79,11 @@ class DPOTrainer(SupervisedTrainer):
             peft_config,
             refused={"data_collator": data_collator, "compute_metrics": compute_metrics},
         )
+        if self.args.label_smoothing and "sigmoid" in self.args.loss_type:
+            log.warning(
+                "label_smoothing=%s: the sigmoid loss is cDPO's with it; TRL's takes no notice of it there",
+                self.args.label_smoothing,
+            )
 
     def encoder(self, data: Any) -> RowEncoder:
         """Pairs."""

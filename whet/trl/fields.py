@@ -118,6 +118,7 @@ What is said above of callbacks, the last step, resuming, masters and overridden
   encodes them together, and drops the prompt's end where they differ. Of an answer with several turns the assistant's
   are trained, in TRL the user's and the tools' too.
 - What a chat template changes or leaves out is trained as it shows it, and counted in a line of the log.
+- Without `prompt`, texts of a pair share all tokens that they begin with; TRL leaves a blank at the end to the answers.
 - Rows with nothing to train (empty answers, pairs that say the same) are left out and counted.
 - `packing` keeps every row whole and by itself, and decides how many rows make up a step: those of so many packs.
   `packing_strategy="wrapped"` is refused, since rows would see each other.

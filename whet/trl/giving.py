@@ -17,6 +17,7 @@ class Giving:
     """A part of the trainers of the front."""
 
     METHOD: ClassVar[str] = ""
+    TRAINED_BY: ClassVar[str] = ""
     args: Any
     model: Any
 
@@ -36,7 +37,7 @@ class Giving:
         base = self.model.name_or_path or None
         own = [tags] if isinstance(tags, str) else list(tags or ())
         name = model_name or self.args.hub_model_id or folder.resolve().name
-        (folder / "README.md").write_text(card(name, self.METHOD, base, dataset_name, own))
+        (folder / "README.md").write_text(card(name, self.TRAINED_BY or self.METHOD, base, dataset_name, own))
 
     def push_to_hub(
         self,

@@ -54,6 +54,7 @@ class SupervisedTrainer(Trainer):
     Args: refused: arguments of TRL's that are not taken, by name.
     """
 
+    models: SupervisedModels
     NOT_CALLED: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
         "_compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
@@ -230,7 +231,7 @@ def of_front(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
     class OfFront(kind):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
         make_task: Any
 
-        def encoder(self) -> Ready:
+        def encoder(self) -> Any:
             return Ready()
 
         def new_task(self, eval_ds: Any = None) -> Any:

@@ -33,7 +33,7 @@ def _take_template(tokenizer: Any, path: str) -> None:
     if Path(path).is_file() and path.endswith((".jinja", ".j2")):
         tokenizer.chat_template = Path(path).read_text()
         return
-    source = load_tokenizer(path)
+    source: Any = load_tokenizer(path)
     if lacking := sorted(set(source.get_added_vocab()) - set(tokenizer.get_vocab())):
         raise ConfigError(
             f"chat_template_path={path!r}: its template is made of tokens that the model's tokenizer lacks "

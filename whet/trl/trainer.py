@@ -36,7 +36,6 @@ from whet.errors import ConfigError
 from whet.learners.step import BaseStep
 from whet.run.push import check_hub
 from whet.train.checkpoints import Checkpoints
-from whet.train.role_workers import RoleWorkers
 from whet.train.worker import ModelWorker
 from whet.trl import optimizers as factories
 from whet.trl.adapters import name_of
@@ -64,13 +63,15 @@ class Trainer(Giving):
     """
 
     METHOD: ClassVar[str] = ""
-    """What trains, for a card and the default folder."""
+    """What trains, for the default folder."""
+    TRAINED_BY: ClassVar[str] = ""
+    """The same for a model card; "" = METHOD."""
     CONFIG: ClassVar[type[Arguments]] = Arguments
     """Its configuration."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
     """Methods of TRL's trainer that nothing calls here, and what to use instead."""
-    models: RoleWorkers
-    """The models of the run: made by the front."""
+    models: Any
+    """The RoleWorkers of the run: made by the front."""
     learner: Any
     """What trains them: made by the front."""
 

@@ -168,6 +168,18 @@ def test_an_adapter_is_trained_with_its_dropout_and_the_reference_is_its_base(tm
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
 
 
+TRLS = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+        "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]  # fmt: skip
+
+
+def test_every_loss_of_trl_s_is_whet_s_and_label_smoothing_is_of_sigmoid_too(tmp_path, caplog):
+    for name in TRLS:
+        assert DPOConfig(loss_type=name, label_smoothing=0.1).to_whet().loss_type == (name,)
+    made = trainer(tmp_path, "DPO", label_smoothing=0.1)
+    assert made.learner.algo_config.label_smoothing == 0.1
+    assert "the sigmoid loss is cDPO's" in caplog.text
+
+
 def test_which_reference_a_preference_loss_has(tmp_path):
     model = tiny_model()
     with pytest.raises(ConfigError, match="cannot be the same object"):
