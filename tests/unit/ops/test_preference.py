@@ -371,15 +371,19 @@ def test_the_loss_of_a_reward_model_by_hand():
     ("loss", "words"),
     [
         ("discopop", {"beta": 1.0}),
+        ("discopop", {"discopop_tau": 5.0}),
         ("sigmoid", {"f_divergence_type": "forward_kl"}),
+        ("ipo", {"f_divergence_type": "forward_kl"}),
+        ("ipo", {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.25}),
         ("orpo", {}),
         ("cpo", {"alpha": 0.25}),
+        ("cpo_ipo", {"alpha": 0.25}),
     ],
 )
 def test_pairs_far_the_wrong_way_round_have_a_loss_and_a_gradient(loss, words):
     """Chosen answers of probability 0 and rejected ones of probability 1, to rounding, and the other way round."""
     made = make_preference_objective(PreferenceConfig(loss_type=loss, **words))
-    for chosen, rejected in ((-400.0, 0.0), (0.0, -400.0)):
+    for chosen, rejected in ((-400.0, 0.0), (-1e5, 0.0), (0.0, -400.0), (0.0, -1e5)):
         logprobs = torch.tensor([chosen, rejected], requires_grad=True)
         x = LossInputs(
             sequence=torch.tensor([0, 1]),
@@ -392,3 +396,4 @@ def test_pairs_far_the_wrong_way_round_have_a_loss_and_a_gradient(loss, words):
         found, _ = made(x)
         found.sum().backward()
         assert found.isfinite().all() and logprobs.grad.isfinite().all()
+        assert chosen == 0.0 or logprobs.grad[0] < 0  # what is far the wrong way round is still moved
