@@ -264,6 +264,10 @@ def test_mismatched_rows_are_of_other_rows_and_within_the_limit():
     own = tokens(batch)
     assert tokens(rows) == own[-2:] + own[:-2] and rows.num_units == 6
     assert rows.mask.all() and "ref_logprobs" not in rows.token_columns
+    mixed = batch_of([(2, 3), (4,), (1,), (3, 2)], paired=False)  # rows of one answer and of two
+    of_row = [0, 0, 1, 2, 3, 3]
+    found = [tokens(mixed).index(turned) for turned in tokens(mismatched(mixed))]
+    assert found == [4, 5, 0, 2, 3, 3] and all(of_row[a] != of_row[b] for a, b in enumerate(found))
     short = mismatched(batch, 4)
     room = [max(1, 4 - len(batch.prefix(i))) for i in range(6)]
     assert tokens(short) == [t[:n] for t, n in zip(tokens(rows), room, strict=True)]
