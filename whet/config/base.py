@@ -247,8 +247,8 @@ def field_docs(cls: type) -> dict[str, str]:
     Returns: field -> text, the nearest class's for a field that several define.
 
     >>> from whet.config import OptimConfig
-    >>> field_docs(OptimConfig)["lr"]
-    'Learning rate, at its peak where there is a schedule.'
+    >>> field_docs(OptimConfig)["warmup_steps"]
+    'Updates over which the rate rises from 0. 0 = off.'
     """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from whet.config import Mode, PreferenceConfig, RewardModelConfig, Role
+from whet.config.model import REWARD_LR
 from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
 from whet.errors import ConfigError, DataError
 from whet.learners.preference_objective import composed_preference, make_preference_objective, make_reward_loss
@@ -46,6 +47,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
     """
 
     paired = True
+    usual_lr = REWARD_LR
 
     def __init__(self, models: SupervisedModels, algo_config: RewardModelConfig | None = None, **options: Any) -> None:
         c = algo_config or RewardModelConfig()

@@ -11,8 +11,8 @@ from pyarrow import parquet
 
 from whet.config import SupervisedDataConfig
 from whet.data.order import PromptStream, digests
-from whet.data.sources import load_rows
 from whet.data.pairs import LabelledEncoder, PreferenceEncoder
+from whet.data.sources import load_rows
 from whet.data.supervised import SFTEncoder
 from whet.errors import CheckpointError, DataError
 

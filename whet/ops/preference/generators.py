@@ -16,11 +16,11 @@ __all__ = ["F_DIVERGENCES", "alpha_divergence", "bounded", "forward_kl", "js_div
 F = torch.nn.functional
 
 _STEEPEST = 30.0
-"""Exponent from which an exponential goes on as a straight line: what is made of it, squares too, stays finite in fp32."""
+"""Exponent from which an exponential goes on as a straight line: what is made of it, squares too, is finite in fp32."""
 
 
 def bounded(exponential: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """exp or expm1 of x, from x = 30 on along its tangent: finite, and with a gradient of the right sign.
+    """An exponential (exp, expm1), from x = 30 on along its tangent: finite, and with a gradient of the right sign.
 
     >>> bounded(torch.exp, torch.tensor([0.0, 1000.0])).isfinite()
     tensor([True, True])
