@@ -160,7 +160,7 @@ def test_the_written_configuration_gives_the_same_run_again(tmp_path, words):
         (("reward=", None), "no reward; write reward="),
         (("model=", "model=/nowhere/at/all"), "/nowhere/at/all"),
         (("reward=", "reward=exact_mach"), "did you mean exact_match"),
-        (("data.batch_size", "data.batch_sise=4"), "did you mean batch_size"),
+        (("data.batch_size", "data.batch_sise=4"), "did you mean data.batch_size"),
         (("trainer.max", "trainer.mini_batch_size=3"), "must be a multiple of mini_batch_size=3"),
         (("algo.beta", "algo.num_generations=1"), "num_generations must be greater than 1"),
     ],
