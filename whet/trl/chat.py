@@ -37,7 +37,7 @@ class Chat:
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> t = byte_tokenizer()
-    >>> Chat(t, {}, [t.eos_token_id])
+    >>> Chat(t, {}, [t.eos_token_id])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     whet.errors.ConfigError: The provided chat template does not support tool calling: ...
     """
