@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from whet.config import SFTConfig
+from whet.config.model import SFT_LR
 from whet.data.supervised import SFTEncoder
 from whet.learners.objective import check_call, resolve_name, with_fields
 from whet.learners.supervised import SupervisedLearner
@@ -26,6 +27,8 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
 
     Example: SFTLearner(SupervisedModels(actor=folder, tokenizer=folder)).train([{"prompt": "2+2=", "response": "4"}]).
     """
+
+    usual_lr = SFT_LR
 
     def __init__(self, models: SupervisedModels, algo_config: SFTConfig | None = None, **options: Any) -> None:
         c = algo_config or SFTConfig()

@@ -55,6 +55,10 @@ class Learner(Protocol):
         """The metrics of examples that are not trained on."""
         ...
 
+    def expected_metrics(self) -> tuple[str, ...]:
+        """The loss, and what is shown beside it."""
+        return ("loss", *self.models.trainer.displayed)
+
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """What a step runs and what it leaves out."""
         ...

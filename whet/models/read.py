@@ -33,7 +33,7 @@ from whet.models.causal import check_causal
 from whet.models.heads import has_score_head
 from whet.util.model_paths import check_hub, folders_here, model_folder
 
-__all__ = ["check_config", "read_model"]
+__all__ = ["cant_be", "check_config", "read_model"]
 
 logger = logging.getLogger("whet")
 
@@ -88,7 +88,7 @@ def read_model(
     scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if (old or scores) and role not in ("critic", "reward"):
         raise ConfigError(
-            f"{path!r} is a critic or a reward model: it has a score head and no LM head; it can't be the {role}"
+            f"{path!r} is a critic or a reward model: it has a score head and no LM head; it {cant_be(role)}"
         )
     if old:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
@@ -104,6 +104,12 @@ def read_model(
     _check_weights(module, info, path, head)
     embeddings: Any = module.get_input_embeddings()
     return module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1])
+
+
+def cant_be(role: str) -> str:
+    """What a model with a score head and no LM head can't be, and what it can, for messages."""
+    also = " and can't complete prompts" if role == "reference" else ""  # a Sampler reads its model as one
+    return f"can't be the {role}{also}; what gives scores to completions is reward_model.model"
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -340,6 +341,10 @@ def resolve_reward_manager(ref: Any) -> Callable[..., RewardManager]:
 def _resolved(ref: Any, kind: str, known: Mapping[str, Any]) -> Any:
     if isinstance(ref, str):
         if not is_ref(ref) and ref not in known:
+            if kind == "reward function" and ("/" in ref or Path(ref).is_dir()):
+                raise ConfigError(
+                    f"unknown reward function {ref!r}; if it is a reward model, give it as reward_model.model={ref}"
+                )
             raise lookup_error(kind, ref, [*known, "package.module:name", "file.py:name"])
         ref = known[ref] if ref in known else resolve_ref(ref, kind)
     if not callable(ref):

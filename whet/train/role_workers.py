@@ -7,6 +7,7 @@ training needs no more than this.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -183,15 +184,15 @@ class RoleWorkers:
         if isinstance(given, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
-        if optimizer is not None and own not in (OptimConfig(), OptimConfig(lr=LORA_LR)):
+        if optimizer is not None and own != OptimConfig():
             raise ConfigError(
                 f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer (or optimizer= "
                 "does); keep one"
             )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         trained = role not in READ_ONLY if trained is None else trained
-        if trained and loaded.adapter is not None:
-            _check_rate(role, optimizer)
+        if trained and loaded.adapter is not None and isinstance(optimizer, OptimConfig):
+            optimizer = _rate_of_adapter(role, optimizer)
         self._workers[role] = worker = ModelWorker(
             loaded,
             optim=optimizer if trained else None,
@@ -336,9 +337,12 @@ class RoleWorkers:
             worker.close()
 
 
-def _check_rate(role: Role, optimizer: Any) -> None:
-    """Warns where an adapter is given the learning rate of a whole model."""
-    if isinstance(optimizer, OptimConfig) and 0 < optimizer.lr < SLOW:
+def _rate_of_adapter(role: Role, optimizer: OptimConfig) -> OptimConfig:
+    """The optimizer of an adapter: with its own rate where none is given; warns of the rate of a whole model."""
+    if optimizer.lr is None:
+        log.info("%s: learning rate %g, the usual one of an adapter", role.section, LORA_LR)
+        return dataclasses.replace(optimizer, lr=LORA_LR)
+    if 0 < optimizer.lr < SLOW:
         log.warning(
             "%s.optim.lr=%g is the rate of a whole model; an adapter hardly learns below %g: about %g serves it",
             role.section,
@@ -346,3 +350,4 @@ def _check_rate(role: Role, optimizer: Any) -> None:
             SLOW,
             LORA_LR,
         )
+    return optimizer

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from whet.config import RoleConfig
-from whet.data.supervised import PreferenceEncoder, RowEncoder
+from whet.data.pairs import PreferenceEncoder
+from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
 from whet.learners.preference import PreferenceLearner
 from whet.learners.preference_objective import make_preference_objective

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from whet.data.order import epoch_order
-from whet.data.supervised import Answer, PreferenceEncoder, Read, RowEncoder, SFTEncoder
+from whet.data.pairs import PreferenceEncoder
+from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
