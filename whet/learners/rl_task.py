@@ -301,7 +301,7 @@ def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metr
 
 def _counted(encode: PromptEncoder) -> str:
     """How prompts over the limit, or that the template changes, were treated, for the log; "" where there were none."""
-    found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
-    over = f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
+    over = encode.told_over()
+    over = f"; {over} ({encode.told_fate()})" if over else ""
     changed = encode.counts["changed"]
     return over + (f"; the chat template changes what {changed} of them say" if changed else "")
