@@ -9,8 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
+from whet.data.look import example_lines
 from whet.data.order import PromptStream, digests
 from whet.data.sources import load_rows
+from whet.data.supervised import RowEncoder
 from whet.errors import DataError
 from whet.learners.step import ExampleStep
 from whet.metrics import flat
@@ -93,8 +95,9 @@ class SupervisedTask(Task):
         """
         data, config, encode = self.learner.data, self.models.config, self.learner.encoder()
         epochs = 1 if config.num_epochs is None and not config.max_steps else config.num_epochs
+        rows = load_rows(train_ds, split=data.split)
         stream = PromptStream(
-            load_rows(train_ds, split=data.split),
+            rows,
             batch_size=data.batch_size,
             seed=config.seed if config.data_shuffle_seed is None else config.data_shuffle_seed,
             shuffle=data.shuffle if data.shuffle is False else None,
@@ -103,11 +106,22 @@ class SupervisedTask(Task):
             encode=encode,
         )
         log.info("data: %s%s", stream.describe(), counted(encode))
+        self._show_first(stream, rows)
         if stream.kind == "rows":
             self._check_fit(stream.source)
         elif data.max_length is not None:
             self.models.fit(self.learner.data.max_length or 0)
         return stream
+
+    def _show_first(self, stream: PromptStream, rows: Any) -> None:
+        """Logs the first row as the model is given it, and what of it is trained."""
+        encode = self.learner.encoder()  # one that counts nothing
+        if not isinstance(encode, RowEncoder):
+            return
+        example = stream.source[0] if stream.kind == "rows" else encode(stream.first)
+        if example is not None:
+            row = rows[example.row] if stream.kind == "rows" else stream.first
+            log.info("first example, %s", "\n".join(example_lines(encode, example, row)))
 
     def prepare(self) -> None:
         """Encodes the evaluation data."""

@@ -34,6 +34,8 @@ QUICK = [
     "actor.dtype=float32",
     "trainer.max_steps=2",
     "algo.beta=0.0",
+    "algo.num_generations=2",
+    "data.apply_chat_template=false",
 ]
 
 

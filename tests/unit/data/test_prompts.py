@@ -68,9 +68,10 @@ def test_messages_go_through_the_template_and_the_source_stays_messages(tokenize
     assert prompt.source == [{"role": "user", "content": "hi"}]  # a table's None keys are no keys
 
 
-def test_a_prompt_that_ends_in_an_assistant_turn_is_continued(tokenizer, text):
+def test_a_prompt_that_ends_in_an_assistant_turn_is_continued_on_purpose(tokenizer, text):
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}]
-    assert text(PromptEncoder(tokenizer)({"prompt": turns})).endswith("<|im_start|>assistant\nIt is")
+    encode = PromptEncoder(tokenizer, on_answered="continue")
+    assert text(encode({"prompt": turns})).endswith("<|im_start|>assistant\nIt is")
 
 
 def test_a_row_keeps_its_own_system_turn(tokenizer, text):
