@@ -22,11 +22,12 @@ from whet.envs import load_script
 from whet.errors import ConfigError, DataError
 from whet.models.read import read_positions
 from whet.types import Prompt
+from whet.util.refs import is_ref
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Settled", "settled", "with_template"]
+__all__ = ["Settled", "encoder_of", "settled", "with_lengths", "with_template"]
 
 log = logging.getLogger("whet")
 
@@ -58,12 +59,13 @@ def settled(config: RunConfig, train: Any, evaluation: Any) -> Settled:
         return Settled(config, tokenizer, train, evaluation)
     sets = {Mode.TRAIN: train, Mode.EVAL: evaluation}
     given = {mode: rows for mode, rows in sets.items() if rows is not None}
-    prompts = {mode: _prompts(_encoder(config, tokenizer, mode), rows, config) for mode, rows in given.items()}
+    prompts = {mode: _prompts(encoder_of(config, tokenizer, mode), rows, config) for mode, rows in given.items()}
     spread = Spread(len(p.tokens) for known in prompts.values() for p in known or ())
-    config = _with_lengths(config, spread)
+    given_new, config = config.rollout.max_tokens_to_generate, with_lengths(config, spread)
+    _tell_lengths(config, spread, cut=given_new is None)
     assert config.rollout.max_prompt_length is not None
     if spread.longest > config.rollout.max_prompt_length:  # over the model's context: cut or left out
-        prompts = {mode: _prompts(_encoder(config, tokenizer, mode), rows, config) for mode, rows in given.items()}
+        prompts = {mode: _prompts(encoder_of(config, tokenizer, mode), rows, config) for mode, rows in given.items()}
     rows = {mode: prompts[mode] if _are_rows(data) else data for mode, data in given.items()}
     return Settled(config, tokenizer, rows[Mode.TRAIN], rows.get(Mode.EVAL))
 
@@ -95,8 +97,8 @@ def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:
     return isinstance(value[0] if is_batch(first, config.data.prompt_column) else value, str)
 
 
-def _encoder(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> PromptEncoder:
-    """What turns a run's rows into prompts."""
+def encoder_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> PromptEncoder:
+    """What turns a run's rows into prompts. Args: config: with its template settled. mode: whose sampling."""
     rollout = config.rollout.for_mode(mode)
     script = None if rollout.env_path is None else load_script(rollout.env_path, turns=rollout.max_turns)
     return PromptEncoder.of(tokenizer, rollout, config.data, tools=None if script is None else script.tools)
@@ -128,10 +130,15 @@ def _prompts(encode: PromptEncoder, data: Any, config: RunConfig) -> list[Prompt
     return made
 
 
-def _with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
-    """The configuration with both lengths. Raises: DataError: prompts that the model's context has no room for."""
+def with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
+    """The configuration with both lengths.
+
+    Args: config: of the run. spread: lengths of its prompts; empty = they are not known, and their limit is set.
+    Raises: DataError: prompts that the model's context has no room for. ConfigError: it has room for none.
+    """
     rollout = config.rollout
-    positions = None if config.actor.model is None else read_positions(config.actor.model)
+    model = config.actor.model
+    positions = None if model is None or is_ref(model) else read_positions(model)
     known = rollout.max_prompt_length if not len(spread) else spread.longest
     assert known is not None
     keeps_all = rollout.on_long_prompt == "error" or rollout.max_prompt_length is not None
@@ -151,13 +158,25 @@ def _with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
             "rollout.on_long_prompt=drop or truncate_left"
         )
     limit = rollout.max_prompt_length or min(known, room)
-    short = log.warning if new < NEW_TOKENS and rollout.max_tokens_to_generate is None else log.info
-    short(
-        "prompts (%s): rollout.max_prompt_length=%d, rollout.max_tokens_to_generate=%d%s",
-        spread,
-        limit,
-        new,
-        "" if new >= NEW_TOKENS or positions is None else f", of the model's {positions} positions",
-    )
     lengths = {"max_prompt_length": limit, "max_tokens_to_generate": new}
     return dataclasses.replace(config, rollout=dataclasses.replace(rollout, **lengths))
+
+
+def _tell_lengths(config: RunConfig, spread: Spread, *, cut: bool) -> None:
+    """Logs the lengths. Args: cut: whether completions may be shorter than usual for want of positions."""
+    rollout = config.rollout
+    most: int | None = rollout.max_tokens_to_generate
+    assert most is not None
+    log.info(
+        "lengths: rollout.max_prompt_length=%d (%s), rollout.max_tokens_to_generate=%d",
+        rollout.max_prompt_length,
+        spread,
+        most,
+    )
+    if cut and most < NEW_TOKENS:
+        log.warning(
+            "completions are cut at %d tokens: the model's context has no room for %d after the longest prompt; "
+            "shorter prompts (rollout.max_prompt_length, rollout.on_long_prompt=drop) leave more",
+            most,
+            NEW_TOKENS,
+        )

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
+from whet.data.lengths import Spread
 from whet.data.look import example_lines
 from whet.data.order import PromptStream, digests
 from whet.data.sources import load_rows
@@ -144,14 +145,14 @@ class SupervisedTask(Task):
     def _check_fit(self, examples: Sequence[Example]) -> None:
         """Refuses what the model can't read, and raises the token budget to what must stay together."""
         positions, ids = self.models.positions, self.models.trained.loaded.num_ids
-        longest = 0
-        for example in examples:
-            lengths = [len(s.prefix) + len(s.tokens) for s in example.sequences]
-            if positions is not None and max(lengths) > positions:
-                raise DataError(
-                    f"row {example.row} has {max(lengths)} tokens, and the model {positions} positions "
-                    f"(max_position_embeddings); set data.max_length={positions} with data.on_long=truncate or drop"
-                )
+        each = [[len(s.prefix) + len(s.tokens) for s in example.sequences] for example in examples]
+        spread, longest = Spread(map(max, each)), 0
+        if positions is not None and (over := spread.told_over(positions, "the model's max_position_embeddings")):
+            row = max(zip(map(max, each), (e.row for e in examples), strict=True))[1]
+            raise DataError(
+                f"row {row} does not fit: {over}; set data.max_length={positions} with data.on_long=truncate or drop"
+            )
+        for example, lengths in zip(examples, each, strict=True):
             highest = max(int(part.max()) for s in example.sequences for part in (s.prefix, s.tokens))
             if highest >= ids:
                 raise DataError(
