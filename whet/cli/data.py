@@ -172,4 +172,6 @@ def _show_over(spread: Spread, limit: int, name: str, fate: str, say: Callable[[
 
 def _filled(text: str) -> str:
     """A text in lines of a terminal's width."""
-    return textwrap.fill(text, 79, subsequent_indent="  ", break_on_hyphens=False)
+    held = text.replace(" %", "\N{NO-BREAK SPACE}%")
+    made = textwrap.fill(held, 79, subsequent_indent="  ", break_on_hyphens=False)
+    return made.replace("\N{NO-BREAK SPACE}", " ")

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 __all__ = ["example_lines", "prompt_lines", "text_lines"]
 
-WIDTH = 56
-"""Characters of a line: a terminal's 80 without the time that a log line begins with."""
+WIDTH = 46
+"""Characters of a line: a terminal's 80 without the time and the level that a log line begins with."""
 MOST = 24
 """Lines of a text."""
 
@@ -42,7 +42,8 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
       | <|im_start|>user\n
       | 2+2?<|im_end|>\n
       | <|im_start|>assistant\n
-      chat template: the tokenizer's; system prompt: none
+      chat template: the tokenizer's
+      system prompt: none
     """
     head = f"row {prompt.row}: {len(prompt.tokens)} tokens"
     text = [(decoded(encode.tokenizer, prompt.tokens), False)]
@@ -158,7 +159,7 @@ def _origins(
         system = "the row's own" if own else "data.system_prompt"
     else:
         system = "the template's own" if "system" in start[: max(0, start.find(str(said)))] else "none"
-    lines = [f"  chat template: {origin}; system prompt: {system}"]
+    lines = [f"  chat template: {origin}", f"  system prompt: {system}"]
     if tools := options.get("tools", template.options.get("tools")):
         lines.append(f"  tools: {len(tools)}, {'the row' if 'tools' in options else 'the environment'}'s")
     thinking = {**template.options, **options}["enable_thinking"]

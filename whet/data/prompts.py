@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from whet.config import DataConfig, RolloutConfig
 
-__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column"]
+__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column", "said_by"]
 
 LongPrompt = Literal["error", "truncate_left", "drop"]
 """How to treat a prompt over the limit."""
@@ -61,6 +61,18 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None,
         f"{'' if row is None else f'row {row}: '}no prompt column ({' or '.join(wanted)}) among the columns "
         f"{', '.join(columns)}{hint}{'' if hint.endswith('?') else ';'} {way}"
     )
+
+
+def said_by(message: Message) -> str:
+    """The text of a message, its parts joined.
+
+    >>> said_by({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
+    '2+2='
+    """
+    content = message.get("content")
+    if isinstance(content, str) or not content:
+        return content or ""
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
 
 
 class PromptEncoder:
@@ -174,8 +186,8 @@ class PromptEncoder:
         self._refuse(row, name, number)
         source = _source(row[name], name, number)
         columns = {column: value for column, value in row.items() if column != name}
-        if not isinstance(source, str) and source[-1]["role"] == "assistant" and self.on_answered != "continue":
-            source, columns = self._without_answer(source, columns, number)
+        if not isinstance(source, str) and source[-1]["role"] == "assistant":
+            source, columns = self._unanswered(source, columns, number)
         tokens = self._tokens(source, options_of(row, number), number)
         if not tokens:
             raise DataError(f"row {number}: the prompt {shown(source)} has no tokens; leave the row out, or fill it")
@@ -244,11 +256,13 @@ class PromptEncoder:
         options = {**own, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
         return Shown(self.template.text(messages, row=row, **options), len(messages), options)
 
-    def _without_answer(
+    def _unanswered(
         self, source: list[Message], columns: dict[str, Any], number: int
     ) -> tuple[list[Message], dict[str, Any]]:
-        """A conversation without its last turn, which is the row's answer, unless the row has one."""
+        """A conversation to be continued, as a text; or without its last turn, the row's answer unless it has one."""
         *before, last = source
+        if self.on_answered == "continue":
+            return [*before, {**last, "content": said_by(last)}], columns
         if self.on_answered == "error":
             raise DataError(
                 f"row {number} ends with the assistant's turn {shown(last.get('content'), 60)}: an answer, where a "
@@ -301,14 +315,6 @@ class PromptEncoder:
             raise DataError(
                 f"column {taken[0]!r} has the name of an argument that reward or metric functions are given; rename it"
             )
-
-
-def said_by(message: Message) -> str:
-    """The text of a message, its parts joined."""
-    content = message.get("content")
-    if isinstance(content, str) or not content:
-        return content or ""
-    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
 
 
 def _way_on(length: int) -> str:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
 from whet.data.lengths import Spread
 from whet.data.look import example_lines
@@ -148,10 +150,8 @@ class SupervisedTask(Task):
         each = [[len(s.prefix) + len(s.tokens) for s in example.sequences] for example in examples]
         spread, longest = Spread(map(max, each)), 0
         if positions is not None and (over := spread.told_over(positions, "the model's max_position_embeddings")):
-            row = max(zip(map(max, each), (e.row for e in examples), strict=True))[1]
-            raise DataError(
-                f"row {row} does not fit: {over}; set data.max_length={positions} with data.on_long=truncate or drop"
-            )
+            row = examples[int(np.argmax(list(map(max, each))))].row
+            raise DataError(f"{over} (row {row}); set data.max_length={positions} with data.on_long=truncate or drop")
         for example, lengths in zip(examples, each, strict=True):
             highest = max(int(part.max()) for s in example.sequences for part in (s.prefix, s.tokens))
             if highest >= ids:

@@ -224,7 +224,7 @@ def check_prompt_lengths(prompts: Iterable[Prompt], module: nn.Module, max_token
     prompts, positions = list(prompts), max_positions(module)
     spread = Spread(len(p.tokens) for p in prompts)
     if positions is not None and (over := spread.over(positions - max_tokens)):
-        length, row = max((len(p.tokens), p.row) for p in prompts)
+        length, row = max(((len(p.tokens), p.row) for p in prompts), key=lambda pair: pair[0])
         raise DataError(
             f"{over} of {len(prompts)} prompts can't fit, 95 % have {spread.most} tokens or fewer; the longest, row "
             f"{row}: {length} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = {length + max_tokens}, but "

@@ -188,6 +188,29 @@ def test_prompts_over_the_limit_end_the_run_before_it_starts_unless_they_may_be_
         learner(cluster(rollout={"on_long_prompt": "drop", "max_prompt_length": 2})).train(rows(4))
 
 
+@pytest.mark.parametrize("kind", ["rows", "batches", "stream"])
+def test_the_first_prompt_is_shown_once_as_the_model_is_given_it(kind, caplog):
+    caplog.set_level("INFO", logger="whet")
+    data = {
+        "rows": rows(4),
+        "batches": [{"prompts": ["0+1=", "1+1="], "answer": [1, 2]}],
+        "stream": (row for row in rows(4)),
+    }[kind]
+    made = learner(data={"apply_chat_template": True, "system_prompt": "Be brief."})
+    made.new_run(data)
+    (shown,) = [m for m in caplog.messages if m.startswith("first prompt")]
+    assert shown.splitlines() == [
+        "first prompt, row 0: 42 tokens",
+        "  | <|im_start|>system\\n",
+        "  | Be brief.<|im_end|>\\n",
+        "  | <|im_start|>user\\n",
+        "  | 0+1=<|im_end|>\\n",
+        "  | <|im_start|>assistant\\n",
+        "  chat template: the tokenizer's",
+        "  system prompt: data.system_prompt",
+    ]
+
+
 @pytest.mark.parametrize("where", ["train", "eval"])
 def test_prompts_that_can_never_fit_the_model_end_the_run_before_it_starts(tmp_path, where):
     def started(data, **rollout):
