@@ -145,8 +145,9 @@ def _looked_at(given: Any, encode: PromptEncoder | RowEncoder) -> Iterator[tuple
         rows = islice(rows, OF_A_STREAM)
     place = 0
     for item in rows:
-        batch = isinstance(encode, PromptEncoder) and is_batch(item, encode.prompt_column)
-        for row in unbatch(item, encode.prompt_column) if batch else [item]:
+        column = encode.prompt_column if isinstance(encode, PromptEncoder) else None
+        batch = isinstance(encode, PromptEncoder) and is_batch(item, column)
+        for row in unbatch(item, column) if batch else [item]:
             yield place, row
             place += 1
 

@@ -219,9 +219,10 @@ def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) ->
         max_prompt_length=config.max_prompt_length,
         on_long_prompt=config.on_long_prompt,
     )
-    prompts = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
-    if dropped := encoder.counts["dropped"]:
-        log.warning("%d of %d prompts are over max_prompt_length and left out", dropped, len(inputs))
+    with encoder.all_rows():
+        prompts = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
+    if over := encoder.told_over():
+        log.warning("%s; %s", over, encoder.told_fate())
     if not prompts:
         raise ConfigError(f"all {len(inputs)} prompts are over max_prompt_length={config.max_prompt_length}; raise it")
     return prompts

@@ -75,7 +75,7 @@ def with_template(config: C, tokenizer: PreTrainedTokenizerBase, rows: Any) -> C
     data = config.data
     if data.apply_chat_template != "auto":
         return config
-    options = config.rollout.chat_template_kwargs if isinstance(config, RunConfig) else data.chat_template_kwargs
+    options = (config.rollout if isinstance(config, RunConfig) else config.data).chat_template_kwargs
     applied = goes_through(tokenizer, options)
     if applied and _plain(config, rows):
         log.info(

@@ -288,12 +288,13 @@ class _Work:
             on_long_prompt=rollout.on_long_prompt,
         )
         named = data if isinstance(data, str | Path) else "the data"
-        prompts = [p for i, row in enumerate(each(rows, str(named))) if (p := encode(row, i)) is not None]
-        dropped, cut = encode.counts["dropped"], encode.counts["truncated"]
+        with encode.all_rows():
+            prompts = [p for i, row in enumerate(each(rows, str(named))) if (p := encode(row, i)) is not None]
+        dropped = encode.counts["dropped"]
         if not prompts:
             raise DataError(f"all {dropped} prompts are over max_prompt_length={rollout.max_prompt_length}; raise it")
-        if dropped or cut:
-            log.warning("over max_prompt_length: %d prompts left out, %d cut", dropped, cut)
+        if over := encode.told_over():
+            log.warning("%s; %s", over, encode.told_fate())
         return prompts, dropped
 
     def _source_column(self) -> str | None:

@@ -143,7 +143,7 @@ class RLTask(Task):
             first = unbatch(stream.first, encode.prompt_column)[0] if stream.kind == "batches" else stream.first
             encode = self.learner.encoder(Mode.TRAIN)
             prompt = encode(first)
-        if prompt is not None:
+        if prompt is not None and isinstance(encode, PromptEncoder):
             log.info("first prompt, %s", "\n".join(prompt_lines(encode, prompt)))
 
     def prepare(self) -> None:

@@ -106,6 +106,7 @@ class GRPOTrainer(Trainer):
             algorithm(args),
             functions,
             data=DataConfig(
+                on_answered="continue",
                 batch_size=args.batches.prompts,
                 shuffle=bool(args.shuffle_dataset) and isinstance(self._rows, list),
                 prompt_column="prompt",
@@ -173,6 +174,7 @@ class GRPOTrainer(Trainer):
         encoder = PromptEncoder(
             self.processing_class,
             prompt_column="prompt",
+            on_answered="continue",
             chat_template_kwargs={"enable_thinking": True, **(args.chat_template_kwargs or {})},
         )
         positions = max_positions(model) if isinstance(model, nn.Module) else None

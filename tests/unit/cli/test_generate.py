@@ -142,9 +142,9 @@ def test_long_prompts_are_refused_cut_or_left_out(model_folder, tmp_path, caplog
     given = [model_folder, "prompt=abcdef", "prompt=ab", "max_prompt_length=4", "temperature=0"]
     assert generate(config(*given, "on_long_prompt=truncate_left")) == 2
     assert generate(config(*given, "on_long_prompt=drop")) == 1
-    assert "1 of 2 prompts are over max_prompt_length and left out" in caplog.text
+    assert "1 of 2 rows is over max_prompt_length 4: the longest has 6 tokens" in caplog.text
     assert main(["generate", *words(*given)]) == 2
-    assert "row 0: the prompt has 6 tokens, over max_prompt_length 4" in capsys.readouterr().err
+    assert "1 of 2 rows is over max_prompt_length 4: the longest has 6 tokens" in capsys.readouterr().err
 
 
 def test_beams_and_options_reach_the_model(model_folder, tmp_path):
