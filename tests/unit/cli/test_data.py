@@ -111,6 +111,17 @@ def test_what_is_wrong_is_said(folder, capsys, words, found):
     assert found in said(words, capsys, status=2)
 
 
+def test_both_ways_on_from_a_row_with_its_answer_are_keys(folder, capsys):
+    words = ["data=chats.jsonl", "model=m", "rows=1"]
+    assert said([*words, "data.on_answered=take_off"], capsys).startswith(
+        "row 0: 23 tokens\n  | <|im_start|>user\\n\n  | 2+2?<|im_end|>\\n\n  | <|im_start|>assistant\\n\n  chat"
+    )
+    assert "  | <|im_start|>assistant\\n\n  | 4\n" in said([*words, "data.on_answered=continue"], capsys)
+    rows = [json.loads(line) for line in (folder / "chats.jsonl").read_text().splitlines()]
+    found = settle("data.on_answered=take_off", train=rows)
+    assert [p.columns for p in found.train] == [{"answer": "4"}] * 3
+
+
 def test_help(capsys):
     assert main(["data", "--help"]) == 0
     assert "whet data sft data=chats.jsonl" in capsys.readouterr().out
