@@ -23,7 +23,7 @@ COMMANDS = {
     "sft": "teach a model what the assistant says in conversations: --config run.yaml, key=value",
     "rm": "train a reward model on pairs of answers: --config run.yaml, key=value",
     "dpo": "train a policy on preferences (DPO, SimPO, KTO, ...): --config run.yaml, key=value",
-    "data": "look at rows as a model would be given them, and how long they are: whet data [sft] key=value",
+    "data": "look at rows as a model is given them: whet data [sft] key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "talk with a model: model=FOLDER",
     "eval": "measure a model on a data set: model=FOLDER data=FILE reward=NAME",
