@@ -58,17 +58,17 @@ class CheckpointError(WhetError, RuntimeError):
     """A checkpoint can't be written, read, or does not fit this run."""
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str], prefix: str = "") -> str:
     """The end of a message that names the nearest known words.
 
-    Args: word: what was given. known: what is accepted.
+    Args: word: what was given. known: what is accepted. prefix: put before each.
     Returns: "; did you mean a or b?", or "" when nothing is near.
 
     >>> nearest("epsilom", ["epsilon", "beta"])
     '; did you mean epsilon?'
     """
     near = difflib.get_close_matches(word, list(known), 3, 0.6)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"; did you mean {' or '.join(prefix + one for one in near)}?" if near else ""
 
 
 def lookup_error(kind: str, word: object, known: Iterable[str]) -> ConfigError:

@@ -138,6 +138,7 @@ def _run(command: str, words: list[str]) -> None:
         unfailing("stdout") if command in _TRAIN else nullcontext()
     ):  # a run continues, whether or not its output can be written
         setup_logging()
+        _say_what_loads(command, config)
         _work(command, words, config)
 
 
@@ -157,6 +158,15 @@ def _data(words: list[str]) -> None:
 
     setup_logging()
     show_data(config, rows=int(given[-1]) if given else 3, say=print_text)
+
+
+def _say_what_loads(command: str, config: Any) -> None:
+    """A line before torch is imported and models are read, which takes seconds to minutes."""
+    if command in _RUNS or command == "eval":
+        import logging
+
+        model = config.model if command == "eval" else getattr(config, config.TRAINED).model
+        logging.getLogger("whet").info("loading %s and %s", model, config.data.path)
 
 
 def _work(command: str, words: list[str], config: Any) -> None:

@@ -30,6 +30,7 @@ from whet.config import (
     dump_tree,
     load_run,
 )
+from whet.config.lora import LORA_LR
 from whet.data.order import hold_out
 from whet.data.sources import load_rows
 from whet.errors import ConfigError
@@ -196,7 +197,7 @@ def _critic(config: PPORunConfig) -> RoleConfig:
     critic = config.critic or RoleConfig(dtype=actor.dtype, quantization=actor.quantization, **like)
     if critic.model is not None:
         return critic
-    how = "" if critic.lora is None else f" and an adapter of rank {critic.lora.r}, lr {critic.optim.lr:g}"
+    how = "" if critic.lora is None else f" and an adapter of rank {critic.lora.r}, lr {critic.optim.lr or LORA_LR:g}"
     log.info("critic: %s with a fresh score head, whose values are 0 at first%s", actor.model, how)
     return dataclasses.replace(critic, model=actor.model)
 

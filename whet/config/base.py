@@ -23,6 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import ArgsKwargs
 
 from whet.config.fields import SPOKEN
+from whet.config.synonyms import NOTES, leaves_of, meant, owner
 from whet.errors import ConfigError, nearest, shown
 
 __all__ = [
@@ -122,7 +123,7 @@ def explain(
     others and is the one that is told, by `_line`:
 
     >>> print(explain(RLTrainingConfig, found, given))
-    unknown key actor_optimizer.lrr; did you mean lr?
+    unknown key actor_optimizer.lrr; did you mean actor_optimizer.lr?
     """
     found: dict[tuple[str, ...], list[Any]] = {}
     for item in error.errors(include_url=False):
@@ -157,7 +158,7 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
         message = str(first["ctx"]["error"])
         return "\n".join(_under(cls, path, key, line) for line in message.splitlines()) if path else message
     if first["type"] == "unexpected_keyword_argument":
-        return _unknown(cls, path, key, root, short)
+        return _unknown(cls, path, key, root, short, first["input"])
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return f"{key} is required"
     if first["type"].startswith("dataclass") and len(items) == 1:
@@ -182,20 +183,29 @@ def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
     return f"{key} {message}" if message.startswith(("must ", "is ", "holds ")) else f"{key}: {message}"
 
 
-def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str]) -> str:
-    owner = section_at(cls, path[:-1])
-    refused = {k: v for c in reversed(owner.__mro__) for k, v in vars(c).get("REFUSED", {}).items()} if owner else {}
+def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str], value: Any) -> str:
+    """An unknown keyword, from Python, or key: with what it is called here, or else the nearest that there is."""
+    section = section_at(cls, path[:-1])
+    bases = reversed(section.__mro__) if section else ()
+    refused = {k: v for c in bases for k, v in vars(c).get("REFUSED", {}).items()}
     if path[-1] in refused:
         return f"{key}: {refused[path[-1]]}"
-    noun = "keyword" if root else "key"
-    inside = [f.name for f in dataclasses.fields(owner)] if owner else []
-    near = nearest(path[-1], inside)
-    if not root:
-        keys = [k for k, *_ in leaves(cls, True)]
-        whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
-        same = [k for k in whole if k.split(".")[-1] == path[-1]]
-        near = near or nearest(key, [*keys, *short]) or (f"; did you mean {' or '.join(same[:3])}?" if same else "")
-    return f"unknown {noun} {key}{near}"
+    inside = [f.name for f in dataclasses.fields(section)] if section else []
+    if root:
+        own = owner(path[-1], inside)
+        return f"unknown keyword {key}{f'; did you mean {own}?' if own else nearest(path[-1], inside)}"
+    keys = [k for k, *_ in leaves(cls, True)]
+    whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
+    given = {leaf: meant(leaf, {*whole, *short}) for leaf in leaves_of(path, value)}
+    if any(given.values()):
+        hints = {".".join(leaf): f"; did you mean {hint}?" if hint else "" for leaf, hint in given.items()}
+        return "\n".join(f"unknown key {leaf}{hint}" for leaf, hint in hints.items())
+    if path[-1] in NOTES:
+        return f"unknown key {key}: {NOTES[path[-1]]}"
+    same = [k for k in whole if k.split(".")[-1] == path[-1]]
+    near = nearest(path[-1], inside, prefix=".".join((*path[:-1], "")))
+    near = near or (f"; did you mean {' or '.join(same[:3])}?" if same else nearest(key, [*keys, *short]))
+    return f"unknown key {key}{near}"
 
 
 def section_at(cls: type, path: tuple[str, ...]) -> Any:
@@ -247,8 +257,8 @@ def field_docs(cls: type) -> dict[str, str]:
     Returns: field -> text, the nearest class's for a field that several define.
 
     >>> from whet.config import OptimConfig
-    >>> field_docs(OptimConfig)["lr"]
-    'Learning rate, at its peak where there is a schedule.'
+    >>> field_docs(OptimConfig)["warmup_steps"]
+    'Updates over which the rate rises from 0. 0 = off.'
     """
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):

@@ -190,7 +190,7 @@ def diff(old: Any, new: Any) -> list[str]:
 
     >>> from whet.config import OptimConfig
     >>> diff(OptimConfig(), OptimConfig(lr=3e-6))
-    ['lr: 1e-06 -> 3e-06']
+    ['lr: None -> 3e-06']
     """
     a, b = _flat(dump_tree(old)), _flat(dump_tree(new))
     absent = object()

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
-from pydantic_core import ArgsKwargs
+from pydantic import BeforeValidator
 
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Name, Number, Tree
-from whet.config.lora import LORA_LR, LoraConfig
+from whet.config.lora import LoraConfig
 from whet.errors import ConfigError
 
-__all__ = ["OptimConfig", "RoleConfig"]
+__all__ = ["REWARD_LR", "SFT_LR", "USUAL_LR", "OptimConfig", "RoleConfig"]
+
+USUAL_LR, SFT_LR, REWARD_LR = 1e-6, 2e-5, 1e-4
+"""Learning rates where none is given: of policies and critics (RL, preferences), of SFT, of reward models; as TRL's."""
 
 
 def _recompute(value: Any) -> Any:
@@ -37,8 +38,9 @@ class OptimConfig:
     name: Name = "adamw"
     """"adamw" (fused where torch has it), "adam" (decay joins the gradient), "sgd", "adamw8bit" (moments of one byte
     each; pip install 'whet[quant]'), or "package.module:factory", called with (parameter groups, lr=...)."""
-    lr: Float = 1e-6
-    """Learning rate, at its peak where there is a schedule."""
+    lr: Float | None = None
+    """Learning rate, at its peak where there is a schedule. None = 2e-5 in `whet sft`, 1e-4 in `whet rm` and of
+    adapters, 1e-6 elsewhere."""
     betas: tuple[Float, Float] = (0.9, 0.999)
     """Decay of the first and second moment; for adamw, adam and adamw8bit."""
     eps: Float = 1e-8
@@ -64,7 +66,7 @@ class OptimConfig:
     def __post_init__(self) -> None:
         """Checks the ranges."""
         for name in ("lr", "weight_decay", "max_grad_norm"):
-            if getattr(self, name) < 0:
+            if (getattr(self, name) or 0) < 0:
                 raise ConfigError(f"{name} must not be negative, got {getattr(self, name)!r}; 0 turns it off")
         if not 0 <= self.warmup_ratio <= 1:
             raise ConfigError(f"warmup_ratio must lie in [0, 1], got {self.warmup_ratio!r}")
@@ -80,6 +82,11 @@ class OptimConfig:
             raise ConfigError(f"eps must be positive, got {self.eps!r}")
         if any(not 0 <= b < 1 for b in self.betas):
             raise ConfigError(f"betas must lie in [0, 1), got {self.betas!r}")
+
+    @property
+    def rate(self) -> float:
+        """The learning rate; the usual one where none is given."""
+        return USUAL_LR if self.lr is None else self.lr
 
 
 @config
@@ -111,19 +118,6 @@ class RoleConfig:
     attention sinks, each checked first; else plain."""
     dropout: Bool = False
     """Must be false in this release: dropout is off while training, so that sampler and trainer see the same policy."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rate_of_adapters(cls, given: Any) -> Any:
-        """Gives an adapter the learning rate of adapters, where none was given."""
-        words = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(words, Mapping) or words.get("lora") is None:
-            return given
-        optim = words.get("optim", {})
-        if not isinstance(optim, Mapping) or "lr" in optim:
-            return given
-        words = {**words, "optim": {**optim, "lr": LORA_LR}}
-        return ArgsKwargs((), words) if isinstance(given, ArgsKwargs) else words
 
     def __post_init__(self) -> None:
         """Refuses what is not there."""

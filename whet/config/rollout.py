@@ -34,6 +34,7 @@ from whet.config.fields import (
     Text,
     Tree,
 )
+from whet.config.synonyms import owner
 from whet.errors import ConfigError, nearest
 
 __all__ = ["OWN_FIELDS", "ConstraintConfig", "RolloutConfig"]
@@ -259,7 +260,9 @@ class RolloutConfig:
                     where = f"{section}.{own}"
                     raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set {where}")
                 if name not in known:
-                    raise ConfigError(f"eval.{name}: unknown key{nearest(name, known)}")
+                    own = owner(name, known)
+                    near = f"; did you mean eval.{own}?" if own in known else nearest(name, known, "eval.")
+                    raise ConfigError(f"eval.{name}: unknown key{near}")
                 if name in ("kv_cache_tokens", "max_batch_size", "sglang", "vllm"):
                     raise ConfigError(f"eval.{name} belongs to the engine, which evaluation shares; set rollout.{name}")
             try:

@@ -1,4 +1,4 @@
-"""From rows to Examples: what SFT, reward models and preference training are given.
+"""From rows to Examples: what supervised training is given; data/pairs.py has the forms of answers that are compared.
 
 Token ids are made once, here; nothing re-tokenises later. docs/data.md has the forms of rows that are taken.
 Left out on purpose: images, and ready-made batches: supervised data are rows.
@@ -27,7 +27,7 @@ from whet.types import Example, Message, TrainSequence
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LabelledEncoder", "PreferenceEncoder", "RowEncoder", "SFTEncoder"]
+__all__ = ["EQUAL", "RESPONSES", "Answer", "Read", "RowEncoder", "SFTEncoder", "answer_to", "begins_with"]
 
 log = logging.getLogger("whet")
 
@@ -61,8 +61,8 @@ class Read:
 class RowEncoder:
     """Turns rows into Examples under the section data, and counts what became of them.
 
-    `counts`: encoded rows; of these forked (several sequences), truncated, and changed (by the template, accepted);
-    left out: dropped (over max_length) and empty (nothing to train).
+    `counts`: encoded rows; of these forked (several sequences), truncated, changed (by the template, accepted), and
+    repeating (a text that begins with its prompt's); left out: dropped (over max_length) and empty (nothing to train).
     """
 
     takes = ""
@@ -80,7 +80,7 @@ class RowEncoder:
         self.data = data or SupervisedDataConfig()
         self.template = ChatTemplate(tokenizer, self.data.chat_template_kwargs)
         self.lengths = Lengths(self.data)
-        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "dropped", "empty"), 0)
+        self.counts = dict.fromkeys(("encoded", "forked", "truncated", "changed", "repeating", "dropped", "empty"), 0)
         if self.data.apply_chat_template:
             self.template.need()
 
@@ -110,6 +110,7 @@ class RowEncoder:
         self.counts["encoded"] += 1
         self.counts["forked"] += len(sequences) > len(made)
         self.counts["truncated"] += any(k is not s for k, s in zip(kept, sequences, strict=True))
+        self.counts["repeating"] += any(_repeats_text(answer) for answer in read.answers)
         return Example(sequences=tuple(s for s in kept if s), columns=read.columns, row=number)
 
     @contextmanager
@@ -135,6 +136,11 @@ class RowEncoder:
             found.append(f"rows with nothing to train, left out: {c['empty']}")
         if c["changed"]:
             found.append(f"rows that the chat template changes: {c['changed']}")
+        if c["repeating"]:
+            found.append(
+                f"rows with an answer that begins with its prompt's own text, which it follows: {c['repeating']} (if "
+                "answers are whole texts, leave the prompt out)"
+            )
         return "; ".join(found)
 
     def _read(self, row: Mapping[str, Any], number: int) -> Read:
@@ -319,7 +325,7 @@ class SFTEncoder(RowEncoder):
             if prompt is None and response is not None:
                 prompt = self._column(row, MESSAGES, "messages_column", number)
             if prompt and response:
-                return Read([Answer(said_in(row, prompt, number), said_in(row, response, number))])
+                return Read([answer_to(said_in(row, prompt, number), said_in(row, response, number))])
         messages = self._column(row, MESSAGES, "messages_column", number)
         if messages and (data.messages_column or not data.text_column):
             return Read([Answer(None, conversation(row, messages, number), first=0)])
@@ -337,98 +343,6 @@ class SFTEncoder(RowEncoder):
         return super()._renderings(messages, first, options, number)
 
 
-class PreferenceEncoder(RowEncoder):
-    """Pairs for reward models and preference training: sequences (chosen, rejected), column chosen = (1, 0).
-
-    chosen and rejected are texts or lists of messages, after a prompt that is a text or a conversation. Without one,
-    or where they begin with it, they are whole conversations, and what they begin with alike is the prompt: whole
-    messages, or for texts whole tokens. A margin column becomes the column margin.
-
-    >>> from whet.data.tokenizer import byte_tokenizer
-    >>> x = PreferenceEncoder(byte_tokenizer())({"prompt": "2+2=", "chosen": "4", "rejected": "5"})
-    >>> [s.tokens.tolist() for s in x.sequences], dict(x.columns)
-    ([[52, 256], [53, 256]], {'chosen': (1.0, 0.0)})
-    """
-
-    takes = "prompt (or messages) with chosen and rejected; whole conversations or texts chosen and rejected"
-
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
-        answers = self._pair(row, number)
-        if answers is None:
-            raise self._no_form(row, number)
-        name = self.data.margin_column or "margin"
-        columns: dict[str, tuple[float, ...]] = {"chosen": (1.0, 0.0)}
-        if self._column(row, ("margin",), "margin_column", number) or name in row:
-            columns["margin"] = (_number(row[name], name, number),) * 2
-        return Read(answers, columns, EQUAL if not answers else "")
-
-    def _pair(self, row: Mapping[str, Any], number: int) -> list[Answer] | None:
-        """The chosen and the rejected answer; none where they are the same, None where the row has no such columns."""
-        chosen = self._column(row, ("chosen",), "chosen_column", number)
-        rejected = self._column(row, ("rejected",), "rejected_column", number)
-        if chosen is None or rejected is None:
-            return None
-        a, b = said_in(row, chosen, number), said_in(row, rejected, number)
-        if a == b:
-            return []
-        prompt = self._prompt(row, number)
-        if isinstance(a, list) and isinstance(b, list):
-            if prompt is None or (_begins_with(a, prompt) and _begins_with(b, prompt)):
-                first = _alike(a, b)
-                return [Answer(None, a, first=first), Answer(None, b, first=first)]
-            if (role := next((str(x[0]["role"]) for x in (a, b) if x[0]["role"] != "assistant"), None)) is not None:
-                raise DataError(
-                    f"row {number}: an answer begins with a turn of {role!r}, but not with the row's prompt "
-                    f"{shown(prompt, 80)}; answers are what follows the prompt, or the whole conversation"
-                )
-        elif isinstance(a, list) or isinstance(b, list):
-            raise DataError(
-                f"row {number}: one of {chosen!r} and {rejected!r} is a text and the other a list of messages; make "
-                "them alike"
-            )
-        return [Answer(prompt, a), Answer(prompt, b)]
-
-    def _sequences(self, read: Read, options: Mapping[str, Any], number: int) -> list[list[TrainSequence]]:
-        made = super()._sequences(read, options, number)
-        texts = all(answer.prompt is None and isinstance(answer.said, str) for answer in read.answers)
-        if texts:
-            made = [[s] for s in _split_where_they_differ(*(s for answer in made for s in answer))]
-        first = made[0][0].prefix if made and made[0] else None
-        return [[_with_prefix(s, first) for s in answer] for answer in made]
-
-
-class LabelledEncoder(PreferenceEncoder):
-    """Single answers that are good or bad, for KTO: a sequence with the column label, 1 for good.
-
-    A pair is taken too, as a good and a bad answer.
-
-    >>> from whet.data.tokenizer import byte_tokenizer
-    >>> x = LabelledEncoder(byte_tokenizer())({"prompt": "2+2=", "completion": "5", "label": False})
-    >>> [s.tokens.tolist() for s in x.sequences], dict(x.columns)
-    ([[53, 256]], {'label': (0.0,)})
-    """
-
-    takes = "prompt (or messages) with completion (or response) and label; prompt with chosen and rejected"
-
-    def _read(self, row: Mapping[str, Any], number: int) -> Read:
-        label = self._column(row, ("label",), "label_column", number)
-        if label is None:
-            answers = self._pair(row, number)
-            if answers is None:
-                raise self._no_form(row, number)
-            return Read(answers, {"label": (1.0, 0.0)}, EQUAL if not answers else "")
-        prompt = self._prompt(row, number)
-        response = self._column(row, RESPONSES, "response_column", number)
-        if prompt is None or response is None:
-            raise self._no_form(row, number)
-        value = row[label]
-        if not isinstance(value, bool | int | float | np.bool_ | np.number) or value not in (0, 1):
-            raise DataError(
-                f"row {number}: column {label!r} holds {shown(value, 40)}; a label is true or false, 1 or 0"
-            )
-        return Read([Answer(prompt, said_in(row, response, number))], {"label": (float(value),)})
-
-
 def _messages(said: Said | None, role: str) -> list[Message]:
     """What was said as messages: a text is a turn of the role."""
     if isinstance(said, str):
@@ -442,7 +356,7 @@ def _equal(sequences: Sequence[TrainSequence]) -> bool:
     return np.array_equal(a, b)
 
 
-def _begins_with(said: list[Message], prompt: Said) -> bool:
+def begins_with(said: list[Message], prompt: Said) -> bool:
     """Whether a conversation begins with a prompt: its messages, or as the first turn after a system turn its text."""
     if isinstance(prompt, list):
         return said[: len(prompt)] == prompt
@@ -450,31 +364,14 @@ def _begins_with(said: list[Message], prompt: Said) -> bool:
     return len(said) > start and said[start]["role"] == "user" and said[start]["content"] == prompt
 
 
-def _alike(a: list[Message], b: list[Message]) -> int:
-    """How many messages two conversations begin with alike, with a turn of the assistant's after them in each."""
-    same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    last = min(max((i for i, m in enumerate(x) if m["role"] == "assistant"), default=0) for x in (a, b))
-    return min(same, last)
+def answer_to(prompt: Said | None, said: Said) -> Answer:
+    """An answer to a prompt; a conversation that begins with the prompt is the whole, which does not say it twice."""
+    if prompt is None or isinstance(said, str) or not begins_with(said, prompt):
+        return Answer(prompt, said)
+    return Answer(None, said, first=len(prompt) if isinstance(prompt, list) else 1 + (said[0]["role"] == "system"))
 
 
-def _split_where_they_differ(a: TrainSequence, b: TrainSequence) -> list[TrainSequence]:
-    """Two texts with the tokens that both begin with as their prefix; each keeps a token at least."""
-    ids = [np.concatenate([s.prefix, s.tokens]) for s in (a, b)]
-    most = min(map(len, ids)) - 1
-    differ = np.flatnonzero(ids[0][:most] != ids[1][:most])
-    same = max(1, int(differ[0]) if len(differ) else most)
-    return [sequence_of([(i[:same], False), (i[same:], True)]) for i in ids]
-
-
-def _with_prefix(sequence: TrainSequence, prefix: np.ndarray | None) -> TrainSequence:
-    """The sequence with another's prefix where they are the same, so that memory holds it once."""
-    same = prefix is not None and np.array_equal(sequence.prefix, prefix)
-    return replace(sequence, prefix=prefix) if same else sequence
-
-
-def _number(value: Any, column: str, row: int) -> float:
-    if not isinstance(value, int | float | np.number) or isinstance(value, bool) or not np.isfinite(value):
-        raise DataError(
-            f"row {row}: column {column!r} holds {shown(value, 40)}; expected a number, in every row or none"
-        )
-    return float(value)
+def _repeats_text(answer: Answer) -> bool:
+    """Whether a text begins with the text of the prompt that it follows."""
+    prompt, said = answer.prompt, answer.said
+    return isinstance(prompt, str) and isinstance(said, str) and bool(prompt.strip()) and said.startswith(prompt)

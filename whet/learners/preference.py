@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from whet.config import Mode, PreferenceConfig, RewardModelConfig, Role
-from whet.data.supervised import LabelledEncoder, PreferenceEncoder
-from whet.errors import ConfigError
+from whet.config.model import REWARD_LR
+from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.errors import ConfigError, DataError
 from whet.learners.preference_objective import composed_preference, make_preference_objective, make_reward_loss
 from whet.learners.step import ExampleStep
 from whet.learners.supervised import ROWS_AT_ONCE, SupervisedLearner
@@ -46,6 +47,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
     """
 
     paired = True
+    usual_lr = REWARD_LR
 
     def __init__(self, models: SupervisedModels, algo_config: RewardModelConfig | None = None, **options: Any) -> None:
         c = algo_config or RewardModelConfig()
@@ -58,7 +60,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
 
     def encoder(self) -> Encoder:
         """Pairs, with their margins where the rows have them."""
-        return PreferenceEncoder(self.models.tokenizer, self.data)
+        return ScoredPairEncoder(self.models.tokenizer, self.data)
 
 
 class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
@@ -80,10 +82,17 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         self.needs = self.objective.needs
         self.paired = self.needs.rows == "pairs"
         self._check_reference()
+        if self.needs.mismatched_pass and self.data.batch_size < 2:
+            raise ConfigError(
+                f"data.batch_size=1: loss_type={', '.join(self.objective.losses)} measures a KL on each prompt with "
+                "another row's answer, so a step needs two rows at least; raise it, or take apo_zero_unpaired"
+            )
         self._running: dict[str, float] = {}
         self._ahead: tuple[Run, SupervisedTask] | None = None
         self._kept: dict[bytes, list[Tensor]] | None = None
-        models.trainer.with_loss_fn(self.objective, loss_per="unit", constants=self.objective.constants)
+        models.trainer.with_loss_fn(
+            self.objective, loss_per="unit", constants=self.objective.constants, entropy=c.log_entropy
+        )
         models.trainer.with_tqdm_metrics_to_display(["rewards/accuracies"])
 
     def _check_reference(self) -> None:
@@ -108,6 +117,11 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         if c.sync_ref_model and self.models.worker(Role.REFERENCE).loaded.is_view:
             raise ConfigError("sync_ref_model moves a reference of its own, and this one is the base of an adapter")
 
+    @property
+    def knows_run(self) -> bool:
+        """Whether it is known which rows precompute_ref_log_probs reads the reference on."""
+        return self._ahead is not None
+
     def encoder(self) -> Encoder:
         """Pairs, or answers with a label."""
         kind = PreferenceEncoder if self.paired else LabelledEncoder
@@ -116,6 +130,8 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """The run that `train` goes through. Raises ConfigError: nothing can be read ahead of a stream."""
         run = super().new_run(train_ds, eval_ds)
+        if self.needs.rows == "labels" and run.stream is not None and run.stream.kind == "rows":  # pyright: ignore[reportAttributeAccessIssue]
+            self._check_labels(run.stream.source)  # pyright: ignore[reportAttributeAccessIssue]
         if self.algo_config.precompute_ref_log_probs:
             if run.stream is not None and run.stream.kind != "rows":  # pyright: ignore[reportAttributeAccessIssue]
                 raise ConfigError(
@@ -125,6 +141,24 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             assert isinstance(run.task, SupervisedTask)
             self._ahead = run, run.task
         return run
+
+    def _check_labels(self, examples: Sequence[Example]) -> None:
+        """Refuses one row where a KL is measured between rows; warns where all labels are alike."""
+        names = ", ".join(self.objective.losses)
+        if self.needs.mismatched_pass and len(examples) < 2:
+            raise DataError(
+                f"there is 1 row to train on, and loss_type={names} measures a KL on each prompt with another row's "
+                "answer; give it two rows at least, or take apo_zero_unpaired"
+            )
+        labels = [label for example in examples for label in example.columns["label"]]
+        if len(set(labels)) == 1:
+            log.warning(
+                "all %d answers are labelled %s: loss_type=%s learns from good answers against bad ones, and raises or "
+                "lowers all of them here; give it both, or train good answers with whet sft",
+                len(labels),
+                bool(labels[0]),
+                names,
+            )
 
     # ---- the stages ----------------------------------------------------------------------------------------------
 
@@ -221,7 +255,8 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
                 found[name] = Mean(total.sum, count.sum)
                 if not count.sum:
                     del found[name]
-        found.pop("tokens/chosen", None)
+        for name in ("tokens/chosen", "tokens/rejected", "tokens/both"):
+            found.pop(name, None)
         pair = [found.get(f"rewards/{side}") for side in ("chosen", "rejected")]
         if "rewards/margins" not in found and None not in pair:
             found["rewards/margins"] = Last(pair[0].value - pair[1].value)  # pyright: ignore[reportOptionalMemberAccess]

@@ -219,6 +219,13 @@ class RLTask(Task):
             if callable(value) or (isinstance(value, str) and is_ref(value)):
                 yield f"algo.{field.name}", value
 
+    def expected_metrics(self) -> tuple[str, ...]:
+        """Of the rewards: the total and each function's, with what it is where all are 0 or 1."""
+        manager = self.learner.reward_manager
+        each = [f"rewards/{name}" for name in manager.fns] if isinstance(manager, RewardManager) else []
+        spreads = [f"rewards/score/{of}" for of in ("mean", "max", "min")]
+        return ("reward", "accuracy", *spreads, *each, *(f"{name}/mean" for name in each))
+
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """The learner's."""
         return self.learner.planned_passes(batch_size)

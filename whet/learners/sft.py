@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from whet.config import SFTConfig
+from whet.config.model import SFT_LR
 from whet.data.supervised import SFTEncoder
 from whet.learners.objective import check_call, resolve_name, with_fields
 from whet.learners.supervised import SupervisedLearner
@@ -27,6 +28,8 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
     Example: SFTLearner(SupervisedModels(actor=folder, tokenizer=folder)).train([{"prompt": "2+2=", "response": "4"}]).
     """
 
+    usual_lr = SFT_LR
+
     def __init__(self, models: SupervisedModels, algo_config: SFTConfig | None = None, **options: Any) -> None:
         c = algo_config or SFTConfig()
         super().__init__(models, c, **options)
@@ -37,6 +40,7 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
             loss_agg_mode=resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode"),
             loss_agg_norm=c.loss_agg_norm,
             entropy=c.log_entropy,
+            constants=("correct",),
         )
 
     def encoder(self) -> Encoder:
@@ -49,4 +53,6 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         if x.entropy is not None:
             metrics = {**metrics, "entropy": x.entropy.detach()}
+        if x.correct is not None:
+            metrics = {**metrics, "mean_token_accuracy": x.correct.to(loss.dtype)}
         return loss, metrics

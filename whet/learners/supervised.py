@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from whet.config import SupervisedConfig, SupervisedDataConfig
+from whet.config.model import USUAL_LR
 from whet.errors import ConfigError
 from whet.learners.step import ExampleStep
 from whet.learners.supervised_task import Encoder, SupervisedTask
@@ -46,6 +47,8 @@ class SupervisedLearner(Generic[C]):
 
     paired = False
     """Whether the sequences of a row stay together, as one unit of the loss."""
+    usual_lr = USUAL_LR
+    """Learning rate where none is given, and no adapter is trained."""
 
     def __init__(
         self,
@@ -64,6 +67,8 @@ class SupervisedLearner(Generic[C]):
                 raise ConfigError(f"data.{name} is for the command line; from Python give train() the rows themselves")
         self.settings = settings
         self.observers = list(observers)
+        if (optim := models.trained.optim) is not None and optim.take_usual_rate(self.usual_lr):
+            log.info("%s: learning rate %g, the usual one here", models.role.section, self.usual_lr)
 
     def train(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """Trains until max_steps or the data's end.
@@ -83,11 +88,15 @@ class SupervisedLearner(Generic[C]):
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
-        task = SupervisedTask(self, eval_ds)
+        task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         config = self.models.config
         perf = config.perf_metrics_options
         return Run(task, stream, self.models, config, observers=self.observers, perf_config=perf)
+
+    def new_task(self, eval_ds: Any = None) -> SupervisedTask:
+        """What a run asks of this learner: see `train` for the argument."""
+        return SupervisedTask(self, eval_ds)
 
     def evaluate(self, eval_ds: Any, step: int = 0) -> dict[str, float]:
         """The loss and its metrics over a whole data set. Args: eval_ds: rows. Returns: name -> number."""

@@ -60,6 +60,10 @@ class Learner(Protocol):
         """The metrics of examples that are not trained on."""
         ...
 
+    def expected_metrics(self) -> tuple[str, ...]:
+        """The loss, and what is shown beside it."""
+        return ("loss", *self.models.trainer.displayed)
+
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """What a step runs and what it leaves out."""
         ...
@@ -111,7 +115,7 @@ class SupervisedTask(Task):
         log.info("data: %s%s", stream.describe(), counted(encode))
         self._show_first(stream, rows)
         if stream.kind == "rows":
-            self._check_fit(stream.source)
+            self.check_fit(stream.source)
         elif data.max_length is not None:
             self.models.fit(self.learner.data.max_length or 0)
         return stream
@@ -136,7 +140,7 @@ class SupervisedTask(Task):
         )
         self._evaluated = [example for batch in stream for example in batch]
         log.info("evaluation data: %d rows%s", len(self._evaluated), counted(encode))
-        self._check_fit(self._evaluated)
+        self.check_fit(self._evaluated)
 
     @property
     def evaluated_examples(self) -> list[Example]:
@@ -144,7 +148,7 @@ class SupervisedTask(Task):
         self.prepare()
         return self._evaluated or []
 
-    def _check_fit(self, examples: Sequence[Example]) -> None:
+    def check_fit(self, examples: Sequence[Example]) -> None:
         """Refuses what the model can't read, and raises the token budget to what must stay together."""
         positions, ids = self.models.positions, self.models.trained.loaded.num_ids
         each = [[len(s.prefix) + len(s.tokens) for s in example.sequences] for example in examples]

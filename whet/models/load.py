@@ -32,7 +32,7 @@ from whet.models.lora import (
     with_adapter,
 )
 from whet.models.quantized import quantization_config
-from whet.models.read import adapter_folder, check_config, read_model
+from whet.models.read import adapter_folder, cant_be, check_config, read_model
 from whet.models.types import LoadedModel
 
 __all__ = ["load_model", "save_model", "usable_device"]
@@ -190,7 +190,7 @@ def _base_of(
     if saved.score is not None and saved.fields.get("task_type") == "SEQ_CLS" and role not in ("critic", "reward"):
         raise ConfigError(
             f"{saved.path!r} is the adapter of a critic or a reward model: it has a score head and no LM head; it "
-            f"can't be the {role}"
+            f"{cant_be(role)}"
         )
     try:
         module, weight = read_model(saved.base, dtype, role, bits=bits, device=device)
@@ -215,7 +215,7 @@ def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name:
             )
         return module if there or score_layer(module) is not None else with_score_head(module, weight, shared=shared)
     if there:
-        raise ConfigError(f"{name} is a critic or a reward model: it has no LM head; it can't be the {role}")
+        raise ConfigError(f"{name} is a critic or a reward model: it has no LM head; it {cant_be(role)}")
     if weight is None and (not both or score_layer(module) is not None):
         return module
     return with_score_head(module, weight, shared=True)

@@ -34,7 +34,7 @@ from whet.models.heads import has_score_head
 from whet.models.modes import config_positions
 from whet.util.model_paths import check_hub, folders_here, model_folder
 
-__all__ = ["check_config", "read_model", "read_positions"]
+__all__ = ["cant_be", "check_config", "read_model", "read_positions"]
 
 logger = logging.getLogger("whet")
 
@@ -95,7 +95,7 @@ def read_model(
     scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if (old or scores) and role not in ("critic", "reward"):
         raise ConfigError(
-            f"{path!r} is a critic or a reward model: it has a score head and no LM head; it can't be the {role}"
+            f"{path!r} is a critic or a reward model: it has a score head and no LM head; it {cant_be(role)}"
         )
     if old:
         del config.whet_value_head  # pyright: ignore[reportAttributeAccessIssue]
@@ -129,6 +129,12 @@ def read_positions(path: str) -> int | None:
     except Exception as error:  # of any of the libraries that read it
         logger.debug("the positions of %s are not known: %s", path, _said(error))
         return None
+
+
+def cant_be(role: str) -> str:
+    """What a model with a score head and no LM head can't be, and what it can, for messages."""
+    also = " and can't complete prompts" if role == "reference" else ""  # a Sampler reads its model as one
+    return f"can't be the {role}{also}; what gives scores to completions is reward_model.model"
 
 
 def check_config(config: PretrainedConfig, name: str) -> None:

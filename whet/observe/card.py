@@ -224,13 +224,19 @@ def _training(facts: CardFacts) -> str:
         "longest completion": get("rollout", "max_tokens_to_generate"),
         "rewards": ", ".join(rewards),
         **{name: passes.get(name) for name in _PIECES},
-        "optimizer": f"{optim['name']}, lr {optim['lr']:g}, {optim['schedule']}"
-        if {"name", "lr"} <= optim.keys()
-        else "",
+        "optimizer": f"{optim['name']}{_rate(facts, optim)}, {optim['schedule']}" if "name" in optim else "",
         "seed": get("trainer", "seed"),
     }
     rows = [f"| {name} | {_cell(value)} |" for name, value in lines.items() if value not in (None, "")]
     return "\n".join(["## Training", "", "| | |", "|---|---|", *rows])
+
+
+def _rate(facts: CardFacts, optim: Mapping[str, Any]) -> str:
+    """The learning rate: what was set, else the highest that the rows have, if any."""
+    if optim.get("lr") is not None:
+        return f", lr {optim['lr']:g}"
+    rates = [row[name] for row in facts.rows for name in ("learning_rate", "actor/learning_rate") if name in row]
+    return f", lr {max(rates):g}" if rates else ""
 
 
 def _data(data: Mapping[str, Any], on_hub: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -218,7 +219,7 @@ class RewardManager:
         Raises:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
         """
-        inputs = _inputs(groups, texts, mode, self.algo_fields, extras or {})
+        inputs = self.inputs(groups, texts, mode=mode, extras=extras or {})
         made, errors = self._called(inputs, _whole(groups))
         table = {**made, **{name: r for name, r in _table(groups).items() if name not in made}}  # what groups came with
         cut = {name: np.split(values, np.cumsum(_sizes(groups))[:-1]) for name, values in made.items()}
@@ -239,6 +240,12 @@ class RewardManager:
             texts=texts,
             inputs=inputs,
         )
+
+    def inputs(
+        self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
+    ) -> RewardInputs:
+        """What the functions are offered. Args: as in the call. Raises: DataError: as the call does."""
+        return _inputs(groups, texts, mode, self.algo_fields, extras)
 
     def taken_over(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> Rewarded:
         """What a call would give for groups that have their rewards already, under the weights of now.
@@ -334,6 +341,10 @@ def resolve_reward_manager(ref: Any) -> Callable[..., RewardManager]:
 def _resolved(ref: Any, kind: str, known: Mapping[str, Any]) -> Any:
     if isinstance(ref, str):
         if not is_ref(ref) and ref not in known:
+            if kind == "reward function" and ("/" in ref or Path(ref).is_dir()):
+                raise ConfigError(
+                    f"unknown reward function {ref!r}; if it is a reward model, give it as reward_model.model={ref}"
+                )
             raise lookup_error(kind, ref, [*known, "package.module:name", "file.py:name"])
         ref = known[ref] if ref in known else resolve_ref(ref, kind)
     if not callable(ref):

@@ -104,6 +104,7 @@ def _trained(role: str, section: str) -> dict[str, Key]:
         Key("same", f"{optim}.weight_decay", "of matrices; norms and biases don't decay"),
     )
     ratio = Key("made", f"{optim}.warmup_ratio", "with it alone, and no scheduler: a cosine down to 0, as in July 2025")
+    without = "; a reference is then the actor without it" if role == "actor" else ""
     recompute = Key("made", f"{section}.gradient_checkpointing", "on unless it says false, as there")
     return {
         **_model(role, section),
@@ -134,10 +135,10 @@ def _trained(role: str, section: str) -> dict[str, Key]:
         "tf_config.*": Key("refused", note=MEGATRON, harmless=(None, 1, "full", "uniform")),
         "ddp_config.*": Key("refused", note=MEGATRON),
         "optimizer.*": Key("refused", note=f"AdamW has lr, weight_decay, betas, eps; {MEGATRON}"),
-        "lora.rank": Key("made", f"{section}.lora.r", "0: none; the reference is then the actor without it"),
+        "lora.rank": Key("made", f"{section}.lora.r", f"0: none{without}"),
         "lora.alpha": Key("made", f"{section}.lora.lora_alpha"),
         "lora.target_modules": Key("made", f"{section}.lora.target_modules"),
-        "lora.dropout": Key("made", f"{section}.lora.lora_dropout", "0.0 in the actor of PPO"),
+        "lora.dropout": Key("made", f"{section}.lora.lora_dropout", "0.0 in PPO" if role == "actor" else ""),
     }
 
 

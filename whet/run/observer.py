@@ -52,6 +52,10 @@ class Measured(Protocol):
     has_evaluation: bool
     """Whether there is data to evaluate on."""
 
+    def expected_metrics(self) -> tuple[str, ...]:
+        """Metrics that an evaluation will have, as far as that is known before the first."""
+        ...
+
 
 class Observed(Protocol):
     """What an observer sees of a run, a run.run.Run."""

@@ -88,6 +88,10 @@ class Task(Observer):
     def prepare(self) -> None:
         """Once, before anything is written: encodes the evaluation data, and refuses what could not work."""
 
+    def expected_metrics(self) -> tuple[str, ...]:
+        """Metrics that an evaluation will have, as far as that is known before the first."""
+        return ()
+
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """What a step runs besides its updates and what it leaves out, each with the reason."""
         return {}

@@ -78,6 +78,9 @@ class KeepBest(Observer):
             )
         if run.checkpoints.root is None:
             raise ConfigError(f"{where} needs a folder for checkpoints; set trainer.run_dir")
+        known = run.task.expected_metrics()
+        if self.options.metric not in known and (near := nearest(self.options.metric, known)):
+            log.warning("%s is none of the metrics that are known before the first evaluation%s", where, near)
         if not run.checkpoints.set_aside(BEST, self.step or None) and self.step:
             log.warning("the best checkpoint so far, of step %d, is not in %s", self.step, run.checkpoints.root)
 
@@ -222,6 +225,6 @@ def _crossed(band: Band, value: float) -> str:
 
 
 def _known(name: str, row: Mapping[str, Any]) -> str:
-    """The end of a message: the nearest metrics of a row, or some of them."""
+    """The end of a message: the nearest metrics of a row, and all of them."""
     names = [n for n in row if n not in _NO_METRIC]
-    return nearest(name, names) or f"; there are {', '.join(sorted(names)[:12])}, ..."
+    return f"{nearest(name, names) or ';'} there are {', '.join(sorted(names))}"

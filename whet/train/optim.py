@@ -7,6 +7,7 @@ are written in place, so that an engine which reads them has nothing to fetch.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import sys
@@ -75,6 +76,15 @@ class Optim:
         self.schedule: Any = None
         self._taken_up = False
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
+
+    def take_usual_rate(self, lr: float) -> bool:
+        """Takes a learning rate where the configuration gives none, before the first update. Returns: if it did."""
+        if self.config is None or self.config.lr is not None:
+            return False
+        self.config = dataclasses.replace(self.config, lr=lr)
+        self.optimizer = make_optimizer(self.masters, self.config)
+        self.made = settings_of(self.optimizer)
+        return True
 
     def close(self) -> None:
         """Takes its hooks off the parameters, which would hold the masters; frees gradients."""
@@ -323,7 +333,7 @@ def _check_schedule(c: OptimConfig) -> None:
     if c.schedule not in known:
         raise lookup_error("optim.schedule", c.schedule, known)
     for warmup in sorted({0, c.warmup_steps or int(c.warmup_ratio > 0)}):
-        trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=c.lr)
+        trial = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=c.rate)
         try:
             schedule = _made_schedule(c, trial, c.total_steps or _TRIAL_UPDATES, warmup)
             trial.step()

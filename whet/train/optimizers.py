@@ -48,22 +48,22 @@ def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable
     ]
     groups = [g for g in groups if g["params"]]
     if ":" in config.name:
-        return _made(resolve_ref(config.name, "optimizer"), f"optim.name={config.name!r}", groups, lr=config.lr)
+        return _made(resolve_ref(config.name, "optimizer"), f"optim.name={config.name!r}", groups, lr=config.rate)
     if config.name not in OPTIMIZERS:
         raise lookup_error("optim.name", config.name, [*OPTIMIZERS, "package.module:factory"])
     return OPTIMIZERS[config.name](groups, config)
 
 
 def _adamw(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=c.lr, betas=c.betas, eps=c.eps, fused=_fused(groups))
+    return torch.optim.AdamW(groups, lr=c.rate, betas=c.betas, eps=c.eps, fused=_fused(groups))
 
 
 def _adam(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.Adam(groups, lr=c.lr, betas=c.betas, eps=c.eps, fused=_fused(groups))
+    return torch.optim.Adam(groups, lr=c.rate, betas=c.betas, eps=c.eps, fused=_fused(groups))
 
 
 def _sgd(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=c.lr, momentum=c.momentum)
+    return torch.optim.SGD(groups, lr=c.rate, momentum=c.momentum)
 
 
 def _adamw8bit(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
@@ -73,7 +73,7 @@ def _adamw8bit(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
         raise ConfigError(
             f"optim.name='adamw8bit' needs torchao ({error}); pip install 'whet[quant]', or take adamw"
         ) from error
-    return AdamW8bit(groups, lr=c.lr, betas=c.betas, eps=c.eps)
+    return AdamW8bit(groups, lr=c.rate, betas=c.betas, eps=c.eps)
 
 
 OPTIMIZERS: dict[str, Callable[[Groups, OptimConfig], torch.optim.Optimizer]] = {

@@ -7,6 +7,7 @@ training needs no more than this.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -60,6 +61,7 @@ class RoleWorkers:
         config: of the loop.
         role_to_mesh: device mesh of each role; None = all on this process's device.
         offload_to_cpu: keep on a GPU only what the phase needs.
+        module_dtype: what models that are given as modules compute in, as RoleConfig.dtype; None = their own dtype.
     """
 
     ENTRY: ClassVar[str] = "models"
@@ -74,10 +76,11 @@ class RoleWorkers:
         *,
         role_to_mesh: Mapping[Role, Any] | None = None,
         offload_to_cpu: bool = False,
+        module_dtype: str | None = None,
     ) -> None:
         require_single_process()
         super().__init__()  # of a mixin
-        self._loop, self._offload = config, offload_to_cpu
+        self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._meshes = dict(role_to_mesh or {})
         self.trace = Trace()
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
@@ -161,7 +164,7 @@ class RoleWorkers:
         support: Support | None = None,
         allowed: Allowed | None = None,
     ) -> ModelWorker:
-        """Gives a role its worker. A module keeps its dtype.
+        """Gives a role its worker. A module keeps its dtype, unless there is one for modules.
 
         Args:
             role: whose model it is.
@@ -174,21 +177,22 @@ class RoleWorkers:
         """
         given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
         placement = Placement() if loaded.is_view else self._placement(loaded.module.device)
-        if isinstance(given, RoleConfig) and not loaded.is_view:  # a view is as its owner is
-            noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
-            dtype = compute_dtype(noted or given.dtype, loaded)
+        wanted = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
+        if wanted is not None and not loaded.is_view:  # a view is as its owner is
+            noted = None if wanted != "auto" else self._noted_dtypes.get(role.value)
+            dtype = placement.ranks.agree(compute_dtype(noted or wanted, loaded))  # "auto" goes by a timing
+        if isinstance(given, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
-            dtype = placement.ranks.agree(dtype)  # "auto" goes by a timing
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
-        if optimizer is not None and own not in (OptimConfig(), OptimConfig(lr=LORA_LR)):
+        if optimizer is not None and own != OptimConfig():
             raise ConfigError(
                 f"{role.value}.optim and training_config.{role.value}_optimizer both set an optimizer (or optimizer= "
                 "does); keep one"
             )
         optimizer = OptimConfig(name=optimizer) if isinstance(optimizer, str) else optimizer or own
         trained = role not in READ_ONLY if trained is None else trained
-        if trained and loaded.adapter is not None:
-            _check_rate(role, optimizer)
+        if trained and loaded.adapter is not None and isinstance(optimizer, OptimConfig):
+            optimizer = _rate_of_adapter(role, optimizer)
         self._workers[role] = worker = ModelWorker(
             loaded,
             optim=optimizer if trained else None,
@@ -333,9 +337,12 @@ class RoleWorkers:
             worker.close()
 
 
-def _check_rate(role: Role, optimizer: Any) -> None:
-    """Warns where an adapter is given the learning rate of a whole model."""
-    if isinstance(optimizer, OptimConfig) and 0 < optimizer.lr < SLOW:
+def _rate_of_adapter(role: Role, optimizer: OptimConfig) -> OptimConfig:
+    """The optimizer of an adapter: with its own rate where none is given; warns of the rate of a whole model."""
+    if optimizer.lr is None:
+        log.info("%s: learning rate %g, the usual one of an adapter", role.section, LORA_LR)
+        return dataclasses.replace(optimizer, lr=LORA_LR)
+    if 0 < optimizer.lr < SLOW:
         log.warning(
             "%s.optim.lr=%g is the rate of a whole model; an adapter hardly learns below %g: about %g serves it",
             role.section,
@@ -343,3 +350,4 @@ def _check_rate(role: Role, optimizer: Any) -> None:
             SLOW,
             LORA_LR,
         )
+    return optimizer

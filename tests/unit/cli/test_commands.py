@@ -12,6 +12,7 @@ from datasets import load_dataset
 from helpers import same, tiny_model, weights_of
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
+from whet import cli
 from whet.cli import commands, main
 from whet.config import load_run
 from whet.data.tokenizer import byte_tokenizer
@@ -166,7 +167,7 @@ def test_the_written_configuration_gives_the_same_run_again(tmp_path, words):
         (("reward=", None), "no reward; write reward="),
         (("model=", "model=/nowhere/at/all"), "/nowhere/at/all"),
         (("reward=", "reward=exact_mach"), "did you mean exact_match"),
-        (("data.batch_size", "data.batch_sise=4"), "did you mean batch_size"),
+        (("data.batch_size", "data.batch_sise=4"), "did you mean data.batch_size"),
         (("trainer.max", "trainer.mini_batch_size=3"), "must be a multiple of mini_batch_size=3"),
         (("algo.beta", "algo.num_generations=1"), "num_generations must be greater than 1"),
     ],
@@ -296,3 +297,11 @@ def test_a_reward_model_alone_is_a_reward_and_weights_count_it():
     assert listed.reward_names == ("exact_match", "reward_model") and listed.reward_weights == (0.5, 1.0)
     with pytest.raises(ConfigError, match="1 values for 2 reward functions"):
         load_run([*given, "reward=exact_match", "algo.reward_weights=[1.0]"])
+
+
+@pytest.mark.parametrize("command", ["grpo", "rm", "eval"])
+def test_what_is_loaded_is_said_before_anything_heavy_is_imported(command, capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_work", lambda *_: sys.stderr.write("work\n"))
+    reward = [] if command == "rm" else ["reward=exact_match"]
+    assert main([command, "model=my/model", "data=rows.jsonl", *reward]) == 0
+    assert capsys.readouterr().err.splitlines() == ["loading my/model and rows.jsonl", "work"]

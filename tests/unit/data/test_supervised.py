@@ -7,7 +7,8 @@ import pytest
 from chat_templates import QWEN, QWEN3, bracketed, said, tokenizer_with, user
 
 from whet.config import SupervisedDataConfig
-from whet.data.supervised import LabelledEncoder, PreferenceEncoder, SFTEncoder
+from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
+from whet.data.supervised import SFTEncoder
 from whet.errors import ConfigError, DataError
 from whet.types import TokenBatch
 
@@ -46,6 +47,8 @@ def sft(tokenizer, row, **data):
         {"prompt": [user("hi")], "response": "yo"},
         {"prompt": [user("hi")], "completion": [said("yo")]},
         {"prompt": "hi", "completion": [said("yo")]},
+        {"prompt": "hi", "completion": TALK},
+        {"prompt": [user("hi")], "completion": TALK},
         {"question": json.dumps([user("hi")]), "completion": json.dumps([said("yo")]), "text": "?"},
         {"messages": [user("hi")], "response": "yo"},
         {"messages": None, "text": json.dumps(TALK)},
@@ -193,7 +196,8 @@ def test_pairs_of_plain_texts(tokenizer):
     [
         ("Q: x A: now", "Q: x A: ever", ["Q: x A: [[now<|im_end|>]]", "Q: x A: [[ever<|im_end|>]]"]),
         ("ab", "a", ["a[[b<|im_end|>]]", "a[[<|im_end|>]]"]),
-        ("x", "y", ["x[[<|im_end|>]]", "y[[<|im_end|>]]"]),
+        ("a", "a<|im_end|>b", ["a[[<|im_end|>]]", "a[[<|im_end|>b<|im_end|>]]"]),  # each keeps a token
+        ("xa", "yb", ["x[[a<|im_end|>]]", "y[[b<|im_end|>]]"]),
     ],
 )
 def test_whole_texts_share_the_tokens_that_they_begin_with(tokenizer, chosen, rejected, expected):
@@ -215,9 +219,20 @@ def test_one_conversation_that_goes_on_where_the_other_ends_still_leaves_each_an
     assert [t.count("[[") for t in texts(tokenizer, made)] == [2, 1]
 
 
-def test_conversations_that_begin_differently_have_prompts_of_their_own(tokenizer):
-    made = pair(tokenizer, {"chosen": [user("x"), said("a")], "rejected": [user("y"), said("a")]})
-    assert [s.prefix.tolist() != made.sequences[0].prefix.tolist() for s in made.sequences] == [False, True]
+def test_texts_that_differ_in_their_first_token_alone_can_be_scored_and_not_foretold(tokenizer):
+    row = {"chosen": "x", "rejected": "y"}
+    for encoder in (PreferenceEncoder, LabelledEncoder):
+        with pytest.raises(DataError, match="row 4: chosen and rejected differ in their first token alone"):
+            encoder(tokenizer)(row, 4)
+    assert texts(tokenizer, ScoredPairEncoder(tokenizer)(row)) == ["x[[<|im_end|>]]", "y[[<|im_end|>]]"]
+
+
+def test_an_answer_that_begins_with_the_text_of_its_prompt_is_taken_and_counted(tokenizer):
+    encode = PreferenceEncoder(tokenizer)
+    made = encode({"prompt": "hi", "chosen": "hi a", "rejected": "b"})
+    assert texts(tokenizer, made) == ["hi[[hi a<|im_end|>]]", "hi[[b<|im_end|>]]"]
+    assert encode({"prompt": "hi", "chosen": "a", "rejected": "b"}) and encode.counts["repeating"] == 1
+    assert "begins with its prompt's own text, which it follows: 1 (if answers are whole" in encode.told()
 
 
 @pytest.mark.parametrize("margin", [0, 0.5, np.float32(2)])
@@ -236,14 +251,20 @@ def test_a_margin_goes_with_both_sequences(tokenizer, margin):
         ({"prompt": "x", "chosen": "a", "rejected": [said("b")]}, "'chosen' and 'rejected' is a text and the other a"),
         (
             {"prompt": "x", "chosen": TALK, "rejected": [said("b")]},
-            "an answer begins with a turn of 'user', but not with",
+            "'chosen' begins with a turn of 'user', but not with",
         ),
+        ({"prompt": "hi", "chosen": TALK, "rejected": [said("b")]}, "'chosen' repeats the row's prompt, and the other"),
+        (
+            {"chosen": [user("x"), said("a")], "rejected": [user("y"), said("b")]},
+            "row 4: chosen and rejected differ first in message 0 (user), so that they answer different prompts",
+        ),
+        ({"chosen": TALK, "rejected": [*TALK[:1], user("!"), said("b")]}, "differ first in message 1 (user)"),
         (
             {"prompt": "x", "chosen": "a", "rejected": "b", "margin": None},
             "column 'margin' holds None; expected a number",
         ),
         ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": float("nan")}, "column 'margin' holds nan"),
-        ({"chosen": [user("x")], "rejected": [user("y")]}, "nothing to train: its turns are of user"),
+        ({"chosen": [user("x")], "rejected": [user("x"), user("y")]}, "nothing to train: its turns are of user"),
     ],
 )
 def test_pairs_that_can_t_be_trained_on_say_why(tokenizer, row, says):
@@ -275,6 +296,8 @@ def test_a_labelled_answer_is_a_sequence_with_its_label(tokenizer, label, prompt
     encode = LabelledEncoder(tokenizer, SupervisedDataConfig(apply_chat_template=True))
     made = encode({"prompt": prompt, "completion": "yo", "label": label})
     assert texts(tokenizer, made) == [HEAD + "[[yo<|im_end|>\n]]"] and made.columns == {"label": (1.0,)}
+    made = encode({"prompt": prompt, "completion": TALK, "label": label})  # the whole conversation
+    assert texts(tokenizer, made) == [HEAD + "[[yo<|im_end|>\n]]"]
     made = encode({"prompt": prompt, "completion": [said("yo")], "label": not label})
     assert texts(tokenizer, made) == [HEAD + "[[yo<|im_end|>\n]]"] and made.columns == {"label": (0.0,)}
 
@@ -319,7 +342,11 @@ def test_drop_leaves_long_rows_out_and_counts_them(tokenizer):
     encode = SFTEncoder(tokenizer, SupervisedDataConfig(max_length=8, on_long="drop"))
     made = [encode(row, i) for i, row in enumerate([LONG, {"prompt": "a", "response": "b"}])]
     assert made[0] is None and made[1].row == 1
-    assert encode.counts == {"encoded": 1, "forked": 0, "truncated": 0, "changed": 0, "dropped": 1, "empty": 0}
+    assert encode.counts == {"encoded": 1, "forked": 0, "truncated": 0, "changed": 0} | {
+        "repeating": 0,
+        "dropped": 1,
+        "empty": 0,
+    }
     assert encode.told() == (
         "1 of 2 rows is over max_length 8: the longest has 9 tokens, 95 % of all rows have 9 or fewer "
         "(0 cut at the end, 1 left out)"

@@ -11,8 +11,9 @@ from pyarrow import parquet
 
 from whet.config import SupervisedDataConfig
 from whet.data.order import PromptStream, digests
+from whet.data.pairs import LabelledEncoder, PreferenceEncoder
 from whet.data.sources import load_rows
-from whet.data.supervised import LabelledEncoder, PreferenceEncoder, SFTEncoder
+from whet.data.supervised import SFTEncoder
 from whet.errors import CheckpointError, DataError
 
 FORMATS = ["json", "jsonl", "csv", "parquet", "arrow"]

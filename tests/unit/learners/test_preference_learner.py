@@ -20,7 +20,7 @@ from whet.config import (
     SupervisedTrainingConfig,
 )
 from whet.data.tokenizer import byte_tokenizer
-from whet.errors import ConfigError
+from whet.errors import ConfigError, DataError
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.step import ExampleStep
 from whet.models.load import load_model, save_model
@@ -231,6 +231,19 @@ def test_a_lone_row_has_the_kl_of_the_step_before(folder):
     run = made.train(LABELLED)  # 4, 4, 1
     kl = [row["kl"] for row in train_rows(run)]
     assert kl[0] == 0 and kl[2] == kl[1] == made.state()["running"]["kto_kl"]
+
+
+def test_labels_without_contrast_are_told(folder, caplog):
+    good = [{**row, "label": True} for row in LABELLED[:3]]
+    learner("kto", folder).new_run(good)
+    assert "all 3 answers are labelled True: loss_type=kto learns from good answers against bad ones" in caplog.text
+    caplog.clear()
+    learner("kto", folder).new_run(LABELLED)
+    assert "labelled" not in caplog.text
+    with pytest.raises(DataError, match="there is 1 row to train on, and loss_type=kto measures a KL"):
+        learner("kto", folder).new_run(good[:1])
+    with pytest.raises(ConfigError, match=r"data.batch_size=1: loss_type=kto measures a KL .*a step needs two rows"):
+        learner("kto", folder, batch_size=1)
 
 
 def test_what_does_not_fit_is_refused(folder):

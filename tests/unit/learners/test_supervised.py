@@ -9,10 +9,11 @@ import torch
 from helpers import tiny_model, weights_of
 
 from whet.cli import main
-from whet.config import OptimConfig, SFTConfig, SupervisedDataConfig, SupervisedTrainingConfig
+from whet.config import OptimConfig, PreferenceConfig, SFTConfig, SupervisedDataConfig, SupervisedTrainingConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError
 from whet.learners import supervised
+from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.sft import SFTLearner
 from whet.train.supervised_models import SupervisedModels
 
@@ -62,7 +63,7 @@ def test_a_step_is_that_of_the_bare_model_row_by_row(algo, form, budget):
     loss.backward()
     torch.optim.SGD(naive.parameters(), lr=0.1).step()
     run = learner(model, algo, max_steps=1, max_tokens_per_microbatch=budget).train(ROWS)
-    assert run.rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert run.rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-5) and run.rows[0]["learning_rate"] == 0.1
     for name, weight in weights_of(naive).items():
         torch.testing.assert_close(weights_of(model)[name], weight, rtol=1e-4, atol=1e-6)
 
@@ -86,6 +87,17 @@ def test_an_evaluation_weighs_all_tokens_alike_however_many_passes_it_takes(monk
     found = learner(max_tokens_per_microbatch=32).evaluate(ROWS)
     assert found["loss"] == pytest.approx(naive_loss(tiny_model(), ROWS).item(), rel=1e-5)
     assert found["nll"] == pytest.approx(found["loss"], rel=1e-5) and found["rows/count"] == len(ROWS)
+
+
+def test_a_learning_rate_that_is_not_given_is_that_of_the_kind_of_training(caplog):
+    caplog.set_level("INFO", "whet")
+    rate = lambda made: made.models.trained.optim.optimizer.param_groups[0]["lr"]
+    assert rate(learner(optim=None)) == rate(learner(optim=OptimConfig(name="sgd", momentum=0.9))) == 2e-5
+    assert "actor: learning rate 2e-05, the usual one here" in caplog.text
+    models = lambda **given: SupervisedModels(tokenizer=byte_tokenizer(), **given)
+    assert rate(RewardModelLearner(models(reward_model=tiny_model()))) == 1e-4
+    assert rate(PreferenceLearner(models(actor=tiny_model()), PreferenceConfig(loss_type="simpo"))) == 1e-6
+    assert rate(learner(optim=OptimConfig(lr=1e-6))) == 1e-6
 
 
 def test_it_learns_down_to_the_entropy_of_the_data():

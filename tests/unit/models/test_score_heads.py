@@ -129,5 +129,7 @@ def test_what_gives_no_single_score_is_refused(tmp_path):
         load_model(str(tmp_path / "three"), role="reward")
     with pytest.raises(ConfigError, match="it has no score head"):
         load_model(tiny("Llama"), role="reward")
+    with pytest.raises(ConfigError, match=r"can't complete prompts; what gives scores .* is reward_model"):
+        load_model(classifier(), role="reference")
     with pytest.raises(ConfigError, match="can't be the actor"):
         load_model(classifier())

@@ -264,6 +264,10 @@ def test_mismatched_rows_are_of_other_rows_and_within_the_limit():
     own = tokens(batch)
     assert tokens(rows) == own[-2:] + own[:-2] and rows.num_units == 6
     assert rows.mask.all() and "ref_logprobs" not in rows.token_columns
+    mixed = batch_of([(2, 3), (4,), (1,), (3, 2)], paired=False)  # rows of one answer and of two
+    of_row = [0, 0, 1, 2, 3, 3]
+    found = [tokens(mixed).index(turned) for turned in tokens(mismatched(mixed))]
+    assert found == [4, 5, 0, 2, 3, 3] and all(of_row[a] != of_row[b] for a, b in enumerate(found))
     short = mismatched(batch, 4)
     room = [max(1, 4 - len(batch.prefix(i))) for i in range(6)]
     assert tokens(short) == [t[:n] for t, n in zip(tokens(rows), room, strict=True)]
@@ -371,15 +375,19 @@ def test_the_loss_of_a_reward_model_by_hand():
     ("loss", "words"),
     [
         ("discopop", {"beta": 1.0}),
+        ("discopop", {"discopop_tau": 5.0}),
         ("sigmoid", {"f_divergence_type": "forward_kl"}),
+        ("ipo", {"f_divergence_type": "forward_kl"}),
+        ("ipo", {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.25}),
         ("orpo", {}),
         ("cpo", {"alpha": 0.25}),
+        ("cpo_ipo", {"alpha": 0.25}),
     ],
 )
 def test_pairs_far_the_wrong_way_round_have_a_loss_and_a_gradient(loss, words):
     """Chosen answers of probability 0 and rejected ones of probability 1, to rounding, and the other way round."""
     made = make_preference_objective(PreferenceConfig(loss_type=loss, **words))
-    for chosen, rejected in ((-400.0, 0.0), (0.0, -400.0)):
+    for chosen, rejected in ((-400.0, 0.0), (-1e5, 0.0), (0.0, -400.0), (0.0, -1e5)):
         logprobs = torch.tensor([chosen, rejected], requires_grad=True)
         x = LossInputs(
             sequence=torch.tensor([0, 1]),
@@ -392,3 +400,4 @@ def test_pairs_far_the_wrong_way_round_have_a_loss_and_a_gradient(loss, words):
         found, _ = made(x)
         found.sum().backward()
         assert found.isfinite().all() and logprobs.grad.isfinite().all()
+        assert chosen == 0.0 or logprobs.grad[0] < 0  # what is far the wrong way round is still moved

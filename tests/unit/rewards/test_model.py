@@ -12,7 +12,7 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model, save_model
-from whet.rewards.manager import RewardManager
+from whet.rewards.manager import RewardManager, resolve_reward
 from whet.rewards.model import RewardModel
 from whet.types import Group
 
@@ -162,4 +162,6 @@ def test_the_reward_model_is_only_read_and_needs_a_score_head(folder):
     assert Role.REWARD not in made.cluster.trainers
     with pytest.raises(ConfigError, match="can't be the reward model: it has no score head"):
         cluster(reward=tiny_model())
+    with pytest.raises(ConfigError, match=r"unknown reward function 'my/rm'; .*reward_model.model=my/rm"):
+        resolve_reward("my/rm")
     assert RewardModel(made.cluster.worker(Role.REWARD), name="x", policy_tokenizer=byte_tokenizer()).same_ids

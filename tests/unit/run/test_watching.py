@@ -40,6 +40,9 @@ class Scripted(Task):
     def reads(self):
         return {"models": {}, "stop_ids": [], "tokenizer": {}, "evaluation": None, "code": {}}
 
+    def expected_metrics(self):
+        return ("accuracy",)
+
     def evaluate(self, run, step):
         return {"accuracy": self.values[step]}
 
@@ -201,16 +204,21 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(train):
 @pytest.mark.parametrize(
     ("fields", "evals", "said"),
     [
-        ({"keep_best": "acuracy"}, [0.0] * 9, "'acuracy' is no metric of an evaluation; did you mean accuracy"),
+        (
+            {"keep_best": "acuracy"},
+            [0.0] * 9,
+            "'acuracy' is no metric of an evaluation; .* there are accuracy",
+        ),
         ({"keep_best": "accuracy"}, None, "there is no evaluation data"),
         ({"keep_best": "accuracy", "run_dir": None}, [0.0] * 9, "needs a folder for checkpoints"),
         ({"stop_when": {"entropi": {"below": 0.1}}}, None, "3 rows, and none had that metric; did you mean entropy"),
         ({"stop_when": {"eval/accuracy": {"below": 0.1}}}, None, "there is no evaluation data"),
     ],
 )
-def test_a_metric_that_never_comes_is_an_error(train, fields, evals, said):
+def test_a_metric_that_never_comes_is_an_error(train, fields, evals, said, caplog):
     with pytest.raises(ConfigError, match=said):
         train(8, evals, entropy=[1.0] * 9, **fields)
+    assert ("keep_best.metric=acuracy is none of the metrics that are known" in caplog.text) == ("acuracy" in said)
 
 
 def test_a_metric_that_comes_late_is_no_error(train):

@@ -175,9 +175,10 @@ def test_a_role_that_is_only_read_has_no_adapter_to_train(base):
 def test_a_reward_model_is_trained_by_an_adapter(base):
     """Through the roles that supervised training has: no engine."""
     workers = RoleWorkers(RLTrainingConfig())
-    given = role(base, lora_dropout=0.1)
-    loaded = workers.load(Role.CRITIC, given)
-    worker = workers.add(Role.REWARD, given, loaded, None, max_tokens=4096, trained=True)
+    loaded = workers.load(Role.CRITIC, role(base, lora_dropout=0.1))
+    without = RoleConfig(model=base)  # as where `model` is an adapter's folder
+    worker = workers.add(Role.REWARD, without, loaded, None, max_tokens=4096, trained=True)
+    assert worker.optim.optimizer.param_groups[0]["lr"] == 1e-4
     before = worker.scores(BATCH)
     per_unit = BATCH.replace(weights=torch.ones(BATCH.num_tokens))
     worker.forward_backward(per_unit, lambda x: (x.new_values, {}))
@@ -189,13 +190,12 @@ def test_a_reward_model_is_trained_by_an_adapter(base):
 
 
 def test_an_adapter_has_a_learning_rate_of_its_own(base, caplog):
-    assert RoleConfig(lora=LoraConfig()).optim.lr == 1e-4 and RoleConfig().optim.lr == 1e-6
     given = load_run(["model=m", "actor.lora.rank=8", "actor.betas=[0.9,0.95]"]).actor
-    assert (given.lora.r, given.optim.lr, given.optim.betas) == (8, 1e-4, (0.9, 0.95))
-    assert check(RoleConfig, dump_tree(given)) == given
-    assert load_run(["model=m", "actor.lora.rank=8", "actor.lr=2e-6"]).actor.optim.lr == 2e-6
+    assert (given.lora.r, given.optim.betas) == (8, (0.9, 0.95)) and check(RoleConfig, dump_tree(given)) == given
+    rate = lambda made: made.workers[Role.ACTOR].optim.optimizer.param_groups[0]["lr"]
+    assert rate(adapted(base, actor_optimizer=OptimConfig(betas=(0.9, 0.95)))) == 1e-4
     with caplog.at_level(logging.WARNING, "whet"):
-        adapted(base, actor_optimizer=OptimConfig(lr=1e-4))
+        assert rate(adapted(base, actor_optimizer=OptimConfig(lr=1e-4))) == 1e-4
         assert "hardly learns" not in caplog.text
         adapted(base, actor_optimizer=OptimConfig(lr=2e-6))
     assert "actor.optim.lr=2e-06 is the rate of a whole model" in caplog.text

@@ -56,7 +56,7 @@ def gae_advantages(
     Returns: [S] in float64; 0 where masked out, where the reward is NaN, and, whitened, everywhere if all are equal.
     Raises: DataError: no values. What generalized_advantages raises.
     Source: arXiv:1506.02438; PPO arXiv:1707.06347. Agrees with Tunix's compute_gae_advantages, verl's and RL2's; RL2
-        divides by the standard deviation without 1e-8.
+        divides by the standard deviation + 1.2e-7.
 
     >>> from torch import tensor
     >>> x = AdvantageInputs(rewards=tensor([1., 0.]), group_of=tensor([0, 1]), trajectory=tensor([0, 0, 1]),

@@ -14,6 +14,7 @@ import math
 import torch
 from torch import Tensor
 
+from whet.ops.preference.generators import bounded
 from whet.ops.preference.inputs import LossOutput, PreferenceInputs, StepColumns, StepInputs, needs
 from whet.ops.preference.pairs import smoothed_logsigmoid
 
@@ -55,7 +56,7 @@ def alpha_reward(h: Tensor, alpha: float) -> Tensor:
     >>> alpha_reward(torch.tensor([-1.0]), 1.0)  # 1 - e
     tensor([-1.7183])
     """
-    return h if alpha == 0 else -torch.expm1((-alpha * h).clamp(max=80.0)) / alpha  # finite in fp32, however small p
+    return h if alpha == 0 else -bounded(torch.expm1, -alpha * h) / alpha
 
 
 def _rewards(beta: float, chosen: Tensor, rejected: Tensor, logps: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

@@ -11,12 +11,21 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-__all__ = ["F_DIVERGENCES", "alpha_divergence", "forward_kl", "js_divergence", "reverse_kl"]
+__all__ = ["F_DIVERGENCES", "alpha_divergence", "bounded", "forward_kl", "js_divergence", "reverse_kl"]
 
 F = torch.nn.functional
 
-_LARGEST = 80.0
-"""Of an exponent, so that its exp is a number in fp32 and bf16."""
+_STEEPEST = 30.0
+"""Exponent from which an exponential goes on as a straight line: what is made of it, squares too, is finite in fp32."""
+
+
+def bounded(exponential: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """An exponential (exp, expm1), from x = 30 on along its tangent: finite, and with a gradient of the right sign.
+
+    >>> bounded(torch.exp, torch.tensor([0.0, 1000.0])).isfinite()
+    tensor([True, True])
+    """
+    return exponential(x.clamp(max=_STEEPEST)) + math.exp(_STEEPEST) * torch.relu(x - _STEEPEST)
 
 
 def reverse_kl(d: Tensor) -> Tensor:
@@ -38,13 +47,13 @@ def forward_kl(d: Tensor) -> Tensor:
 
     f'(t) = 1 − 1/t = 1 − exp(−d), d = log t = log π − log π_ref of a side.
     Args: d [u].
-    Returns: [u]; finite however small d is.
+    Returns: [u]; a straight line below d = −30.
     Source: f-DPO (arXiv:2309.16240); agrees with TRL, whose gradient is NaN for d below −88 in fp32.
 
-    >>> forward_kl(torch.tensor([0.0]))
-    tensor([0.])
+    >>> forward_kl(torch.tensor([1.0]))  # 1 - exp(-1)
+    tensor([0.6321])
     """
-    return -torch.expm1((-d).clamp(max=_LARGEST))
+    return -bounded(torch.expm1, -d)
 
 
 def js_divergence(d: Tensor) -> Tensor:
@@ -66,7 +75,7 @@ def alpha_divergence(d: Tensor, *, f_alpha_divergence_coef: float = 0.5) -> Tens
 
     f'(t) = (t^(α−1) − 1) / (α − 1), d = log t = log π − log π_ref of a side; log t at α = 1.
     Args: d [u]. f_alpha_divergence_coef: α.
-    Returns: [u].
+    Returns: [u]; a straight line where (α − 1) d is above 30.
     Source: f-DPO (arXiv:2309.16240); agrees with TRL, which has it in fp32 and below alone.
 
     >>> alpha_divergence(torch.tensor([1.0]), f_alpha_divergence_coef=0.0)  # 1 - exp(-1)
@@ -75,7 +84,7 @@ def alpha_divergence(d: Tensor, *, f_alpha_divergence_coef: float = 0.5) -> Tens
     slope = f_alpha_divergence_coef - 1.0
     if abs(slope) < 1e-6:
         return d
-    return torch.expm1((slope * d).clamp(max=_LARGEST)) / slope
+    return bounded(torch.expm1, slope * d) / slope
 
 
 F_DIVERGENCES: dict[str, Callable[..., Tensor]] = {

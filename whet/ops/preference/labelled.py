@@ -16,9 +16,9 @@ __all__ = ["apo_zero_unpaired", "kto", "mismatched"]
 
 
 def mismatched(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
-    """Each sequence's prompt with the completion of the sequence a turn before it, of another row.
+    """Each sequence's prompt with a completion of the row before its own, in a round; never one of its own row's.
 
-    The turn is as many sequences as the largest row has, so that a row's two sides are not each other's.
+    A row's k-th sequence has the k-th of the row before, counted in a round where that has fewer.
     Args: batch: at least two rows. max_length: prompt and completion together at most, in tokens: what is more is cut
         off at the end; None = any.
     Returns: as many sequences, each its own unit, without the columns of the reference and of rows.
@@ -28,7 +28,6 @@ def mismatched(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
 
     >>> from whet.types import Example, TrainSequence
     >>> import numpy as np
-    >>> import numpy as np
     >>> of = lambda x, y: TrainSequence(prefix=np.array([x]), tokens=np.array([y]), mask=np.array([True]))
     >>> rows = [Example(sequences=(of(x, 10 * x),)) for x in (1, 2, 3)]
     >>> turned = mismatched(TokenBatch.from_examples(rows))
@@ -36,13 +35,12 @@ def mismatched(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
     ([1, 2, 3], [30, 10, 20])
     """
     rows = batch.group_of.index_select(0, batch.trajectory_of)
-    turn = int(rows.bincount().max())
     n = batch.num_sequences
     if int(rows.max()) == int(rows.min()):
         raise DataError(
             "a KL over mismatched rows needs at least two rows in an optimizer step, got 1; raise the batch size"
         )
-    source = (torch.arange(n) - turn) % n
+    source = _of_row_before(rows)
     lengths = batch.lengths.index_select(0, source)
     if max_length is not None:
         room = max_length - batch.prefix_lengths.index_select(0, batch.prefix_of)
@@ -62,6 +60,21 @@ def mismatched(batch: TokenBatch, max_length: int | None = None) -> TokenBatch:
         token_columns={name: batch.token_columns[name].index_select(0, places) for name in kept},
         sequence_columns={"chosen": torch.ones(n)},
     )
+
+
+def _of_row_before(rows: Tensor) -> Tensor:
+    """[n]: for each sequence one of the row before its own, in a round. Args: rows [n]: the row of each.
+
+    >>> _of_row_before(torch.tensor([0, 0, 1, 2])).tolist()
+    [3, 3, 0, 2]
+    """
+    order = rows.argsort(stable=True)
+    sizes = rows.unique(return_counts=True)[1]
+    starts, row = sizes.cumsum(0) - sizes, torch.arange(len(sizes)).repeat_interleave(sizes)
+    before, place = (row - 1) % len(sizes), torch.arange(len(rows)) - starts[row]
+    found = torch.empty_like(order)
+    found[order] = order[starts[before] + place % sizes[before]]
+    return found
 
 
 def _kl(step: StepInputs) -> StepColumns:

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from whet.ops.preference.generators import bounded
 from whet.ops.preference.inputs import PreferenceInputs, StepColumns, StepInputs, needs
 
 __all__ = [
@@ -277,4 +278,4 @@ def discopop(p: PreferenceInputs, *, beta: float = 0.1, discopop_tau: float = 0.
     z = beta * _difference(p)
     gate = z / discopop_tau
     # m exp(−z) as one exponential: apart, a pair far the wrong way round is 0 · ∞
-    return -F.logsigmoid(z) * (-gate).sigmoid() + (F.logsigmoid(gate) - z).exp()
+    return -F.logsigmoid(z) * (-gate).sigmoid() + bounded(torch.exp, F.logsigmoid(gate) - z)

@@ -1,0 +1,80 @@
+"""Keys of other libraries are answered with whet's own, in every command."""
+
+import pytest
+
+from whet import cli, config
+from whet.config import watching
+from whet.config.base import check, leaves
+from whet.config.synonyms import NOTES, SECTIONS, SYNONYMS, owner
+from whet.errors import ConfigError
+
+COMMANDS = ("grpo", "ppo", "sft", "rm", "dpo", "eval", "generate", "chat")
+
+
+def keys_of(command):
+    """Every key, section and shorthand of a command."""
+    kind, short = cli._kind(command)
+    keys = [key for key, *_ in leaves(kind, True)]
+    return {*short, *(key.rsplit(".", n)[0] for key in keys for n in range(key.count(".") + 1))}
+
+
+def answer(command, word):
+    """What a command says of an unknown key."""
+    kind, short = cli._kind(command)
+    tree = 1
+    for part in reversed(word.split(".")):
+        tree = {part: tree}
+    with pytest.raises(ConfigError) as error:
+        check(kind, tree, short=short)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_synonym_is_answered_with_a_key_that_the_command_has(command):
+    known = keys_of(command)
+    for word, targets in SYNONYMS.items():
+        own = [t if t in known else t.replace("actor.", "reward_model.") for t in targets]
+        found = next((key for key in own if key in known), None)
+        if word not in known and found is not None:
+            assert answer(command, word) == f"unknown key {word}; did you mean {found}?"
+
+
+def test_every_entry_of_the_tables_is_of_use():
+    everywhere = set().union(*map(keys_of, COMMANDS))
+    assert [key for targets in SYNONYMS.values() for key in targets if key not in everywhere] == []
+    assert [name for names in SECTIONS.values() for name in names if name not in everywhere] == []
+    classes = {section.split(".")[0] for section in (owner(word, ()) or "" for word in SYNONYMS) if section}
+    assert classes and all(hasattr(config, name) or hasattr(watching, name) for name in classes)
+    assert not NOTES.keys() & SYNONYMS.keys()
+
+
+@pytest.mark.parametrize(
+    ("command", "word", "said"),
+    [
+        ("rm", "actor.lr", "did you mean reward_model.optim.lr?"),
+        ("rm", "actor.dtype", "did you mean reward_model.dtype?"),
+        ("sft", "reward_model.dtype", "did you mean actor.dtype?"),
+        ("ppo", "critic.learning_rate", "did you mean critic.optim.lr?"),
+        ("dpo", "trainer.learning_rate", "unknown key trainer.learning_rate; did you mean actor.optim.lr?"),
+        ("sft", "logging_steps", "unknown key logging_steps: every step is logged"),
+        ("dpo", "padding_free", "unknown key padding_free: rows are always packed"),
+        ("grpo", "temperature", "did you mean rollout.temperature?"),
+        ("sft", "actor.optim.lrr", "unknown key actor.optim.lrr; did you mean actor.optim.lr?"),
+        ("eval", "max_new_tokens", "did you mean rollout.max_tokens_to_generate?"),
+    ],
+)
+def test_an_answer_names_the_whole_path(command, word, said):
+    assert said in answer(command, word)
+
+
+def test_from_python_the_answer_is_a_keyword_or_the_class_that_has_it():
+    for made, said in (
+        (lambda: config.OptimConfig(learning_rate=1.0), "unknown keyword OptimConfig.learning_rate; did you mean lr?"),
+        (lambda: config.GRPOConfig(learning_rate=1.0), "GRPOConfig.learning_rate; did you mean OptimConfig.lr?"),
+        (lambda: config.RolloutConfig(max_tokens=1), "did you mean max_tokens_to_generate?"),
+        (lambda: config.RolloutConfig(eval={"max_tokens": 1}), "did you mean eval.max_tokens_to_generate?"),
+        (lambda: config.GRPOConfig(kl_coef=1.0), "did you mean beta?"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            made()
+        assert said in str(error.value)

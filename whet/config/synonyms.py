@@ -1,0 +1,181 @@
+"""What TRL, transformers, verl, RL2, Tunix and engines call what whet has a key for: said before spelling is compared.
+
+Left out on purpose: accepting these names. A key has one name, and a configuration is read by others than who wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+__all__ = ["NOTES", "SECTIONS", "SYNONYMS", "leaves_of", "meant", "owner"]
+
+_GENERATED = ("rollout.max_tokens_to_generate", "max_tokens")
+_COMPLETIONS = ("algo.num_generations", "rollout.num_generations_eval", "num_generations")
+_MICRO = ("trainer.max_tokens_per_microbatch",)
+_EPOCHS, _STEPS, _ROWS = ("trainer.num_epochs",), ("trainer.max_steps",), ("data.batch_size", "batch_size")
+_SAVE, _EVALUATE, _FOLDER = (
+    ("trainer.checkpointing_options.save_interval_steps",),
+    ("trainer.eval_every_n_steps",),
+    ("trainer.run_dir", "out"),
+)
+_ALL: dict[tuple[str, ...], str] = {
+    ("actor.optim.lr",): "learning_rate lr",
+    ("actor.optim.name",): "optim optimizer",
+    ("actor.optim.betas",): "adam_beta1 adam_beta2",
+    ("actor.optim.eps",): "adam_epsilon",
+    ("actor.optim.schedule",): "lr_scheduler_type lr_scheduler scheduler lr_decay_style",
+    ("actor.optim.schedule_kwargs",): "lr_scheduler_kwargs",
+    ("actor.optim.warmup_ratio",): "lr_warmup_steps_ratio",
+    ("actor.optim.warmup_steps",): "lr_warmup_steps num_warmup_steps",
+    ("actor.optim.max_grad_norm",): "grad_clip clip_grad max_norm",
+    ("actor.gradient_checkpointing",): "enable_gradient_checkpointing activation_checkpointing",
+    ("actor.dtype", "dtype"): "bf16 fp16 torch_dtype model_dtype",
+    ("actor.attention",): "attn_implementation",
+    ("actor.quantization",): "load_in_4bit use_qlora",
+    ("actor.lora",): "use_peft use_lora peft_config",
+    ("actor.lora.r",): "lora_r lora_rank",
+    ("actor.lora.lora_alpha",): "lora_alpha",
+    ("actor.lora.lora_dropout",): "lora_dropout",
+    ("actor.lora.target_modules",): "lora_target_modules",
+    ("model",): "model_name_or_path model_name model_path model_id pretrained",
+    ("reference.model",): "ref_model ref_model_path reference_model",
+    ("reward_model.model",): "reward_model_path reward_model_name_or_path",
+    ("tokenizer",): "tokenizer_name tokenizer_path processing_class",
+    ("data.path", "prompts"): "dataset dataset_name dataset_path data_path train_files train_file train_data_path",
+    ("data.eval_path",): "eval_dataset eval_file val_files validation_file test_data_path",
+    ("data.subset",): "dataset_config dataset_config_name",
+    ("data.split",): "dataset_split dataset_train_split",
+    ("data.eval_split",): "dataset_test_split",
+    ("data.eval_fraction",): "test_ratio val_size",
+    ("data.shuffle",): "shuffle_dataset",
+    ("data.text_column",): "dataset_text_field",
+    ("data.prompt_column", "prompt_column"): "prompt_key",
+    ("data.response_column",): "response_key",
+    ("data.messages_column",): "messages_key",
+    ("data.chosen_column",): "chosen_key",
+    ("data.rejected_column",): "rejected_key",
+    ("data.train_on",): "assistant_only_loss completion_only_loss train_on_responses_only",
+    ("data.max_length", *_GENERATED): "max_seq_length max_seq_len max_length",
+    _ROWS: "per_device_train_batch_size train_batch_size global_batch_size prompts_per_rollout rollout_batch_size",
+    _MICRO: "gradient_accumulation_steps micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu "
+    "ppo_max_token_len_per_gpu max_length_per_device max_token_len_per_gpu",
+    ("trainer.mini_batch_size",): "ppo_mini_batch_size",
+    _EPOCHS: "num_train_epochs n_epochs total_epochs epochs",
+    _STEPS: "total_steps total_training_steps num_train_steps train_steps",
+    _FOLDER: "output_dir save_dir default_local_dir checkpoint_dir",
+    _SAVE: "save_steps save_freq save_interval",
+    ("trainer.checkpointing_options.max_to_keep",): "save_total_limit max_actor_ckpt_to_keep",
+    _EVALUATE: "eval_steps test_freq eval_interval",
+    ("trainer.keep_best.metric",): "load_best_model_at_end metric_for_best_model",
+    ("trainer.keep_best.mode",): "greater_is_better",
+    ("trainer.loggers",): "report_to logger use_wandb",
+    ("trainer.metrics_logging_options.log_dir",): "logging_dir",
+    ("trainer.metrics_logging_options.project_name",): "project wandb_project",
+    ("trainer.metrics_logging_options.run_name",): "experiment_name wandb_run_name",
+    ("trainer.resume",): "resume_from_checkpoint load_ckpt_from resume_mode",
+    ("trainer.data_shuffle_seed",): "data_seed",
+    ("rollout.max_prompt_length", "max_prompt_length"): "prompt_length max_prompt_len",
+    _GENERATED: "max_tokens max_new_tokens max_completion_length max_response_length response_length max_gen_len "
+    "total_generation_steps",
+    _COMPLETIONS: "num_generations n n_samples group_size responses_per_prompt num_return_sequences",
+    ("rollout.eos_tokens", "eos_tokens"): "stop_token_ids eos_token_id",
+    ("rollout.stop", "stop"): "stop_strings stop_sequences",
+    ("rollout.constraint.regex", "constraint.regex"): "guided_regex vllm_structured_outputs_regex",
+    ("rollout.kv_cache_tokens",): "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static",
+    ("rollout_engine",): "use_vllm vllm_mode",
+    ("rollout.max_turns",): "max_assistant_turns",
+    ("reward",): "reward_funcs reward_fn reward_fns reward_function custom_reward_function",
+    ("algo.beta",): "kl_coef kl_loss_coef init_kl_coef kl_penalty_coef kl_beta",
+    ("algo.kl_loss_mode",): "kl_loss_type kl_estimator kl_penalty",
+    ("algo.epsilon",): "clip clip_eps clip_range cliprange clip_ratio clip_ratio_low epsilon_low",
+    ("algo.epsilon_high",): "clip_ratio_high",
+    ("algo.epsilon_c",): "clip_ratio_c",
+    ("algo.clip_range_value",): "cliprange_value",
+    ("algo.entropy_coef",): "entropy_coeff ent_coef",
+    ("algo.num_iterations",): "ppo_epochs num_ppo_epochs",
+    ("algo.advantage_estimator",): "adv_estimator",
+    ("algo.gae_lambda",): "lam lamda gae_lam",
+    ("algo.dynamic_sampling",): "dynamic_filtering filter_groups group_filtering",
+    ("algo.critic_warmup_steps",): "critic_warmup freeze_steps",
+    ("algo.loss_type", "algo.policy_loss_fn"): "loss_type loss_fn loss_mode",
+    ("algo.label_smoothing",): "label_smoothing_factor",
+}
+SYNONYMS: dict[str, tuple[str, ...]] = {word: keys for keys, words in _ALL.items() for word in words.split()}
+"""A name -> whet's keys for it; the first that a command has is the one that it is told. actor stands for the section
+of the model that is trained, whatever its name."""
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "actor": ("reward_model",),
+    "critic": ("reward_model",),
+    "reward_model": ("actor",),
+    "policy": ("actor", "reward_model"),
+    "ref": ("reference",),
+    "ref_actor": ("reference",),
+    "algorithm": ("algo",),
+    "sampling_params": ("rollout",),
+    "training_args": ("trainer",),
+}
+"""A section's name elsewhere, or in another command -> its names here."""
+NOTES: dict[str, str] = {
+    "logging_steps": "every step is logged",
+    "packing": "rows are always packed, without padding",
+    "padding_free": "rows are always packed, without padding",
+    "remove_unused_columns": "columns that nothing reads stay where they are; reward functions are given them by name",
+}
+"""Names that stand for nothing here, with the reason."""
+_CLASSES = {
+    "actor": "RoleConfig",
+    "actor.lora": "LoraConfig",
+    "actor.optim": "OptimConfig",
+    "algo": "GRPOConfig",
+    "data": "DataConfig",
+    "rollout": "RolloutConfig",
+    "rollout.constraint": "ConstraintConfig",
+    "trainer": "RLTrainingConfig",
+    "trainer.checkpointing_options": "CheckpointingOptions",
+    "trainer.keep_best": "KeepBestOptions",
+    "trainer.metrics_logging_options": "MetricsLoggerOptions",
+}
+"""A section -> the class that it is from Python."""
+
+
+def meant(path: Sequence[str], known: Collection[str]) -> str | None:
+    """The key that an unknown one stands for elsewhere; None where it is in no table, or nothing like it is known.
+
+    Args: path: the parts of the unknown key. known: the keys, sections and shorthands of the command.
+
+    >>> meant(("critic", "learning_rate"), {"actor.optim.lr", "critic.optim.lr"})
+    'critic.optim.lr'
+    >>> meant(("actor", "optim", "lr"), {"reward_model.optim.lr"})
+    'reward_model.optim.lr'
+    """
+    first, *rest = path
+    roles = (first, *SECTIONS.get(first, ()), "actor", "reward_model")
+    for target in SYNONYMS.get(path[-1], ()):
+        section, dot, inner = target.partition(".")
+        places = [f"{role}.{inner}" for role in roles] if section == "actor" and dot else [target]
+        if found := next((place for place in places if place in known), None):
+            return found
+    renamed = (".".join([section, *rest]) for section in SECTIONS.get(first, ()))
+    return next((key for key in renamed if key in known), None)
+
+
+def owner(word: str, fields: Collection[str]) -> str | None:
+    """What a keyword is called from Python: a field of the class itself, or Class.field; None where it is in no table.
+
+    >>> owner("learning_rate", {"lr"}), owner("learning_rate", {"beta"})
+    ('lr', 'OptimConfig.lr')
+    """
+    targets = [target.rpartition(".") for target in SYNONYMS.get(word, ())]
+    own = next((name for _, _, name in targets if name in fields), None)
+    return own or next((f"{_CLASSES[section]}.{name}" for section, _, name in targets if section in _CLASSES), None)
+
+
+def leaves_of(path: Sequence[str], value: object) -> list[tuple[str, ...]]:
+    """What was given below a path, key by key.
+
+    >>> leaves_of(("actor",), {"lr": 1, "lora": {"r": 2}})
+    [('actor', 'lr'), ('actor', 'lora', 'r')]
+    """
+    if not isinstance(value, Mapping) or not value:
+        return [tuple(path)]
+    return [leaf for key, inner in value.items() for leaf in leaves_of((*path, str(key)), inner)]
