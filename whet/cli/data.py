@@ -14,9 +14,10 @@ from whet.config import DPORunConfig, Mode, RoleConfig, RunConfig, SFTRunConfig,
 from whet.data.lengths import Spread
 from whet.data.look import example_lines, prompt_lines
 from whet.data.order import has_places, is_batch, unbatch
+from whet.data.pairs import LabelledEncoder, PreferenceEncoder
 from whet.data.prompts import PromptEncoder
 from whet.data.reading import each
-from whet.data.supervised import LabelledEncoder, PreferenceEncoder, RowEncoder, SFTEncoder
+from whet.data.supervised import RowEncoder, SFTEncoder
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError, DataError
 from whet.learners.preference_objective import make_preference_objective

@@ -59,6 +59,7 @@ NOTES = """
 - `rollout.max_tokens_to_generate: null` of a command is 512, or what the model's context leaves after the longest
   prompt; `rollout.max_prompt_length: null` is the data's own longest prompt, which has to fit the context. The numbers
   that a run took are in its config.yaml. TRL cuts no prompt either.
+- `actor.optim.lr: null` is 1e-6, and 1e-4 where an adapter is trained.
 - `data.apply_chat_template: auto` applies the tokenizer's chat template to plain text, if there is one. TRL and Tunix
   leave plain text as it is. Conversations go through the template everywhere.
 - Tunix's `kl_loss_mode` is k1, whose gradient does not pull towards the reference; whet's is low_var_kl (k3), as is

@@ -5,8 +5,9 @@ from chat_templates import LLAMA, QWEN, QWEN3, TEMPLATES, said, tokenizer_with, 
 
 from whet.config import SupervisedDataConfig
 from whet.data.look import example_lines, prompt_lines, text_lines
+from whet.data.pairs import LabelledEncoder, PreferenceEncoder
 from whet.data.prompts import PromptEncoder
-from whet.data.supervised import LabelledEncoder, PreferenceEncoder, SFTEncoder
+from whet.data.supervised import SFTEncoder
 from whet.data.templates import goes_through
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import DataError
