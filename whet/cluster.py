@@ -242,14 +242,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
 
     def encoder(self, mode: Mode = Mode.TRAIN, **options: Any) -> PromptEncoder:
         """What turns data rows into Prompts under a mode's limits; `options` are PromptEncoder's."""
-        config = self.rollout_for(mode)
-        return PromptEncoder(
-            self.tokenizer,
-            chat_template_kwargs=config.chat_template_kwargs,
-            max_prompt_length=config.max_prompt_length,
-            on_long_prompt=config.on_long_prompt,
-            **options,
-        )
+        return PromptEncoder.of(self.tokenizer, self.rollout_for(mode), **options)
 
     # ---- sampling ------------------------------------------------------------------------------------------------
 

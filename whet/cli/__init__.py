@@ -25,6 +25,7 @@ COMMANDS = {
     "sft": "teach a model what the assistant says in conversations: --config run.yaml, key=value",
     "rm": "train a reward model on pairs of answers: --config run.yaml, key=value",
     "dpo": "train a policy on preferences (DPO, SimPO, KTO, ...): --config run.yaml, key=value",
+    "data": "look at rows as a model is given them: whet data [sft] key=value",
     "generate": "complete prompts: model=FOLDER prompt=TEXT",
     "chat": "talk with a model: model=FOLDER",
     "eval": "measure a model on a data set: model=FOLDER data=FILE reward=NAME",
@@ -104,6 +105,8 @@ def _dispatch(command: str, words: list[str]) -> None:
         raise lookup_error("command", command, COMMANDS)
     elif any(w in ("-h", "--help") for w in words):
         print_text(_command_help(command))
+    elif command == "data":
+        _data(words)
     else:
         _run(command, words)
 
@@ -142,6 +145,24 @@ def _run(command: str, words: list[str]) -> None:
         setup_logging()
         _say_what_loads(command, config)
         _work(command, words, config)
+
+
+def _data(words: list[str]) -> None:
+    """`whet data [COMMAND] [rows=N] key=value ...`, with the keys of the command that would train on the rows."""
+    from whet.errors import ConfigError
+
+    kind, words = (words[0], words[1:]) if words and words[0] in _RUNS else ("grpo", words)
+    given = [w.removeprefix("--").removeprefix("rows=") for w in words if w.removeprefix("--").startswith("rows=")]
+    words = [w for w in words if not w.removeprefix("--").startswith("rows=")]
+    _check_flags(kind, words)
+    if given and not given[-1].isdecimal():
+        raise ConfigError(f"rows={given[-1]}: expected how many rows to show, 0 or more")
+    config = _config(kind, words)
+    from whet.cli.data import show_data
+    from whet.observe.progress import setup_logging
+
+    setup_logging()
+    show_data(config, rows=int(given[-1]) if given else 3, say=print_text)
 
 
 def _say_what_loads(command: str, config: Any) -> None:
@@ -291,6 +312,14 @@ def _help() -> str:
 
 
 def _command_help(command: str) -> str:
+    if command == "data":
+        return (
+            f"usage: whet data [{'|'.join(_RUNS)}] [rows=N] [--config FILE ...] [key=value ...]\n\n"
+            f"{COMMANDS['data']}\n\n"
+            "Takes the keys of the command that would train on the rows, `whet grpo` unless another is named; of the\n"
+            "model only the tokenizer is loaded. rows=3 is how many rows are shown.\n\n"
+            "Examples:\n  whet data data=rows.jsonl model=FOLDER\n  whet data sft data=chats.jsonl model=FOLDER rows=1"
+        )
     if command == "version":
         return f"usage: whet version\n\n{COMMANDS[command]}"
     if command == "demo":

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 
 from whet.cli.checks import check_run, check_teacher_used
+from whet.cli.settle import settled
 from whet.cluster import RLCluster
 from whet.config import (
     ClusterConfig,
@@ -157,7 +158,8 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
 def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     """The cluster and learner of a configuration, and its training and evaluation data."""
     check_complete(config)
-    train_ds, eval_ds = data(config)
+    found = settled(config, *data(config))
+    config = found.config
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:
@@ -169,7 +171,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
         reference=reference,
         reward=config.reward_model,
         teacher=_teacher(config),
-        tokenizer=config.tokenizer or config.actor.model,
+        tokenizer=found.tokenizer,
         cluster_config=ClusterConfig(
             rollout_engine=config.rollout_engine,
             offload_to_cpu=config.offload_to_cpu,
@@ -180,7 +182,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     rows_as = rows_given(config.data)
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
     learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=dump_tree(config))  # pyright: ignore
-    return learner, train_ds, eval_ds
+    return learner, found.train, found.evaluation
 
 
 def _teacher(config: RunConfig) -> RoleConfig | None:

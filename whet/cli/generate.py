@@ -16,8 +16,10 @@ from whet.config.generate import GenerateConfig, SampledConfig, check_model
 from whet.data.prompts import find_prompt_column
 from whet.data.reading import each
 from whet.data.sources import load_rows
+from whet.data.templates import goes_through
 from whet.errors import ConfigError, DataError
 from whet.observe.files import temporary
+from whet.observe.lineage import trained_templated
 from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
@@ -196,15 +198,22 @@ def _left(path: Path, *, replaces: bool, device: bool) -> str:
 
 def _encoded(config: GenerateConfig, sampler: Sampler, inputs: Sequence[Any]) -> list[Prompt]:
     """The prompts as ids; those over the limit refused, cut or left out."""
+    applied = config.apply_chat_template
+    if applied == "auto":
+        noted = trained_templated(config.model)
+        applied = goes_through(sampler.tokenizer, config.chat_template_kwargs) if noted is None else noted
+        if applied and any(isinstance(text, str) for text in inputs):
+            log.info("chat template: applied to plain-text prompts (apply_chat_template=auto; false: not)")
     encoder = sampler.encoder(
-        apply_chat_template=config.apply_chat_template,
+        apply_chat_template=applied,
         system_prompt=config.system_prompt,
         max_prompt_length=config.max_prompt_length,
         on_long_prompt=config.on_long_prompt,
     )
-    prompts = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
-    if dropped := encoder.counts["dropped"]:
-        log.warning("%d of %d prompts are over max_prompt_length and left out", dropped, len(inputs))
+    with encoder.all_rows():
+        prompts = [p for i, text in enumerate(inputs) if (p := encoder({"prompt": text}, i)) is not None]
+    if over := encoder.told_over():
+        log.warning("%s; %s", over, encoder.told_fate())
     if not prompts:
         raise ConfigError(f"all {len(inputs)} prompts are over max_prompt_length={config.max_prompt_length}; raise it")
     return prompts

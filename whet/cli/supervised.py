@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, TypeVar
 
 from whet.cli.commands import data, rows_given, train
+from whet.cli.settle import with_template
 from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig, dump_tree
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
+from whet.data.tokenizer import load_tokenizer
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
 from whet.learners.preference_objective import make_preference_objective
 from whet.learners.sft import SFTLearner
@@ -15,6 +17,8 @@ from whet.train.role_workers import ACTOR
 from whet.train.supervised_models import SupervisedModels
 
 __all__ = ["dpo", "rm", "sft"]
+
+C = TypeVar("C", bound=SupervisedRunConfig)
 
 
 def sft(config: SFTRunConfig) -> dict[str, Any]:
@@ -38,40 +42,45 @@ def dpo(config: DPORunConfig) -> dict[str, Any]:
 
 def _sft(config: SFTRunConfig) -> tuple[SFTLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
-    check_supervised(config)
-    rows = data(config)
-    models = SupervisedModels(actor=config.actor, **_shared(config))
+    config, rows, tokenizer = _settled(config)
+    models = SupervisedModels(actor=config.actor, **_shared(config, tokenizer))
     return SFTLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config)), *rows
 
 
 def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
-    check_supervised(config)
-    rows = data(config)
-    models = SupervisedModels(reward_model=config.reward_model, **_shared(config))
+    config, rows, tokenizer = _settled(config)
+    models = SupervisedModels(reward_model=config.reward_model, **_shared(config, tokenizer))
     learner = RewardModelLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config))
     return learner, *rows
 
 
 def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
-    check_supervised(config)
     reads = make_preference_objective(config.algo).needs.reference
-    rows = data(config)
+    config, rows, tokenizer = _settled(config)
     reference: RoleConfig | str | None = config.reference
     if config.reference is not None:
         reference = dataclasses.replace(config.reference, model=config.reference.model or config.actor.model)
     elif reads:
         reference = ACTOR
-    models = SupervisedModels(actor=config.actor, reference=reference, **_shared(config))
+    models = SupervisedModels(actor=config.actor, reference=reference, **_shared(config, tokenizer))
     learner = PreferenceLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config))
     return learner, *rows
 
 
-def _shared(config: SupervisedRunConfig) -> dict[str, Any]:
+def _settled(config: C) -> tuple[C, tuple[Any, Any], Any]:
+    """The configuration with what its tokenizer settles, the training and evaluation data, and the tokenizer."""
+    check_supervised(config)
+    rows = data(config)
+    tokenizer = load_tokenizer(config.tokenizer or config.trained.model)
+    return with_template(config, tokenizer, rows[0]), rows, tokenizer
+
+
+def _shared(config: SupervisedRunConfig, tokenizer: Any) -> dict[str, Any]:
     """What every supervised run's models are made with."""
     return {
-        "tokenizer": config.tokenizer or config.trained.model,
+        "tokenizer": tokenizer,
         "config": config.trainer,
         "offload_to_cpu": config.offload_to_cpu,
     }

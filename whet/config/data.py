@@ -70,6 +70,9 @@ class DataConfig(SourceConfig):
     on_template_change: Literal["error", "accept"] = "error"
     """What to do where the chat template changes or leaves out what a prompt says, e.g. blanks at its end: "error", or
     "accept" what the template makes of it."""
+    on_answered: Literal["error", "take_off", "continue"] = "error"
+    """What to do with a conversation that ends with the assistant's turn: "error"; "take_off" = it is the row's answer:
+    the column answer, unless there is one; "continue" = the model goes on with it."""
 
 
 @config

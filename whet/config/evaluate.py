@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal
 
-from whet.config.algo import GRPOConfig
 from whet.config.base import check, config
-from whet.config.data import DataConfig
 from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Seconds, Seed, Size, Temperature, Text
 from whet.config.loader import dump_tree, merged, tree
@@ -17,6 +15,7 @@ from whet.config.model import RoleConfig
 from whet.config.rewards import ListedRewards
 from whet.config.rollout import RolloutConfig
 from whet.config.run import SHORT
+from whet.config.run_sections import NEW_TOKENS, RunDataConfig, RunGRPOConfig, RunRolloutConfig
 from whet.errors import ConfigError
 
 __all__ = ["EVAL_SHORT", "EvalDataConfig", "EvalRolloutConfig", "EvalRunConfig", "check_eval", "load_eval"]
@@ -66,13 +65,17 @@ class EvalDataConfig:
     """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
     source_column: Name | None = None
     """Column by whose values the results are also given; None = source or data_source, where there is one."""
-    apply_chat_template: Bool = False
-    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
+    apply_chat_template: Bool | Literal["auto"] = "auto"
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = as the
+    model was trained, where it lies in a run's folder, else where its tokenizer has a chat template."""
     system_prompt: Text = ""
     """Put before every conversation. "" = off."""
     on_template_change: Literal["error", "accept"] = "error"
     """What to do where the chat template changes or leaves out what a prompt says: "error", or "accept" what it makes
     of it."""
+    on_answered: Literal["error", "take_off", "continue"] = "error"
+    """What to do with a conversation that ends with the assistant's turn: "error"; "take_off" = it is the row's answer:
+    the column answer, unless there is one; "continue" = the model goes on with it."""
     limit: Count | None = None
     """Use only the first N rows; None = all."""
 
@@ -202,15 +205,15 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
 
 def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     """The evaluation that a run of this configuration makes, as a tree: its data, sampling and rewards."""
-    known = {f.name for f in dataclasses.fields(DataConfig)}  # of supervised training it has other keys besides
-    data = check(DataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known})
-    rollout = check(RolloutConfig, run.get("rollout") or {})
+    known = {f.name for f in dataclasses.fields(RunDataConfig)}  # of supervised training it has other keys besides
+    data = check(RunDataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known})
+    rollout = check(RunRolloutConfig, run.get("rollout") or {})
     algo, trainer = (run.get(name) or {} for name in ("algo", "trainer"))
     sampling = rollout.for_mode(Mode.EVAL)
-    usual = next(f.default for f in dataclasses.fields(GRPOConfig) if f.name == "num_generations")
-    generations = 1 if sampling.temperature == 0 else algo.get("num_generations", usual)
+    generations = 1 if sampling.temperature == 0 else algo.get("num_generations", RunGRPOConfig().num_generations)
+    most = sampling.max_tokens_to_generate
     seed = trainer.get("seed", 0)
-    same = ("subset", "prompt_column", "apply_chat_template", "system_prompt", "on_template_change")
+    same = ("subset", "prompt_column", "apply_chat_template", "system_prompt", "on_template_change", "on_answered")
     rows: dict[str, Any] = {name: getattr(data, name) for name in same}
     if data.eval_path is not None or data.eval_split is not None:
         rows |= {"path": data.eval_path or data.path, "split": data.eval_split}
@@ -219,7 +222,11 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
         rows |= {"eval_fraction": data.eval_fraction, "eval_fraction_seed": seed}
     found = {
         "model": (run.get("actor") or {}).get("model"),
-        "rollout": {**dump_tree(sampling), "num_generations_eval": sampling.num_generations_eval or generations},
+        "rollout": {
+            **dump_tree(sampling),
+            "max_tokens_to_generate": NEW_TOKENS if most is None else most,
+            "num_generations_eval": sampling.num_generations_eval or generations,
+        },
         "data": rows,
         "seed": seed,
         "reward": _weighted(run.get("reward"), algo.get("reward_weights")) or _of_environment(run, rollout),

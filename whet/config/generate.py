@@ -114,8 +114,9 @@ class GenerateConfig(SampledConfig):
     """Split of the data set."""
     limit: Count | None = None
     """Use only the first N prompts; None = all."""
-    apply_chat_template: Bool = False
-    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
+    apply_chat_template: Bool | Literal["auto"] = "auto"
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = as the
+    model was trained, where it lies in a run's folder, else where its tokenizer has a chat template."""
     max_prompt_length: Count | None = None
     """Longest prompt in tokens; None = what the model takes."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"

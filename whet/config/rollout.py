@@ -279,10 +279,9 @@ class RolloutConfig:
             raise ConfigError(f"min_p must lie in [0, 1), got {self.min_p!r}; 0.0 turns it off")
         if self.repetition_penalty <= 0:
             raise ConfigError(f"repetition_penalty must be positive, got {self.repetition_penalty!r}; 1.0 turns it off")
-        if not 0 <= self.min_tokens <= self.max_tokens_to_generate:
-            raise ConfigError(
-                f"min_tokens must lie in 0..max_tokens_to_generate={self.max_tokens_to_generate}, got {self.min_tokens}"
-            )
+        most: int | None = self.max_tokens_to_generate  # a run's may be settled later
+        if most is not None and not 0 <= self.min_tokens <= most:
+            raise ConfigError(f"min_tokens must lie in 0..max_tokens_to_generate={most}, got {self.min_tokens}")
         if taken := sorted(self.generation_kwargs.keys() & OWN_FIELDS.keys()):
             raise ConfigError(f"generation_kwargs: {taken[0]} has a field of its own: set {OWN_FIELDS[taken[0]]}")
         if self.max_turns > 1 and self.env_path is None:
@@ -294,7 +293,7 @@ class RolloutConfig:
                 f"max_episode_tokens={self.max_episode_tokens} has no effect with max_turns=1; set "
                 "max_tokens_to_generate"
             )
-        if self.max_episode_tokens is not None and self.max_episode_tokens < self.max_tokens_to_generate:
+        if self.max_episode_tokens is not None and most is not None and self.max_episode_tokens < most:
             raise ConfigError(
                 f"max_episode_tokens={self.max_episode_tokens} is less than max_tokens_to_generate="
                 f"{self.max_tokens_to_generate}, the tokens of one turn; raise it, or lower that"

@@ -10,16 +10,14 @@ from typing import Any, ClassVar, TypeVar
 from pydantic import model_validator
 from pydantic_core import ArgsKwargs
 
-from whet.config.algo import GRPOConfig, PPOConfig
 from whet.config.algo.presets import preset
 from whet.config.base import config, section_at
-from whet.config.data import DataConfig
 from whet.config.fields import Bool, Float, Name
 from whet.config.loader import dump_tree, load, merged
 from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig
 from whet.config.rewards import ListedRewards
-from whet.config.rollout import RolloutConfig
+from whet.config.run_sections import RunDataConfig, RunGRPOConfig, RunPPOConfig, RunRolloutConfig, with_own_sections
 from whet.config.training import RLTrainingConfig
 from whet.errors import ConfigError
 
@@ -49,11 +47,11 @@ class RunConfig(ListedRewards):
     """The model that the KL is measured against; None = the actor as it was at the start."""
     teacher: RoleConfig | None = None
     """The model that policy_loss_fn=distillation and gkd learn from, of the actor's tokenizer; None = none."""
-    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    rollout: RunRolloutConfig = field(default_factory=RunRolloutConfig)
     """Sampling."""
-    algo: GRPOConfig = field(default_factory=GRPOConfig)
+    algo: RunGRPOConfig = field(default_factory=RunGRPOConfig)
     """The algorithm; algo.preset names a published method, which the other keys change."""
-    data: DataConfig = field(default_factory=DataConfig)
+    data: RunDataConfig = field(default_factory=RunDataConfig)
     """The data set."""
     trainer: RLTrainingConfig = field(default_factory=RLTrainingConfig)
     """The loop."""
@@ -74,8 +72,9 @@ class RunConfig(ListedRewards):
 
     @model_validator(mode="before")
     @classmethod
-    def _presets(cls, given: Any) -> Any:
-        """Puts the fields of algo.preset, a published method, under the other keys of algo."""
+    def _sections(cls, given: Any) -> Any:
+        """Puts the fields of algo.preset, a published method, under the other keys of algo; takes plain sections."""
+        given = with_own_sections(cls, given)
         words = given.kwargs if isinstance(given, ArgsKwargs) else given
         if not isinstance(words, Mapping):
             return given
@@ -127,7 +126,7 @@ class PPORunConfig(RunConfig):
 
     COMMAND: ClassVar[str] = "ppo"
 
-    algo: PPOConfig = field(default_factory=PPOConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
+    algo: RunPPOConfig = field(default_factory=RunPPOConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
     """The algorithm."""
 
 
@@ -159,6 +158,7 @@ def check_complete(config: RunConfig) -> None:
 SHORT: dict[str, str] = {
     "model": "actor.model",
     "data": "data.path",
+    "data.chat_template_kwargs": "rollout.chat_template_kwargs",
     **{
         f"{role}.{f.name}": f"{role}.optim.{f.name}"
         for role in ("actor", "critic")

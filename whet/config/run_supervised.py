@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import field, fields
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import model_validator
 
 from whet.config.algo.preference import PreferenceConfig, RewardModelConfig
 from whet.config.algo.sft import SFTConfig
 from whet.config.base import config
-from whet.config.data import SupervisedDataConfig
 from whet.config.fields import Bool, Name
 from whet.config.loader import load
 from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig
+from whet.config.run_sections import RunSupervisedDataConfig, with_own_sections
 from whet.config.training import SupervisedTrainingConfig
 from whet.errors import ConfigError
 
@@ -39,7 +41,7 @@ class SupervisedRunConfig:
     TRAINED: ClassVar[str] = "actor"
     """The section of the model that is trained."""
 
-    data: SupervisedDataConfig = field(default_factory=SupervisedDataConfig)
+    data: RunSupervisedDataConfig = field(default_factory=RunSupervisedDataConfig)
     """The data set."""
     trainer: SupervisedTrainingConfig = field(default_factory=SupervisedTrainingConfig)
     """The loop."""
@@ -48,6 +50,12 @@ class SupervisedRunConfig:
     in pinned host memory otherwise. Nothing to do on a CPU."""
     tokenizer: Name | None = None
     """Hub name or folder of the tokenizer; None = the model's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sections(cls, given: Any) -> Any:
+        """Takes plain sections too."""
+        return with_own_sections(cls, given)
 
     @property
     def trained(self) -> RoleConfig:

@@ -1,9 +1,9 @@
-"""Sequences over the limit: refused, cut at one end or left out, and counted."""
+"""How long rows are, and those over the limit: refused, cut at one end or left out, and counted."""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -11,7 +11,88 @@ from whet.config.data import SupervisedDataConfig
 from whet.errors import DataError
 from whet.types import TrainSequence
 
-__all__ = ["Lengths"]
+__all__ = ["Lengths", "Spread"]
+
+BARS = 10
+"""Of a histogram, at most."""
+
+
+class Spread:
+    """Numbers of tokens, one for each row.
+
+    >>> spread = Spread([3, 4, 4, 9])
+    >>> spread.over(4), spread.longest, spread.most, str(spread)
+    (1, 9, 9, '4 rows: median 4, 95 % have 9 or fewer, longest 9 tokens')
+    """
+
+    def __init__(self, lengths: Iterable[int] = ()) -> None:
+        """Args: lengths: to begin with."""
+        self.seen = array("q", lengths)
+
+    def add(self, length: int) -> None:
+        """One row more."""
+        self.seen.append(length)
+
+    def __len__(self) -> int:
+        return len(self.seen)
+
+    def __str__(self) -> str:
+        if not self.seen:
+            return "no rows"
+        middle = int(np.percentile(self._array, 50, method="lower"))
+        return (
+            f"{len(self)} row{'s' * (len(self) != 1)}: median {middle}, 95 % have {self.most} or fewer, longest "
+            f"{self.longest} tokens"
+        )
+
+    @property
+    def _array(self) -> np.ndarray:
+        return np.frombuffer(self.seen, dtype=np.int64)
+
+    @property
+    def longest(self) -> int:
+        """The longest; 0 where there is none."""
+        return max(self.seen, default=0)
+
+    @property
+    def most(self) -> int:
+        """What 95 % of the rows have, or fewer."""
+        return int(np.percentile(self._array, 95, method="higher")) if self.seen else 0
+
+    def over(self, limit: int) -> int:
+        """How many are longer."""
+        return int((self._array > limit).sum()) if self.seen else 0
+
+    def told_over(self, limit: int, name: str) -> str:
+        """How many rows are over a limit of that name, the longest, and what 95 % have; "" where none is.
+
+        >>> Spread([3, 9]).told_over(4, "max_length")
+        '1 of 2 rows is over max_length 4: the longest has 9 tokens, 95 % of all rows have 9 or fewer'
+        """
+        over = self.over(limit)
+        if not over:
+            return ""
+        return (
+            f"{over} of {len(self)} rows {'is' if over == 1 else 'are'} over {name} {limit}: the longest has "
+            f"{self.longest} tokens, 95 % of all rows have {self.most} or fewer"
+        )
+
+    def histogram(self, width: int = 40) -> list[str]:
+        """A line for each range of lengths, of equal width from the shortest to the longest: range, rows, bar.
+
+        Args: width: characters of the longest bar.
+
+        >>> Spread([1, 1, 2, 3]).histogram(4)
+        ['1  2 ####', '2  1 ##', '3  1 ##']
+        """
+        low, high = min(self.seen, default=0), self.longest
+        step = -(-(high - low + 1) // BARS)
+        starts = range(low, high + 1, step)
+        counts = np.bincount((self._array - low) // step, minlength=len(starts)).tolist() if self.seen else []
+        labels = [str(a) if step == 1 else f"{a}-{min(a + step - 1, high)}" for a in starts]
+        wide, digits, most = max(map(len, labels), default=0), len(str(max(counts, default=0))), max(counts, default=1)
+        bars = ["#" * -(-count * width // most) for count in counts]
+        return [f"{a:>{wide}}  {n:>{digits}} {bar}".rstrip() for a, n, bar in zip(labels, counts, bars, strict=False)]
 
 
 class Lengths:
@@ -20,7 +101,7 @@ class Lengths:
     def __init__(self, data: SupervisedDataConfig) -> None:
         """Args: data: its max_length and on_long."""
         self.data = data
-        self.seen = array("q")
+        self.spread = Spread()
         """Tokens of each row's longest sequence."""
         self.deferred = False
         """Whether an over-long row is an error only after the last row: `check_all`."""
@@ -33,7 +114,7 @@ class Lengths:
         Raises: DataError: the row is over the limit and on_long is "error", unless that is deferred.
         """
         longest, limit = max(map(_length, sequences)), self.data.max_length
-        self.seen.append(longest)
+        self.spread.add(longest)
         if limit is None or longest <= limit:
             return list(sequences)
         if self.data.on_long in ("truncate", "truncate_left"):
@@ -46,22 +127,12 @@ class Lengths:
     def check_all(self) -> None:
         """Raises DataError where rows were over the limit and on_long is "error": how many, and how long they are."""
         if self.data.on_long == "error" and (over := self.told()):
-            raise DataError(f"{over}; {self._way_on(max(self.seen))}")
+            raise DataError(f"{over}; {self._way_on(self.spread.longest)}")
 
     def told(self) -> str:
         """How many rows were over the limit, the longest, and the 95th percentile of all; "" where none was."""
         limit = self.data.max_length
-        if limit is None or not self.seen:
-            return ""
-        lengths = np.frombuffer(self.seen, dtype=np.int64)
-        over = int((lengths > limit).sum())
-        most = int(np.percentile(lengths, 95, method="higher"))
-        if not over:
-            return ""
-        return (
-            f"{over} of {len(lengths)} rows {'is' if over == 1 else 'are'} over max_length {limit}: the longest has "
-            f"{lengths.max()} tokens, 95 % of all rows have {most} or fewer"
-        )
+        return "" if limit is None else self.spread.told_over(limit, "max_length")
 
     def _way_on(self, longest: int) -> str:
         return f"raise max_length to {longest}, or set on_long to truncate (cut the end off) or drop"

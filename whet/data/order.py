@@ -19,12 +19,22 @@ from typing import Any, Literal
 import numpy as np
 
 from whet.data.checksums import chained, digests
-from whet.data.prompts import PROMPT_COLUMNS, find_prompt_column
+from whet.data.prompts import PROMPT_COLUMNS, PromptEncoder, find_prompt_column
 from whet.data.reading import each, reading
 from whet.data.supervised import RowEncoder
 from whet.errors import CheckpointError, ConfigError, DataError, lookup_error
 
-__all__ = ["PromptStream", "digests", "epoch_order", "hold_out", "is_batch", "unbatch"]
+__all__ = [
+    "PromptStream",
+    "digests",
+    "encode_all",
+    "epoch_order",
+    "first_of",
+    "has_places",
+    "hold_out",
+    "is_batch",
+    "unbatch",
+]
 
 log = logging.getLogger("whet")
 
@@ -66,7 +76,7 @@ def hold_out(rows: Any, fraction: float, seed: int) -> tuple[list[Any], list[Any
     """
     if not 0 < fraction < 1:
         raise ConfigError(f"a held-out share of {fraction} is out of range; give more than 0 and less than 1")
-    if not _has_places(rows):
+    if not has_places(rows):
         raise ConfigError("rows without a length can't be held out; give evaluation data of their own")
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
@@ -150,15 +160,16 @@ class PromptStream:
         self.encode, self.prompt_column = encode, prompt_column
         with reading("the data", "fix what makes the rows"):
             self.once = iter(source) is source
-        first, source = _peek(source, self.once)
+        self.first, source = _peek(source, self.once)
+        """The first row, or the first ready-made batch, as it was read."""
         self.kind: Literal["rows", "batches", "stream"] = "stream"
-        if not isinstance(encode, RowEncoder) and is_batch(first, prompt_column):
+        if not isinstance(encode, RowEncoder) and is_batch(self.first, prompt_column):
             self.kind = "batches"
-        elif _has_places(source):
+        elif has_places(source):
             self.kind = "rows"
         self.source: Any = source
         self.what = "rows" if isinstance(encode, RowEncoder) else "prompts"
-        self.batch_size = self._size(first, batch_size)
+        self.batch_size = self._size(self.first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle
         self.epoch = self.batch = self.used = self.read_digest = 0
         self.dropped_rows = 0
@@ -194,7 +205,7 @@ class PromptStream:
         if self.kind != "rows":
             return
         if self.encode is not None:
-            self.source = _encoded(self.source, self.encode, self.what)
+            self.source = encode_all(self.source, self.encode, self.what)
         rows = len(self.source)
         if rows == 0 or (rows < self.batch_size and self.last_batch == "drop"):
             raise DataError(
@@ -404,10 +415,14 @@ class PromptStream:
         return row if self.encode is None else self.encode(row, number)
 
 
-def _encoded(rows: Any, encode: Encode, what: str) -> list[Any]:
-    """All rows, encoded, without those that were dropped; logs its progress where that takes long."""
+def encode_all(rows: Any, encode: Encode, what: str) -> list[Any]:
+    """All rows, encoded, without those that were dropped; logs its progress where that takes long.
+
+    Args: rows: with a length. encode: of each. what: they are, for the log.
+    Raises: DataError: after the last row, where rows are over a limit; at once for anything else.
+    """
     out, told = [], time.monotonic()
-    with encode.all_rows() if isinstance(encode, RowEncoder) else nullcontext():
+    with encode.all_rows() if isinstance(encode, PromptEncoder | RowEncoder) else nullcontext():
         for place, row in enumerate(each(rows, "the data")):
             made = encode(row, place)
             if made is not None:
@@ -443,6 +458,13 @@ def is_batch(item: Any, prompt_column: str | None = None) -> bool:
     return len(value) == 0 or not isinstance(value[0], Mapping)
 
 
-def _has_places(source: Any) -> bool:
+def first_of(rows: Any) -> Any:
+    """The first row, or ready-made batch; None where it can't be looked at without taking it."""
+    if has_places(rows):
+        return rows[0] if len(rows) else None
+    return None if rows is None or iter(rows) is rows else next(iter(rows), None)
+
+
+def has_places(source: Any) -> bool:
     """Whether rows can be counted and taken by place."""
     return isinstance(source, Sequence) or (isinstance(source, Sized) and hasattr(source, "__getitem__"))

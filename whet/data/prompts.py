@@ -5,12 +5,14 @@ Token ids are made once, here; nothing re-tokenises later. Left out on purpose: 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from whet.data.forms import message_of, refuse_images, text_of
+from whet.data.forms import message_of, options_of, refuse_images, text_of
+from whet.data.lengths import Spread
 from whet.data.said import Shown, changed_words
 from whet.data.templates import ChatTemplate
 from whet.errors import ConfigError, DataError, lookup_error, nearest, shown
@@ -19,10 +21,18 @@ from whet.types import Message, Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LongPrompt", "PromptEncoder", "find_prompt_column"]
+    from whet.config import DataConfig, RolloutConfig
+
+__all__ = ["Answered", "LongPrompt", "PromptEncoder", "find_prompt_column", "said_by"]
 
 LongPrompt = Literal["error", "truncate_left", "drop"]
 """How to treat a prompt over the limit."""
+Answered = Literal["error", "take_off", "continue"]
+"""How to treat a conversation whose last turn is the assistant's."""
+OF_DATA = ("prompt_column", "apply_chat_template", "system_prompt", "on_template_change", "on_answered")
+"""Fields of the section data that an encoder takes."""
+ANSWER = "answer"
+"""The column that an answer becomes which is taken off a conversation."""
 PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question")
 """Names of the prompt column, in the order of preference."""
 GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompt_ids", "prompts", "rewards", "trajectory_ids")
@@ -53,12 +63,24 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None,
     )
 
 
+def said_by(message: Message) -> str:
+    """The text of a message, its parts joined.
+
+    >>> said_by({"role": "user", "content": [{"type": "text", "text": "2+2"}, "="]})
+    '2+2='
+    """
+    content = message.get("content")
+    if isinstance(content, str) or not content:
+        return content or ""
+    return "".join(part if isinstance(part, str) else str(part.get("text", "")) for part in content)
+
+
 class PromptEncoder:
     """Turns rows into Prompts, and counts what it dropped and truncated.
 
     Text is encoded as it is (the tokenizer adds its own special tokens, e.g. bos); a list of messages goes through the
-    chat template, with the header of the assistant's turn at the end. A list that ends in an assistant turn is
-    continued: that turn stays open.
+    chat template, with the header of the assistant's turn at the end. A row's own columns tools and
+    chat_template_kwargs are further arguments of the template.
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> encode = PromptEncoder(byte_tokenizer())
@@ -79,6 +101,7 @@ class PromptEncoder:
         max_prompt_length: int | None = None,
         on_long_prompt: LongPrompt = "error",
         on_template_change: Literal["error", "accept"] = "error",
+        on_answered: Answered = "error",
     ) -> None:
         """Args:
             tokenizer: of transformers.
@@ -93,15 +116,20 @@ class PromptEncoder:
             on_long_prompt: "error"; "truncate_left": the last max_prompt_length tokens stay; "drop".
             on_template_change: what to do where the template changes or leaves out what a prompt says, e.g. blanks at
                 its end: "error", or "accept" it, which is counted.
+            on_answered: what to do with a conversation whose last turn is the assistant's: "error"; "take_off": that
+                turn's text is the column answer, unless the row has one; "continue": the turn stays open.
 
         Raises:
-            ConfigError: an unknown on_long_prompt or on_template_change, a limit below 1, a template asked for where
-                there is none.
+            ConfigError: an unknown on_long_prompt, on_template_change or on_answered, a limit below 1, a template asked
+                for where there is none.
         """
-        if on_long_prompt not in ("error", "truncate_left", "drop"):
-            raise lookup_error("on_long_prompt", on_long_prompt, ("error", "truncate_left", "drop"))
-        if on_template_change not in ("error", "accept"):
-            raise lookup_error("on_template_change", on_template_change, ("error", "accept"))
+        for name, value, known in (
+            ("on_long_prompt", on_long_prompt, ("error", "truncate_left", "drop")),
+            ("on_template_change", on_template_change, ("error", "accept")),
+            ("on_answered", on_answered, ("error", "take_off", "continue")),
+        ):
+            if value not in known:
+                raise lookup_error(name, value, known)
         if max_prompt_length is not None and max_prompt_length < 1:
             raise ConfigError(f"max_prompt_length {max_prompt_length} allows no prompt; give at least 1, or None")
         self.tokenizer = tokenizer
@@ -113,43 +141,95 @@ class PromptEncoder:
         self.max_prompt_length = max_prompt_length
         self.on_long_prompt = on_long_prompt
         self.on_template_change = on_template_change
+        self.on_answered = on_answered
         self.counts = {"encoded": 0, "dropped": 0, "truncated": 0, "changed": 0}
+        self.spread = Spread()
+        """Tokens of each prompt, before any is cut or left out."""
+        self._all = False
         if apply_chat_template:
             self.template.need()
+
+    @classmethod
+    def of(
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        rollout: RolloutConfig,
+        data: DataConfig | None = None,
+        **options: Any,
+    ) -> PromptEncoder:
+        """The encoder of sections of a configuration.
+
+        Args: tokenizer: of transformers. rollout: of the mode. data: None = what options say. options: further ones.
+        """
+        of_data = {} if data is None else {name: getattr(data, name) for name in OF_DATA}
+        return cls(
+            tokenizer,
+            chat_template_kwargs=rollout.chat_template_kwargs,
+            max_prompt_length=rollout.max_prompt_length,
+            on_long_prompt=rollout.on_long_prompt,
+            **{**of_data, **options},
+        )
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Prompt | None:
         """One row as a Prompt.
 
-        Args: row: column -> value. number: the row's place in the data set.
+        Args: row: column -> value, or what this has made of one. number: the row's place in the data set.
         Returns: the Prompt; None where it is too long and on_long_prompt is "drop".
-        Raises: DataError: no prompt column, no text, images, too long, no tokens, a template that changes what is said.
-            ConfigError: no chat template.
+        Raises: DataError: no prompt column, no text, images, too long, no tokens, a template that changes what is said
+            or leaves tools out, an answer where a prompt is expected. ConfigError: no chat template.
         """
+        if isinstance(row, Prompt):
+            return row
         if not isinstance(row, Mapping):
             raise DataError(f"row {number} is {type(row).__name__}; a row is a mapping from column to value")
         name = find_prompt_column(row, self.prompt_column, number)
         self._refuse(row, name, number)
         source = _source(row[name], name, number)
-        tokens = self._tokens(source, number)
+        columns = {column: value for column, value in row.items() if column != name}
+        if not isinstance(source, str) and source[-1]["role"] == "assistant":
+            source, columns = self._unanswered(source, columns, number)
+        tokens = self._tokens(source, options_of(row, number), number)
         if not tokens:
             raise DataError(f"row {number}: the prompt {shown(source)} has no tokens; leave the row out, or fill it")
+        self.spread.add(len(tokens))
         limit = self.max_prompt_length
         if limit is not None and len(tokens) > limit:
-            if self.on_long_prompt == "drop":
+            if self.on_long_prompt == "error" and not self._all:
+                raise DataError(
+                    f"row {number}: the prompt has {len(tokens)} tokens, over max_prompt_length {limit}; "
+                    f"{_way_on(len(tokens))}"
+                )
+            if self.on_long_prompt != "truncate_left":
                 self.counts["dropped"] += 1
                 return None
-            if self.on_long_prompt == "error":
-                raise DataError(
-                    f"row {number}: the prompt has {len(tokens)} tokens, over max_prompt_length {limit}; raise it to "
-                    f"{len(tokens)}, or set on_long_prompt to truncate_left or drop"
-                )
             self.counts["truncated"] += 1
             tokens = tokens[-limit:]
         self.counts["encoded"] += 1
         ids = np.asarray(tokens, dtype=np.int32)
         ids.setflags(write=False)
-        columns = {column: value for column, value in row.items() if column != name}
         return Prompt(tokens=ids, source=source, columns=columns, row=number)
+
+    @contextmanager
+    def all_rows(self) -> Iterator[None]:
+        """While all rows of a data set are encoded: prompts over the limit are one error after the last, which says how
+        many there are and how long.
+        """
+        self._all = True
+        try:
+            yield
+        finally:
+            self._all = False
+        if self.on_long_prompt == "error" and (over := self.told_over()):
+            raise DataError(f"{over}; {_way_on(self.spread.longest)}")
+
+    def told_over(self) -> str:
+        """How many prompts were over the limit, the longest, and what 95 % of all have; "" where none was."""
+        limit = self.max_prompt_length
+        return "" if limit is None else self.spread.told_over(limit, "max_prompt_length")
+
+    def told_fate(self) -> str:
+        """What was done with prompts over the limit."""
+        return f"{self.counts['truncated']} cut on the left, {self.counts['dropped']} left out"
 
     def is_plain(self, source: str | list[Message]) -> bool:
         """Whether a prompt is encoded as the text that it is, without a chat template."""
@@ -162,32 +242,56 @@ class PromptEncoder:
             found.insert(0, {"role": "system", "content": self.system_prompt})
         return found
 
-    def rendered(self, messages: list[Message], row: int) -> Shown:
+    def rendered(self, messages: list[Message], row: int, columns: Mapping[str, Any] | None = None) -> Shown:
         """A conversation as the chat template writes it, the assistant's turn open; a last one of its own is continued.
 
+        Args: messages: at least one. row: for the message of an error. columns: of the row, which may have tools and
+            chat_template_kwargs.
         Raises: DataError: the template refuses it.
         """
+        return self._rendered(messages, {} if columns is None else options_of(columns, row), row)
+
+    def _rendered(self, messages: list[Message], own: Mapping[str, Any], row: int) -> Shown:
         open_turn = messages[-1]["role"] == "assistant"
-        options = {"add_generation_prompt": not open_turn, "continue_final_message": open_turn}
+        options = {**own, "add_generation_prompt": not open_turn, "continue_final_message": open_turn}
         return Shown(self.template.text(messages, row=row, **options), len(messages), options)
 
-    def _tokens(self, source: str | list[Message], number: int) -> list[int]:
-        """The ids that the model is given."""
+    def _unanswered(
+        self, source: list[Message], columns: dict[str, Any], number: int
+    ) -> tuple[list[Message], dict[str, Any]]:
+        """A conversation to be continued, as a text; or without its last turn, the row's answer unless it has one."""
+        *before, last = source
+        if self.on_answered == "continue":
+            return [*before, {**last, "content": said_by(last)}], columns
+        if self.on_answered == "error":
+            raise DataError(
+                f"row {number} ends with the assistant's turn {shown(last.get('content'), 60)}: an answer, where a "
+                f"prompt is expected; data.on_answered=take_off makes it the column {ANSWER}, "
+                "data.on_answered=continue lets the model go on with it"
+            )
+        if not before:
+            raise DataError(f"row {number} has no turn but the assistant's; leave it out, or give it a user's turn")
+        return before, {ANSWER: said_by(last), **columns}
+
+    def _tokens(self, source: str | list[Message], own: Mapping[str, Any], number: int) -> list[int]:
+        """The ids that the model is given. Args: own: the row's arguments of the template."""
         if self.is_plain(source):
             if self.system_prompt is not None:
                 raise ConfigError(
                     f"row {number} is plain text, which has no system turn; set apply_chat_template=True for "
                     "system_prompt, or put it in the text"
                 )
-            if "tools" in self.template.options:
+            if "tools" in self.template.options or "tools" in own:
+                where = "leave the column out" if "tools" in own else "leave TOOL out of the environment"
                 raise ConfigError(
                     f"row {number} is plain text, and tools are told of by a chat template; set "
-                    "apply_chat_template=True, or leave TOOL out of the environment"
+                    f"apply_chat_template=True, or {where}"
                 )
             return list(self.tokenizer(source, verbose=False).input_ids)
         messages = self.messages(source)
-        written = self.rendered(messages, number)
-        if changed := changed_words(self.template, messages, [written], number):
+        written = self._rendered(messages, own, number)
+        changed = changed_words(self.template, messages, [written], number)
+        if changed := changed or self._tools_left_out(messages, written, number):
             if self.on_template_change == "error":
                 raise DataError(
                     f"row {number}: {changed}; change the row, take another chat template (or chat_template_kwargs), "
@@ -195,6 +299,13 @@ class PromptEncoder:
                 )
             self.counts["changed"] += 1
         return list(self.tokenizer(written.text, add_special_tokens=False, verbose=False).input_ids)
+
+    def _tools_left_out(self, messages: list[Message], written: Shown, number: int) -> str:
+        """What is wrong where a row has tools that the template does not show; "" where it has none or shows them."""
+        tools = written.options.get("tools")
+        if not tools or self.template.text(messages, row=number, **{**written.options, "tools": None}) != written.text:
+            return ""
+        return f"it has the tools {shown(tools, 80)}, and the chat template shows none"
 
     def _refuse(self, row: Mapping[str, Any], name: str, number: int) -> None:
         """Raises DataError for columns that can't travel."""
@@ -204,6 +315,10 @@ class PromptEncoder:
             raise DataError(
                 f"column {taken[0]!r} has the name of an argument that reward or metric functions are given; rename it"
             )
+
+
+def _way_on(length: int) -> str:
+    return f"raise it to {length}, or set on_long_prompt to truncate_left or drop"
 
 
 def _source(value: Any, name: str, number: int) -> str | list[Message]:

@@ -14,7 +14,7 @@ from whet.errors import DataError, shown
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["leading_ids", "part_ids"]
+__all__ = ["decoded", "leading_ids", "part_ids"]
 
 
 def part_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int = 0) -> list[list[int]]:
@@ -38,13 +38,13 @@ def part_ids(tokenizer: PreTrainedTokenizerBase, parts: Sequence[str], row: int 
         ends = [0, *map(len, begins), len(whole)]
         return [whole[start:end] for start, end in pairwise(ends)]
     alone = [each[0], *(_without_blank(tokenizer, part) for part in parts[1:])]
-    text = _decode(tokenizer, whole)
+    text = decoded(tokenizer, whole)
     for ids in (each, alone):
-        if _decode(tokenizer, chain.from_iterable(ids)) == text:
+        if decoded(tokenizer, chain.from_iterable(ids)) == text:
             return ids
     raise DataError(
         f"row {row}: the tokenizer joins what stands before an answer with the answer, and gives another text where "
-        f"they are apart: {shown(_decode(tokenizer, chain.from_iterable(alone)), 400)} instead of {shown(text, 400)}; "
+        f"they are apart: {shown(decoded(tokenizer, chain.from_iterable(alone)), 400)} instead of {shown(text, 400)}; "
         "begin the answer with a line feed or end the prompt without a blank"
     )
 
@@ -70,5 +70,6 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[list[i
     return [list(ids) for ids in made]
 
 
-def _decode(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+def decoded(tokenizer: PreTrainedTokenizerBase, ids: Any) -> str:
+    """The text of ids, special tokens visible."""
     return str(tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))

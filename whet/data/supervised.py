@@ -193,8 +193,7 @@ class RowEncoder:
     def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
         """The sequences of an answer."""
         prompt, said = answer.prompt, answer.said
-        texts = isinstance(said, str) and (prompt is None or isinstance(prompt, str))
-        if texts and not (self.data.apply_chat_template and prompt is not None):
+        if self._is_plain(answer):
             return self._raw(prompt, said, number)  # pyright: ignore[reportArgumentType]
         if isinstance(prompt, list) and isinstance(said, str) and prompt[-1]["role"] == "assistant":
             raise DataError(
@@ -207,6 +206,20 @@ class RowEncoder:
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages, first = [{"role": "system", "content": self.data.system_prompt}, *messages], first + 1
         return self._conversation(messages, first, options, number)
+
+    def _is_plain(self, answer: Answer) -> bool:
+        """Whether an answer and what stands before it are texts that are encoded as they are."""
+        texts = isinstance(answer.said, str) and (answer.prompt is None or isinstance(answer.prompt, str))
+        return texts and not (self.data.apply_chat_template and answer.prompt is not None)
+
+    def conversation(self, row: Mapping[str, Any], number: int) -> list[Message] | None:
+        """The row's messages, its first answer included and without data.system_prompt; None = it is plain text."""
+        answer = self._read(row, number).answers[0]
+        return (
+            None
+            if self._is_plain(answer)
+            else [*_messages(answer.prompt, "user"), *_messages(answer.said, "assistant")]
+        )
 
     def _conversation(
         self, messages: list[Message], first: int, options: Mapping[str, Any], number: int

@@ -15,7 +15,7 @@ from whet.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatTemplate", "alike"]
+__all__ = ["ChatTemplate", "alike", "goes_through"]
 
 
 class ChatTemplate:
@@ -96,6 +96,17 @@ class ChatTemplate:
                 f"row {row}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
                 "the row, or the tokenizer's chat_template"
             ) from error
+
+
+def goes_through(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether plain text goes through a chat template where that is left open (apply_chat_template=auto): where there
+    is one, the tokenizer's or among the template's arguments.
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> goes_through(byte_tokenizer())
+    True
+    """
+    return tokenizer.chat_template is not None or "chat_template" in (options or {})
 
 
 def alike(a: str, b: str) -> str:

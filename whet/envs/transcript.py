@@ -40,7 +40,7 @@ class Transcript:
     """
 
     def __init__(self, prompt: Prompt, encode: PromptEncoder) -> None:
-        self._encode, self._row = encode, prompt.row
+        self._encode, self._row, self._columns = encode, prompt.row, prompt.columns
         self._plain = encode.is_plain(prompt.source)
         self.messages: list[Message] = encode.messages(prompt.source)
         """The conversation, the prompt included."""
@@ -121,7 +121,7 @@ class Transcript:
         """The conversation as the template writes it, the model's turn open."""
         if self._plain:
             return "".join(str(m["content"]) for m in self.messages)
-        return self._encode.rendered(self.messages, self._row).text
+        return self._encode.rendered(self.messages, self._row, self._columns).text
 
     def _decoded(self, output: Output, *, special: bool) -> str:
         tokens = [int(i) for i in output.tokens]

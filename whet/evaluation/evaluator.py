@@ -7,6 +7,8 @@ Read `run`, then what you came for.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +24,9 @@ from whet.config.evaluate import EVAL_SHORT, EvalRunConfig
 from whet.config.loader import merged
 from whet.data.order import digests, hold_out
 from whet.data.reading import each
+from whet.data.segments import decoded
 from whet.data.sources import load_rows
+from whet.data.templates import goes_through
 from whet.envs import load_script
 from whet.errors import ConfigError, DataError, lookup_error, nearest
 from whet.evaluation.columns import columns_of
@@ -32,6 +36,7 @@ from whet.evaluation.judges import judged_by, reward_manager
 from whet.evaluation.measures import Answered, answer_reader, answered, measure, passes
 from whet.evaluation.table import text_table
 from whet.observe.files import finite
+from whet.observe.lineage import trained_templated
 from whet.observe.progress import Progress
 from whet.parallel.comm import require_single_process
 from whet.rewards.manager import Rewarded
@@ -101,7 +106,8 @@ def evaluate(
         reward: a reward function, a name, or a list of either; or name -> weight.
         tokenizer: None = the model's.
         keys: further keys of EvalRunConfig: num_generations, temperature, max_tokens, seed, k, limit, out, answer_fn,
-            ..., and whole sections as mappings: rollout={"top_p": 0.95}.
+            ..., and whole sections as mappings: rollout={"top_p": 0.95}. Plain text goes through the chat template
+            with data={"apply_chat_template": True} alone, as in Sampler.
     Returns: the numbers, and where they are written (only with out=).
     Raises: ConfigError, DataError, RewardError: as the command does. With out= what was drawn by then is kept.
 
@@ -114,6 +120,7 @@ def evaluate(
     """
     objects: dict[str, Any] = {}
     tree: dict[str, Any] = {}
+    usual = {"data": {"apply_chat_template": False}}
     for key, value in keys.items():
         node = value
         for part in reversed(EVAL_SHORT.get(key, key).split(".")):
@@ -130,7 +137,7 @@ def evaluate(
             tree["data"] = {**tree.get("data", {}), "path": str(value)}
         elif value is not None:
             tree[name] = str(value) if isinstance(value, Path) else value
-    return Evaluator(check(EvalRunConfig, tree, short=EVAL_SHORT), **objects).run()
+    return Evaluator(check(EvalRunConfig, merged(usual, tree), short=EVAL_SHORT), **objects).run()
 
 
 def _twice(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
@@ -192,6 +199,7 @@ class Evaluator:
         folder = None if c.out is None else EvalFolder(c.out, resume=c.resume)
         try:
             with self._sampler() as sampler:
+                self.config = self._with_template(sampler)
                 work = _Work(self, sampler, folder)
                 with Progress(len(work.prompts), description=description) as progress:
                     found = [one for part in work.parts() for one in work.judged(part, progress)]
@@ -206,6 +214,17 @@ class Evaluator:
             if folder is not None:
                 folder.close()
         return evaluation
+
+    def _with_template(self, sampler: Sampler) -> EvalRunConfig:
+        """The configuration with apply_chat_template settled."""
+        c = self.config
+        if c.data.apply_chat_template != "auto":
+            return c
+        noted = trained_templated(self.model)
+        applied = goes_through(sampler.tokenizer, c.sampling.chat_template_kwargs) if noted is None else noted
+        if applied:
+            log.info("chat template: applied to plain-text prompts (data.apply_chat_template=auto; false: not)")
+        return dataclasses.replace(c, data=dataclasses.replace(c.data, apply_chat_template=applied))
 
     def _sampler(self) -> Sampler:
         c = self.config
@@ -264,16 +283,18 @@ class _Work:
             apply_chat_template=c.apply_chat_template,
             system_prompt=c.system_prompt,
             on_template_change=c.on_template_change,
+            on_answered=c.on_answered,
             max_prompt_length=rollout.max_prompt_length,
             on_long_prompt=rollout.on_long_prompt,
         )
         named = data if isinstance(data, str | Path) else "the data"
-        prompts = [p for i, row in enumerate(each(rows, str(named))) if (p := encode(row, i)) is not None]
-        dropped, cut = encode.counts["dropped"], encode.counts["truncated"]
+        with encode.all_rows():
+            prompts = [p for i, row in enumerate(each(rows, str(named))) if (p := encode(row, i)) is not None]
+        dropped = encode.counts["dropped"]
         if not prompts:
             raise DataError(f"all {dropped} prompts are over max_prompt_length={rollout.max_prompt_length}; raise it")
-        if dropped or cut:
-            log.warning("over max_prompt_length: %d prompts left out, %d cut", dropped, cut)
+        if over := encode.told_over():
+            log.warning("%s; %s", over, encode.told_fate())
         return prompts, dropped
 
     def _source_column(self) -> str | None:
@@ -334,7 +355,7 @@ class _Work:
             return
         count = sum(len(g.completions) for g in part.groups)
         totals = [None] * count if rewarded is None else rewarded.total.tolist()
-        columns = columns_of(part.groups, texts, totals)
+        columns = columns_of(part.groups, texts, totals, functools.partial(decoded, self.sampler.tokenizer))
         self.folder.write(part.first, columns, {} if rewarded is None else dict(sorted(rewarded.table.items())))
 
     def _identity(self) -> tuple[dict[str, Any], str]:

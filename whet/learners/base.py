@@ -224,14 +224,8 @@ class RLLearner:
 
     def encoder(self, mode: Mode) -> PromptEncoder:
         """What turns rows into prompts, and an environment's messages into tokens."""
-        return self.cluster.encoder(
-            mode,
-            prompt_column=self.data.prompt_column,
-            apply_chat_template=self.data.apply_chat_template,
-            system_prompt=self.data.system_prompt or None,
-            on_template_change=self.data.on_template_change,
-            tools=None if self.environment is None else self.environment.tools,
-        )
+        tools = None if self.environment is None else self.environment.tools
+        return self.cluster.encoder(mode, data=self.data, tools=tools)
 
     def reward(self, step: Step) -> Step:
         """Calls the reward functions: `rewarded` has each group's rewards, the weighted sums [J], metrics.

@@ -5,7 +5,7 @@ Dim letters: N sequences, J trajectories.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -229,10 +229,15 @@ def of_whole_batch(
     return metrics
 
 
-def completion_columns(rewarded: Rewarded, batch: TokenBatch) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
-    """What the store keeps of a step: the columns of its completions, and what each reward function gave them."""
+def completion_columns(
+    rewarded: Rewarded, batch: TokenBatch, written: Callable[[np.ndarray], str]
+) -> tuple[dict[str, list[Any]], dict[str, np.ndarray]]:
+    """What the store keeps of a step: the columns of its completions, and what each reward function gave them.
+
+    Args: rewarded, batch: of the step. written: a prompt's ids -> their text, special tokens visible.
+    """
     trajectories = batch.trajectory_of.numpy()
-    columns = columns_of(rewarded.groups, rewarded.texts, batch.rewards.numpy()[trajectories].tolist())
+    columns = columns_of(rewarded.groups, rewarded.texts, batch.rewards.numpy()[trajectories].tolist(), written)
     if batch.advantages is not None:
         columns["advantage"] = batch.trajectory_advantages.numpy()[trajectories].tolist()
     return columns, {name: values[trajectories] for name, values in sorted(rewarded.table.items())}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,8 +13,10 @@ import numpy as np
 
 from whet.cluster import RLCluster
 from whet.config import AlgorithmConfig, DataConfig, Mode, RLTrainingConfig, Role, dump_tree
-from whet.data.order import PromptStream, digests
+from whet.data.look import prompt_lines
+from whet.data.order import PromptStream, digests, unbatch
 from whet.data.prompts import PromptEncoder
+from whet.data.segments import decoded
 from whet.data.sources import load_rows
 from whet.envs import Script
 from whet.evaluation.estimators import pass_at_k, settled_ks
@@ -126,12 +129,24 @@ class RLTask(Task):
             prompt_column=learner.data.prompt_column,
         )
         log.info("data: %s%s", stream.describe(), _counted(encode))
+        self._show_first(stream, encode)
         if stream.kind == "rows":
             self._check_fit(stream.source, Mode.TRAIN)
             if isinstance(learner.reward_manager, RewardManager):
                 learner.reward_manager.check(list(stream.source[0].columns))
         c.resolve_batch_sizes(stream.batch_size)
         return stream
+
+    def _show_first(self, stream: PromptStream, encode: PromptEncoder) -> None:
+        """Logs the first prompt as the model is given it."""
+        if stream.kind == "rows":
+            prompt = stream.source[0]
+        else:  # one that counts nothing: the row is read again
+            first = unbatch(stream.first, encode.prompt_column)[0] if stream.kind == "batches" else stream.first
+            encode = self.learner.encoder(Mode.TRAIN)
+            prompt = encode(first)
+        if prompt is not None and isinstance(encode, PromptEncoder):
+            log.info("first prompt, %s", "\n".join(prompt_lines(encode, prompt)))
 
     def prepare(self) -> None:
         """Encodes the evaluation data."""
@@ -251,7 +266,8 @@ class RLTask(Task):
 
     def _store(self, run: Observed, step: int, mode: Mode, rewarded: Rewarded, batch: TokenBatch) -> None:
         """Keeps the completions of a step."""
-        run.keep_completions(step, mode, *completion_columns(rewarded, batch))
+        decode = functools.partial(decoded, self.cluster.tokenizer)
+        run.keep_completions(step, mode, *completion_columns(rewarded, batch, decode))
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -320,7 +336,7 @@ def _evaluation_metrics(rewarded: Rewarded, batch: TokenBatch) -> dict[str, Metr
 
 def _counted(encode: PromptEncoder) -> str:
     """How prompts over the limit, or that the template changes, were treated, for the log; "" where there were none."""
-    found = [f"{encode.counts[how]} {how}" for how in ("dropped", "truncated") if encode.counts[how]]
-    over = f"; over max_prompt_length={encode.max_prompt_length}: {', '.join(found)}" if found else ""
+    over = encode.told_over()
+    over = f"; {over} ({encode.told_fate()})" if over else ""
     changed = encode.counts["changed"]
     return over + (f"; the chat template changes what {changed} of them say" if changed else "")

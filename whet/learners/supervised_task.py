@@ -8,9 +8,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from whet.config import Mode, OptimConfig, SupervisedConfig, SupervisedDataConfig, dump_tree
+from whet.data.lengths import Spread
+from whet.data.look import example_lines
 from whet.data.order import PromptStream, digests
 from whet.data.sources import load_rows
+from whet.data.supervised import RowEncoder
 from whet.errors import DataError
 from whet.learners.step import ExampleStep
 from whet.metrics import flat
@@ -97,8 +102,9 @@ class SupervisedTask(Task):
         """
         data, config, encode = self.learner.data, self.models.config, self.learner.encoder()
         epochs = 1 if config.num_epochs is None and not config.max_steps else config.num_epochs
+        rows = load_rows(train_ds, split=data.split)
         stream = PromptStream(
-            load_rows(train_ds, split=data.split),
+            rows,
             batch_size=data.batch_size,
             seed=config.seed if config.data_shuffle_seed is None else config.data_shuffle_seed,
             shuffle=data.shuffle if data.shuffle is False else None,
@@ -107,11 +113,22 @@ class SupervisedTask(Task):
             encode=encode,
         )
         log.info("data: %s%s", stream.describe(), counted(encode))
+        self._show_first(stream, rows)
         if stream.kind == "rows":
             self.check_fit(stream.source)
         elif data.max_length is not None:
             self.models.fit(self.learner.data.max_length or 0)
         return stream
+
+    def _show_first(self, stream: PromptStream, rows: Any) -> None:
+        """Logs the first row as the model is given it, and what of it is trained."""
+        encode = self.learner.encoder()  # one that counts nothing
+        if not isinstance(encode, RowEncoder):
+            return
+        example = stream.source[0] if stream.kind == "rows" else encode(stream.first)
+        if example is not None:
+            row = rows[example.row] if stream.kind == "rows" else stream.first
+            log.info("first example, %s", "\n".join(example_lines(encode, example, row)))
 
     def prepare(self) -> None:
         """Encodes the evaluation data."""
@@ -134,14 +151,12 @@ class SupervisedTask(Task):
     def check_fit(self, examples: Sequence[Example]) -> None:
         """Refuses what the model can't read, and raises the token budget to what must stay together."""
         positions, ids = self.models.positions, self.models.trained.loaded.num_ids
-        longest = 0
-        for example in examples:
-            lengths = [len(s.prefix) + len(s.tokens) for s in example.sequences]
-            if positions is not None and max(lengths) > positions:
-                raise DataError(
-                    f"row {example.row} has {max(lengths)} tokens, and the model {positions} positions "
-                    f"(max_position_embeddings); set data.max_length={positions} with data.on_long=truncate or drop"
-                )
+        each = [[len(s.prefix) + len(s.tokens) for s in example.sequences] for example in examples]
+        spread, longest = Spread(map(max, each)), 0
+        if positions is not None and (over := spread.told_over(positions, "the model's max_position_embeddings")):
+            row = examples[int(np.argmax(list(map(max, each))))].row
+            raise DataError(f"{over} (row {row}); set data.max_length={positions} with data.on_long=truncate or drop")
+        for example, lengths in zip(examples, each, strict=True):
             highest = max(int(part.max()) for s in example.sequences for part in (s.prefix, s.tokens))
             if highest >= ids:
                 raise DataError(

@@ -31,9 +31,10 @@ from transformers.utils.hub import cached_file
 from whet.errors import ConfigError, nearest
 from whet.models.causal import check_causal
 from whet.models.heads import has_score_head
+from whet.models.modes import config_positions
 from whet.util.model_paths import check_hub, folders_here, model_folder, taken
 
-__all__ = ["Read", "cant_be", "check_config", "read_model"]
+__all__ = ["Read", "cant_be", "check_config", "read_model", "read_positions"]
 
 logger = logging.getLogger("whet")
 
@@ -48,6 +49,12 @@ CONSTANTS = re.compile(
     r"|(attn|attention|attn\.attention)\.bias)$"
 )
 """Tables that older versions of transformers saved and newer ones compute: no weights."""
+ABSENT: Any = {
+    "_raise_exceptions_for_gated_repo": False,
+    "_raise_exceptions_for_missing_entries": False,
+    "_raise_exceptions_for_connection_errors": False,
+}
+"""With these a file that is not there is None."""
 SHOWN = 3
 """Names in a message."""
 
@@ -118,6 +125,24 @@ def read_model(
     return Read(module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1]), own, given)
 
 
+def read_positions(path: str) -> int | None:
+    """Tokens that a model's positions reach, by its config alone.
+
+    Args: path: of a model, a run, a checkpoint or an adapter (whose base is asked), or a hub name.
+    Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
+    """
+    place = model_folder(path)
+    check_hub(place)
+    try:
+        base = cached_file(place, "adapter_config.json", **ABSENT)
+        if base is not None and cached_file(place, "config.json", **ABSENT) is None:
+            place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
+        return config_positions(AutoConfig.from_pretrained(place, trust_remote_code=False))
+    except Exception as error:  # of any of the libraries that read it
+        logger.debug("the positions of %s are not known: %s", path, _said(error))
+        return None
+
+
 def cant_be(role: str) -> str:
     """What a model with a score head and no LM head can't be, and what it can, for messages."""
     also = " and can't complete prompts" if role == "reference" else ""  # a Sampler reads its model as one
@@ -147,13 +172,7 @@ def check_config(config: PretrainedConfig, name: str) -> None:
 
 def _check_files(path: str) -> None:
     """Refuses an adapter, and invalid JSON files of a folder: transformers ignores some of them."""
-    found = cached_file(
-        path,
-        "adapter_config.json",
-        _raise_exceptions_for_gated_repo=False,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    found = cached_file(path, "adapter_config.json", **ABSENT)
     if found is not None:
         raise ConfigError(
             f"{path!r} holds an adapter (adapter_config.json), and is named as the base model of another one: merge it "

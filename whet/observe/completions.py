@@ -14,6 +14,8 @@ __all__ = ["REWARD", "read_completions", "write_completions"]
 
 REWARD = "reward/"
 """What the column of a reward function begins with."""
+OPTIONAL = ("prompt_text", "prompt_tokens", "advantage", "info")
+"""Columns that are null where they are not given."""
 
 
 def write_completions(path: Path, *, step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
@@ -27,7 +29,13 @@ def write_completions(path: Path, *, step: int, columns: Mapping[str, Any], rewa
     table = _table(step, columns, rewards)
     options = {
         "compression": "zstd",
-        "use_dictionary": ["tokens.list.element", "finish_reason", "prompt"],
+        "use_dictionary": [
+            "tokens.list.element",
+            "finish_reason",
+            "prompt",
+            "prompt_text",
+            "prompt_tokens.list.element",
+        ],
         "column_encoding": {"logprobs.list.element": "BYTE_STREAM_SPLIT"},
     }
     write_atomic(path, lambda file: pq.write_table(table, file, **options))
@@ -44,7 +52,8 @@ def read_completions(path: Path) -> tuple[dict[str, list[Any]], dict[str, list[f
 
     try:
         table = pq.read_table(path)
-        columns = {name: table.column(name).to_pylist() for name in _types() if name != "reward"}
+        there = [n for n in _types() if n != "reward" and (n in table.column_names or n not in OPTIONAL)]
+        columns = {name: table.column(name).to_pylist() for name in there}
         columns["reward"] = table.column("reward").to_pylist()
     except (OSError, KeyError, pa.ArrowException) as error:
         raise CheckpointError(f"{path} is not a file of completions: {error}; remove it") from error
@@ -61,6 +70,8 @@ def _types() -> dict[str, Any]:
         "row": pa.int64(),
         "generation": pa.int32(),
         "prompt": pa.string(),
+        "prompt_text": pa.string(),
+        "prompt_tokens": pa.list_(pa.int32()),
         "completion": pa.string(),
         "tokens": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
@@ -76,7 +87,7 @@ def _table(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) ->
     import pyarrow as pa
 
     types = _types()
-    if missing := [n for n in types if n not in columns and n not in ("advantage", "info")]:
+    if missing := [n for n in types if n not in columns and n not in OPTIONAL]:
         raise DataError(f"completions lack the columns {', '.join(missing)}")
     if unknown := [n for n in columns if n not in types]:
         raise DataError(f"completions have unknown columns {', '.join(unknown)}; known: {', '.join(types)}")

@@ -1,4 +1,5 @@
-"""What a model comes from: the hub's name of its base, and its licence, as far as the files here tell.
+"""What a model comes from: the hub's name of its base, its licence, and how the run that made it wrote prompts, as far
+as the files here tell.
 
 Left out on purpose: guesses. A folder that says nothing has no base and no licence.
 """
@@ -9,9 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from whet.config import read_yaml
+from whet.errors import ConfigError
 from whet.util.refs import is_ref
 
-__all__ = ["LICENCE", "base_of", "hub_name", "licence_of", "metadata"]
+__all__ = ["LICENCE", "base_of", "hub_name", "licence_of", "metadata", "trained_templated"]
 
 LICENCE = ("license", "license_name", "license_link")
 """Keys of a card that say the licence."""
@@ -58,6 +61,26 @@ def base_of(model: str | None) -> str | None:
     base = _card_of(model).get("base_model")
     base = base[0] if isinstance(base, list) and base else base
     return base if isinstance(base, str) else None
+
+
+def trained_templated(model: Any) -> bool | None:
+    """Whether the run in whose folder a model lies put plain-text prompts into the chat template.
+
+    Args: model: a run's folder, or one inside it (final/, start/, a checkpoint); anything else is of no run.
+    Returns: None where no run here says it.
+    """
+    if not isinstance(model, str | Path):
+        return None
+    folder = Path(model).expanduser()
+    for place in (folder, *list(folder.absolute().parents)[:3]):
+        try:
+            found = read_yaml(place / "config.yaml") if (place / "config.yaml").is_file() else {}
+        except (ConfigError, OSError):
+            continue
+        data = found.get("data")
+        if "trainer" in found and isinstance(data, dict) and isinstance(data.get("apply_chat_template"), bool):
+            return data["apply_chat_template"]
+    return None
 
 
 def licence_of(model: str | None) -> dict[str, str]:

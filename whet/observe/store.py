@@ -238,9 +238,10 @@ class RunFolder:
         Args:
             step: the global step.
             mode: "train" or "eval".
-            columns: a sequence each: row, generation, prompt (text, or messages), completion (text), tokens (ids),
-                logprobs, reward, advantage, finish_reason, version, info (a mapping, written as JSON; empty ones become
-                null); all but `advantage` and `info` are required, and NaN or None becomes null.
+            columns: a sequence each: row, generation, prompt (text, or messages), prompt_text and prompt_tokens (as
+                the model was given it, and its ids), completion (text), tokens (ids), logprobs, reward, advantage,
+                finish_reason, version, info (a mapping, written as JSON; empty ones become null); all but
+                `prompt_text`, `prompt_tokens`, `advantage` and `info` are required, and NaN or None becomes null.
             rewards: per function, "exact" -> "reward/exact".
         Returns: the file.
         Raises: DataError: a column is missing, unknown, or of another length.

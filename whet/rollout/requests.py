@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from torch import nn
 
+from whet.data.lengths import Spread
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.modes import max_positions
 from whet.ops.support import Support
@@ -208,8 +209,8 @@ def check_prompt_lengths(prompts: Iterable[Prompt], module: nn.Module, max_token
 
     Args: prompts: encoded. module: a model of transformers. max_tokens: new tokens that may be asked for, as
         max_tokens_to_generate says.
-    Raises: DataError: prompt and completion have more tokens than the model has positions, or an id that is outside
-        its vocabulary; with the row and the numbers.
+    Raises: DataError: prompts and completions have more tokens than the model has positions: how many, what 95 % have,
+        the longest; or an id is outside its vocabulary, with the row.
 
     >>> import numpy as np
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -218,18 +219,21 @@ def check_prompt_lengths(prompts: Iterable[Prompt], module: nn.Module, max_token
     >>> check_prompt_lengths([p], model, max_tokens=6)
     >>> check_prompt_lengths([p], model, max_tokens=7)  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    whet.errors.DataError: row 3: 10 prompt tokens + rollout.max_tokens_to_generate 7 = 17, but ...
+    whet.errors.DataError: 1 of 1 prompts can't fit, 95 % have 10 tokens or fewer; the longest, row 3: 10 prompt ...
     """
-    positions = max_positions(module)
+    prompts, positions = list(prompts), max_positions(module)
+    spread = Spread(len(p.tokens) for p in prompts)
+    if positions is not None and (over := spread.over(positions - max_tokens)):
+        length, row = max(((len(p.tokens), p.row) for p in prompts), key=lambda pair: pair[0])
+        raise DataError(
+            f"{over} of {len(prompts)} prompts can't fit, 95 % have {spread.most} tokens or fewer; the longest, row "
+            f"{row}: {length} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = {length + max_tokens}, but "
+            f"the model has {positions} positions (max_position_embeddings); "
+            f"{_way_to_fit(length, positions, max_tokens)}"
+        )
     vocabulary = int(module.get_input_embeddings().weight.shape[0])  # pyright: ignore
     for p in prompts:
-        length, highest = len(p.tokens), int(p.tokens.max())
-        if positions is not None and length + max_tokens > positions:
-            raise DataError(
-                f"row {p.row}: {length} prompt tokens + rollout.max_tokens_to_generate {max_tokens} = "
-                f"{length + max_tokens}, but the model has {positions} positions (max_position_embeddings); "
-                f"{_way_to_fit(length, positions, max_tokens)}"
-            )
+        highest = int(p.tokens.max())
         if highest >= vocabulary:
             raise DataError(
                 f"row {p.row}: token {highest} is outside the model's vocabulary of {vocabulary}; the tokenizer is "

@@ -308,9 +308,14 @@ class Sampler:
     def encoder(self, **options: Any) -> PromptEncoder:
         """What turns rows with a prompt into Prompts; `options` are PromptEncoder's.
 
-        Nothing is trained on, so what a chat template makes of a conversation is accepted.
+        Nothing is trained on: what a chat template makes of a conversation is accepted, and an assistant's turn at the
+        end is continued.
         """
-        own = {"chat_template_kwargs": self.chat_template_kwargs, "on_template_change": "accept"}
+        own = {
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "on_template_change": "accept",
+            "on_answered": "continue",
+        }
         return PromptEncoder(self.tokenizer, **{**own, **options})
 
     def fitted(self, sampling: Sampling, prompts: Sequence[Prompt], *, given: bool = True) -> list[Sampling]:

@@ -57,7 +57,7 @@ class TRLLearner(GRPOLearner):
 
     def encoder_with(self, mode: Mode, schemas: Sequence[Any]) -> PromptEncoder:
         """The same with other tools. Args: schemas: what the template is told of them."""
-        return self.cluster.encoder(mode, prompt_column="prompt", tools=schemas or None)
+        return self.cluster.encoder(mode, prompt_column="prompt", on_answered="continue", tools=schemas or None)
 
     def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
         """Completes prompts: by rollout_func, by the model's own `generate` where that was replaced, by the engine."""

@@ -128,6 +128,7 @@ class RLTrainer(Trainer):
                 batch_size=args.batches.prompts,
                 shuffle=bool(args.shuffle_dataset) and isinstance(self._rows, list),
                 prompt_column="prompt",
+                on_answered="continue",
             ),
         )
         self.agents.attach(self.cluster, template_options(args))
@@ -183,6 +184,7 @@ class RLTrainer(Trainer):
             return args.max_prompt_length
         encoder = PromptEncoder(
             self.processing_class,
+            on_answered="continue",
             prompt_column="prompt",
             chat_template_kwargs=template_options(args),
             tools=self.agents.schemas or None,

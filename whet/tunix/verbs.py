@@ -135,7 +135,9 @@ class TunixVerbs:
         Raises: DataError: no prompts, or one longer than max_prompt_length.
         """
         config, sampling = self.rollout_for(mode), self.sampling(mode)
-        encoder = self.encoder(mode, apply_chat_template=apply_chat_template, on_template_change="accept")
+        encoder = self.encoder(
+            mode, apply_chat_template=apply_chat_template, on_template_change="accept", on_answered="continue"
+        )
         encoded = encode_texts(encoder, one_or_many(prompts))
         longest = sampling.max_tokens if max_generation_steps is None else max_generation_steps
         sampling = dataclasses.replace(sampling, max_tokens=longest, return_logits=return_logits)

@@ -85,7 +85,7 @@ def test_the_version(capsys):
 
 def test_an_unknown_command_names_the_nearest(capsys):
     assert main(["grop"]) == 2
-    known = "chat, demo, dpo, eval, generate, grpo, ppo, push, rm, sft, version"
+    known = "chat, data, demo, dpo, eval, generate, grpo, ppo, push, rm, sft, version"
     assert capsys.readouterr().err == f"whet: unknown command 'grop'; did you mean grpo? Known: {known}\n"
 
 

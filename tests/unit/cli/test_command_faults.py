@@ -93,9 +93,12 @@ def test_a_reward_that_closes_a_stream_ends_no_run(tmp_path, monkeypatch, model_
     )
     for stream in ("stdout", "stderr"):
         monkeypatch.setattr(sys, stream, open(tmp_path / stream, "w"))
-    run, sections = tmp_path / "run", ("rollout.max_tokens_to_generate=2", "data.batch_size=2", "trainer.max_steps=2")
+    run, sections = (
+        tmp_path / "run",
+        ("rollout.max_tokens_to_generate=2", "data.batch_size=2", "trainer.max_steps=2", "algo.num_generations=2"),
+    )
     words = [f"model={model_folder}", f"data={tmp_path / 'rows.jsonl'}", f"reward={tmp_path / 'closes.py'}:reward"]
-    assert main(["grpo", *words, f"trainer.run_dir={run}", *sections, "actor.dtype=float32", "algo.beta=0.0"]) == 0
+    assert main(["grpo", *words, f"trainer.run_dir={run}", *sections, "actor.dtype=float32"]) == 0
     assert (run / "final" / "run.json").is_file()
     assert f"final model: {run / 'final'}" in (tmp_path / "stderr").read_text()
 

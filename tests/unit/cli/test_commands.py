@@ -44,6 +44,8 @@ QUICK = [
     "actor.dtype=float32",
     "trainer.max_steps=2",
     "algo.beta=0.0",
+    "algo.num_generations=2",
+    "data.apply_chat_template=false",
 ]
 
 
@@ -85,6 +87,8 @@ def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, 
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-2000:]
+    shown = [line for line in done.stderr.splitlines() if line.startswith(("first prompt", "  "))]
+    assert shown[:3] == ["first prompt, row 0: 4 tokens", "  | 0+1=", "  plain text, without a chat template"]
     folder = tmp_path / "run"
     names = {p.name for p in folder.iterdir()}
     assert {"config.yaml", "environment.json", "metrics.jsonl", "completions", "checkpoints", "final"} <= names
@@ -99,6 +103,8 @@ def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, 
     files = sorted(str(p) for p in (folder / "completions").iterdir())
     table = pandas.read_parquet(files[-1])
     assert {"prompt", "completion", "reward", "reward/digits", "advantage", "tokens"} <= set(table.columns)
+    assert [bytes(ids.tolist()).decode() for ids in table.prompt_tokens] == table.prompt_text.tolist()
+    assert table.prompt_text.tolist() == table.prompt.tolist()  # plain text
     assert len(load_dataset("parquet", data_files=files, split="train", cache_dir=str(tmp_path / "cache"))) == 24
     AutoModelForCausalLM.from_pretrained(folder / "final")
     assert AutoTokenizer.from_pretrained(folder / "final").eos_token_id == 256

@@ -11,6 +11,7 @@ from whet.data.order import hold_out
 from whet.evaluation.estimators import Estimate
 from whet.evaluation.table import show_table, text_table
 
+PLAIN = ("data.apply_chat_template=false",)
 ROWS = [{"prompt": f"{i}+1=", "answer": str(i), "source": "ab"[i % 2]} for i in range(5)]
 
 
@@ -18,7 +19,7 @@ ROWS = [{"prompt": f"{i}+1=", "answer": str(i), "source": "ab"[i % 2]} for i in 
 def words(model_folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    return ["eval", f"model={model_folder}", "data=d.jsonl", "reward=last_number", "max_tokens=6"]
+    return ["eval", f"model={model_folder}", "data=d.jsonl", "reward=last_number", "max_tokens=6", *PLAIN]
 
 
 def test_the_table_is_printed_and_the_results_are_those_of_python(words, model_folder, tmp_path, capsys):

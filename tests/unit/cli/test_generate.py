@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 
@@ -17,7 +18,7 @@ from whet.errors import ConfigError, DataError
 
 
 def words(model_folder, *more):
-    return [f"model={model_folder}", "max_tokens=6", "seed=1", *more]
+    return [f"model={model_folder}", "max_tokens=6", "seed=1", "apply_chat_template=false", *more]
 
 
 def config(model_folder, *more):
@@ -31,6 +32,26 @@ def jsonl(path):
 def test_one_completion_in_a_pipe_is_the_text_alone(model_folder, capsys):
     assert main(["generate", *words(model_folder, "prompt=2+2=", "temperature=0")]) == 0
     assert capsys.readouterr().out == Sampler(model_folder)("2+2=", 6).text[0] + "\n"
+
+
+def test_plain_text_goes_through_the_template_unless_the_run_that_made_the_model_did_without(
+    model_folder, tmp_path, caplog
+):
+    caplog.set_level("INFO", logger="whet")
+    templated = Sampler(model_folder)([{"role": "user", "content": "2+2="}], 6).text[0]
+    plain = Sampler(model_folder)("2+2=", 6).text[0]
+    shutil.copytree(model_folder, tmp_path / "run" / "final")
+    for run, folder, said in (
+        ({}, model_folder, templated),
+        ({"apply_chat_template": False}, tmp_path / "run", plain),
+        ({"apply_chat_template": True}, tmp_path / "run" / "final", templated),
+    ):
+        (tmp_path / "run" / "config.yaml").write_text(json.dumps({"trainer": {}, "data": run}))
+        out = tmp_path / "o.jsonl"
+        given = [f"model={folder}", "max_tokens=6", "prompt=2+2=", "temperature=0", f"out={out}", "overwrite=true"]
+        generate(load_sampled(GenerateConfig, given))
+        assert jsonl(out)[0]["completion"] == said and ("chat template: applied" in caplog.text) == (said == templated)
+        caplog.clear()
 
 
 def test_several_completions_have_headings(model_folder, capsys):
@@ -121,9 +142,9 @@ def test_long_prompts_are_refused_cut_or_left_out(model_folder, tmp_path, caplog
     given = [model_folder, "prompt=abcdef", "prompt=ab", "max_prompt_length=4", "temperature=0"]
     assert generate(config(*given, "on_long_prompt=truncate_left")) == 2
     assert generate(config(*given, "on_long_prompt=drop")) == 1
-    assert "1 of 2 prompts are over max_prompt_length and left out" in caplog.text
+    assert "1 of 2 rows is over max_prompt_length 4: the longest has 6 tokens" in caplog.text
     assert main(["generate", *words(*given)]) == 2
-    assert "row 0: the prompt has 6 tokens, over max_prompt_length 4" in capsys.readouterr().err
+    assert "1 of 2 rows is over max_prompt_length 4: the longest has 6 tokens" in capsys.readouterr().err
 
 
 def test_beams_and_options_reach_the_model(model_folder, tmp_path):

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 
+from whet.data.order import PromptStream, encode_all
 from whet.data.prompts import PromptEncoder, find_prompt_column
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
@@ -68,9 +69,26 @@ def test_messages_go_through_the_template_and_the_source_stays_messages(tokenize
     assert prompt.source == [{"role": "user", "content": "hi"}]  # a table's None keys are no keys
 
 
-def test_a_prompt_that_ends_in_an_assistant_turn_is_continued(tokenizer, text):
+def test_a_prompt_that_ends_in_an_assistant_turn_is_continued_on_purpose(tokenizer, text):
     turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "It is"}]
-    assert text(PromptEncoder(tokenizer)({"prompt": turns})).endswith("<|im_start|>assistant\nIt is")
+    encode = PromptEncoder(tokenizer, on_answered="continue")
+    assert text(encode({"prompt": turns})).endswith("<|im_start|>assistant\nIt is")
+
+
+def test_a_prompt_that_holds_its_answer_is_refused_with_two_ways_on(tokenizer, text):
+    turns = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": [{"type": "text", "text": "4"}]}]
+    with pytest.raises(DataError, match=r"^row 3 ends with the assistant's turn .* an answer, where a prompt") as error:
+        PromptEncoder(tokenizer)({"messages": turns}, 3)
+    assert "data.on_answered=take_off" in str(error.value) and "data.on_answered=continue" in str(error.value)
+    encode = PromptEncoder(tokenizer, on_answered="take_off")
+    taken, kept = encode({"messages": turns, "id": 1}), encode({"messages": turns, "answer": "four"})
+    assert taken.columns == {"answer": "4", "id": 1} and taken.source == turns[:1]
+    assert text(taken) == "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    assert kept.columns == {"answer": "four"}  # the row's own
+    going_on = PromptEncoder(tokenizer, on_answered="continue")({"messages": turns})
+    assert text(going_on).endswith("<|im_start|>assistant\n4")
+    with pytest.raises(DataError, match="no turn but the assistant's"):
+        encode({"messages": turns[1:]})
 
 
 def test_a_row_keeps_its_own_system_turn(tokenizer, text):
@@ -118,6 +136,21 @@ def test_long_prompts_drop_keeps_the_row_numbers_of_the_others(tokenizer):
     long, short = (encode(row, place) for place, row in enumerate([{"prompt": "abcd"}, {"prompt": "abc"}]))
     assert long is None and short.row == 1
     assert encode.counts == {"encoded": 1, "dropped": 1, "truncated": 0, "changed": 0}
+
+
+def test_all_rows_are_looked_at_before_those_over_the_limit_are_one_error(tokenizer):
+    rows = [{"prompt": "x" * n} for n in (*[2] * 18, 9, 12)]
+    encode = PromptEncoder(tokenizer, max_prompt_length=8)
+    with pytest.raises(DataError) as error:
+        PromptStream(rows, batch_size=2, encode=encode)
+    assert str(error.value) == (
+        "2 of 20 rows are over max_prompt_length 8: the longest has 12 tokens, 95 % of all rows have 12 or fewer; "
+        "raise it to 12, or set on_long_prompt to truncate_left or drop"
+    )
+    dropping = PromptEncoder(tokenizer, max_prompt_length=8, on_long_prompt="drop")
+    made = encode_all(rows, dropping, "prompts")
+    assert len(made) == 18 and dropping.told_over().startswith("2 of 20 rows") and "2 left out" in dropping.told_fate()
+    assert encode_all(made, PromptEncoder(tokenizer), "prompts") == made  # what is encoded is taken as it is
 
 
 @pytest.mark.parametrize(

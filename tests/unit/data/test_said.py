@@ -128,9 +128,9 @@ def test_tools_are_shown_or_refused():
 def test_prompts_of_rl_are_checked_alike(template, prompt, says):
     tokenizer = tokenizer_with(template)
     with pytest.raises(DataError, match=says):
-        PromptEncoder(tokenizer)({"prompt": prompt}, 2)
+        PromptEncoder(tokenizer, on_answered="continue")({"prompt": prompt}, 2)
     if "Python" not in says:
-        encode = PromptEncoder(tokenizer, on_template_change="accept")
+        encode = PromptEncoder(tokenizer, on_template_change="accept", on_answered="continue")
         assert len(encode({"prompt": prompt}, 2).tokens) and encode.counts["changed"] == 1
 
 

@@ -97,7 +97,7 @@ def test_a_template_that_rewrites_an_earlier_turn_forks_the_episode():
 def test_a_prompt_that_ends_in_the_models_own_turn_is_continued():
     row = {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "well, "}], "answer": ""}
     seen = []
-    (made,), _ = played(["yes", "no"], lambda m: seen.append(m) or twice(m), encoder(), row=row)
+    (made,), _ = played(["yes", "no"], lambda m: seen.append(m) or twice(m), encoder(on_answered="continue"), row=row)
     assert [m["content"] for m in seen[0]] == ["?", "well, yes"] and made.info["turns"] == 2
     assert [m["content"] for m in made.messages] == ["yes", "5", "no"]
 

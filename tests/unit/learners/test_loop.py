@@ -181,11 +181,34 @@ def test_streams_and_ready_made_batches_are_taken_as_they_come(monkeypatch):
 
 def test_prompts_over_the_limit_end_the_run_before_it_starts_unless_they_may_be_dropped():
     long = [*rows(7), {"prompt": "x" * 100}]
-    with pytest.raises(DataError, match="row 7: the prompt has 100 tokens, over max_prompt_length 64"):
+    with pytest.raises(DataError, match="1 of 8 rows is over max_prompt_length 64: the longest has 100 tokens, 95 %"):
         learner().train(long)
     assert learner(cluster(rollout={"on_long_prompt": "drop"})).train(long).step == 1
     with pytest.raises(DataError):
         learner(cluster(rollout={"on_long_prompt": "drop", "max_prompt_length": 2})).train(rows(4))
+
+
+@pytest.mark.parametrize("kind", ["rows", "batches", "stream"])
+def test_the_first_prompt_is_shown_once_as_the_model_is_given_it(kind, caplog):
+    caplog.set_level("INFO", logger="whet")
+    data = {
+        "rows": rows(4),
+        "batches": [{"prompts": ["0+1=", "1+1="], "answer": [1, 2]}],
+        "stream": (row for row in rows(4)),
+    }[kind]
+    made = learner(data={"apply_chat_template": True, "system_prompt": "Be brief."})
+    made.new_run(data)
+    (shown,) = [m for m in caplog.messages if m.startswith("first prompt")]
+    assert shown.splitlines() == [
+        "first prompt, row 0: 42 tokens",
+        "  | <|im_start|>system\\n",
+        "  | Be brief.<|im_end|>\\n",
+        "  | <|im_start|>user\\n",
+        "  | 0+1=<|im_end|>\\n",
+        "  | <|im_start|>assistant\\n",
+        "  chat template: the tokenizer's",
+        "  system prompt: data.system_prompt",
+    ]
 
 
 @pytest.mark.parametrize("where", ["train", "eval"])

@@ -20,10 +20,12 @@ def test_forks_carry_the_rewards_of_their_trajectory_and_the_newest_version():
     forks = (dataclasses.replace(forks[0], info={"status": "won"}), *forks[1:])
     rewarded = RewardManager(exact)([Group(prompt=prompt("a"), completions=forks)], [["x", "y", "z"]])
     batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
-    columns, rewards = completion_columns(rewarded, batch)
+    columns, rewards = completion_columns(rewarded, batch, str)
     assert columns["reward"] == [1.0, 1.0, 0.0] and np.array_equal(rewards["exact"], [1.0, 1.0, 0.0])
     assert columns["version"] == [4, 0, -1] and columns["generation"] == [0, 0, 1]
     assert columns["info"] == [{"status": "won"}, {}, {}]
+    assert [ids.tolist() for ids in columns["prompt_tokens"]] == [[97], [97, 5], [97]]  # a fork has one of its own
+    assert columns["prompt_text"] == ["[97]", "[97  5]", "[97]"]
 
 
 def test_a_reward_that_only_some_groups_came_with_is_nan_for_the_others():
@@ -32,7 +34,7 @@ def test_a_reward_that_only_some_groups_came_with_is_nan_for_the_others():
     groups.append(Group(prompt=prompt("b", 1), completions=pair))
     rewarded = RewardManager(lambda completions: [1.0, 0.0, 1.0, 0.0])(groups, [["w", "x"], ["y", "z"]])
     batch = TokenBatch.from_groups(rewarded.groups, rewarded.total)
-    _, rewards = completion_columns(rewarded, batch)
+    _, rewards = completion_columns(rewarded, batch, str)
     table = advantage_inputs(batch, rewarded).table
     assert np.array_equal(rewards["env"], [0.5, 2.0, np.nan, np.nan], equal_nan=True)
     assert np.array_equal(table["env"].numpy(), rewards["env"], equal_nan=True) and len(table) == len(rewards) == 2
@@ -47,7 +49,7 @@ def test_the_advantage_of_a_trajectory_is_the_mean_over_its_trained_tokens():
     assert np.array_equal(batch.trajectory_advantages, [3.0, np.float32(0.1), np.nan], equal_nan=True)
     assert batch.trajectory_advantages is batch.trajectory_advantages  # made once
     rewarded = RewardManager(lambda completions: [1.0, 0.0, 0.5])([group], [["w", "x", "y", "z"]])
-    columns, _ = completion_columns(rewarded, batch)
+    columns, _ = completion_columns(rewarded, batch, str)
     assert np.array_equal(columns["advantage"], [3.0, 3.0, np.float32(0.1), np.nan], equal_nan=True)
 
 

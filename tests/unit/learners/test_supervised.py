@@ -68,6 +68,20 @@ def test_a_step_is_that_of_the_bare_model_row_by_row(algo, form, budget):
         torch.testing.assert_close(weights_of(model)[name], weight, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_first_example_is_shown_with_what_of_it_is_trained(stream, caplog):
+    caplog.set_level("INFO", logger="whet")
+    made = learner()
+    made.new_run((row for row in ROWS) if stream else ROWS)
+    (shown,) = [m for m in caplog.messages if m.startswith("first example")]
+    assert shown.splitlines() == [
+        "first example, row 0: 6 tokens, 2 trained (lines with +)",
+        "  | 0+0=",
+        "  + 0<|im_end|>",
+        "  plain text, without a chat template",
+    ]
+
+
 def test_an_evaluation_weighs_all_tokens_alike_however_many_passes_it_takes(monkeypatch):
     monkeypatch.setattr(supervised, "ROWS_AT_ONCE", 5)
     found = learner(max_tokens_per_microbatch=32).evaluate(ROWS)
@@ -135,7 +149,11 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "said"),
     [
-        ([{"prompt": "a" * 200, "response": "b"}] * 4, {}, r"row 0 has 202 tokens, and the model 128 positions"),
+        (
+            [{"prompt": "a" * 200, "response": "b"}] * 4,
+            {},
+            r"4 of 4 rows are over the model's max_position_embeddings 128: the longest has 202 .* \(row 0\)",
+        ),
         (ROWS, {"max_tokens_per_microbatch": 3}, "max_tokens_per_microbatch=3 is smaller than the longest sequence"),
     ],
 )

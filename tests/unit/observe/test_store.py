@@ -126,7 +126,8 @@ def test_completions_read_back_with_pandas_and_datasets(tmp_path):
     assert path == tmp_path / "completions" / "eval-000012.parquet"
     table = pd.read_parquet(path)
     assert list(table) == [
-        "step", "row", "generation", "prompt", "completion", "tokens", "logprobs", "reward/exact", "reward/length",
+        "step", "row", "generation", "prompt", "prompt_text", "prompt_tokens", "completion",
+        "tokens", "logprobs", "reward/exact", "reward/length",
         "reward", "advantage", "finish_reason", "version",
         "info",
     ]  # fmt: skip
@@ -179,7 +180,7 @@ def test_config_and_json_files_read_back(tmp_path):
         folder.write_json("summary.json", {"accuracy": 0.5, "loss": math.nan, "path": tmp_path, "n": np.int64(3)})
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found == {"accuracy": 0.5, "loss": None, "path": str(tmp_path), "n": 3}
-    assert read_yaml(tmp_path / "config.yaml")["algo"]["num_generations"] == 2
+    assert read_yaml(tmp_path / "config.yaml")["algo"]["num_generations"] == 8
 
 
 def test_an_atomic_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
@@ -202,8 +203,8 @@ def test_json_is_what_javascript_reads():
 
 def test_changes_of_length_and_loggers_are_no_changes():
     old = RunConfig()
-    new = RunConfig(trainer={"max_steps": 3, "loggers": ["wandb"], "run_dir": "x"}, algo={"beta": 0.0})
-    assert changed_settings(old, new) == ["algo.beta: 0.04 -> 0.0"]
+    new = RunConfig(trainer={"max_steps": 3, "loggers": ["wandb"], "run_dir": "x"}, algo={"beta": 0.04})
+    assert changed_settings(old, new) == ["algo.beta: 0.0 -> 0.04"]
 
 
 def test_what_saves_memory_or_looks_on_may_change_on_resume():

@@ -53,9 +53,7 @@ def learner(folder, reward=None, *, tokenizer=None, data=None, **algo):
 
 def judged(made, source, tokens):
     """What the learner's manager gives one completion of a prompt."""
-    given = made.cluster.encoder(
-        apply_chat_template=made.data.apply_chat_template, system_prompt=made.data.system_prompt or None
-    )({"prompt": source})
+    given = made.cluster.encoder(data=made.data)({"prompt": source})
     group = Group(prompt=given, completions=(completion(tokens),))
     out = made.reward_manager([group], [[made.cluster.decode(tokens)]])
     return out.table["my-rm"].item(), given.tokens.tolist()
@@ -99,8 +97,13 @@ def test_a_template_of_its_own_counts_for_messages_alone(folder):
 def test_a_turn_that_the_policy_continued_is_one_turn(folder):
     own = word_tokenizer()
     turns = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "It is "}]
-    score, _ = judged(learner(folder, tokenizer=own), turns, [52, 256])
+    made = learner(folder, tokenizer=own, data=DataConfig(batch_size=2, on_answered="continue"))
+    score, _ = judged(made, turns, [52, 256])
     assert score == pytest.approx(theirs(folder, own(" user : 2+2= assistant : It is 4").input_ids), abs=1e-4)
+    model, parts = made.cluster.reward_model(), [{"type": "text", "text": "2+"}, {"type": "text", "text": "2="}]
+    assert model._chat([{"role": "user", "content": parts}], "4") == model._chat(
+        "2+2=", "4"
+    )  # no list as Python has it
 
 
 def test_messages_without_a_template_for_them_are_refused(folder):

@@ -235,6 +235,8 @@ def words(tmp_path, base):
         "actor.lora.rank=2",
         "actor.lr=1e-2",
         "algo.beta=0.05",
+        "algo.num_generations=2",
+        "data.apply_chat_template=false",
         "trainer.checkpointing_options.save_interval_steps=1",
         "trainer.checkpointing_options.max_to_keep=10",
     ]

@@ -112,9 +112,10 @@ def preset(name: Any, wanted: type) -> PolicyConfig:
     made = PRESETS[name]()
     if not issubclass(wanted, type(made)):
         kind = type(made)
+        here = next((known for known in _COMMANDS if issubclass(wanted, known)), wanted)
         same = ", ".join(sorted(n for n, function in PRESETS.items() if issubclass(wanted, type(function()))))
         raise ConfigError(
-            f"algo.preset={name!r} is a {kind.__name__}, and algo is a {wanted.__name__} here: train by it with "
+            f"algo.preset={name!r} is a {kind.__name__}, and algo is a {here.__name__} here: train by it with "
             f"{_COMMANDS[kind]}, or take one of {same}"
         )
     return made

@@ -1,0 +1,134 @@
+"""The sections of a run as the command line has them: with defaults that train.
+
+Each is the section's class with other defaults. From Python RolloutConfig, GRPOConfig and PPOConfig keep those of
+Tunix; a RunConfig, and with it every recipe and command, has these. docs/defaults.md has both beside TRL's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic_core import ArgsKwargs
+
+from whet.config.algo import GRPOConfig, PPOConfig
+from whet.config.base import config
+from whet.config.data import DataConfig, SupervisedDataConfig
+from whet.config.fields import Bool, Count, Float, Size, Temperature
+from whet.config.rollout import RolloutConfig
+from whet.errors import ConfigError
+
+__all__ = [
+    "NEW_TOKENS",
+    "RunDataConfig",
+    "RunGRPOConfig",
+    "RunPPOConfig",
+    "RunRolloutConfig",
+    "RunSupervisedDataConfig",
+    "with_own_sections",
+]
+
+NEW_TOKENS = 512
+"""Longest completion of a run that sets none, where the model's context allows it."""
+
+
+@config
+class RunRolloutConfig(RolloutConfig):
+    """How completions are drawn in a run. Lengths that are None are settled once the data are read.
+
+    >>> RunRolloutConfig().most_tokens
+    Traceback (most recent call last):
+    whet.errors.ConfigError: rollout.max_tokens_to_generate=None is settled by a command, which reads model and data \
+first; from Python give a number
+    """
+
+    max_tokens_to_generate: Count | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Longest completion in tokens, stop token included; None = 512, or what the model's context leaves after the
+    longest prompt."""
+    temperature: Temperature = 1.0
+    """Divides the logits; 0.0 = greedy."""
+    max_prompt_length: Count | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Longest prompt in tokens; on_long_prompt decides about a longer one. None = the data's own longest, which has to
+    fit the model's context."""
+
+    def __post_init__(self) -> None:
+        """Checks that lengths that evaluation sets are numbers."""
+        super().__post_init__()
+        for name in ("max_tokens_to_generate", "max_prompt_length"):
+            if name in self.eval and self.eval[name] is None:
+                raise ConfigError(f"eval.{name}: expected a positive int, got None; leave it out: it is training's")
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens that can follow a prompt, once it is settled: see RolloutConfig."""
+        for name in ("max_tokens_to_generate", "max_prompt_length"):
+            if vars(self)[name] is None:
+                raise ConfigError(
+                    f"rollout.{name}=None is settled by a command, which reads model and data first; from Python give "
+                    "a number"
+                )
+        return super().most_tokens
+
+
+@config
+class RunGRPOConfig(GRPOConfig):
+    """Group-relative policy optimisation in a run.
+
+    >>> RunGRPOConfig().num_generations, GRPOConfig().num_generations
+    (8, 2)
+    """
+
+    num_generations: Size = 8
+    """G: completions of each prompt; 1 for an advantage_estimator that compares with something other than the group."""
+    beta: Float = 0.0
+    """Weight of the KL to the reference model; 0.0 = off, and no reference is loaded."""
+
+
+@config
+class RunPPOConfig(PPOConfig):
+    """Proximal policy optimisation in a run.
+
+    >>> RunPPOConfig().beta, PPOConfig().beta
+    (0.0, 0.04)
+    """
+
+    beta: Float = 0.0
+    """Weight of the KL to the reference model; 0.0 = off, and no reference is loaded."""
+
+
+@config
+class RunDataConfig(DataConfig):
+    """Where a run's prompts come from."""
+
+    apply_chat_template: Bool | Literal["auto"] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Make each plain-text prompt a user's turn in the chat template; conversations always go through it. auto = where
+    the tokenizer has a chat template; false = plain text stays as it is."""
+
+
+@config
+class RunSupervisedDataConfig(SupervisedDataConfig):
+    """Where a supervised run's rows come from, and what of them is trained."""
+
+    apply_chat_template: Bool | Literal["auto"] = "auto"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Make a plain-text prompt a user's turn and its response the assistant's; conversations always go through it. auto
+    = where the tokenizer has a chat template; false = plain text stays as it is. No effect on rows without a prompt."""
+
+
+def with_own_sections(cls: type, given: Any) -> Any:
+    """What a run's configuration is made from, each section that is an object of the section's plain class (from
+    Python) as one of the run's, with the same values. Anything else is as it was.
+
+    >>> from whet.config import RunConfig
+    >>> RunConfig(algo=GRPOConfig()).algo.num_generations
+    2
+    """
+    words = given.kwargs if isinstance(given, ArgsKwargs) else given
+    if not isinstance(words, Mapping):
+        return given
+    made = dict(words)
+    for field in dataclasses.fields(cls):
+        kind, value = field.default_factory, words.get(field.name)
+        if isinstance(kind, type) and kind.__base__ is not object and type(value) is kind.__base__:
+            made[field.name] = kind(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
+    return ArgsKwargs((), made) if isinstance(given, ArgsKwargs) else made
