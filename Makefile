@@ -29,7 +29,7 @@ test: $(STAMP)  ## the test suite, on all processors
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
 check-full: $(STAMP)  ## the longer checks too, then types and style
-	$(BIN)/python -m pytest -n auto --dist worksteal -m 'not gpu' --timeout 1800
+	WHET_CHECK_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not gpu' --timeout 1800
 	$(MAKE) lint
 
 lint: $(STAMP)  ## ruff and pyright

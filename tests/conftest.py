@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 import torch
 
+from whet.observe import plot_curves
+
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown as in a test
 
@@ -21,6 +23,23 @@ pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown 
 def pytest_xdist_auto_num_workers(config):
     """Workers of `-n auto`: one a processor, as every test has one thread; each takes about 1 GB."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
+def pytest_collection_modifyitems(items):
+    """Leaves the other parameter sets of a test with `spread(n)` to `make check-full`."""
+    from helpers import spread
+
+    sets = {}
+    for item in items:
+        mark = item.get_closest_marker("spread")
+        if mark is not None and hasattr(item, "callspec") and item.get_closest_marker("full") is None:
+            sets.setdefault((item.path, item.originalname), (mark.args[0], []))[1].append(item)
+    for n, group in sets.values():
+        kept = spread([tuple((k, id(v)) for k, v in item.callspec.params.items()) for item in group], n)
+        for i, item in enumerate(group):
+            if i not in kept:
+                item.add_marker(pytest.mark.full)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +60,15 @@ def seeds():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def one_panel(monkeypatch):
+    """What commands draw in the test's own process has one panel: all eight cost more than most runs do."""
+    from whet.cli import commands
+
+    panels = {"reward or loss": ["reward", "loss"]}
+    monkeypatch.setattr(commands, "plot_curves", lambda rows, path: plot_curves(rows, path, panels))
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import os
 
 import numpy as np
 import pytest
@@ -22,6 +24,27 @@ END, PAD = 256, 257
 def full(*values):
     """A set of parameters that `make check-full` alone runs."""
     return pytest.param(*values, marks=pytest.mark.full)
+
+
+def spread(cases, n):
+    """Picks cases, each a tuple of values: at least n (or all), and as many more as show every value once.
+
+    Returns: their indices. Each is the first of those that show the most new values, then the most new pairs.
+    """
+    kept, values, pairs = set(), set(), set()
+    pairs_of = [{*itertools.combinations(case, 2)} for case in cases]
+    while len(kept) < len(cases) and (len(kept) < n or values < {v for case in cases for v in case}):
+        left = (i for i in range(len(cases)) if i not in kept)
+        best = max(left, key=lambda i: (len({*cases[i]} - values), len(pairs_of[i] - pairs)))
+        kept.add(best)
+        values |= {*cases[best]}
+        pairs |= pairs_of[best]
+    return kept
+
+
+def examples(n):
+    """How many examples hypothesis tries: n, and in `make check-full` ten times as many."""
+    return n * (10 if os.environ.get("WHET_CHECK_FULL") else 1)
 
 
 def tiny_model(seed=0, *, gain=4.0, dtype=torch.float32, **fields):

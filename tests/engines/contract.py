@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from helpers import full
 from tiny import build, drain, letters, prompts, requests, run
 
 from whet.errors import EngineError, WhetError
@@ -32,11 +33,13 @@ ENGINES = {
     "vanilla-bfloat16": {},
 }
 """Engine, dtype if it is not fp32, and options."""
+REPEATS = ("hf-float64", "vanilla-torch", "vanilla-float64")
+"""They run the code of others; `make check-full` alone has them."""
 PLAIN = Sampling(max_tokens=6)
 STOPS = tuple(range(0, 64, 4))
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=[full(name) if name in REPEATS else name for name in ENGINES])
 def variant(request):
     return request.param
 
@@ -262,6 +265,7 @@ def test_weights_that_come_while_it_sleeps_are_used_after_waking_or_refused(engi
         assert_same(run(engine, work), before, rounding)
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

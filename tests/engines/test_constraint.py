@@ -167,6 +167,7 @@ def test_the_constraint_comes_before_top_k_and_min_p():
 # ---- engines -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(10)
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_completion_matches_and_one_cut_short_could_have_gone_on(engine, pattern):
     done = run(engine, requests(PROMPT * 3, sampling(pattern), group=8))
@@ -205,6 +206,7 @@ def test_a_completion_that_no_token_can_go_on_from_ends_as_error(engine, caplog)
     assert "no allowed next token after 2 tokens" in caplog.text
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize(
     "fields", [{}, {"temperature": 0.6}, {"temperature": 0.0}, {"top_k": 2, "temperature": 1.3}, {"top_p": 0.7}]
 )

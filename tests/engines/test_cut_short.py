@@ -15,6 +15,7 @@ from whet.rollout.engine import EmbeddedEngine
 PROMPTS = ["2+2=", "a prompt that is long enough for a row of sixty-four", "7*3="]
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("bound", [None, 200])
 @pytest.mark.parametrize("at", [1, 3, 4, 6, 8])
 def test_a_call_after_ctrl_c_is_as_if_nothing_had_happened(bound, at):

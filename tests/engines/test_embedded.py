@@ -42,6 +42,7 @@ def cut(tokens, stop):
     return tokens[: tokens.index(stop) + 1] if stop in tokens else tokens
 
 
+@pytest.mark.spread(10)
 @EACH
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_equals_generate_token_for_token(family, form):
@@ -106,6 +107,7 @@ SAMPLINGS = {
 }
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("support", ["sampling", "full"])
 @pytest.mark.parametrize("kind", [EmbeddedEngine, partial(EmbeddedEngine, fast=False), HFEngine])
 def test_logprobs_equal_a_full_forward(model, kind, support):
@@ -124,6 +126,7 @@ def test_logprobs_equal_a_full_forward(model, kind, support):
         assert not set(done[r.id].tokens[: r.sampling.min_tokens].tolist()) & set(r.sampling.stop_ids)
 
 
+@pytest.mark.spread(10)
 @EACH
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 def test_draws_equal_the_naive_engines(model, sampling, form):
@@ -160,6 +163,7 @@ def test_frequencies_are_those_of_the_model(fields):  # other forms draw the sam
         assert chi2 < degrees + 4.5 * np.sqrt(2 * degrees) + 4  # about 1 in 10^5
 
 
+@pytest.mark.spread(4)
 @EACH
 @pytest.mark.parametrize(
     "options", [{"max_batch": 1}, {"max_batch": 3}, {"prefill_tokens": 4}, {"kv_cache_tokens": 160}]

@@ -75,6 +75,7 @@ def captured(engine):
     return made
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("family", ["qwen3", "mistral_window"])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.0}, {"temperature": 0.7}])
 @pytest.mark.parametrize("graphs", [True, False])

@@ -57,6 +57,7 @@ def assert_equal(got, want):
         np.testing.assert_allclose(got[key][1].logprobs, want[key][1].logprobs, atol=1e-5)
 
 
+@pytest.mark.spread(6)
 @EACH
 @pytest.mark.parametrize(
     "sampling",
@@ -153,6 +154,7 @@ def test_equal_prompts_of_different_groups_are_encoded_once(model):
         assert done[r.id].tokens.tolist() == run(EmbeddedEngine(model), [r])[r.id].tokens.tolist()
 
 
+@pytest.mark.spread(5)
 @EACH
 @pytest.mark.parametrize("bound", [137, 160, 200, 300, 500])
 def test_a_tight_bound_fails_no_turn_changes_no_token_and_is_kept(model, bound, form):
@@ -254,6 +256,7 @@ def begin(engine, work):
     assert engine.poll(timeout_s=0.0) == []
 
 
+@pytest.mark.spread(3)
 @EACH
 @pytest.mark.parametrize("fields", [{"temperature": 0.0}, {}, {"top_k": 9, "repetition_penalty": 1.3}])
 def test_tokens_behind_an_update_are_those_of_a_new_engine_going_on_with_the_new_weights(fields, form):

@@ -121,6 +121,7 @@ class Case:
 OPTIONS = [{}, {"norms": False}, {"window": 1}, {"window": 50}, {"window": 128}]
 
 
+@pytest.mark.spread(48)
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
 @pytest.mark.parametrize(
@@ -149,6 +150,7 @@ def test_attention_is_the_formula(kernels, heads, kv, size, dtype, options):
         assert changed.sum() == 7 and changed[torch.arange(7), case.made].all()
 
 
+@pytest.mark.spread(12)
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
 @pytest.mark.parametrize(("heads", "kv", "size"), [(6, 2, 48), (3, 3, 16), (1, 1, 40), (3, 1, 120)])
@@ -167,6 +169,7 @@ def test_a_row_has_the_same_bits_alone_in_a_crowd_and_with_any_number_of_threads
         assert torch.equal(case.attend([6, 2, 0])[0], crowd[[6, 2, 0]])
 
 
+@pytest.mark.spread(20)
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 1), (32, 33), (48, 105), (128, 96), (16, 700)])
@@ -310,6 +313,7 @@ def test_sleep_frees_the_keys_and_values_of_prompts_too():
     assert not any(s.bytes for s in stores)
 
 
+@pytest.mark.spread(3)
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral_window"])

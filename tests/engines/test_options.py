@@ -70,6 +70,7 @@ def test_greedy_completions_are_those_of_transformers(model, options):
         assert changed  # else the comparison would show nothing
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("options", CHANGING, ids=str)
 @pytest.mark.parametrize("own", [{}, {"temperature": 0.7, "top_k": 20}, {"top_p": 0.9, "min_p": 0.01}], ids=str)
 def test_the_distribution_drawn_from_is_that_of_transformers(model, options, own):
@@ -182,6 +183,7 @@ def test_completions_of_one_length_that_go_on_from_different_places_are_run_apar
 # ---- beam search -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(
     "options",
     [

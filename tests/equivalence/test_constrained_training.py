@@ -29,6 +29,7 @@ def sampled(c, texts=("1+1=", "what?", "a"), generations=4):
     return groups, TokenBatch.from_groups(groups, np.zeros(len(texts) * generations))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("engine", ["vanilla", "hf"])
 @pytest.mark.parametrize(
     "fields",

@@ -34,6 +34,7 @@ def objective(logprobs, index, weights):
     return (weights[index].to(logprobs.dtype) * loss).sum()
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize(("family", "dtype"), LIMIT, ids=str)
 @pytest.mark.parametrize("mode", sorted(LOSS_AGG_MODES))
 def test_any_split_gives_the_gradient_of_the_whole(mode, family, dtype):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from families import gradients, tiny, worst
-from helpers import forest
+from helpers import examples, forest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -42,7 +42,7 @@ def compare(family, batch, *budgets, support=Support(), limit=LIMIT):
         assert tokens <= separate
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 10))
 def test_random_trees_have_the_gradients_of_padded_rows(seed, n):
     batch = forest(seed, n)

@@ -86,7 +86,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(fork, tmp_path, kind):
     reference, folder = tmp_path / "reference", tmp_path / "killed"
     whole = fork(reference, kind=kind)
     rng = random.Random(0)
-    for slow, now in moments(rng, folder, kills=3):
+    for slow, now in moments(rng, folder, kills=2):
         process = fork(folder, 1, slow, kind=kind)
         wait_for(now, process.is_alive)
         if not slow:

@@ -28,6 +28,11 @@ def one_thread():
 def test_the_library_learns_the_task_of_the_tutorial(example):
     assert example.main(seed=0, steps=5) < 0.35
     # in a run of a few, one of the eight prompts is learned late; which seed's depends on the rounding of a processor
+    assert example.main(seed=0, steps=60) > 0.8
+
+
+@pytest.mark.full
+def test_most_seeds_learn_all_of_it(example):
     assert statistics.median(example.main(seed=seed, steps=60) for seed in range(3)) > 0.95
 
 

@@ -107,6 +107,7 @@ def naive(name, rewards, groups, trained, token_rewards, greedy):
     return [[a] * len(m) for a, m in zip(each, trained, strict=True)]
 
 
+@pytest.mark.spread(24)
 @pytest.mark.parametrize("name", sorted(set(ADVANTAGE_ESTIMATORS) - {"gae"}))
 @pytest.mark.parametrize("seed", range(6))
 def test_estimators_equal_the_loop(name, seed):

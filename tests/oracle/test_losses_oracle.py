@@ -89,6 +89,7 @@ def to_inputs(seqs) -> LossInputs:
     return x
 
 
+@pytest.mark.spread(40)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("level", sorted(IMPORTANCE_LEVELS))
 @pytest.mark.parametrize("dual", [None, 1.5])

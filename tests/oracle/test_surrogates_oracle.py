@@ -109,6 +109,7 @@ def bound(name, level):
     return functools.partial(POLICY_LOSSES[name], **fields)
 
 
+@pytest.mark.spread(28)
 @pytest.mark.parametrize(("name", "level"), cases())
 @pytest.mark.parametrize(("seed", "spread"), [(0, 0.3), (1, 0.7), (2, 3.0)])
 def test_each_loss_and_its_gradient_equal_the_loop(name, level, seed, spread):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import seen
+from helpers import examples, seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -79,7 +79,7 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     shapes,
     st.integers(0, 40),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers import forest, random_batch
+from helpers import examples, forest, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
@@ -57,7 +57,7 @@ def counted(micro, cost=DEAR):
 sizes = st.lists(st.integers(1, 30), min_size=1, max_size=7)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(sizes, st.integers(0, 60))
 def test_packed_bins_are_as_few_as_first_fits_and_near_the_best_of_all_cuts(tokens, room):
     units, budget = [PackItem((i,), n, n) for i, n in enumerate(tokens)], max(tokens) + room
@@ -71,7 +71,7 @@ def test_packed_bins_are_as_few_as_first_fits_and_near_the_best_of_all_cuts(toke
     assert len(bins) <= len(first) and best <= max(loads) <= 13 / 11 * best + 1  # MULTIFIT's bound, and a rounding
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(sizes, st.integers(0, 60), st.integers(1, 4))
 def test_padded_bins_are_the_best_of_all_cuts(tokens, room, most):
     square = lambda n: n * n + 5 * n
@@ -90,7 +90,7 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(shapes, st.integers(0, 60), st.sampled_from([99, 3]))
 def test_a_plan_is_never_longer_nor_dearer_than_first_fits_and_tears_no_group_that_fits(groups, room, most):
     budget = max(p + max(lengths) for p, lengths in groups) - 1 + room

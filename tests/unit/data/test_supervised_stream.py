@@ -69,6 +69,7 @@ def texts(tokenizer, examples):
     return [(x.row, dict(x.columns), [bracketed(tokenizer, s) for s in x.sequences]) for x in examples]
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("suffix", FORMATS)
 @pytest.mark.parametrize(

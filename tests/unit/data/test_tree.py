@@ -6,7 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from helpers import completion, forest, places_seen, prompt, random_batch
+from helpers import completion, examples, forest, places_seen, prompt, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,7 +59,7 @@ def check(b, micros):
             assert m.layout.position_ids[0, seen].tolist() == list(range(length))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=8))
 def test_a_tree_holds_each_beginning_once_and_parts_only_where_runs_do(runs):
     tree = build_tree([np.array(run) for run in runs])
@@ -72,7 +72,7 @@ def test_a_tree_holds_each_beginning_once_and_parts_only_where_runs_do(runs):
     assert len(tree.lengths) == sum(len(node) == 1 or followers[node[:-1]] > 1 for node in nodes)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 14), st.integers(0, 300), st.sampled_from([None, 1, 3]), st.booleans())
 def test_every_token_is_a_target_once_after_its_own_sequence_within_the_budget(seed, n, room, most, enough):
     b = forest(seed, n)
@@ -84,7 +84,7 @@ def test_every_token_is_a_target_once_after_its_own_sequence_within_the_budget(s
     assert all(m.num_tokens <= budget and len(m.sequences) <= (most or n) for m in micros)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 14), st.sampled_from([first_fit, pack]))
 def test_a_family_fits_whole_or_in_parts_whose_tokens_and_cost_are_counted(seed, n, split):
     b = forest(seed, n)

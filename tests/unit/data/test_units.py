@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from helpers import forest, places_seen, random_batch, seen
+from helpers import examples, forest, places_seen, random_batch, seen
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -50,7 +50,7 @@ shapes = st.lists(
 )
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 @given(
     st.one_of(
         st.builds(lambda s: random_batch(*s), shapes), st.builds(forest, st.integers(0, 10**6), st.integers(1, 9))
@@ -81,7 +81,7 @@ def test_units_stay_whole_within_the_budget(b, seed, most, room, packable, share
     assert all(m.num_tokens <= budget and len(m.sequences) <= most + 1 for m in micros)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 12), st.integers(0, 100), st.booleans(), st.booleans())
 def test_the_last_states_are_found_in_trees_and_rows(seed, n, room, packable, shared):
     b = forest(seed, n)

@@ -301,11 +301,11 @@ def test_rewards_are_of_whole_conversations(world):
 )
 def test_a_run_resumes_to_the_bit(world, kind, algo, tmp_path):
     data, rounds = (
-        rows(24, answer=["1"] * 24),
-        {"eval_every_n_steps": 2, "checkpointing_options": {"save_interval_steps": 2}},
+        rows(12, answer=["1"] * 12),
+        {"eval_every_n_steps": 1, "checkpointing_options": {"save_interval_steps": 1}},
     )
     runs = []
-    for name, steps in (("whole", (4,)), ("parts", (2, 4))):
+    for name, steps in (("whole", (2,)), ("parts", (1, 2))):
         for last in steps:
             more = {"resume": "latest"} if last != steps[0] else {}
             made = learner(world, kind, algo=algo, max_steps=last, run_dir=str(tmp_path / name), **rounds, **more)

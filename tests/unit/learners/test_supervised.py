@@ -46,6 +46,7 @@ def naive_loss(model, rows, mode="token-mean", dft=False):
     return sum(s / n for s, n in zip(sums, counts, strict=True)) / len(rows)
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("budget", [None, 24])
 @pytest.mark.parametrize(
     ("algo", "form"),

@@ -7,6 +7,7 @@ import torch
 from helpers import (
     cluster,
     exact_model,
+    full,
     gap,
     length_reward,
     one_by_one,
@@ -141,7 +142,7 @@ def test_distillation_with_rewards_is_the_reverse_kl_off_the_advantage():
     assert row["loss"] == pytest.approx(loss.sum().item(), abs=1e-5)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("beta", [full(0.0), 0.5, full(1.0)])
 def test_a_student_learns_a_teacher_s_distribution(beta):
     student, teacher = (tiny_model(seed, **SMALL) for seed in (0, 1))
     made = cluster(student, teacher=teacher, rollout={"max_tokens_to_generate": 1}, max_steps=30, num_epochs=30)

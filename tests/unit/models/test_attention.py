@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -66,6 +67,7 @@ TREES = {
 }
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("window", [None, 1, 4, 1000])
 def test_attention_equals_the_definition(tree, window):
@@ -81,6 +83,7 @@ def test_softcap_and_sinks_equal_the_definition(tree, window):
     agree(SegmentLayout(*TREES[tree]), window=window, sinks=sinks, softcap=0.7)
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("multiple", [2, 16])
 def test_attention_with_padded_buckets_equals_the_definition(tree, multiple):
@@ -113,7 +116,7 @@ def trees(draw):
     return lengths, [draw(st.integers(-1, i - 1)) for i in range(n)]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(trees(), st.sampled_from([None, 3]), st.sampled_from([1, 1, 4]))
 def test_any_tree_equals_the_definition(tree, window, multiple):
     agree(SegmentLayout(*tree, multiple=multiple), window=window)

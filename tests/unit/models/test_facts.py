@@ -10,6 +10,7 @@ from whet.models.facts import facts_of, probe_facts, twin_of
 from whet.models.load import load_model
 
 
+@pytest.mark.spread(15)
 @pytest.mark.parametrize("family", [*PACKABLE, *REFUSED])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_twin_of_every_family_tells_what_the_model_itself_tells(family, dtype):

@@ -230,6 +230,7 @@ def formula(name, ins):
     return torch.einsum("...i,oi->...o", x, w) + b
 
 
+@pytest.mark.spread(16)
 @pytest.mark.parametrize("width", [24, 48])
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -3,6 +3,7 @@ import logging
 
 import pytest
 import torch
+from helpers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -64,12 +65,14 @@ def agree(tree, heads=4, groups=2, **how):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 
+@pytest.mark.spread(5)
 @pytest.mark.parametrize("tree", [GROUPS, DEEP, ([256], [-1]), ([1], [-1]), ([100, 90, 110], [-1, -1, -1])])
 @pytest.mark.parametrize("window", [None, 1, 33, 1000])
 def test_flex_equals_the_plain_path(backward, tree, window):
     agree(tree, window=window)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("how", [{}, {"softcap": 0.7}, {"sinks": True}, {"sinks": True, "softcap": 0.7, "window": 33}])
 def test_caps_and_sinks_equal_the_plain_path_for_any_grouping_of_heads(backward, groups, how):
@@ -102,7 +105,7 @@ def brute_force(lengths, parents, window):
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(8), deadline=None)
 @given(trees(), st.sampled_from([None, 1, 3]))
 def test_the_mask_equals_a_brute_force_one(tree, window):
     row = row_of(*tree)
@@ -113,6 +116,7 @@ def test_the_mask_equals_a_brute_force_one(tree, window):
     assert torch.equal(padding, torch.eye(row.padded, dtype=torch.bool))  # each sees itself alone, and nothing sees it
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("chunk", [1, 1 << 25])
 @pytest.mark.parametrize("window", [None, 100, 300])
 @pytest.mark.parametrize("tree", [GROUPS, ([400, 300, 128, 300], [-1, 0, 0, -1])])

@@ -110,6 +110,7 @@ SUPPORTS = {
 }
 
 
+@pytest.mark.spread(8)
 @pytest.mark.parametrize("name", SUPPORTS)
 @pytest.mark.parametrize("family", ["Llama", "Gemma2"])
 def test_logprobs_and_entropies_are_of_the_distribution_drawn_from(name, family):

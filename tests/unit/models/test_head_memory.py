@@ -99,6 +99,7 @@ def model(kind, tied):
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("train", [True, False], ids=["trained", "read"])
 @pytest.mark.parametrize(
     ("kind", "support", "tied"),

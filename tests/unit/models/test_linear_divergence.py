@@ -39,6 +39,7 @@ def oracle(policy, teacher, beta):
     return generalized_jsd(logprobs(policy), logprobs(teacher).detach(), gkd_beta=beta)
 
 
+@pytest.mark.spread(14)
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
 @pytest.mark.parametrize("beta", BETAS)
 @pytest.mark.parametrize("heads", HEADS, ids=str)

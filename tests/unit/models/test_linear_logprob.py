@@ -37,6 +37,7 @@ CHUNKS = [
 ]
 
 
+@pytest.mark.spread(14)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("wide", [False, True])

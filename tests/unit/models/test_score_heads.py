@@ -30,6 +30,7 @@ def last_scores(loaded, rows):
         return loaded.score_head(torch.stack(hidden)).squeeze(1)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("role", ["critic", "reward"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_classifier_of_one_label_is_a_critic_and_a_reward_model(tmp_path, family, role):
@@ -43,6 +44,7 @@ def test_a_saved_classifier_of_one_label_is_a_critic_and_a_reward_model(tmp_path
     torch.testing.assert_close(last_scores(loaded, rows), want, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.spread(4)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_loads_what_is_saved_and_scores_alike(tmp_path, family, tied):

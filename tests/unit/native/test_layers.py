@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from builds import BUILDS, built
-from helpers import full
+from helpers import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
@@ -104,6 +104,7 @@ def test_where_kernels_can_be_built_these_pass_their_trial(fresh):
 # ---- norms and gates -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(9)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", ROWS)
 def test_norms_and_gates_equal_the_formulas_forward_and_backward(kernels, n, dtype):
@@ -114,7 +115,7 @@ def test_norms_and_gates_equal_the_formulas_forward_and_backward(kernels, n, dty
         assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(
     st.sampled_from(list(BUILDS)),
     st.sampled_from(DTYPES),
@@ -258,6 +259,7 @@ def spoiled(which, value, dtype):
     return inputs
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("which", range(4))
@@ -303,7 +305,7 @@ def agree(kernels, n, out, into):
     return grad, x, got
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     st.sampled_from(list(BUILDS)),
     st.sampled_from((0, 1, 37, 128, 129, 300)),

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 from builds import BUILDS, built
-from helpers import full
+from helpers import examples, full
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -110,6 +110,7 @@ def test_where_kernels_can_be_built_these_pass_their_trial(fresh):
 # ---- equal to the definition ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("tree", TREES)
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_output_and_gradients_equal_the_definition(each_build, tree, dtype):
@@ -117,12 +118,14 @@ def test_output_and_gradients_equal_the_definition(each_build, tree, dtype):
         agree(TREES[tree], dtype, window=window)
 
 
+@pytest.mark.spread(9)
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize("window", [None, 1, 95, 96, 97, 130])
 def test_segments_of_many_blocks_equal_the_definition(each_build, window, dtype):
     agree(LONG, dtype, window=window)
 
 
+@pytest.mark.spread(16)
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(
     ("size", "value_size"),
@@ -133,6 +136,7 @@ def test_heads_of_any_size_equal_the_definition(each_build, size, value_size, dt
         agree(TREES[tree], dtype, size=size, value_size=value_size, scale=size**-0.5, window=50)
 
 
+@pytest.mark.spread(12)
 @pytest.mark.parametrize("dtype", LIMITS)
 @pytest.mark.parametrize(("heads", "kv"), [(1, 1), (3, 3), (6, 3), (4, 1), (3, 1), (10, 2), (32, 1), (49, 1), (96, 1)])
 def test_any_number_of_heads_that_share_keys_equals_the_definition(each_build, heads, kv, dtype):
@@ -140,6 +144,7 @@ def test_any_number_of_heads_that_share_keys_equals_the_definition(each_build, h
     agree(TREES["very unequal"], dtype, heads=heads, kv=kv)
 
 
+@pytest.mark.spread(9)
 @pytest.mark.parametrize("threads", [1, 2, 3, 7])
 @pytest.mark.parametrize("kv", [1, 2, 3])
 def test_any_number_of_threads_equals_the_definition(each_build, threads, kv, set_threads):
@@ -149,7 +154,7 @@ def test_any_number_of_threads_equals_the_definition(each_build, threads, kv, se
         agree(TREES["one token"], dtype, heads=2 * kv, kv=kv)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     trees(),
     st.sampled_from(list(BUILDS)),

@@ -105,6 +105,7 @@ def test_one_place_for_both_moves_nothing():
 # ---- the worker ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.spread(3)
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_are_those_without_to_the_bit_and_nothing_is_read_on_the_host(name, dtype):
