@@ -222,11 +222,11 @@ def test_the_reference_moves_where_that_is_due_and_as_far_as_is_said(folder):
 
 def test_a_mismatched_row_fits_the_model_and_a_sides_metrics_are_of_its_rows(folder):
     made = learner("kto", folder)
-    rows = [{**LABELLED[1], "prompt": "a" * 100}, {**LABELLED[3], "completion": "b" * 90}, *LABELLED[4:7]]
+    rows = [{**LABELLED[1], "prompt": "a" * 100}, *LABELLED[4:7], {**LABELLED[3], "completion": "b" * 90}]
     step = made.score(made.batch(ExampleStep(index=1, examples=[made.encoder()(row, i) for i, row in enumerate(rows)])))
     batch = step.need_batch()
     turned = made._passes(batch).mismatched
-    assert (turned.lengths + turned.prefix_lengths[turned.prefix_of]).max() <= made.models.positions == 128
+    assert (turned.lengths + turned.prefix_lengths[turned.prefix_of]).max() == made.models.positions == 128
     logprobs = made.models.trained.logprobs(batch).logprobs
     found = made.measure(ExampleStep(index=1, examples=step.examples)).metrics
     for side, label in (("chosen", 1.0), ("rejected", 0.0)):
@@ -270,8 +270,9 @@ def test_labels_without_contrast_are_told(folder, caplog):
     learner("kto", folder).new_run(good)
     assert "all 3 answers are labelled True: loss_type=kto learns from good answers against bad ones" in caplog.text
     caplog.clear()
-    learner("kto", folder).new_run(LABELLED)
+    run = learner("kto", folder).new_run(LABELLED)
     assert "labelled" not in caplog.text
+    assert run.task.expected_metrics() == ("loss", "rewards/accuracies")
     with pytest.raises(DataError, match="there is 1 row to train on, and loss_type=kto measures a KL"):
         learner("kto", folder).new_run(good[:1])
     with pytest.raises(ConfigError, match=r"data.batch_size=1: loss_type=kto measures a KL .*a step needs two rows"):
