@@ -1,6 +1,7 @@
 """A GRPO step in whet and in a peer: the same model, prompts, lengths, loss and optimizer, on the same machine.
 
     python benchmarks/grpo_step.py --peer trl
+    python benchmarks/grpo_step.py --front trl      # the drop-in too: whet.trl.GRPOTrainer by its own train()
 
 Rounds are interleaved (whet, peer, whet, peer ...), each side in a process of its own with the same number of threads.
 The ratios are the peer's cost over whet's, the median over the rounds; memory is the peak above the loaded model.
@@ -23,6 +24,8 @@ import tasks
 from common import SIDES, Job
 
 COSTS = ("step", "rollout", "update", "memory")
+FRONT = "front"
+"""The side of the drop-in."""
 MICRO = {"A": 16, "B": 16, "C": 16}
 """TRL's completions of one forward and backward pass; `--tune` finds the fastest on a machine."""
 COMPILE_STEPS = 3
@@ -32,6 +35,9 @@ COMPILE_STEPS = 3
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = common.common_arguments(__doc__)
+    parser.add_argument(
+        "--front", default=None, choices=["trl"], help="measure whet.trl as well, which trains by the peer's script"
+    )
     parser.add_argument("--workloads", default="A,B,C", help=f"some of {','.join(tasks.WORKLOADS)}")
     parser.add_argument("--rounds", type=int, default=3, help="times each side runs")
     parser.add_argument("--steps", type=int, default=2, help="steps measured in a round, after one for warm-up")
@@ -99,22 +105,41 @@ def compare(rounds: list[dict[str, dict[str, Any]]]) -> dict[str, Any]:
     """What the rounds of a workload say.
 
     Args: rounds: for each, side -> what its process said.
-    Returns: ratios (medians over the rounds), spread (least and greatest), cost (medians by side), tokens.
+    Returns: ratios (medians over the rounds), spread (least and greatest), cost (medians by side), tokens; with a front
+        its own ratios and spread, and its seconds of a processor over those of the native run.
     """
-    found = [{side: costs(r[side]) for side in SIDES} for r in rounds]
-    ratios = {c: [f["trl"][c] / f["whet"][c] for f in found] for c in COSTS}
-    lengths = {side: [n for r in rounds for s in r[side]["steps"][1:] for n in s["lengths"]] for side in SIDES}
+    sides = tuple(rounds[0])
+    found = [{side: costs(r[side]) for side in sides} for r in rounds]
+    lengths = {side: [n for r in rounds for s in r[side]["steps"][1:] for n in s["lengths"]] for side in sides}
     steps = len(rounds) * (len(rounds[0]["whet"]["steps"]) - 1)
-    return {
-        "ratios": {c: statistics.median(v) for c, v in ratios.items()},
-        "spread": {c: [min(v), max(v)] for c, v in ratios.items()},
-        "cost": {side: {c: statistics.median(f[side][c] for f in found) for c in COSTS} for side in SIDES},
+    made = {
+        **_ratios(found, "trl", "whet"),
+        "cost": {side: {c: statistics.median(f[side][c] for f in found) for c in COSTS} for side in sides},
         "tokens": {
             "per_step": {side: sum(n) / steps for side, n in lengths.items()},
             "mean_length": {side: list(common.mean_and_error(n)) for side, n in lengths.items()},
-            "agree": not common.differ(lengths["whet"], lengths["trl"], 3.0),
+            "agree": not any(common.differ(lengths["whet"], lengths[side], 3.0) for side in sides[1:]),
         },
-        "reward": {side: statistics.fmean(s["reward"] for r in rounds for s in r[side]["steps"][1:]) for side in SIDES},
+        "reward": {side: statistics.fmean(s["reward"] for r in rounds for s in r[side]["steps"][1:]) for side in sides},
+    }
+    if FRONT in sides:
+        cpu = [[statistics.fmean(s["cpu"] for s in r[side]["steps"][1:]) for side in (FRONT, "whet")] for r in rounds]
+        made[FRONT] = {
+            **_ratios(found, "trl", FRONT),
+            "over_native": {
+                **_ratios(found, FRONT, "whet")["ratios"],
+                "cpu": statistics.median(front / native for front, native in cpu),
+            },
+        }
+    return made
+
+
+def _ratios(found: list[dict[str, dict[str, float]]], over: str, under: str) -> dict[str, Any]:
+    """The medians of one side's costs over another's in the same round, and their least and greatest."""
+    ratios = {c: [f[over][c] / f[under][c] for f in found] for c in COSTS}
+    return {
+        "ratios": {c: statistics.median(v) for c, v in ratios.items()},
+        "spread": {c: [min(v), max(v)] for c, v in ratios.items()},
     }
 
 
@@ -122,13 +147,14 @@ def run_workload(
     args: argparse.Namespace, name: str, model: Path, tokenizer: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """All rounds of a workload: what they say, and the versions of each side."""
-    pythons = {"whet": sys.executable, "trl": common.peer_python(args.peer_python)}
+    pythons = {"whet": sys.executable, FRONT: sys.executable, "trl": common.peer_python(args.peer_python)}
+    sides = SIDES if args.front is None else (SIDES[0], FRONT, SIDES[1])
     rounds = []
     for i in range(args.rounds):
         job = make_job(args, name, model, tokenizer, seed=i)
-        rounds.append({side: common.run_side(side, job, python=pythons[side]) for side in SIDES})
+        rounds.append({side: common.run_side(side, job, python=pythons[side]) for side in sides})
         print(
-            f"{name} round {i + 1}: " + "   ".join(_line(side, costs(rounds[-1][side])) for side in SIDES), flush=True
+            f"{name} round {i + 1}: " + "   ".join(_line(side, costs(rounds[-1][side])) for side in sides), flush=True
         )
     found = compare(rounds)
     tokens = found["tokens"]
@@ -141,8 +167,19 @@ def run_workload(
         + ", ".join(f"{side} {n:.0f}" for side, n in tokens["per_step"].items())
         + ("" if tokens["agree"] else "   THE LENGTHS DIFFER: the ratios don't compare equal work")
     )
-    found["memory_exact"] = all(r[side]["memory_exact"] for r in rounds for side in SIDES)
-    return found, {side: rounds[0][side]["versions"] for side in SIDES}
+    if args.front:
+        front = found[FRONT]
+        print(
+            f"{name} ratios (trl / whet.trl): {_listed(front['ratios'])}\n"
+            f"  whet.trl over whet: {_listed(front['over_native'])}",
+            flush=True,
+        )
+    found["memory_exact"] = all(r[side]["memory_exact"] for r in rounds for side in sides)
+    return found, {side: rounds[0][side]["versions"] for side in sides}
+
+
+def _listed(numbers: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.3f}" for name, value in numbers.items())
 
 
 def _line(side: str, cost: dict[str, float]) -> str:
@@ -218,7 +255,9 @@ def main(argv: list[str] | None = None) -> None:
     result = {
         "ratios": {name: r.pop("ratios") for name, r in results.items()},
         "dtype": args.dtype,
-        "seconds": {name: {s: {c: r["cost"][s][c] for c in COSTS[:-1]} for s in SIDES} for name, r in results.items()},
+        "seconds": {
+            name: {s: {c: cost[c] for c in COSTS[:-1]} for s, cost in r["cost"].items()} for name, r in results.items()
+        },
         "versions": versions,
         "model": args.shape if args.model is None else args.model.name,
         "device": args.device,

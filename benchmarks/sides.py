@@ -1,4 +1,6 @@
-"""One job in one library: python sides.py whet|trl job.json. Prints what it measured as one JSON line, last.
+"""One job in one library: python sides.py whet|front|trl job.json. Prints what it measured as one JSON line, last.
+
+"front" is the script of "trl" with whet.trl imported in its place.
 
 A step lasts from the end of the step before to its own end, on both sides; the time in between that generation takes
 is its rollout, the rest its update (rewards, loss, gradients, optimizer, and what lies between).
@@ -22,7 +24,7 @@ from common import Job, Resident
 
 
 class Clock:
-    """Step by step: seconds, seconds of generation, lengths, rewards.
+    """Step by step: seconds, seconds of generation and of processors, lengths, rewards.
 
     Args: device: on a GPU the clock waits for it. reward: the job's.
     """
@@ -35,6 +37,7 @@ class Clock:
         self.lengths: list[int] = []
         self.rewards: list[float] = []
         self.last = self.now()
+        self.cpu = time.process_time()
 
     def now(self) -> float:
         """Seconds, with nothing in flight on the device."""
@@ -71,10 +74,11 @@ class Clock:
 
     def step_ends(self) -> None:
         """Closes the step's entry."""
-        now = self.now()
+        now, cpu = self.now(), time.process_time()
         entry = {"step": now - self.last, "rollout": self.rollout, "update": now - self.last - self.rollout}
+        entry["cpu"] = cpu - self.cpu
         self.steps.append({**entry, "lengths": self.lengths, "reward": sum(self.rewards) / max(len(self.rewards), 1)})
-        self.last, self.rollout, self.lengths, self.rewards = now, 0.0, [], []
+        self.last, self.cpu, self.rollout, self.lengths, self.rewards = now, cpu, 0.0, [], []
 
 
 def load(job: Job, dtype: str) -> Any:
@@ -150,9 +154,23 @@ class _StepLogger:
 
 def run_trl(job: Job) -> dict[str, Any]:
     """The job in TRL."""
+    import trl
+
+    return _script(job, trl, "trl", lambda trainer: (trainer, "_generate_single_turn"))
+
+
+def run_front(job: Job) -> dict[str, Any]:
+    """The job by TRL's script with its import changed: whet.trl's own loop."""
+    import whet.trl
+
+    return _script(job, whet.trl, "whet", lambda trainer: (trainer.cluster, "sample"))
+
+
+def _script(job: Job, module: Any, library: str, sampler: Callable[[Any], tuple[Any, str]]) -> dict[str, Any]:
+    """TRL's script. Args: module: what it imports. library: its name. sampler: trainer -> object and name of what
+    generates."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOTrainer
 
     class StepEnds(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -163,29 +181,28 @@ def run_trl(job: Job) -> dict[str, Any]:
     memory = Resident(job.device)
     clock = Clock(job.device, tasks.REWARDS[job.reward])
     with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
+        trainer = module.GRPOTrainer(
             model=model,
             reward_funcs=[clock.reward_fn()],
-            args=trl_config(job, folder, mixed),
+            args=trl_config(job, folder, mixed, module.GRPOConfig),
             train_dataset=Dataset.from_list(job.rows),
             processing_class=AutoTokenizer.from_pretrained(job.model),
             callbacks=[StepEnds()],
         )
-        trainer._generate_single_turn = clock.generation(trainer._generate_single_turn)
+        owner, name = sampler(trainer)
+        setattr(owner, name, clock.generation(getattr(owner, name)))
         trainer.train()
-    return _said(clock, memory, "trl")
+    return _said(clock, memory, library)
 
 
-def trl_config(job: Job, folder: str, mixed: bool) -> Any:
-    """TRL's configuration for a job, in a folder of its own; mixed: autocast."""
-    from trl import GRPOConfig
-
+def trl_config(job: Job, folder: str, mixed: bool, config: Any) -> Any:
+    """TRL's configuration for a job, in a folder of its own; mixed: autocast. config: the class."""
     completions = job.prompts * job.generations
     micro = min(job.micro, completions)
     batching: dict[str, Any] = {"max_memory_percent": 0.1 if job.device == "cpu" else 0.3}
     if job.pages is not None:
         batching = {"num_blocks": job.pages, "page_size": 64, "max_batch_tokens": 2048}
-    return GRPOConfig(
+    return config(
         output_dir=folder,
         use_transformers_continuous_batching=job.continuous,
         transformers_continuous_batching_config=batching,
@@ -240,7 +257,7 @@ def main() -> None:
     side, path = sys.argv[1:]
     job = common.read_job(path)
     torch.set_num_threads(job.threads)
-    print(json.dumps({"whet": run_whet, "trl": run_trl}[side](job)))
+    print(json.dumps({"whet": run_whet, "front": run_front, "trl": run_trl}[side](job)))
 
 
 if __name__ == "__main__":

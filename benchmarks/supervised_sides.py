@@ -86,9 +86,8 @@ def run_whet(job: SupervisedJob) -> dict[str, Any]:
 
         learner: Any = SFTLearner(models, data=data)
     else:
-        from whet.learners.preference import PreferenceLearner
-
         from whet.config import PreferenceConfig
+        from whet.learners.preference import PreferenceLearner
 
         learner = PreferenceLearner(models, PreferenceConfig(), data=data)
     steps.last = time.perf_counter()

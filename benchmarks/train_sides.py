@@ -226,7 +226,7 @@ def run_trl(job: Job) -> dict[str, Any]:
     """TRL's GRPOTrainer; generation hands out the job's completions, and its time does not count."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import GRPOTrainer
+    from trl import GRPOConfig, GRPOTrainer
 
     class StepEnds(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
@@ -242,7 +242,7 @@ def run_trl(job: Job) -> dict[str, Any]:
         trainer = GRPOTrainer(
             model=model,
             reward_funcs=[clock.reward_fn()],
-            args=sides.trl_config(job, folder, mixed),
+            args=sides.trl_config(job, folder, mixed, GRPOConfig),
             train_dataset=Dataset.from_list(data),
             processing_class=AutoTokenizer.from_pretrained(job.model),
             callbacks=[StepEnds()],

@@ -58,6 +58,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
         reward_tokenizer: the reward model's; None = what lies in its folder, else the policy's.
         cluster_config: meshes, engine, training and rollout configuration.
         perf_config: PerfMetricsOptions.
+        module_dtype: what models that are given as modules compute in: "auto", "float32" or "bfloat16", as
+            RoleConfig.dtype; None = the dtype that each has.
     Raises: ConfigError: a model that can't be loaded, a mesh or a role that this release does not have.
 
     Example: RLCluster(actor="Qwen/Qwen3-0.6B", tokenizer="Qwen/Qwen3-0.6B", cluster_config=ClusterConfig(
@@ -78,11 +80,13 @@ class RLCluster(RoleWorkers, TunixVerbs):
         reward_tokenizer: Any = None,
         cluster_config: ClusterConfig,
         perf_config: Any = None,
+        module_dtype: str | None = None,
     ) -> None:
         super().__init__(
             cluster_config.training_config,
             role_to_mesh=cluster_config.role_to_mesh,
             offload_to_cpu=cluster_config.offload_to_cpu,
+            module_dtype=module_dtype,
         )
         self.cluster_config = cluster_config
         self.training_config: RLTrainingConfig = cluster_config.training_config
@@ -120,12 +124,16 @@ class RLCluster(RoleWorkers, TunixVerbs):
         for role, model in ((Role.REFERENCE, reference), (Role.TEACHER, teacher)):
             if model is not None:
                 self.check_same_ids(role, model, actor)
+        self._train_roles(config)
+        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
+        self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
+
+    def _train_roles(self, config: RLTrainingConfig) -> None:
+        """Gives the roles that are trained their trainers."""
         accumulate = (config.mini_batch_size or 1) // (config.train_micro_batch_size or config.mini_batch_size or 1)
         for role, loss in ((Role.ACTOR, clipped_surrogate), (Role.CRITIC, clipped_value)):
             if role in self._workers:
                 self.train(role, loss, accumulate=accumulate)
-        self.checkpoints = Checkpoints(config.checkpoint_root, self._trainers, self._workers)
-        self._rollouts = PolicyRollouts(self._make_engine, self.actor, vocab_size=policy.module.config.vocab_size)
 
     def _load(self, role: Role, model: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
         """A role's model beside the actor, and what it comes from."""

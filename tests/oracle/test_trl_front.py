@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from chat_templates import TOOLS
 from helpers import END, PAD, length_reward, random_batch, rows, tiny_model
 from transformers import TrainerCallback
 
@@ -17,8 +18,9 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.learners.control import Control
 from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.learner import TRLLearner
-from whet.trl.translate import algorithm
+from whet.trl.chat import Chat
+from whet.trl.rl_learner import TRLLearner
+from whet.trl.translate_rl import grpo as algorithm
 from whet.types import LossInputs
 
 trl = pytest.importorskip("trl")
@@ -209,7 +211,7 @@ class Events(TrainerCallback):
         return lambda args, state, control, **_: self.seen.append((name, state.global_step))
 
 
-def trained(module, config, folder, seen, **kwargs):
+def trained(module, method, folder, seen, **kwargs):
     """A run of a few steps; its trainer, its events and the prompts of its calls."""
     data = datasets.Dataset.from_list([{"prompt": f"{i}+{i}=", "answer": i} for i in range(4)])
     fields = {
@@ -226,7 +228,7 @@ def trained(module, config, folder, seen, **kwargs):
         "shuffle_dataset": False,
         "use_cpu": True,
     }
-    args = config(str(folder), **{**fields, **kwargs})
+    args = getattr(module, f"{method}Config")(str(folder), **{**fields, **kwargs})
 
     def letters(completions, answer, trainer_state, **_):
         seen.append((completions, answer, trainer_state.global_step))
@@ -239,26 +241,31 @@ def trained(module, config, folder, seen, **kwargs):
     events, calls = Events(), []
     path = folder.parent / "model"
     tiny_model().save_pretrained(path)  # of which TRL reads its reference
-    trainer = module.GRPOTrainer(str(path), [letters, length], args, data, data.select(range(2)), byte_tokenizer(),
-                                 callbacks=[events])  # fmt: skip
+    trainer = getattr(module, f"{method}Trainer")(str(path), [letters, length], args, data, data.select(range(2)),
+                                                  byte_tokenizer(), callbacks=[events])  # fmt: skip
     trainer.model.generate = stub(calls)
     trainer.train()
     return trainer, events.seen, calls
 
 
 @pytest.mark.parametrize(
-    "kwargs",
+    ("method", "kwargs"),
     [
-        {"loss_type": "dapo"},
-        {"loss_type": "grpo", "beta": 0.1, "reward_weights": [1.0, 0.5], "scale_rewards": "batch", "max_steps": 3},
-        {"loss_type": "sapo", "multi_objective_aggregation": "normalize_then_sum", "save_strategy": "epoch"},
+        ("GRPO", {"loss_type": "dapo"}),
+        (
+            "GRPO",
+            {"loss_type": "grpo", "beta": 0.1, "reward_weights": [1.0, 0.5], "scale_rewards": "batch", "max_steps": 3},
+        ),
+        ("GRPO", {"loss_type": "sapo", "multi_objective_aggregation": "normalize_then_sum", "save_strategy": "epoch"}),
+        ("RLOO", {"beta": 0.3, "num_iterations": 2, "max_steps": 4, "logging_steps": 2, "save_steps": 2}),
+        ("RLOO", {"beta": 0.0, "normalize_advantages": True, "reward_clip_range": (1.0, 4.0)}),
     ],
-    ids=["dapo", "grpo", "sapo"],
+    ids=["dapo", "grpo", "sapo", "rloo", "rloo-normalized"],
 )
-def test_a_training_is_told_logged_and_stepped_as_in_trl(kwargs, tmp_path):
+def test_a_training_is_told_logged_and_stepped_as_in_trl(method, kwargs, tmp_path):
     seen, expected = [], []
-    trainer, events, calls = trained(whet.trl, GRPOConfig, tmp_path / "whet", seen, **kwargs)
-    theirs, told, theirs_calls = trained(trl, trl.GRPOConfig, tmp_path / "trl", expected, **kwargs)
+    trainer, events, calls = trained(whet.trl, method, tmp_path / "whet", seen, **kwargs)
+    theirs, told, theirs_calls = trained(trl, method, tmp_path / "trl", expected, **kwargs)
     assert [c.tolist() for c in calls] == [c.tolist() for c in theirs_calls]
     assert seen == expected
     known = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step")
@@ -268,9 +275,107 @@ def test_a_training_is_told_logged_and_stepped_as_in_trl(kwargs, tmp_path):
     for mine, row in zip(ours, trls, strict=True):
         assert row.keys() - mine.keys() <= {"eval_steps_per_second"}, "a metric of TRL's is not logged"
         timed = ("runtime", "second", "step_time", "flos", "policy_loss")
+        timed += ("_max", "_min") if "num_iterations" in kwargs else ()  # here of all updates, there a mean of each's
+        timed += ("zero_std",) if method == "RLOO" else ()  # there of rewards as clipped, less the KL
         for name, value in row.items():
             if not any(word in name for word in timed):
                 rel = 1e-2 if name == "entropy" else 2e-4  # of the tokens that were run: one completion has no reward
                 assert mine[name] == pytest.approx(value, rel=rel, abs=2e-6), (row["step"], name)
     made = [sorted(p.name for p in (tmp_path / side).glob("check*")) for side in ("whet", "trl")]
     assert made[0] == made[1] != []
+
+
+# ---- tools ---------------------------------------------------------------------------------------------------------
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a + b
+
+
+async def shout(text: str) -> str:
+    """Says it loudly.
+
+    Args:
+        text: what to say.
+    """
+    if not text:
+        raise ValueError("nothing to say")
+    return text.upper()
+
+
+class Box:
+    """An environment."""
+
+    def reset(self, prompt, **_):
+        self.held = 1
+        return " A box is here."
+
+    def put(self, count: int) -> int:
+        """Puts something in.
+
+        Args:
+            count: how many.
+        """
+        self.held += count
+        return self.held
+
+    def get_reward(self):
+        return float(self.held)
+
+
+CALL = '<tool_call>\n{{"name": "{}", "arguments": {{{}}}}}\n</tool_call>'
+TURNS = [
+    ["so " + CALL.format("add", '"a": 1, "b": 2') + CALL.format("shout", '"text": "hi"'), "plain",
+     CALL.format("shout", '"text": ""'), CALL.format("put", '"count": 4'), "<tool_call>\n{broken}\n</tool_call>",
+     CALL.format("add", '"a": 1')],
+    ["3", CALL.format("add", '"a": 5, "b": 5'), "x" * 200, ""],
+    ["10"],
+]  # fmt: skip
+
+
+def with_tools(module, config, folder, seen, **given):
+    """A step with tools; its trainer."""
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TOOLS
+    tokenizer.response_template = Chat(tokenizer, {}, [END]).template
+    left = [list(texts) for texts in TURNS]
+
+    def generate(input_ids, **_):
+        made = [[*text.encode(), END] for text in left.pop(0)]
+        assert len(made) == len(input_ids)
+        width = max(map(len, made))
+        return torch.cat([input_ids, torch.tensor([m + [PAD] * (width - len(m)) for m in made])], 1)
+
+    def judge(prompts, completions, completion_ids, **_):
+        seen.append((prompts, completions, completion_ids))
+        return [float(len(ids) % 5) for ids in completion_ids]
+
+    args = config(str(folder), **{**BOTH, "max_completion_length": 400, "disable_tqdm": True, "logging_steps": 1,
+                  "max_steps": 1, "report_to": "none", "save_strategy": "no", "shuffle_dataset": False,
+                  "use_cpu": True, "learning_rate": 1e-2, "beta": 0.0})  # fmt: skip
+    data = datasets.Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}?"}]} for i in range(2)])
+    trainer = module.GRPOTrainer(tiny_model(max_position_embeddings=2048), judge, args, data,
+                                 processing_class=tokenizer, **given)  # fmt: skip
+    trainer.model.generate = generate
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("given", [{"tools": [add, shout]}, {"tools": [add, shout], "environment_factory": Box}],
+                         ids=["tools", "environment"])  # fmt: skip
+def test_episodes_with_tools_are_those_of_trl(given, tmp_path):
+    seen, expected = [], []
+    ours = with_tools(whet.trl, GRPOConfig, tmp_path / "whet", seen, **given)
+    theirs = with_tools(trl, trl.GRPOConfig, tmp_path / "trl", expected, **given)
+    assert seen == expected
+    mine, row = ours.state.log_history[0], theirs.state.log_history[0]
+    assert row.keys() <= mine.keys()
+    for name in ("tools/call_frequency", "tools/failure_frequency", "loss", "grad_norm", "reward", "reward_std",
+                 "completions/mean_length", "completions/max_length", "completions/clipped_ratio"):  # fmt: skip
+        assert mine[name] == pytest.approx(row[name], rel=2e-4, abs=2e-6), name

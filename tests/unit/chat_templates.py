@@ -92,3 +92,20 @@ def bracketed(tokenizer, sequence):
             run = tokenizer.decode(ids[start:place])
             text, start = text + (f"[[{run}]]" if mask[start] else run), place
     return text
+
+
+TOOLS = """{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}{% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% else %}<|im_start|>{{ m.role }}
+{{ m.content }}{% for c in m.tool_calls or [] %}
+<tool_call>
+{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+"""Calls and answers as Qwen's templates write them."""

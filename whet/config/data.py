@@ -106,9 +106,9 @@ class SupervisedDataConfig(SourceConfig):
     "error", or "accept" what the template makes of it."""
     max_length: Count | None = None
     """Most tokens of a sequence, prompt and template included. None = no limit."""
-    on_long: Literal["error", "truncate", "drop"] = "error"
-    """What to do with a row over max_length: "error"; "truncate" = cut it at its end, and drop it where nothing trained
-    is left; "drop". Dropped and cut rows are counted."""
+    on_long: Literal["error", "truncate", "truncate_left", "drop"] = "error"
+    """What to do with a row over max_length: "error"; "truncate" = cut it at its end, "truncate_left" at its beginning,
+    and drop it where nothing trained is left; "drop". Dropped and cut rows are counted."""
     on_empty: Literal["error", "drop"] = "error"
     """What to do with a row that has nothing to train (no turn of the assistant's that says something, a pair of equal
     answers): "error", or "drop" and count it."""

@@ -1,4 +1,4 @@
-"""Sequences over the limit: refused, cut at their end or left out, and counted."""
+"""Sequences over the limit: refused, cut at one end or left out, and counted."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ class Lengths:
         self.seen.append(longest)
         if limit is None or longest <= limit:
             return list(sequences)
-        if self.data.on_long == "truncate":
-            return [cut_at_end(s, limit) for s in sequences]
+        if self.data.on_long in ("truncate", "truncate_left"):
+            cut = cut_at_end if self.data.on_long == "truncate" else cut_at_start
+            return [cut(s, limit) for s in sequences]
         if self.data.on_long == "error" and not self.deferred:
             raise DataError(f"row {row} has {longest} tokens, over max_length {limit}; {self._way_on(longest)}")
         return None
@@ -82,6 +83,28 @@ def cut_at_end(sequence: TrainSequence, limit: int) -> TrainSequence | None:
     if not sequence.mask[:kept].any():
         return None
     return TrainSequence(prefix=sequence.prefix, tokens=sequence.tokens[:kept], mask=sequence.mask[:kept])
+
+
+def cut_at_start(sequence: TrainSequence, limit: int) -> TrainSequence | None:
+    """A sequence's last tokens; the first of them is given, whatever it was.
+
+    Args: sequence: any. limit: tokens that stay, prefix included.
+    Returns: None where no trained token is among those that follow the first.
+
+    >>> s = TrainSequence(prefix=np.array([5, 6]), tokens=np.array([7, 8, 2]), mask=np.array([True, True, True]))
+    >>> cut = cut_at_start(s, 2)
+    >>> cut.prefix.tolist(), cut.tokens.tolist(), cut_at_start(s, 1)
+    ([8], [2], None)
+    """
+    over = _length(sequence) - limit
+    if over <= 0:
+        return sequence
+    given = np.concatenate([sequence.prefix, sequence.tokens])[over:]
+    size = max(1, len(sequence.prefix) - over)  # of the prefix
+    mask = sequence.mask[size + over - len(sequence.prefix) :]
+    if not mask.any():
+        return None
+    return TrainSequence(prefix=given[:size], tokens=given[size:], mask=mask)
 
 
 def _length(sequence: TrainSequence) -> int:

@@ -211,15 +211,17 @@ def make_estimator(config: AlgorithmConfig) -> Callable[..., Tensor]:
     return fn
 
 
-def advantage_inputs(batch: TokenBatch, rewarded: Rewarded | None = None) -> AdvantageInputs:
+def advantage_inputs(
+    batch: TokenBatch, rewarded: Rewarded | None = None, *, clip: tuple[float, float] | None = None
+) -> AdvantageInputs:
     """What a step gives an estimator.
 
     Args: batch: scored. rewarded: each reward function's values and weight, and the rewards of greedy completions;
-            None = the total only.
+            None = the total only. clip: bounds of the total.
     """
     table = {} if rewarded is None else {name: torch.from_numpy(r) for name, r in rewarded.table.items()}
     return AdvantageInputs(
-        rewards=batch.rewards,
+        rewards=batch.rewards if clip is None else batch.rewards.clamp(*clip),
         group_of=batch.group_of,
         trajectory=batch.trajectory,
         mask=batch.mask,

@@ -272,7 +272,8 @@ class PolicyLearner(RLLearner):
     def assign_advantages(self, step: Step) -> Step:
         """An advantage for each token: the estimator's, of whole trajectories or of tokens."""
         batch = step.need_batch()
-        batch = batch.replace(advantages=estimate(self.estimator, advantage_inputs(batch, step.rewarded)))
+        x = advantage_inputs(batch, step.rewarded, clip=self.algo_config.reward_clip_range)
+        batch = batch.replace(advantages=estimate(self.estimator, x))
         batch = self.control.in_advantage(batch)
         return step.replace(batch=batch).log(advantage_metrics(batch))
 

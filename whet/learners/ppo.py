@@ -129,7 +129,7 @@ class PPOLearner(PolicyLearner):
     def assign_advantages(self, step: Step) -> Step:
         """The estimator's advantages, and the returns that the critic learns."""
         step = super().assign_advantages(step)
-        x = advantage_inputs(step.need_batch(), step.rewarded)
+        x = advantage_inputs(step.need_batch(), step.rewarded, clip=self.algo_config.reward_clip_range)
         _, returns = with_fields(advantages_and_returns, self.algo_config)(x)  # whatever the estimator is
         batch = step.need_batch().replace(returns=returns.float())
         if self.shares_trunk:

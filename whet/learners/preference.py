@@ -90,7 +90,9 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         self._running: dict[str, float] = {}
         self._ahead: tuple[Run, SupervisedTask] | None = None
         self._kept: dict[bytes, list[Tensor]] | None = None
-        models.trainer.with_loss_fn(self.objective, loss_per="unit", constants=self.objective.constants)
+        models.trainer.with_loss_fn(
+            self.objective, loss_per="unit", constants=self.objective.constants, entropy=c.log_entropy
+        )
         models.trainer.with_tqdm_metrics_to_display(["rewards/accuracies"])
 
     def _check_reference(self) -> None:
@@ -114,6 +116,11 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             )
         if c.sync_ref_model and self.models.worker(Role.REFERENCE).loaded.is_view:
             raise ConfigError("sync_ref_model moves a reference of its own, and this one is the base of an adapter")
+
+    @property
+    def knows_run(self) -> bool:
+        """Whether it is known which rows precompute_ref_log_probs reads the reference on."""
+        return self._ahead is not None
 
     def encoder(self) -> Encoder:
         """Pairs, or answers with a label."""
@@ -248,7 +255,8 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
                 found[name] = Mean(total.sum, count.sum)
                 if not count.sum:
                     del found[name]
-        found.pop("tokens/chosen", None)
+        for name in ("tokens/chosen", "tokens/rejected", "tokens/both"):
+            found.pop(name, None)
         pair = [found.get(f"rewards/{side}") for side in ("chosen", "rejected")]
         if "rewards/margins" not in found and None not in pair:
             found["rewards/margins"] = Last(pair[0].value - pair[1].value)  # pyright: ignore[reportOptionalMemberAccess]

@@ -40,6 +40,7 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
             loss_agg_mode=resolve_name(c.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode"),
             loss_agg_norm=c.loss_agg_norm,
             entropy=c.log_entropy,
+            constants=("correct",),
         )
 
     def encoder(self) -> Encoder:
@@ -52,4 +53,6 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
         loss, metrics = found if isinstance(found, tuple) else (found, {})
         if x.entropy is not None:
             metrics = {**metrics, "entropy": x.entropy.detach()}
+        if x.correct is not None:
+            metrics = {**metrics, "mean_token_accuracy": x.correct.to(loss.dtype)}
         return loss, metrics

@@ -88,11 +88,15 @@ class SupervisedLearner(Generic[C]):
 
     def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
         """The run that `train` goes through, not yet open: see there for the arguments. train_ds: None = no steps."""
-        task = SupervisedTask(self, eval_ds)
+        task = self.new_task(eval_ds)
         stream = None if train_ds is None else task.stream(train_ds)
         config = self.models.config
         perf = config.perf_metrics_options
         return Run(task, stream, self.models, config, observers=self.observers, perf_config=perf)
+
+    def new_task(self, eval_ds: Any = None) -> SupervisedTask:
+        """What a run asks of this learner: see `train` for the argument."""
+        return SupervisedTask(self, eval_ds)
 
     def evaluate(self, eval_ds: Any, step: int = 0) -> dict[str, float]:
         """The loss and its metrics over a whole data set. Args: eval_ds: rows. Returns: name -> number."""

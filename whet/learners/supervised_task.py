@@ -104,7 +104,7 @@ class SupervisedTask(Task):
         )
         log.info("data: %s%s", stream.describe(), counted(encode))
         if stream.kind == "rows":
-            self._check_fit(stream.source)
+            self.check_fit(stream.source)
         elif data.max_length is not None:
             self.models.fit(self.learner.data.max_length or 0)
         return stream
@@ -119,7 +119,7 @@ class SupervisedTask(Task):
         )
         self._evaluated = [example for batch in stream for example in batch]
         log.info("evaluation data: %d rows%s", len(self._evaluated), counted(encode))
-        self._check_fit(self._evaluated)
+        self.check_fit(self._evaluated)
 
     @property
     def evaluated_examples(self) -> list[Example]:
@@ -127,7 +127,7 @@ class SupervisedTask(Task):
         self.prepare()
         return self._evaluated or []
 
-    def _check_fit(self, examples: Sequence[Example]) -> None:
+    def check_fit(self, examples: Sequence[Example]) -> None:
         """Refuses what the model can't read, and raises the token budget to what must stay together."""
         positions, ids = self.models.positions, self.models.trained.loaded.num_ids
         longest = 0

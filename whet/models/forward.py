@@ -232,15 +232,16 @@ def _supported(
         z = support_logits(logits(s), support, seen=seen, position=position[s], keep=keep, allowed=inside)
         correct = is_likeliest(z, keep) if "correct" in constants else None
         log_sum = log_sum_sq_probs(z.detach()) if "log_sum_sq_probs" in constants else None
-        return selective_log_softmax(z, keep), entropy_of(z) if entropy else None, correct, log_sum
+        mean = to_fp32(z.detach()).mean(-1) if "mean_logits" in constants else None
+        return selective_log_softmax(z, keep), entropy_of(z) if entropy else None, correct, log_sum, mean
 
     count, size = len(micro.hidden_index), vocab * 4
     if count * size <= HELD_BYTES or not torch.is_grad_enabled():
         parts = [part(s) for s in chunks(count, max(1, CHUNK_BYTES // size))]
     else:
         parts = [checkpoint(part, s, use_reentrant=False) for s in chunks(count, max(1, CHUNK_BYTES // size))]
-    logprobs, entropies, correct, log_sum = (None if x[0] is None else torch.cat(x) for x in zip(*parts))
-    return TokenStats(logprobs=logprobs, entropy=entropies, correct=correct, log_sum_sq_probs=log_sum)
+    names = ("logprobs", "entropy", "correct", "log_sum_sq_probs", "mean_logits")
+    return TokenStats(**{n: None if x[0] is None else torch.cat(x) for n, x in zip(names, zip(*parts), strict=True)})
 
 
 def _turn_positions(micro: MicroBatch) -> Tensor:

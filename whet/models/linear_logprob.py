@@ -28,6 +28,8 @@ CHUNK_BYTES = 100_000_000
 """Logits of one chunk."""
 HELD_BYTES = 16_000_000
 """Logits up to this size are kept for the backward pass."""
+_CONSTANTS = ("correct", "log_sum_sq_probs", "mean_logits")
+"""Those of types.loss.CONSTANTS, in the order in which they come."""
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,9 @@ def linear_stats(
     held = hidden.shape[0] * size <= held_bytes
     rows = max(1, hidden.shape[0] if held else chunk_bytes // size)
     options = _LogprobOptions(Projection(temperature, scale, softcap), entropy, frozenset(constants), rows, held)
-    logprobs, entropies, correct, log_sum = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
+    logprobs, entropies, *found = _LinearLogprob.apply(hidden, weight, bias, targets, options)  # pyright: ignore
     return TokenStats(
-        logprobs=logprobs, entropy=entropies if entropy else None, correct=correct, log_sum_sq_probs=log_sum
+        logprobs=logprobs, entropy=entropies if entropy else None, **dict(zip(_CONSTANTS, found, strict=True))
     )
 
 
@@ -112,12 +114,13 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: _LogprobOptions
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         dtype = fp32_or_wider(hidden.dtype)
         logprobs = hidden.new_empty(len(hidden), dtype=dtype)
         entropies = torch.zeros_like(logprobs)
         correct = torch.zeros_like(targets, dtype=torch.bool) if "correct" in options.constants else None
         log_sum = torch.zeros_like(logprobs) if "log_sum_sq_probs" in options.constants else None
+        mean = torch.zeros_like(logprobs) if "mean_logits" in options.constants else None
         z = None
         for s in chunks(len(hidden), options.rows):
             z = options.projection.logits(hidden[s], weight, bias)
@@ -127,15 +130,17 @@ class _LinearLogprob(torch.autograd.Function):
                 correct[s] = is_likeliest(z, targets[s])
             if log_sum is not None:
                 log_sum[s] = log_sum_sq_probs(z)
+            if mean is not None:
+                mean[s] = z.mean(1)
             if options.entropy:
                 entropies[s] = -_finite(logp, bias).mul_(z.softmax(1)).sum(1)
         kept = z if options.held and any(ctx.needs_input_grad) else None
         ctx.save_for_backward(hidden, weight, bias, targets, entropies, kept)
         ctx.options = options
         ctx.set_materialize_grads(False)  # an entropy that is only looked at costs nothing in backward
-        constants = [x for x in (None if options.entropy else entropies, correct, log_sum) if x is not None]
+        constants = [x for x in (None if options.entropy else entropies, correct, log_sum, mean) if x is not None]
         ctx.mark_non_differentiable(*constants)
-        return logprobs, entropies, correct, log_sum
+        return logprobs, entropies, correct, log_sum, mean
 
     @staticmethod
     @once_differentiable

@@ -222,7 +222,7 @@ class RewardManager:
         Raises:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
         """
-        inputs = _inputs(groups, texts, mode, self.algo_fields, extras or {})
+        inputs = self.inputs(groups, texts, mode=mode, extras=extras or {})
         made, errors = self._called(inputs, _whole(groups))
         table = {**made, **{name: r for name, r in _table(groups).items() if name not in made}}  # what groups came with
         cut = {name: np.split(values, np.cumsum(_sizes(groups))[:-1]) for name, values in made.items()}
@@ -243,6 +243,12 @@ class RewardManager:
             texts=texts,
             inputs=inputs,
         )
+
+    def inputs(
+        self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
+    ) -> RewardInputs:
+        """What the functions are offered. Args: as in the call. Raises: DataError: as the call does."""
+        return _inputs(groups, texts, mode, self.algo_fields, extras)
 
     def taken_over(self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any = "train") -> Rewarded:
         """What a call would give for groups that have their rewards already, under the weights of now.

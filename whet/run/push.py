@@ -26,7 +26,7 @@ from whet.parallel.checkpoint import step_of, verify, write_folder
 from whet.run.watching import BEFORE_STOP, BEST
 from whet.util.model_paths import hub_silence
 
-__all__ = ["Giving", "Pushed", "push_to_hub"]
+__all__ = ["Giving", "Pushed", "check_hub", "push_folder", "push_to_hub"]
 
 log = logging.getLogger("whet")
 
@@ -123,6 +123,38 @@ def push_to_hub(
     log.info("sending %d files, %.1f MB, to %s", len(sizes), sum(sizes.values()) / 1e6, repo)
     url = _sent(api, repo, files, card, private=private, message=message or f"step {step}, by whet", branch=branch)
     return Pushed(repo=repo, private=private, files=sizes, card=card, url=url)
+
+
+def push_folder(
+    model: str | Path,
+    repo: str,
+    card: str,
+    *,
+    private: bool,
+    message: str,
+    branch: str | None = None,
+    token: str | None = None,
+) -> Pushed:
+    """Sends the folder of a model, its tokenizer in it, with a card.
+
+    Args: model: its folder; files besides those of a model and its tokenizer stay. repo: its name on the hub, the
+        user's own where it names nobody. card: README.md. private, message, branch, token: as in push_to_hub.
+    Raises: as push_to_hub does.
+    """
+    folder = Path(model)
+    files = _files(folder, folder, merged=False)
+    _check_base(files.get("adapter_config.json"), False)
+    api = _api(token)
+    repo = _repo(repo, folder, _who(api))
+    _check_visible(api, repo, private)
+    sizes = {"README.md": len(card.encode()), **{name: path.stat().st_size for name, path in sorted(files.items())}}
+    url = _sent(api, repo, files, card, private=private, message=message, branch=branch)
+    return Pushed(repo=repo, private=private, files=sizes, card=card, url=url)
+
+
+def check_hub(token: str | None = None) -> None:
+    """Asks the hub whether the token may write, before anything is made that is to be sent. Raises: ConfigError: no."""
+    _who(_api(token))
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------

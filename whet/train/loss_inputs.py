@@ -55,6 +55,7 @@ def loss_inputs(
         divergence=None if stats.divergence is None else kept(stats.divergence),
         correct=None if stats.correct is None else stats.correct & mask,
         log_sum_sq_probs=None if stats.log_sum_sq_probs is None else kept(stats.log_sum_sq_probs),
+        mean_logits=None if stats.mean_logits is None else kept(stats.mean_logits),
         scores=stats.scores,
         unit_of=micro.unit_of,
         num_sequences=len(micro.sequences),

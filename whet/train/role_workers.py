@@ -61,6 +61,7 @@ class RoleWorkers:
         config: of the loop.
         role_to_mesh: device mesh of each role; None = all on this process's device.
         offload_to_cpu: keep on a GPU only what the phase needs.
+        module_dtype: what models that are given as modules compute in, as RoleConfig.dtype; None = their own dtype.
     """
 
     ENTRY: ClassVar[str] = "models"
@@ -75,10 +76,11 @@ class RoleWorkers:
         *,
         role_to_mesh: Mapping[Role, Any] | None = None,
         offload_to_cpu: bool = False,
+        module_dtype: str | None = None,
     ) -> None:
         require_single_process()
         super().__init__()  # of a mixin
-        self._loop, self._offload = config, offload_to_cpu
+        self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
         self._meshes = dict(role_to_mesh or {})
         self.trace = Trace()
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
@@ -162,7 +164,7 @@ class RoleWorkers:
         support: Support | None = None,
         allowed: Allowed | None = None,
     ) -> ModelWorker:
-        """Gives a role its worker. A module keeps its dtype.
+        """Gives a role its worker. A module keeps its dtype, unless there is one for modules.
 
         Args:
             role: whose model it is.
@@ -175,11 +177,12 @@ class RoleWorkers:
         """
         given, dtype = (RoleConfig(model=model) if isinstance(model, str) else model), None
         placement = Placement() if loaded.is_view else self._placement(loaded.module.device)
-        if isinstance(given, RoleConfig) and not loaded.is_view:  # a view is as its owner is
-            noted = None if given.dtype != "auto" else self._noted_dtypes.get(role.value)
-            dtype = compute_dtype(noted or given.dtype, loaded)
+        wanted = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
+        if wanted is not None and not loaded.is_view:  # a view is as its owner is
+            noted = None if wanted != "auto" else self._noted_dtypes.get(role.value)
+            dtype = placement.ranks.agree(compute_dtype(noted or wanted, loaded))  # "auto" goes by a timing
+        if isinstance(given, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
-            dtype = placement.ranks.agree(dtype)  # "auto" goes by a timing
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()
         if optimizer is not None and own != OptimConfig():
             raise ConfigError(

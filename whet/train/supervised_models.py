@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -31,6 +31,8 @@ class SupervisedModels(RoleWorkers):
             and "actor" is the actor as it begins, which needs no second copy where an adapter is trained.
         tokenizer: a tokenizer, a folder or a hub name.
         config: of the loop.
+        role_to_mesh: device mesh of each role; None = all on this process's device.
+        module_dtype: what models that are given as modules compute in, as RoleConfig.dtype; None = their own dtype.
         optimizer: of the model that is trained, in place of its RoleConfig's: an OptimConfig, a name or a factory.
         offload_to_cpu: keep on a GPU only what the phase needs.
     Raises: ConfigError: neither an actor nor a reward model, or both; a model that can't be loaded.
@@ -47,10 +49,14 @@ class SupervisedModels(RoleWorkers):
         tokenizer: Any,
         config: SupervisedTrainingConfig | None = None,
         optimizer: OptimConfig | str | Callable[..., Any] | None = None,
+        role_to_mesh: Mapping[Role, Any] | None = None,
+        module_dtype: str | None = None,
         offload_to_cpu: bool = False,
     ) -> None:
         self.config = config or SupervisedTrainingConfig()
-        super().__init__(self.config, offload_to_cpu=offload_to_cpu)
+        super().__init__(
+            self.config, role_to_mesh=role_to_mesh, offload_to_cpu=offload_to_cpu, module_dtype=module_dtype
+        )
         if (actor is None) == (reward_model is None):
             raise ConfigError("supervised training trains one model; give SupervisedModels actor= or reward_model=")
         self.optimizer = optimizer

@@ -22,6 +22,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.trl.field import Table
+from whet.trl.launch import launched
 
 __all__ = ["Arguments", "dataclass_of"]
 
@@ -48,6 +49,8 @@ class Arguments:
     TABLE: ClassVar[Table] = {}
     OLD: ClassVar[Table] = {}
     COMPAT: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    compat = None
+    """Whose metric names are logged besides; a field where there are defaults of earlier releases."""
 
     if TYPE_CHECKING:  # the fields are made of the tables
 
@@ -125,6 +128,7 @@ class Arguments:
             setattr(self, name, _word(name, getattr(self, name), kind))
         reports = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
         self.report_to = [] if reports == ["none"] else reports
+        launched(self)
         if self.disable_tqdm is None:
             self.disable_tqdm = False
         if self.activation_checkpointing is None:

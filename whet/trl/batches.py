@@ -54,11 +54,11 @@ class Batches:
         return f"{prompts} x {self.generations} completions a rollout, {updates} of {self.rows}"
 
 
-def batches_of(fields: Mapping[str, Any]) -> Batches:
+def batches_of(fields: Mapping[str, Any], *, method: str = "GRPO") -> Batches:
     """The batches of a configuration, by TRL's rules.
 
     Args: fields: num_generations, per_device_train_batch_size, gradient_accumulation_steps, num_iterations,
-        generation_batch_size and steps_per_generation (None = not given).
+        generation_batch_size and steps_per_generation (None = not given). method: for the message.
     Raises: ConfigError: a rule is broken; with the nearest settings that work and what each makes of a step.
 
     >>> given = dict(num_generations=8, per_device_train_batch_size=8, gradient_accumulation_steps=4, num_iterations=1)
@@ -68,6 +68,7 @@ def batches_of(fields: Mapping[str, Any]) -> Batches:
     found = _batches(fields)
     if isinstance(found, Batches):
         return found
+    found = found.replace("GRPO", method)
     near = [f"{name}={value} ({made})" for name, value, made in _others(fields)]
     raise ConfigError(f"{found} Nearest that work: {'; '.join(near)}" if near else found)
 

@@ -34,11 +34,11 @@ def checkpoint_at(output_dir: str, step: int) -> Path:
     return Path(output_dir) / f"checkpoint-{step}"
 
 
-def linked(whole: Path, folder: Path) -> Path:
-    """Makes the folder of transformers' form. Args: whole: what a resume reads. Returns: the folder."""
+def linked(whole: Path, folder: Path, role: str) -> Path:
+    """Makes the folder of transformers' form. Args: whole: what a resume reads. role: whose model. Returns: it."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    for file in sorted((whole / "actor").iterdir()):
+    for file in sorted((whole / role).iterdir()):
         if file.name not in _NOT_LINKED:
             (folder / file.name).symlink_to(os.path.relpath(file, folder))
     (folder / _WHOLE).symlink_to(os.path.relpath(whole, folder))
@@ -83,9 +83,9 @@ def to_resume(output_dir: str, asked: str | Literal[True]) -> Path:
     return found
 
 
-def best_state(folder: Path) -> Path:
-    """What a worker loads of a checkpoint. Raises CheckpointError: it is gone."""
-    whole = (folder / _WHOLE).resolve() / "actor"
+def best_state(folder: Path, role: str) -> Path:
+    """What a worker loads of a checkpoint. Args: role: whose. Raises CheckpointError: it is gone."""
+    whole = (folder / _WHOLE).resolve() / role
     if not whole.is_dir():
         raise CheckpointError(f"{folder} is gone, and load_best_model_at_end asks for it; leave it where it is")
     return whole

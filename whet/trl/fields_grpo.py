@@ -7,7 +7,6 @@ from whet.trl.field import Table, inert, old, other, refused, works
 __all__ = ["COMPAT", "GRPO_FIELDS", "OLD_GRPO_FIELDS"]
 
 _SERVER = "only read with vllm_mode='server', which is refused"
-_TOOLS = "only read with tools, which are refused"
 _CB = "whet's own engine batches continuously in any case"
 _KEPT = "the corrections are of the embedded engine's own logprobs only where use_vllm is set, as there"
 
@@ -80,7 +79,7 @@ GRPO_FIELDS: Table = {
     "entropy_coef_max": works(1.0),
     "entropy_coef_delta": works(0.005),
     "entropy_target": works(0.2),
-    "max_tool_calling_iterations": inert(None, _TOOLS, int),
+    "max_tool_calling_iterations": works(None, "rounds of calls in a completion", int),
     "vllm_importance_sampling_correction": works(True, _KEPT),
     "vllm_importance_sampling_mode": works("sequence_mask"),
     "vllm_importance_sampling_clip_max": works(3.0, kind=float),

@@ -8,7 +8,7 @@ __all__ = ["OLD_TRAINING_FIELDS", "TRAINING_FIELDS"]
 
 _ONE = "one process trains; several are not there yet"
 _ROWS = "rows are read in this process as they are needed; no workers copy them"
-_HUB = "only read with push_to_hub"
+_HUB = "checkpoints are not sent; what save_model() and push_to_hub() send is one commit"
 _ROLLOUT = "between two updates of one rollout it is rounded up to the end of the rollout"
 _NO_COMPILE = "nothing is compiled: training runs on kernels of its own"
 
@@ -39,8 +39,8 @@ TRAINING_FIELDS: Table = {
     "label_smoothing_factor": inert(0.0, "GRPO has no labels, in TRL neither"),
     "bf16": other(
         None,
-        "None = in bf16 where the machine is faster so; True or False decide. Masters stay fp32. A model given as a "
-        "module computes in the dtype that it has",
+        "None = in bf16 where the machine is faster so; True or False decide. Masters stay fp32, and are what is "
+        "saved. A module is turned to bf16 in place; with optimizers= it keeps its dtype",
         bool,
     ),
     "fp16": refused(False, "fp16 needs a scaled loss, which is not offered; take bf16=True"),
@@ -94,13 +94,13 @@ TRAINING_FIELDS: Table = {
     "save_on_each_node": inert(False, _ONE),
     "save_total_limit": works(None, kind=int),
     "enable_jit_checkpoint": inert(False, "SIGTERM always ends a run with a checkpoint"),
-    "push_to_hub": refused(False, "not there yet; upload what save_model() wrote with huggingface_hub"),
-    "hub_token": inert(None, _HUB, str),
-    "hub_private_repo": inert(None, _HUB, bool),
-    "hub_model_id": inert(None, _HUB, str),
+    "push_to_hub": other(False, "the token is tried at once; save_model() and push_to_hub() send, checkpoints stay"),
+    "hub_token": works(None, kind=str),
+    "hub_private_repo": other(None, "private unless False", bool),
+    "hub_model_id": works(None, kind=str),
     "hub_strategy": inert("every_save", _HUB),
     "hub_always_push": inert(False, _HUB),
-    "hub_revision": inert(None, _HUB, str),
+    "hub_revision": works(None, "the branch", str),
     "load_best_model_at_end": works(False),
     "metric_for_best_model": works(None, kind=str),
     "greater_is_better": works(None, kind=bool),

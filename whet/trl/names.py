@@ -9,7 +9,7 @@ from typing import Any
 
 from whet.learners.control import MEASURED_ENTROPY
 
-__all__ = ["Window", "trl_metrics"]
+__all__ = ["Window", "supervised_metrics", "trl_metrics"]
 
 _RENAMED = {
     MEASURED_ENTROPY: "entropy",
@@ -22,6 +22,11 @@ _SAME = re.compile(
     r"|clip_ratio/(low_mean|low_min|high_mean|high_max|region_mean)|sampling/sampling_logp_difference/(mean|max)"
 )
 """Names that are the same."""
+_SUPERVISED = re.compile(
+    r"loss|grad_norm|learning_rate|entropy|mean_token_accuracy|rewards/(chosen|rejected|accuracies|margins)"
+    r"|(logps|logits)/(chosen|rejected)|accuracy|margin|(min|mean|max)_reward"
+)
+"""The same of supervised training."""
 _NOT = ("rewards/score/", "rewards/advantage/")
 _TERMINATED = tuple(f"completions/{how}_terminated_length" for how in ("mean", "min", "max"))
 
@@ -47,6 +52,15 @@ def trl_metrics(row: Mapping[str, Any], *, compat: str | None = None) -> dict[st
     return found
 
 
+def supervised_metrics(row: Mapping[str, Any]) -> dict[str, float]:
+    """A row of supervised training under TRL's names, which are whet's; what TRL does not log is left out.
+
+    >>> supervised_metrics({"loss": 0.5, "entropy": 2.0, "rewards/chosen": 1.0, "perf/x": 1.0})
+    {'loss': 0.5, 'entropy': 2.0, 'rewards/chosen': 1.0}
+    """
+    return {name: value for name, value in row.items() if _SUPERVISED.fullmatch(name)}
+
+
 def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[str, float]:
     old = {}
     if "completions/mean_length" in found:
@@ -61,14 +75,14 @@ def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[s
 
 
 class Window:
-    """The means of metrics since the last log; NaN and infinities are left out, as TRL leaves NaN out.
+    """The means of metrics since the last log; NaN is left out, and None stands where there was nothing else: TRL's.
 
     >>> w = Window()
-    >>> w.add({"loss": 1.0}); w.add({"loss": 3.0, "kl": float("nan")}); w.take()
-    {'loss': 2.0}
+    >>> w.add({"loss": 1.0, "kl": float("nan")}); w.add({"loss": 3.0}); w.take()
+    {'loss': 2.0, 'kl': None}
     """
 
-    _LAST = ("num_tokens", "learning_rate", "entropy_coef")
+    _LAST = ("num_tokens", "grad_norm", "learning_rate", "entropy_coef")
 
     def __init__(self) -> None:
         self._values: dict[str, list[float]] = {}
@@ -76,10 +90,11 @@ class Window:
     def add(self, row: Mapping[str, float]) -> None:
         """Takes a row."""
         for name, value in row.items():
+            values = self._values.setdefault(name, [])
             if not math.isnan(value):
-                self._values.setdefault(name, []).append(float(value))
+                values.append(float(value))
 
-    def take(self) -> dict[str, float]:
-        """The means, which are forgotten; of a counter and a rate the last one."""
+    def take(self) -> dict[str, Any]:
+        """The means, which are forgotten; of a counter, a rate and the gradient's norm the last one."""
         values, self._values = self._values, {}
-        return {n: v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}
+        return {n: None if not v else v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}

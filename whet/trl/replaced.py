@@ -9,7 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from whet.types import Completion, Group, Prompt
+from whet.rollout.base import Output, Request
+from whet.rollout.driver import Episode
+from whet.types import Completion, Group
 
 __all__ = ["generated", "is_replaced"]
 
@@ -21,7 +23,7 @@ def is_replaced(module: nn.Module) -> bool:
 
 def generated(
     module: nn.Module,
-    prompts: Sequence[Prompt],
+    episodes: Sequence[Episode],
     number: int,
     *,
     end_ids: Sequence[int],
@@ -29,39 +31,67 @@ def generated(
     options: dict[str, Any],
     version: int,
 ) -> list[Group]:
-    """Groups whose completions `module.generate` made, called as TRL calls it: left-padded copies of each prompt.
+    """Groups whose turns `module.generate` made, called as TRL calls it: with all episodes that wait for a turn.
 
-    Args: number: completions of each. end_ids: that end a completion, and are part of it. options: of the generation
-        configuration. version: of the weights.
+    Args: episodes: of each prompt so many as `number` says, one after the other. end_ids: that end a turn, and are part
+        of it. options: of the generation configuration. version: of the weights.
     """
+    made: dict[int, Any] = {}
+    playing = [(place, episode.play(episode)) for place, episode in enumerate(episodes)]
+    waiting: list[tuple[int, Any, Request]] = [(place, turns, next(turns)) for place, turns in playing]
+    while waiting:
+        rows = _rows(module, [request.tokens for *_, request in waiting], end_ids, pad_id, options)
+        asked, waiting = waiting, []
+        for (place, turns, request), row in zip(asked, rows, strict=True):
+            try:
+                waiting.append((place, turns, turns.send(_output(row, request, end_ids, pad_id, version))))
+            except StopIteration as end:
+                made[place] = end.value
+    return [
+        Group(prompt=episodes[i].prompt, completions=tuple(_one(made[i + g]) for g in range(number)))
+        for i in range(0, len(episodes), number)
+    ]
+
+
+def _one(found: Any) -> Completion:
+    """An episode here is one sequence."""
+    return found if isinstance(found, Completion) else found[0]
+
+
+def _rows(
+    module: nn.Module, contexts: Sequence[np.ndarray], end_ids: Sequence[int], pad_id: int, options: dict[str, Any]
+) -> np.ndarray:
+    """Int [rows, C]: what `generate` puts after left-padded contexts."""
     from transformers import GenerationConfig
 
-    copies = [p for p in prompts for _ in range(number)]
-    width = max(len(p.tokens) for p in copies)
+    width = max(map(len, contexts))
     device = next(module.parameters()).device
-    ids = torch.full((len(copies), width), pad_id, device=device)
+    ids = torch.full((len(contexts), width), pad_id, device=device)
     mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(copies):
-        own = torch.from_numpy(prompt.tokens.astype(np.int64)).to(device)
+    for row, context in enumerate(contexts):
+        own = torch.from_numpy(context.astype(np.int64)).to(device)
         ids[row, width - len(own) :], mask[row, width - len(own) :] = own, 1
     config = GenerationConfig(eos_token_id=list(end_ids), pad_token_id=pad_id, do_sample=True, **options)
     with torch.no_grad():
         found: Any = module.generate(input_ids=ids, attention_mask=mask, generation_config=config, disable_compile=True)  # pyright: ignore
-    rows = (found if isinstance(found, torch.Tensor) else found.sequences)[:, width:].cpu().numpy()
-    done = [_completion(row, place % number, end_ids, pad_id, version) for place, row in enumerate(rows)]
-    return [Group(prompt=p, completions=tuple(done[i * number : (i + 1) * number])) for i, p in enumerate(prompts)]
+    return (found if isinstance(found, torch.Tensor) else found.sequences)[:, width:].cpu().numpy()
 
 
-def _completion(row: np.ndarray, generation: int, end_ids: Sequence[int], pad_id: int, version: int) -> Completion:
-    """A row of ids up to its first end token; a row that has none ends with its last id, padding left out."""
+def _output(row: np.ndarray, request: Request, end_ids: Sequence[int], pad_id: int, version: int) -> Output:
+    """A row of ids up to its first end token; a row that has none ends with its last id, padding left out.
+
+    A turn after the first is cut where the completion is full, since `generate` is not told of it.
+    """
     ends = np.flatnonzero(np.isin(row, list(end_ids)))
     tokens = row[: ends[0] + 1] if len(ends) else row
     while len(tokens) > 1 and not len(ends) and tokens[-1] == pad_id:
         tokens = tokens[:-1]
-    return Completion(
+    cut = request.draw > 0 and len(tokens) > request.sampling.max_tokens
+    tokens = tokens[: request.sampling.max_tokens] if cut else tokens
+    return Output(
+        id=request.id,
         tokens=tokens.astype(np.int32),
         logprobs=np.zeros(len(tokens), np.float32),
         versions=np.full(len(tokens), version, np.int32),
-        finish_reason="stop" if len(ends) else "length",
-        generation=generation,
+        finish_reason="stop" if len(ends) and not cut else "length",
     )

@@ -7,6 +7,7 @@ A function that takes fewer of them is given those that it names. None and NaN m
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -18,9 +19,11 @@ from torch import nn
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
+from whet.rewards.contract import RewardInputs
 from whet.rewards.manager import Rewarded, RewardManager
 from whet.rewards.model import RewardModel
 from whet.train.worker import ModelWorker
+from whet.trl.agents import Agents, own_prompts
 from whet.types import Group
 
 __all__ = ["RewardLog", "TRLRewards", "reward_functions"]
@@ -59,13 +62,27 @@ class RewardLog:
 
 
 class TRLRewards(RewardManager):
-    """The rewards of a batch, the functions given what TRL gives them; `log` is set by the trainer."""
+    """The rewards of a batch, the functions given what TRL gives them; `log` and `agents` are set by the trainer."""
 
     log: RewardLog
+    agents: Agents
 
     def check(self, columns: Sequence[str], *, extras: Mapping[str, Any] | None = None) -> None:
-        """As RewardManager, with what the log offers."""
-        super().check(columns, extras={**self.log.offered(), **(extras or {})})
+        """As RewardManager, with what the log offers; what a rollout_func will return can't be known."""
+        if self.agents.rollout_func is None:
+            own = {} if self.agents.environments is None else {"environments": []}
+            super().check(columns, extras={**self.log.offered(), **own, **(extras or {})})
+
+    def inputs(
+        self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
+    ) -> RewardInputs:
+        """As RewardManager, with prompts as environments have made them, and the columns of rollouts."""
+        playing = self.agents.environments
+        if playing is not None:  # among the extras, since columns are copied for each function
+            extras = {**extras, "environments": playing.playing}
+        found = super().inputs(groups, texts, mode=mode, extras=extras)
+        columns = {**found.columns, **self.agents.columns}
+        return dataclasses.replace(found, prompts=own_prompts(groups), columns=columns)
 
     def __call__(
         self,
@@ -84,16 +101,22 @@ class TRLRewards(RewardManager):
         return found
 
 
-def reward_functions(given: Any, tokenizers: Any, policy_tokenizer: Any, args: Any) -> list[Any]:
-    """The functions, with models in place of their names.
+def reward_functions(
+    given: Any, tokenizers: Any, policy_tokenizer: Any, args: Any, others: Sequence[Any] = ()
+) -> list[Any]:
+    """The functions, with models in place of their names; then those of environments.
 
     Args: given: one or a list: functions, names or folders of reward models, modules. tokenizers: reward_processing_
-        classes, one for each function; None = what lies in the model's folder, else the policy's.
+        classes, one for each function; None = what lies in the model's folder, else the policy's. others: of
+        environments, after which none need be given.
     Raises: ConfigError: none is given; not one tokenizer for each.
     """
     fns = [given] if callable(given) or isinstance(given, str) else list(given or ())
-    if not fns:
-        raise ConfigError("reward_funcs is empty; give at least one function, or the name of a reward model")
+    if not fns and not others:
+        raise ConfigError(
+            "reward_funcs is empty; give at least one function, the name of a reward model, or an environment_factory "
+            "whose environment defines a `get_reward` method"
+        )
     if args.reward_weights is not None and len(args.reward_weights) != len(fns):
         raise ConfigError(
             f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions ({len(fns)})"
@@ -104,10 +127,11 @@ def reward_functions(given: Any, tokenizers: Any, policy_tokenizer: Any, args: A
             f"The number of reward processing classes ({len(own)}) must match the number of reward functions "
             f"({len(fns)})."
         )
-    return [
+    made = [
         _model(fn, tokenizer, policy_tokenizer, args) if isinstance(fn, str | nn.Module) else fn
         for fn, tokenizer in zip(fns, own, strict=True)
     ]
+    return [*made, *others]
 
 
 def _model(model: Any, tokenizer: Any, policy_tokenizer: Any, args: Any) -> RewardModel:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
@@ -26,15 +26,18 @@ class _Stream:
         return (self._keep(row) for row in self._source)
 
 
-def rows_of(data: Any, *, prompt_only: bool = False) -> Any:
+def rows_of(data: Any, *, prompt_only: bool = False, without_prompt: bool = False) -> Any:
     """The rows of a data set, without the columns that nothing is given.
 
     Args: data: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them. prompt_only: keep no other
-        column (remove_unused_columns).
+        column (remove_unused_columns). without_prompt: a row that has none gets an empty one, which an environment
+        fills.
     Raises: DataError: it has no column `prompt`.
     """
 
     def keep(row: Any) -> dict[str, Any]:
+        if without_prompt and isinstance(row, Mapping) and "prompt" not in row:
+            row = {**row, "prompt": [{"role": "user", "content": ""}]}
         if not isinstance(row, Mapping) or "prompt" not in row:
             raise DataError(f"a row has no column 'prompt'; its columns: {', '.join(row)}; rename the one that it is")
         return {n: v for n, v in row.items() if n == "prompt" or not (prompt_only or n in _DROPPED)}
@@ -48,12 +51,12 @@ def rows_of(data: Any, *, prompt_only: bool = False) -> Any:
     return _Stream(data, keep)
 
 
-def eval_sets(data: Any, *, prompt_only: bool = False) -> dict[str, list[dict[str, Any]]]:
-    """The evaluation sets by name, each whole; "" is the name of a single one."""
+def eval_sets(data: Any, rows: Callable[[Any], Any]) -> dict[str, list[dict[str, Any]]]:
+    """The evaluation sets by name, each whole; "" is the name of a single one. Args: rows: of a set."""
     if data is None:
         return {}
     named = data if isinstance(data, Mapping) else {"": data}
-    return {name: list(rows_of(one, prompt_only=prompt_only)) for name, one in named.items()}
+    return {name: list(rows(one)) for name, one in named.items()}
 
 
 def longest_prompt(encoder: PromptEncoder, sets: Iterable[Any], positions: int | None, completion: int) -> int:

@@ -1,12 +1,13 @@
-"""TRLTask: a run's events as transformers' callbacks are told of them, in transformers' order.
+"""A run's events as transformers' callbacks are told of them, in transformers' order.
 
     on_train_begin, on_epoch_begin
-    for each rollout:  for each of its updates: on_step_begin, on_pre_optimizer_step, on_optimizer_step, on_step_end
-                       then what was asked for: log and on_log, on_evaluate, save and on_save
+    for each step:  for each of its updates: on_step_begin, on_pre_optimizer_step, on_optimizer_step, on_step_end
+                    then what was asked for: log and on_log, on_evaluate, save and on_save
     on_epoch_end, and what it asks for; on_train_end
 
-What a callback asks for between two updates of one rollout is done when the rollout is over. An update is one call
-here, so on_pre_optimizer_step and on_optimizer_step come after it, and on_substep_end never.
+A step of reinforcement learning is a rollout with its updates, one of supervised training is one update. What a
+callback asks for between two updates of one rollout is done when the rollout is over. An update is one call here, so
+on_pre_optimizer_step and on_optimizer_step come after it, and on_substep_end never.
 """
 
 from __future__ import annotations
@@ -21,30 +22,35 @@ from transformers import TrainerState
 
 from whet.errors import CheckpointError, ConfigError
 from whet.learners.rl_task import RLTask
-from whet.learners.step import Step
+from whet.learners.step import BaseStep
+from whet.learners.supervised_task import SupervisedTask
+from whet.run.task import Task
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Metrics
-from whet.trl.names import trl_metrics
+from whet.types import Example
 
 if TYPE_CHECKING:
     from whet.trl.trainer import Trainer
 
-__all__ = ["TRLTask"]
+__all__ = ["TellingRLTask", "TellingSupervisedTask", "TellsCallbacks"]
 
+_OF_THE_LAST = ("grad_norm", "learning_rate")
+"""Metrics of which transformers logs the last update's."""
 _ASKED = ("should_log", "should_evaluate", "should_save")
 
 
-class TRLTask(RLTask):
-    """A learner's part of its run, which tells the front's callbacks.
+class TellsCallbacks(Task):
+    """A mixin of a learner's task, which tells the front's callbacks.
 
     Args: learner: whose run it is. front: the trainer with callbacks, state and control.
     """
 
     def __init__(self, learner: Any, front: Trainer) -> None:
-        super().__init__(learner)
+        super().__init__(learner)  # pyright: ignore[reportCallIssue]
         self.front = front
         self._asked: set[str] = set()
         self._updates = 0
+        self._last: dict[str, float] = {}
         self._restored = False
 
     # ---- the run -------------------------------------------------------------------------------------------------
@@ -74,21 +80,20 @@ class TRLTask(RLTask):
         front.state.global_step += 1
         front.set_epoch()
         front.tell("on_step_end")
+        self._last = {name: metrics[name].value for name in _OF_THE_LAST if name in metrics}
         self._updates += 1
         self._asked |= {name for name in _ASKED if getattr(front.control, name)}
-        if self._updates < self.learner.batches.updates:  # pyright: ignore[reportAttributeAccessIssue]
+        if self._updates < front.updates_per_step:
             front.tell("on_step_begin")
 
-    def on_step_end(self, run: Any, step: Step) -> None:
+    def on_step_end(self, run: Any, step: BaseStep) -> None:
         """Logs, evaluates and saves where it was asked for, then ends the epoch or the run."""
         super().on_step_end(run, step)
         front, batch = self.front, step.need_batch()
         front.state.num_input_tokens_seen += int((batch.prefix_lengths[batch.prefix_of] + batch.lengths).sum())
-        extra, own = front.reward_log.take()
-        found = trl_metrics(run.rows[-1], compat=front.args.compat)
-        front.window.add({**found, **own, "num_tokens": float(front.state.num_input_tokens_seen)})
         front.losses.append(float(run.rows[-1].get("loss", 0.0)))
-        front.completions.add(step, extra)
+        front.note_step(run.rows[-1], step)
+        front.window.add(self._last)
         for name in self._asked:
             setattr(front.control, name, True)
         self._do(run)
@@ -141,3 +146,16 @@ class TRLTask(RLTask):
         self.front.state = TrainerState(**json.loads(state["trl"]["state"]))
         self.front.load_scheduler(state["trl"]["scheduler"])
         self._restored = True
+
+
+class TellingRLTask(TellsCallbacks, RLTask):
+    """That of reinforcement learning."""
+
+
+class TellingSupervisedTask(TellsCallbacks, SupervisedTask):
+    """That of supervised training."""
+
+    @property
+    def evaluated_examples(self) -> list[Example]:
+        """All evaluation sets of the front."""
+        return [example for rows in self.front.eval_rows.values() for example in rows]

@@ -1,20 +1,23 @@
-"""Trainer: what the fronts have in common with transformers' Trainer: callbacks, state, logs, checkpoints, the end.
+"""Trainer: what every front has of transformers' Trainer: callbacks, state, logs, evaluation, checkpoints, the end.
 
-A front makes a learner; `train` runs it, and a TRLTask tells this of what happens.
+    Trainer -- RLTrainer -- GRPOTrainer        rl_trainer.py, grpo_trainer.py
+
+A front makes models and a learner from what it was given; `train` runs the learner, and a task (task.py) tells this of
+what happens.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, enable_full_determinism, set_seed
 from transformers.trainer_callback import (
     CallbackHandler,
@@ -26,62 +29,85 @@ from transformers.trainer_callback import (
 from transformers.trainer_utils import TrainOutput
 from transformers.utils import logging as transformers_logging
 
-from whet.cluster import RLCluster
-from whet.config import Role
+from whet.config import OptimConfig, Role
+from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
+from whet.learners.step import BaseStep
+from whet.run.push import check_hub, push_folder
 from whet.train.checkpoints import Checkpoints
+from whet.train.worker import ModelWorker
+from whet.trl import optimizers as factories
+from whet.trl.adapters import name_of
+from whet.trl.arguments import Arguments
 from whet.trl.card import card
 from whet.trl.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
-from whet.trl.completions import Completions
-from whet.trl.learner import TRLLearner
 from whet.trl.names import Window
-from whet.trl.rewarding import RewardLog
+from whet.trl.translate import optimizer
 
 __all__ = ["Trainer"]
 
 log = logging.getLogger("whet")
 
-_NOT_CALLED = {
-    "_calculate_rewards": "give reward_funcs",
-    "_compute_loss": "write a loss for whet's GRPOLearner (docs/extending.md), or choose loss_type",
-    "_generate": "replace model.generate on the instance",
-    "_generate_and_score_completions": "replace model.generate on the instance, and give reward_funcs",
-    "_get_per_token_logps_and_entropies": "write a loss for whet's GRPOLearner (docs/extending.md)",
+NOT_CALLED = {
     "_inner_training_loop": "give callbacks",
     "_prepare_inputs": "give the rows as they are to be trained on",
     "_save_checkpoint": "give a callback with on_save",
-    "compute_loss": "write a loss for whet's GRPOLearner (docs/extending.md), or choose loss_type",
     "create_optimizer": "pass optimizers=(optimizer, scheduler), or set optim",
     "create_optimizer_and_scheduler": "pass optimizers=(optimizer, scheduler), or set optim",
     "create_scheduler": "set lr_scheduler_type and lr_scheduler_kwargs",
     "get_eval_dataloader": "give eval_dataset",
-    "get_train_dataloader": "give train_dataset, with shuffle_dataset=False where its order is to stay",
+    "get_train_dataloader": "give train_dataset, in the order that it is to have and with shuffling off",
     "prediction_step": "write a callback with on_evaluate",
     "training_step": "give callbacks",
 }
-"""Methods of TRL's trainer that nothing calls here, and what to use instead."""
+"""Methods of transformers' Trainer that nothing calls here, and what to use instead."""
 
 
 class Trainer:
-    """The base of the fronts. Args: args: the configuration. callbacks: of transformers, classes or instances."""
+    """The base of the fronts.
+
+    Args:
+        model: a hub name, a folder or a module.
+        args: the configuration; None = its defaults, output_dir "{model}-{METHOD}".
+        processing_class: the tokenizer; None = the model's.
+        callbacks: of transformers, classes or instances.
+    """
 
     METHOD: ClassVar[str] = ""
-    """What trains, for a card."""
-    cluster: RLCluster
-    learner: TRLLearner
+    """What trains, for a card and the default folder."""
+    CONFIG: ClassVar[type[Arguments]] = Arguments
+    """Its configuration."""
+    NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
+    """Methods of TRL's trainer that nothing calls here, and what to use instead."""
+    models: Any
+    """The RoleWorkers of the run: made by the front."""
+    learner: Any
+    """What trains them: made by the front."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a subclass that overrides what nothing would call."""
         super().__init_subclass__(**kwargs)
-        for name, instead in _NOT_CALLED.items():
+        for name, instead in cls.NOT_CALLED.items():
             if name in vars(cls):
                 raise ConfigError(
                     f"{cls.__name__}.{name} would never be called: whet trains by its own loop; {instead}"
                 )
 
-    def __init__(self, args: Any, processing_class: Any, callbacks: Sequence[Any] | None) -> None:
-        self.args, self.processing_class = args, processing_class
+    def __init__(
+        self, model: str | nn.Module, args: Any, processing_class: Any, callbacks: Sequence[Any] | None
+    ) -> None:
+        name = name_of(model)
+        args = self.CONFIG(f"{name.rstrip('/').rpartition('/')[2]}-{self.METHOD}") if args is None else args
+        if not isinstance(args, self.CONFIG):
+            wanted = self.CONFIG.__name__
+            raise ConfigError(f"args is a {type(args).__module__}.{type(args).__name__}; take whet.trl's {wanted}")
+        inner = getattr(processing_class, "tokenizer", None)  # a processor has one for its texts
+        given = name if processing_class is None else processing_class if inner is None else inner
+        self.args: Any = args
+        self.processing_class = load_tokenizer(given)
         (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+        if args.push_to_hub:
+            check_hub(args.hub_token)
         if args.tf32 is not None:
             torch.backends.cuda.matmul.allow_tf32 = args.tf32
         if args.log_level != "passive":
@@ -89,18 +115,19 @@ class Trainer:
             transformers_logging.set_verbosity(args.get_process_log_level())
         own = [] if not args.report_to else _reporting(args.report_to)
         self.callback_handler = CallbackHandler(
-            [DefaultFlowCallback, *own, *(callbacks or ())], None, processing_class, None, None
+            [DefaultFlowCallback, *own, *(callbacks or ())], None, self.processing_class, None, None
         )
         self.callback_handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.control = TrainerControl()
         self.state = TrainerState(stateful_callbacks=self._stateful())
         self.window, self.losses = Window(), list[float]()
-        self.completions = Completions(args)
-        self.reward_log = RewardLog(lambda: self.state)
         self.run: Any = None
         self.scheduler: Any = None
         self.updates_per_epoch: int | None = None
+        """Optimizer steps of a pass over the data; None = the data have no length."""
         self.max_steps = 0
+        self.eval_rows: Mapping[str, Any] = {}
+        """The evaluation sets by name; "" is that of a single one."""
         self.accelerator = SimpleNamespace(
             device=args.device, is_main_process=True, is_local_main_process=True, num_processes=1, process_index=0,
             local_process_index=0, unwrap_model=lambda model, *_, **__: model, wait_for_everyone=lambda: None,
@@ -111,25 +138,47 @@ class Trainer:
         return [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
 
     def ready(self) -> None:
-        """Tells the callbacks that the trainer is there; the front has made cluster and learner."""
+        """Tells the callbacks that the trainer is there; the front has made models and learner."""
         self.callback_handler.model = self.model
-        self.accelerator.device = self.cluster.actor.device
-        optim = self.cluster.actor.optim
+        self.accelerator.device = self.worker.device
+        optim = self.worker.optim
         told: Any = self.callback_handler
         told.optimizer = None if optim is None else optim.optimizer
         self.tell("on_init_end")
 
+    def optim(self, optimizers: tuple[Any, Any]) -> OptimConfig | Callable[..., Any]:
+        """The optimizer: that of the arguments, or one that was given, with its schedule.
+
+        Raises: ConfigError: a schedule without an optimizer.
+        """
+        own, self.scheduler = optimizers
+        if own is not None:
+            return factories.given(own, self.scheduler, self.args.max_grad_norm)
+        if self.scheduler is not None:
+            raise ConfigError("optimizers has a schedule and no optimizer; give both, or set lr_scheduler_type")
+        return optimizer(self.args, self.max_steps or None)
+
     # ---- what a user reads ---------------------------------------------------------------------------------------
+
+    @property
+    def role(self) -> Role:
+        """The role of the model in training."""
+        return next(iter(self.models.trainers))
+
+    @property
+    def worker(self) -> ModelWorker:
+        """What holds the model in training."""
+        return self.models.trainers[self.role].worker
 
     @property
     def model(self) -> Any:
         """The model in training."""
-        return self.cluster.actor.module
+        return self.worker.module
 
     @property
     def ref_model(self) -> Any:
         """The reference; None without one."""
-        workers = self.cluster.workers
+        workers = self.models.workers
         return workers[Role.REFERENCE].module if Role.REFERENCE in workers else None
 
     @property
@@ -165,15 +214,39 @@ class Trainer:
         """Removes and returns a callback, or the first of a class."""
         return self.callback_handler.pop_callback(callback)
 
-    # ---- training ------------------------------------------------------------------------------------------------
+    # ---- what a front says -----------------------------------------------------------------------------------------
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a step of the learner."""
+        return 1
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of an optimizer step, for samples per second."""
+        raise NotImplementedError
 
     def train_rows(self) -> Any:
-        """The rows to train on."""
+        """The rows to train on. Raises ConfigError: there are none."""
         raise NotImplementedError
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Measures on the evaluation data."""
+    def eval_sets(self, data: Any) -> Mapping[str, Any]:
+        """Evaluation data by name, as `measured` takes them; "" is the name of a single set."""
         raise NotImplementedError
+
+    def measured(self, rows: Any) -> dict[str, float]:
+        """The metrics of an evaluation set, under TRL's names."""
+        raise NotImplementedError
+
+    def resume_from(self, folder: str | None) -> None:
+        """Sets what the next run resumes from; None = it begins anew."""
+        raise NotImplementedError
+
+    def note_step(self, row: Mapping[str, Any], step: BaseStep) -> None:
+        """Takes a step of the learner that is done. Args: row: what whet logs of it. step: its record."""
+        raise NotImplementedError
+
+    # ---- training ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
         """Trains to max_steps or the end of the last epoch.
@@ -185,14 +258,12 @@ class Trainer:
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
         resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
-        checkpoints = self.cluster.checkpoints
+        checkpoints = self.models.checkpoints
         if resume is not None:
             checkpoints.root = resume.parent
         elif checkpoints.root is not None:
             checkpoints.root = Path(new_root(self.args.output_dir)).absolute()
-        self.learner.config = dataclasses.replace(
-            self.cluster.training_config, resume=None if resume is None else str(resume)
-        )
+        self.resume_from(None if resume is None else str(resume))
         self.state = TrainerState(stateful_callbacks=self._stateful())
         self.window, self.losses, started = Window(), [], time.monotonic()
         self.learner.train(self.train_rows())
@@ -202,7 +273,7 @@ class Trainer:
 
     def _finish(self, seconds: float) -> TrainOutput:
         steps = self.state.global_step
-        samples = steps * self.args.batches.rows
+        samples = steps * self.rows_per_update
         metrics = {
             "train_runtime": round(seconds, 4),
             "train_samples_per_second": round(samples / max(seconds, 1e-9), 3),
@@ -236,6 +307,46 @@ class Trainer:
         """Tells the callbacks of an event."""
         self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
 
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Measures on the evaluation data; the result is logged, and on_evaluate told, for each set.
+
+        Args: eval_dataset: in place of the trainer's; the name of one of several, or data. ignore_keys: not used.
+            metric_key_prefix: of the names; the name of a set follows it.
+        Returns: the metrics of all sets.
+        """
+        sets = self.eval_rows
+        if isinstance(eval_dataset, str):
+            if eval_dataset not in sets:
+                raise ConfigError(f"there is no evaluation set {eval_dataset!r}; there are {', '.join(sets) or 'none'}")
+            sets = {eval_dataset: sets[eval_dataset]}
+        elif eval_dataset is not None:
+            sets = self.eval_sets(eval_dataset)
+        if not sets:
+            raise ConfigError("evaluation needs eval_dataset; give it to the trainer, or to evaluate()")
+        metrics: dict[str, float] = {}
+        for name, rows in sets.items():
+            metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
+        return metrics
+
+    def _evaluated(self, rows: Any, prefix: str) -> dict[str, float]:
+        started = time.monotonic()
+        found = self.measured(rows)
+        seconds = time.monotonic() - started
+        found |= {
+            "runtime": round(seconds, 4),
+            "samples_per_second": round(len(rows) / max(seconds, 1e-9), 3),
+            "steps_per_second": round(1 / max(seconds, 1e-9), 3),
+            "num_tokens": float(self.state.num_input_tokens_seen),
+        }
+        metrics = {f"{prefix}_{name}": value for name, value in found.items()}
+        self.log(dict(metrics))
+        self.tell("on_evaluate", metrics=metrics)
+        return metrics
+
     # ---- logs ----------------------------------------------------------------------------------------------------
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
@@ -246,9 +357,8 @@ class Trainer:
         self.tell("on_log", logs=logs)
 
     def log_window(self) -> None:
-        """Logs the means since the last time, and the completions of the last rollout."""
+        """Logs the means since the last time."""
         self.log(self.window.take())
-        self.completions.write(self.state.global_step)
 
     def note_best(self, metrics: Mapping[str, float]) -> None:
         """Keeps the best value of metric_for_best_model."""
@@ -271,7 +381,9 @@ class Trainer:
         """Writes model and tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        self.cluster.actor.export(folder, self.processing_class)
+        self.worker.export(folder, self.processing_class)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub("Model save")
 
     def save_state(self) -> None:
         """Writes trainer_state.json into output_dir."""
@@ -289,26 +401,50 @@ class Trainer:
         folder.mkdir(parents=True, exist_ok=True)
         base = self.model.name_or_path or None
         own = [tags] if isinstance(tags, str) else list(tags or ())
-        (folder / "README.md").write_text(
-            card(model_name or folder.resolve().name, self.METHOD, base, dataset_name, own)
-        )
+        name = model_name or self.args.hub_model_id or folder.resolve().name
+        (folder / "README.md").write_text(card(name, self.METHOD, base, dataset_name, own))
 
-    def push_to_hub(self, commit_message: str | None = None, **kwargs: Any) -> None:
-        """Raises ConfigError: nothing is sent from here."""
-        raise ConfigError(
-            "push_to_hub is not there yet; save_model() writes what `hf upload <name> <folder>` sends to the hub"
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card_of: Any,
+    ) -> str:
+        """Saves model, tokenizer and card in output_dir, and sends them to the hub as one commit.
+
+        Args: commit_message: of the commit. blocking: it is waited for in any case. token: None = hub_token, or that of
+            `hf auth login`. revision: the branch; None = hub_revision, or main. card_of: model_name, dataset_name and
+            tags, as create_model_card takes them.
+        Returns: the commit's address.
+        Raises: ConfigError: the hub is not there or does not take it, or there is no token; nothing was sent.
+        """
+        args = self.args
+        self.save_model(_internal_call=True)
+        self.create_model_card(**card_of)
+        folder = Path(args.output_dir)
+        made = push_folder(
+            folder,
+            args.hub_model_id or folder.resolve().name,
+            (folder / "README.md").read_text(),
+            private=args.hub_private_repo is not False,
+            message=commit_message or "End of training",
+            branch=revision or args.hub_revision,
+            token=token or args.hub_token,
         )
+        return str(made.url)
 
     def save_weights(self) -> None:
         """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
         folder = checkpoint_at(self.args.output_dir, self.state.global_step)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        Checkpoints.export(folder, self.run.step, self.cluster.actor, self.processing_class)
+        Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
         self._noted(folder)
 
     def saved(self, whole: Path) -> None:
         """A checkpoint was written. Args: whole: what a resume reads."""
-        self._noted(linked(whole, checkpoint_at(self.args.output_dir, self.state.global_step)))
+        self._noted(linked(whole, checkpoint_at(self.args.output_dir, self.state.global_step), self.role.value))
 
     def _noted(self, folder: Path) -> None:
         state = self.state
@@ -321,10 +457,8 @@ class Trainer:
         self.tell("on_save")
 
     def _load_best(self, folder: Path) -> None:
-        worker = self.cluster.actor
         log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
-        worker.load(best_state(folder))
-        self.cluster.sync_weights()
+        self.worker.load(best_state(folder, self.role.value))
 
     def scheduler_state(self) -> dict[str, Any]:
         """Of a schedule that was given."""
@@ -336,7 +470,7 @@ class Trainer:
             self.scheduler.load_state_dict(dict(state))
 
     def close(self) -> None:
-        """Frees the engine and the optimizer."""
+        """Frees what training has made besides the model."""
         self.learner.close()
 
 

@@ -17,7 +17,7 @@ from whet.types.columns import Columns
 
 __all__ = ["CONSTANTS", "LossInputs", "TokenStats"]
 
-CONSTANTS = ("correct", "log_sum_sq_probs")
+CONSTANTS = ("correct", "log_sum_sq_probs", "mean_logits")
 """What a model says of each token, besides, where it is asked for; without a gradient."""
 
 
@@ -47,6 +47,8 @@ class LossInputs(Columns):
     """Bool [s]: the token is the likeliest, where the loss asked for it."""
     log_sum_sq_probs: Tensor | None
     """[s], a constant: log Σ p² of the policy's distribution, where the loss asked for it."""
+    mean_logits: Tensor | None
+    """[s], a constant: the mean logit over the vocabulary, where the loss asked for it."""
     scores: Tensor | None
     """[n], with gradient: the value head's at each sequence's last token, where the loss asked for it."""
     unit_of: Tensor
@@ -69,6 +71,7 @@ class LossInputs(Columns):
         divergence: Tensor | None = None,
         correct: Tensor | None = None,
         log_sum_sq_probs: Tensor | None = None,
+        mean_logits: Tensor | None = None,
         scores: Tensor | None = None,
         unit_of: Tensor | None = None,
         num_sequences: int | None = None,
@@ -103,6 +106,7 @@ class LossInputs(Columns):
             "divergence": divergence,
             "correct": correct,
             "log_sum_sq_probs": log_sum_sq_probs,
+            "mean_logits": mean_logits,
             "scores": scores,
             "unit_of": unit_of,
             "num_sequences": num_sequences,
@@ -135,3 +139,4 @@ class TokenStats:
     divergence: Tensor | None = None
     correct: Tensor | None = None
     log_sum_sq_probs: Tensor | None = None
+    mean_logits: Tensor | None = None

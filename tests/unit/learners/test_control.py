@@ -35,12 +35,16 @@ def assigned(made):
 # ---- where the KL acts ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_kl_in_the_reward_is_paid_before_the_estimator(estimator):
-    batch = assigned(learner(kl_type="reward", kl_loss_mode="kl", advantage_estimator=estimator))
+@pytest.mark.parametrize(("estimator", "clip"), [("grpo", None), ("rloo", (0.5, 1.5))])
+def test_kl_in_the_reward_is_paid_before_the_estimator_and_after_the_clip(estimator, clip):
+    batch = assigned(
+        learner(kl_type="reward", kl_loss_mode="kl", advantage_estimator=estimator, reward_clip_range=clip)
+    )
     paid = -0.1 * (batch.old_logprobs - batch.ref_logprobs).double()
     torch.testing.assert_close(batch.token_rewards.double(), paid, atol=1e-6, rtol=0)
-    total = batch.rewards + torch.zeros(16, dtype=torch.float64).index_add(0, batch.sequence, paid)
+    rewards = batch.rewards if clip is None else batch.rewards.clamp(*clip)
+    assert clip is None or not torch.equal(rewards, batch.rewards)
+    total = rewards + torch.zeros(16, dtype=torch.float64).index_add(0, batch.sequence, paid)
     known = {"grpo": group_relative, "rloo": leave_one_out}[estimator](total, batch.group_of)
     torch.testing.assert_close(batch.advantages, known[batch.sequence], atol=1e-5, rtol=0)
 

@@ -224,4 +224,7 @@ def test_constants_are_of_the_distribution_drawn_from(name, held, monkeypatch):
     got = token_stats(loaded, best, support=support, constants=CONSTANTS)
     assert got.correct.tolist() == (best.targets == logp.argmax(1)).tolist()
     torch.testing.assert_close(got.log_sum_sq_probs, (2 * logp).logsumexp(1).detach(), atol=1e-5, rtol=1e-5)
-    assert not got.log_sum_sq_probs.requires_grad
+    assert not (got.log_sum_sq_probs.requires_grad or got.mean_logits.requires_grad)
+    if name == "temperature":
+        plain = token_stats(loaded, best, constants=CONSTANTS).mean_logits
+        torch.testing.assert_close(got.mean_logits, plain / support.temperature, atol=1e-5, rtol=1e-5)

@@ -148,7 +148,9 @@ def test_constants_are_those_of_whole_logits_and_change_no_gradient(head, dtype)
         got = linear_stats(hidden, weight, targets, bias=bias, entropy=True, constants=CONSTANTS, **head, **how)
         assert got.correct.tolist() == (p.argmax(-1) == targets).tolist() and 3 < got.correct.sum()
         torch.testing.assert_close(got.log_sum_sq_probs, (p * p).sum(-1).log())
-        assert not got.log_sum_sq_probs.requires_grad and got.logprobs.requires_grad
+        torch.testing.assert_close(got.mean_logits, (z / head.get("temperature", 1.0)).mean(-1))
+        constants = (got.log_sum_sq_probs, got.mean_logits)
+        assert not any(x.requires_grad for x in constants) and got.logprobs.requires_grad
         again = torch.autograd.grad(got.logprobs.sum() + got.entropy.sum(), (hidden, weight, bias))
         for a, b in zip(again, grads, strict=True):
             torch.testing.assert_close(a, b)

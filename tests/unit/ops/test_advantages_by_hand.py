@@ -49,6 +49,10 @@ def test_mean_and_leave_one_out_in_groups_of_different_size():
     # means 2 and 1/2; the others' means (3 + 2)/2, (1 + 2)/2, (1 + 3)/2 and 1, 0
     assert call("drgrpo", [1.0, 0, 3, 1, 2], [7, 5, 7, 5, 7]) == [-1, -0.5, 1, 0.5, 0]
     assert call("rloo", [1.0, 0, 3, 1, 2], [7, 5, 7, 5, 7]) == [-1.5, -1, 1.5, 1, 0]
+    # of these: mean 0, squares 2.25 + 1 + 2.25 + 1 = 6.5, / 4, root 1.274755; a group of one is in none of it
+    want = close(-1.176697, -0.784465, 1.176697, 0.784465, 0, 0)
+    got = call("rloo", [1.0, 0, 3, 1, 2, 9], [7, 5, 7, 5, 7, 8], normalize_advantages=True, advantage_eps=0.0)
+    assert got == want
 
 
 def test_opo_weighs_the_baseline_by_length():

@@ -6,38 +6,44 @@ import pytest
 from transformers import HfArgumentParser
 
 from whet.errors import ConfigError
-from whet.trl import GRPOConfig
+from whet.trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
 from whet.trl.field import STATES
 from whet.trl.fields import PAGES, page
 
+CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, RewardConfig)
 ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}
 
 
-@pytest.mark.parametrize("missing", [None, "activation_checkpointing"])
-def test_every_field_of_the_installed_trl_is_in_the_table_with_its_default(missing):
-    theirs = {f.name: f for f in dataclasses.fields(pytest.importorskip("trl").GRPOConfig)}
-    table = {name: row for name, row in GRPOConfig.TABLE.items() if name != missing}
-    lacking = sorted(theirs.keys() - table.keys())
-    if missing in theirs:
-        assert lacking == [missing]
-        return
-    assert lacking == [], "give each a row in whet/trl/fields_*.py"
-    for name, f in theirs.items():
-        default = f.default_factory() if f.default is dataclasses.MISSING else f.default
-        assert default == table[name].default, name
+def lacking(theirs, table):
+    """The fields of TRL's that a table lacks, has with another default, or has alone."""
+    fields = {f.name: f for f in dataclasses.fields(theirs)}
+    default = lambda f: f.default_factory() if f.default is dataclasses.MISSING else f.default
+    others = [n for n, f in fields.items() if n in table and default(f) != table[n].default]
+    return [*others, *sorted(fields.keys() ^ table.keys())]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
+def test_every_field_of_the_installed_trl_is_in_the_table_with_its_default(config):
+    theirs = getattr(pytest.importorskip("trl"), config.__name__)
+    assert lacking(theirs, config.TABLE) == [], "give each a row in whet/trl/fields_*.py"
+    one = "learning_rate"
+    assert lacking(theirs, {name: row for name, row in config.TABLE.items() if name != one}) == [one]
 
 
 def test_the_page_is_current_and_every_row_has_a_state(pytestconfig):
     assert (pytestconfig.rootpath / "docs" / "from-trl.md").read_text() == page(), "run make docs"
     assert {row.state for table in PAGES.values() for row in table.values()} <= STATES.keys()
-    assert all(row.note for row in ROWS.values() if row.state != "works")
+    rows = [(n, row) for config in CONFIGS for n, row in {**config.TABLE, **config.OLD}.items()]
+    assert [n for n, row in rows if not row.note and row.state != "works"] == []
 
 
-@pytest.mark.parametrize("name", sorted(n for n, row in ROWS.items() if row.state == "refused"))
-def test_a_refused_field_takes_its_default_and_says_why_of_another(name):
-    GRPOConfig(**{name: ROWS[name].default})
-    with pytest.raises(ConfigError, match=f"^{name}='?other'? is not taken: .{{10,}}"):
-        GRPOConfig(**{name: "other"})
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
+def test_a_refused_field_takes_its_default_and_says_why_of_another(config):
+    for name, row in config.TABLE.items():
+        if row.state == "refused":
+            config(**{name: row.default})
+            with pytest.raises(ConfigError, match=f"^{name}='?other'? is not taken: .{{10,}}"):
+                config(**{name: "other"})
 
 
 @pytest.mark.parametrize(
@@ -88,6 +94,33 @@ def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given
 def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
     with pytest.raises(ConfigError, match=message):
         GRPOConfig(**given)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "message"),
+    [
+        (RLOOConfig, {"num_generations": 1}, "RLOO requires at least 2 generations"),
+        (RLOOConfig, {"reward_clip_range": (1.0, 0.0)}, "low below high"),
+        (RLOOConfig, {"scale_rewards": "group"}, "no field 'scale_rewards'"),
+        (SFTConfig, {"loss_type": "dtf"}, "unknown SFT loss 'dtf'; did you mean dft"),
+        (SFTConfig, {"packing": True, "max_length": None}, "`max_length` can't be `None`"),
+        (SFTConfig, {"packing": True, "packing_strategy": "wrapped"}, "rows where a pack is full"),
+        (SFTConfig, {"packing": True, "packing_strategy": "bdf"}, "unknown packing_strategy 'bdf'; did you mean bfd"),
+        (SFTConfig, {"truncation_mode": "keep_middle"}, "unknown truncation_mode"),
+        (SFTConfig, {"train_sampling_strategy": "group_by_length"}, "nothing is padded"),
+        (SFTConfig, {"dataset_kwargs": {"add_special_tokens": False}}, "'add_special_tokens' is not taken"),
+        (SFTConfig, {"label_smoothing_factor": 0.1}, "DPO has label_smoothing"),
+        (DPOConfig, {"loss_type": "sigmod"}, "did you mean sigmoid"),
+        (DPOConfig, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one for each"),
+        (DPOConfig, {"f_divergence_type": "js_divergence", "loss_type": ["apo_zero"]}, "not made of the difference"),
+        (DPOConfig, {"sync_ref_model": True, "precompute_ref_log_probs": True}, "choose one"),
+        (DPOConfig, {"loss_type": "exo_pair"}, "divides by label_smoothing"),
+        (RewardConfig, {"center_rewards_coefficient": -1.0}, "must not be negative"),
+    ],
+)  # fmt: skip
+def test_the_other_configurations_say_it_too(config, given, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**given)
 
 
 @pytest.mark.parametrize(

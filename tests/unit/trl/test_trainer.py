@@ -4,23 +4,31 @@ import functools
 import json
 import logging
 import math
+from types import SimpleNamespace
+from typing import ClassVar
 
 import datasets
 import pytest
 import torch
 from helpers import END, PAD, length_reward, rows, same, tiny_model, weights_of
+from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     EarlyStoppingCallback,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForSequenceClassification,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
     TrainerCallback,
 )
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.trl import GRPOConfig, GRPOTrainer
+from whet.trl.translate_rl import warn
 
 SMALL = {"per_device_train_batch_size": 3, "num_generations": 3, "max_completion_length": 6, "learning_rate": 0.1,
          "logging_steps": 1, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_steps": 2,
@@ -66,6 +74,11 @@ def trained(made, **kwargs):
         {"multi_objective_aggregation": "normalize_then_sum"},
         {"top_entropy_quantile": 0.5, "entropy_coef": 0.1},
         {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0},
+        {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "gradient_accumulation_steps": 2},
+        {"loss_type": "luspo", "importance_sampling_level": "sequence", "scale_rewards": "none"},
+        {"loss_type": "vespo", "scale_rewards": True, "delta": 2.0, "beta": 0.1, "use_bias_correction_kl": False},
+        {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "group", "dataloader_num_workers": 2},
+        {"loss_type": "bnpo", "pad_to_multiple_of": 8, "min_p": 0.1, "repetition_penalty": 1.1},
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2, "max_steps": 4},
         {"generation_kwargs": {"top_k": 20, "temperature": 0.8, "max_new_tokens": 4}, "top_p": 0.9, "min_p": 0.01},
         {"optim": "adafactor"},
@@ -83,8 +96,8 @@ def test_it_trains(kwargs, tmp_path):
     if ref is not None:
         assert same(ref, weights_of(made.ref_model)) != kwargs.get("sync_ref_model", False)
         assert "kl" in made.state.log_history[0]
-    if "use_adaptive_entropy" in kwargs:
-        assert made.state.log_history[-2]["entropy_coef"] > 0.1
+    if "use_adaptive_entropy" in kwargs:  # moved once in each optimizer step, from the second on
+        assert made.state.log_history[-2]["entropy_coef"] == pytest.approx(0.11)
     made.close()
 
 
@@ -92,6 +105,45 @@ def test_the_entropy_bonus_is_coef_times_the_entropy(tmp_path):
     made = trained(trainer(tmp_path, entropy_coef=0.3, loss_type="grpo"))
     row = made.state.log_history[0]
     assert (row["policy_loss"] - row["loss"]) / row["entropy"] == pytest.approx(0.3, rel=1e-4)
+
+
+def small(config, model, **fields):
+    """A tiny model of a kind, over bytes."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "num_key_value_heads": 1, "eos_token_id": END, "pad_token_id": PAD, "bos_token_id": None}  # fmt: skip
+    return model(config(vocab_size=264, max_position_embeddings=128, **{**sizes, **fields}))
+
+
+def test_models_of_other_kinds_train_too(tmp_path):
+    trained(trainer(tmp_path, model=small(Qwen2Config, Qwen2ForCausalLM), max_steps=1))
+    experts = {"head_dim": 8, "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 2}
+    trained(trainer(tmp_path, model=small(Qwen3MoeConfig, Qwen3MoeForCausalLM, **experts), max_steps=1))
+
+
+def test_nothing_but_model_rewards_and_rows_is_needed(tmp_path, monkeypatch):
+    tiny_model(max_position_embeddings=1024).save_pretrained(tmp_path / "Tiny")
+    byte_tokenizer().save_pretrained(tmp_path / "Tiny")
+    monkeypatch.chdir(tmp_path)
+    made = GRPOTrainer(str(tmp_path / "Tiny"), length_reward, train_dataset=datasets.Dataset.from_list(rows(3)))
+    assert made.args.output_dir == "Tiny-GRPO"
+    assert made.args.learning_rate == 1e-6
+    assert made.max_steps == 9
+
+
+@pytest.mark.parametrize(
+    ("loss", "level", "said"),
+    [
+        ("dapo", "sequence", "counts by its length"),
+        ("grpo", "sequence", ""),
+        ("luspo", "token", "made for importance_sampling_level='sequence'"),
+        ("vespo", "sequence", "ratio of sequences of its own"),
+    ],
+)
+def test_a_level_that_a_loss_was_not_made_for_is_told(loss, level, said, caplog):
+    warn(GRPOConfig(loss_type=loss, importance_sampling_level=level))
+    assert said in caplog.text
+    assert bool(caplog.text) == bool(said)
 
 
 # ---- rewards -------------------------------------------------------------------------------------------------------
@@ -195,9 +247,6 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
         ),
         ({"reward_processing_classes": [None, None]}, ConfigError, "must match the number of reward functions"),
         ({"peft_config": object()}, ConfigError, "peft_config is a object; adapters here are LoRA"),
-        ({"tools": [len]}, ConfigError, "tools is not taken"),
-        ({"rollout_func": len}, ConfigError, "rollout_func is not taken"),
-        ({"environment_factory": dict}, ConfigError, "environment_factory is not taken"),
         ({"quantization_config": 1}, ConfigError, "for a model given by its name"),
         ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
         ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
@@ -429,12 +478,63 @@ def test_what_a_script_reads_of_the_trainer(tmp_path):
     assert made.args.device == made.accelerator.device
 
 
-def test_a_card_and_what_can_t_be_sent(tmp_path):
-    made = trainer(tmp_path)
-    made.create_model_card("mine", "org/data", "sums")
-    assert "# mine" in (tmp_path / "README.md").read_text()
-    with pytest.raises(ConfigError, match="hf upload"):
+class Hub:
+    """A hub that takes one commit."""
+
+    sent: ClassVar[list] = []
+
+    def __init__(self, **_):
+        pass
+
+    def whoami(self):
+        return {"name": "me", "orgs": []}
+
+    def repo_info(self, repo, *, repo_type):
+        raise RepositoryNotFoundError("none", response=SimpleNamespace(headers={}, request=None, status_code=404))
+
+    def create_repo(self, repo, **given):
+        self.sent.append((repo, given["private"]))
+
+    def create_commit(self, repo, *, operations, commit_message, revision):
+        self.sent.append((commit_message, sorted(o.path_in_repo for o in operations)))
+        return SimpleNamespace(commit_url=f"https://hub/{repo}")
+
+
+def test_a_card_and_what_is_sent_to_the_hub(tmp_path, monkeypatch):
+    made = trainer(tmp_path / "mine")
+    made.create_model_card("other", "org/data", "sums")
+    assert "# other" in (tmp_path / "mine" / "README.md").read_text()
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):
         made.push_to_hub()
+    with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set"):  # before anything is trained
+        trainer(tmp_path, push_to_hub=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    made = trainer(tmp_path / "mine", push_to_hub=True, hub_token="x", hub_model_id="sums")
+    assert made.push_to_hub(dataset_name="org/data") == "https://hub/me/sums"
+    assert Hub.sent[0] == ("me/sums", True)
+    message, sent = Hub.sent[1]
+    assert message == "End of training"
+    assert {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= set(sent)
+    made.save_model()
+    assert Hub.sent[3][0] == "Model save"
+
+
+def test_a_module_computes_in_bf16_over_fp32_masters_and_keeps_its_dtype_where_it_must(tmp_path):
+    made = trainer(tmp_path, bf16=True, beta=0.1, learning_rate=1e-4)
+    before = made.worker.optim.masters_by_name()
+    assert {p.dtype for p in made.model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in made.ref_model.parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in before.values()} == {torch.float32}
+    made.train()
+    made.save_model(str(tmp_path / "final"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final", dtype=torch.float32)
+    saved = dict(loaded.named_parameters())
+    assert all(torch.equal(saved[name], master) for name, master in before.items())
+    model = tiny_model()
+    own = trainer(tmp_path, model=model, optimizers=(torch.optim.SGD(model.parameters(), lr=0.5), None), bf16=True)
+    assert {p.dtype for p in own.model.parameters()} == {torch.float32}
+    assert trainer(tmp_path, model=tiny_model(dtype=torch.bfloat16)).model.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("by", ["module", "folder", "wrapped"])

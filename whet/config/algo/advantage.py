@@ -35,6 +35,8 @@ class AdvantageFields(AlgorithmConfig):
     """Added to a deviation (or mean) that is divided by: 1e-6 as Tunix and verl, 1e-4 as TRL."""
     advantage_ddof: Literal[0, 1] = 1
     """1: standard deviations of a sample (n - 1); 0: of a population (n)."""
+    normalize_advantages: Bool = False
+    """rloo: less the mean of all advantages of the batch, divided by their standard deviation."""
     gamma: Float = 1.0
     """γ: what a reward is worth one token earlier. For estimators per token: reinforce_plus_plus."""
     global_norm: Bool = False

@@ -71,6 +71,9 @@ class AlgorithmConfig:
     """How the rewards of several functions become one."""
     reward_weights: tuple[Float, ...] | None = None
     """Weight of each reward function, in their order; None = 1.0 each."""
+    reward_clip_range: tuple[Float, Float] | None = None
+    """Bounds of the weighted sum of the rewards that advantages are made of, before a KL in the reward; None = off. The
+    logged rewards stay as they are."""
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
     """Soft punishment of completions that come near the limit of length (DAPO)."""
     num_iterations: Count = 1
@@ -82,6 +85,9 @@ class AlgorithmConfig:
         """Checks the ranges; each choice adds its own check, and calls this one first."""
         if self.kl_clamp_value is not None and self.kl_clamp_value <= 0:
             raise ConfigError(f"kl_clamp_value must be positive, got {self.kl_clamp_value!r}; None turns it off")
+        clip = self.reward_clip_range
+        if clip is not None and not clip[0] < clip[1]:
+            raise ConfigError(f"reward_clip_range must be (low, high) with low below high, got {clip!r}; None = off")
 
     @property
     def keywords(self) -> Mapping[str, Any]:

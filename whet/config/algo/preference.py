@@ -94,6 +94,8 @@ class PreferenceConfig(SupervisedConfig):
     """Rows with a label: λ_D, the weight of desirable ones."""
     undesirable_weight: Float = 1.0
     """Rows with a label: λ_U, the weight of the others; the weighted numbers of both should be near each other."""
+    log_entropy: Bool = False
+    """Log the mean entropy of the distributions before the trained tokens, which costs some time."""
     precompute_ref_log_probs: Bool = False
     """Read the reference over the whole data set before the first step, and free its memory."""
     sync_ref_model: Bool = False

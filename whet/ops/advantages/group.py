@@ -67,11 +67,19 @@ def mean_only(rewards: Tensor, group_ids: Tensor) -> Tensor:
     return group_relative(rewards, group_ids, scale_rewards="none")
 
 
-def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def leave_one_out(
+    rewards: Tensor,
+    group_ids: Tensor,
+    *,
+    normalize_advantages: bool = False,
+    advantage_eps: float = 1e-6,
+    advantage_ddof: int = 1,
+) -> Tensor:
     """Advantage of each completion against the mean of the others in its group.
 
-    Aᵢ = rᵢ − (Σ_g r − rᵢ) / (n_g − 1).
-    Args: rewards [N], NaN = not applicable. group_ids: Long [N].
+    Aᵢ = rᵢ − (Σ_g r − rᵢ) / (n_g − 1); with normalize_advantages (Aᵢ − mean(A)) / (std(A) + ε), over the batch.
+    Args: rewards [N], NaN = not applicable. group_ids: Long [N]. normalize_advantages: by mean and deviation of the
+        advantages of all groups of two and more. advantage_eps: ε. advantage_ddof: of the deviation.
     Returns: [N], fp32; exactly 0 in groups of one and where all rewards of a group are equal.
     Raises: DataError: an infinite reward, or shapes that differ.
     Source: RLOO, arXiv:2402.14740; agrees with Tunix, verl and TRL.
@@ -81,7 +89,12 @@ def leave_one_out(rewards: Tensor, group_ids: Tensor) -> Tensor:
     tensor([-1.5000,  0.0000,  1.5000])
     """
     g = Grouped.by(rewards, group_ids)
-    return g.advantages(g.rewards - (g.total - g.rewards) / (g.count - 1).clamp(min=1))
+    found = g.rewards - (g.total - g.rewards) / (g.count - 1).clamp(min=1)
+    if not normalize_advantages:
+        return g.advantages(found)
+    compared = g.given & (g.count > 1)
+    whole = Grouped(torch.where(compared, found, 0.0), compared, torch.zeros_like(g.of), 1)
+    return g.advantages((found - whole.mean) / (whole.std(advantage_ddof) + advantage_eps))
 
 
 def length_weighted(x: AdvantageInputs) -> Tensor:

@@ -61,9 +61,10 @@ class PreferenceObjective:
     Call it with LossInputs of units: with the column chosen (or label), with ref_logprobs where `needs.reference`, and
     with the columns that `with_counts` and `with_passes` make of the whole batch.
     Returns: (loss [u], metrics [u] each), by TRL's names: rewards/chosen, rewards/rejected (β r unless a loss has
-        rewards of its own), rewards/accuracies, rewards/margins, logps/chosen, logps/rejected, mean_token_accuracy (a
-        count; see `ratios`), the losses' own, and with several losses each as loss/<name>. Of rows
-        with a label those of a side are 0 where the row is of the other, and rows/chosen, rows/rejected say which.
+        rewards of its own), rewards/accuracies, rewards/margins, logps/chosen, logps/rejected; logits/chosen,
+        logits/rejected, mean_token_accuracy and, where the loss was given it, entropy, which are sums (see `ratios`);
+        the losses' own, and with several losses each as loss/<name>. Of rows with a label those of a side are 0 where
+        the row is of the other, and rows/chosen, rows/rejected say which.
     Raises: ConfigError: losses that don't go together. DataError: a missing column, or a loss of another shape.
     Source: WPO (arXiv:2406.11827), MPO (arXiv:2411.10442); agrees with TRL's DPOTrainer.
 
@@ -129,7 +130,12 @@ class PreferenceObjective:
     @property
     def ratios(self) -> dict[str, str]:
         """Metrics that are sums over units, and those that they are to be divided by once a step is whole."""
-        found = {"mean_token_accuracy": "tokens/chosen"}
+        found = {
+            "entropy": "tokens/both",
+            "logits/chosen": "tokens/chosen",
+            "logits/rejected": "tokens/rejected",
+            "mean_token_accuracy": "tokens/chosen",
+        }
         if self.needs.rows == "labels":
             found |= dict.fromkeys(_OF_CHOSEN, "rows/chosen") | dict.fromkeys(_OF_REJECTED, "rows/rejected")
         return found
@@ -137,7 +143,7 @@ class PreferenceObjective:
     @property
     def constants(self) -> tuple[str, ...]:
         """What it asks of the model besides log-probabilities: RoleTrainer.with_loss_fn(constants=...)."""
-        return ("correct", "log_sum_sq_probs") if self.use_weighting else ("correct",)
+        return ("correct", "mean_logits", *(("log_sum_sq_probs",) if self.use_weighting else ()))
 
     def inputs(self, x: LossInputs) -> PreferenceInputs:
         """The sums of each unit's sides, as the losses are given them."""
@@ -266,10 +272,20 @@ class PreferenceObjective:
         else:
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
             found["rewards/accuracies"] = found["rewards/margins"] > 0
+        return {**found, **self._of_tokens(x, p)}
+
+    def _of_tokens(self, x: LossInputs, p: PreferenceInputs) -> dict[str, Tensor]:
+        """What is logged of tokens: sums over each unit, and the counts that they are divided by."""
+        of_chosen = (x.need(self._side(x)) >= 0.5).index_select(0, x.sequence)
+        total = lambda values, mask: segment_sum(torch.where(mask, values.detach(), 0.0), x.unit, x.num_units)
+        found = {"tokens/chosen": p.chosen.length, "tokens/rejected": p.rejected.length}
         if x.correct is not None:
-            of_chosen = (x.need(self._side(x)) >= 0.5).index_select(0, x.sequence)
             found["mean_token_accuracy"] = segment_count(x.correct & x.mask & of_chosen, x.unit, x.num_units)
-            found["tokens/chosen"] = p.chosen.length
+        if x.mean_logits is not None:
+            found["logits/chosen"] = total(x.mean_logits, x.mask & of_chosen)
+            found["logits/rejected"] = total(x.mean_logits, x.mask & ~of_chosen)
+        if x.entropy is not None:
+            found |= {"entropy": total(x.entropy, x.mask), "tokens/both": p.chosen.length + p.rejected.length}
         return found
 
 

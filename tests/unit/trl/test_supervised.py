@@ -1,0 +1,213 @@
+"""SFTTrainer, DPOTrainer and RewardTrainer: data of every form, what is refused, files, adapters, references."""
+
+import datasets
+import pytest
+import torch
+from helpers import same, tiny_model, weights_of
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+
+from whet.data.tokenizer import byte_tokenizer
+from whet.errors import ConfigError, DataError
+from whet.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+
+KINDS = {"SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig), "Reward": (RewardTrainer, RewardConfig)}
+ARGUMENTS = ("callbacks", "compute_metrics", "compute_loss_func", "data_collator", "eval_dataset", "formatting_func",
+             "optimizers", "peft_config", "processing_class", "ref_model", "quantization_config")  # fmt: skip
+SMALL = {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": False, "learning_rate": 1e-2,
+         "logging_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}  # fmt: skip
+ANSWERS = [{"prompt": f"{i}+{i}=", "completion": str(i + i)} for i in range(4)]
+PAIRS = [{"prompt": f"{i}+{i}=", "chosen": str(i + i), "rejected": "?"} for i in range(4)]
+ROWS = {"SFT": ANSWERS, "DPO": PAIRS, "Reward": PAIRS}
+TALK = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "b"},
+    {"role": "user", "content": "c"},
+    {"role": "assistant", "content": "d"},
+]
+
+
+def trainer(folder, method="SFT", rows=None, *, model=None, **kwargs):
+    """A front on a tiny model; keywords that the trainer takes go there, the others to its configuration."""
+    own = {n: kwargs.pop(n) for n in list(kwargs) if n in ARGUMENTS}
+    kind, config = KINDS[method]
+    args = config(str(folder), **{**SMALL, **kwargs})
+    own = {"processing_class": byte_tokenizer(), **own}
+    model = tiny_model() if model is None else model
+    return kind(model, args=args, train_dataset=ROWS[method] if rows is None else rows, **own)
+
+
+def tokens(made):
+    """Of the first row: what is given, and what is trained as text."""
+    (s,) = made.train_rows()[0].sequences
+    decode = byte_tokenizer().decode
+    return decode(s.prefix), decode(s.tokens[s.mask])
+
+
+# ---- data ----------------------------------------------------------------------------------------------------------
+
+
+END = "<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    ("row", "kwargs", "given", "trained"),
+    [
+        ({"text": "abc"}, {}, "a", f"bc{END}"),
+        ({"words": "abc"}, {"dataset_text_field": "words"}, "a", f"bc{END}"),
+        ({"prompt": "ab", "completion": "c"}, {}, "ab", f"c{END}"),
+        ({"prompt": "ab", "completion": "c"}, {"completion_only_loss": False}, "a", f"bc{END}"),
+        ({"text": "abcdef"}, {"max_length": 3}, "a", "bc"),
+        ({"text": "abcdef"}, {"max_length": 3, "truncation_mode": "keep_end"}, "e", f"f{END}"),
+        ({"prompt": "ab", "completion": "c"}, {"eos_token": "<|im_start|>"}, "ab", "c<|im_start|>"),
+        ({"input_ids": [97, 98, 99]}, {}, "a", "bc"),
+        ({"input_ids": [97, 98, 99], "labels": [-100, -100, 99]}, {}, "ab", "c"),
+        (
+            {"input_ids": [97, 98, 99, 100], "completion_mask": [0, 0, 1, 1], "assistant_masks": [0, 1, 1, 0]},
+            {"completion_only_loss": True, "assistant_only_loss": True},
+            "ab",
+            "c",
+        ),
+        ({"messages": TALK}, {"assistant_only_loss": True}, None, f"b{END}\nd{END}\n"),
+        ({"prompt": TALK[:3], "completion": TALK[3:]}, {}, None, f"d{END}\n"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {}, "<|im_start|>", None),
+    ],
+)
+def test_what_is_trained_of_a_row(row, kwargs, given, trained, tmp_path):
+    made = trainer(tmp_path, rows=datasets.Dataset.from_list([row]), **kwargs)
+    before, after = tokens(made)
+    assert given in (None, before)
+    assert after == trained or (trained is None and after.startswith("user\na"))
+
+
+def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
+    (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    made = trainer(tmp_path, rows=[{"messages": TALK}], chat_template_path=str(tmp_path / "t.jinja"))
+    assert tokens(made) == ("<", "a><b><c><d>")
+    made = trainer(tmp_path, rows=[{"q": "a", "n": 1}], formatting_func=lambda row: f"{row['q']}{row['n']}")
+    assert tokens(made) == ("a", f"1{END}")
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "kind", "message"),
+    [
+        ("SFT", {"compute_loss_func": len}, ConfigError, "compute_loss_func is not taken: write a loss"),
+        ("SFT", {"data_collator": len}, ConfigError, "data_collator is not taken.*completion_only_loss"),
+        ("DPO", {"compute_metrics": len}, ConfigError, "compute_metrics is not taken.*on_evaluate"),
+        ("SFT", {"formatting_func": len}, ConfigError, "no part is the completion"),
+        ("SFT", {"assistant_only_loss": True, "rows": [{"text": "a"}]}, ConfigError, "not conversational"),
+        ("SFT", {"eos_token": "<none>"}, ConfigError, "`eos_token` .*not found in the vocabulary"),
+        ("SFT", {"dataset_kwargs": {"skip_prepare_dataset": True}}, ConfigError, "needs rows of input_ids"),
+        ("SFT", {"rows": [{"words": "abc"}]}, DataError, "row 0 has the columns words"),
+        ("SFT", {"rows": [{"text": "abc"}], "max_length": 1}, DataError, "no row is left to train on"),
+        ("SFT", {"rows": [{"input_ids": [1, 2], "labels": [1]}]}, DataError, "row 0 has 2 token ids and 1 labels"),
+        ("SFT", {"rows": iter(ANSWERS), "max_steps": -1}, ConfigError, "set max_steps"),
+        ("SFT", {"dataloader_drop_last": True, "gradient_accumulation_steps": 9}, ConfigError, "leaves nothing of 4"),
+        ("DPO", {"rows": [{"prompt": "a", "chosen": "b"}]}, DataError, "chosen and rejected"),
+        ("DPO", {"args": 1}, ConfigError, "no field 'args'"),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
+)
+def test_what_is_not_there_is_refused_by_name(method, given, kind, message, tmp_path):
+    with pytest.raises(kind, match=message):
+        trainer(tmp_path, method, **given)
+
+
+def test_streams_are_read_as_they_are_trained_on_and_packed_alike(tmp_path):
+    rows = [{"text": "x" * n} for n in (2, 5, 3, 6)]
+    stream = datasets.Dataset.from_list(rows).to_iterable_dataset()
+    packs = {}
+    for name, data in (("rows", rows), ("stream", stream)):
+        made = trainer(tmp_path, rows=data, packing=True, max_length=9, per_device_train_batch_size=1)
+        packs[name] = [[len(s.tokens) for s in e.sequences] for e in made.train_rows()]
+        made.train()
+        assert made.state.global_step == 2
+    assert packs["rows"] == packs["stream"] == [[6], [5, 2], [3]]
+
+
+# ---- training ------------------------------------------------------------------------------------------------------
+
+
+class Stop(TrainerCallback):
+    def on_step_end(self, args, state, control, **_):
+        control.should_training_stop = state.global_step == 1
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_evaluation_checkpoints_and_a_resumed_run(method, tmp_path):
+    sets = {"a": ROWS[method][:1], "b": ROWS[method][1:3]}
+    more = {"eval_dataset": sets, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path / "whole", method, max_steps=3, **more)
+    whole.train()
+    logged = [row["step"] for row in whole.state.log_history if "eval_a_loss" in row]
+    assert logged == [1, 2, 3]
+    assert whole.state.epoch == 1.5
+    first = trainer(tmp_path / "part", method, max_steps=3, callbacks=[Stop()], **more)
+    first.train()
+    again = trainer(tmp_path / "part", method, max_steps=3, **more)
+    again.train(resume_from_checkpoint=True)
+    assert same(weights_of(whole.model), weights_of(again.model))
+    assert again.state.log_history[0]["loss"] == whole.state.log_history[0]["loss"]
+    again.save_model(str(tmp_path / "final"))
+    kind = AutoModelForSequenceClassification if method == "Reward" else AutoModelForCausalLM
+    assert same(weights_of(kind.from_pretrained(tmp_path / "final")), weights_of(again.model))
+    assert again.evaluate("b")["eval_b_loss"] == pytest.approx(again.evaluate(sets["b"])["eval_loss"])
+
+
+def test_an_adapter_is_trained_with_its_dropout_and_the_reference_is_its_base(tmp_path):
+    peft = pytest.importorskip("peft")
+    model = tiny_model()
+    before = weights_of(model)
+    config = peft.LoraConfig(r=4, lora_dropout=0.3, target_modules="all-linear")
+    made = trainer(tmp_path, "DPO", model=model, peft_config=config, save_strategy="steps", save_steps=2)
+    assert made.models.trained.loaded.adapter.dropout == 0.3
+    made.train()
+    assert made.state.log_history[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)  # the base is the reference
+    assert made.state.log_history[1]["rewards/margins"] != pytest.approx(0, abs=1e-5)
+    now = {name.replace(".base_layer", ""): p for name, p in made.model.named_parameters()}
+    assert all(torch.equal(now[name], p) for name, p in before.items())
+    assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
+
+
+TRLS = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot", "aot_unpaired",
+        "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]  # fmt: skip
+
+
+def test_every_loss_of_trl_s_is_whet_s_and_label_smoothing_is_of_sigmoid_too(tmp_path, caplog):
+    for name in TRLS:
+        assert DPOConfig(loss_type=name, label_smoothing=0.1).to_whet().loss_type == (name,)
+    made = trainer(tmp_path, "DPO", label_smoothing=0.1)
+    assert made.learner.algo_config.label_smoothing == 0.1
+    assert "the sigmoid loss is cDPO's" in caplog.text
+
+
+def test_which_reference_a_preference_loss_has(tmp_path):
+    model = tiny_model()
+    with pytest.raises(ConfigError, match="cannot be the same object"):
+        trainer(tmp_path, "DPO", model=model, ref_model=model)
+    assert trainer(tmp_path, "DPO", loss_type=["sft"]).ref_model is None
+    assert same(weights_of(trainer(tmp_path, "DPO").ref_model), weights_of(model))
+    other = tiny_model(1)
+    made = trainer(tmp_path, "DPO", ref_model=other, eval_dataset=PAIRS[:2], precompute_ref_log_probs=True)
+    found = made.evaluate()
+    made.train()
+    assert found["eval_rewards/chosen"] == pytest.approx(
+        trainer(tmp_path, "DPO", ref_model=tiny_model(1)).evaluate(PAIRS[:2])["eval_rewards/chosen"], rel=1e-5
+    )
+    with pytest.raises(ConfigError, match="were not there when the reference was read"):
+        made.evaluate([{**PAIRS[0], "chosen": "other"}])
+
+
+def test_rows_of_token_ids_and_a_head_of_its_own_for_a_reward_model(tmp_path):
+    rows = [{"chosen_ids": [97, 98], "rejected_ids": [97, 99, 100], "margin": 0.5}] * 2
+    made = trainer(tmp_path, "Reward", rows)
+    (a, b) = made.train_rows()[0].sequences
+    assert (a.prefix.tolist(), b.tokens.tolist()) == ([97], [99, 100])
+    assert made.train_rows()[0].columns["margin"] == (0.5, 0.5)
+    made.train()
+    assert made.state.log_history[0]["mean_reward"] == 0  # a new head
+    assert made.state.log_history[1]["mean_reward"] != 0
+
+
+def test_methods_that_nothing_calls_are_refused():
+    with pytest.raises(ConfigError, match="compute_loss would never be called"):
+        type("Mine", (SFTTrainer,), {"compute_loss": lambda self: 0})

@@ -1,0 +1,140 @@
+"""Rows of supervised training as TRL takes them, made Examples: texts, conversations, pairs, and rows of token ids.
+
+What of a row is trained follows docs/data.md, which says how whet reads rows; docs/from-trl.md says where that differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from whet.data.order import epoch_order
+from whet.data.pairs import PreferenceEncoder
+from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
+from whet.errors import DataError
+from whet.types import Example, TrainSequence
+
+__all__ = ["Examples", "Formatted", "IdsOrPairs", "IdsOrRows", "Ready", "examples_of", "first_row"]
+
+
+@dataclass(frozen=True)
+class _Ids(Answer):
+    """An answer that is token ids already, with what is trained of them."""
+
+    ids: tuple[int, ...] = ()
+    mask: tuple[bool, ...] = ()
+
+
+def _of_ids(ids: Iterable[int], *masks: Iterable[Any]) -> _Ids:
+    ids = tuple(ids)
+    trained = tuple(all(bits) for bits in zip(*masks, strict=True)) if masks else (True,) * len(ids)
+    return _Ids(None, "", ids=ids, mask=trained)
+
+
+def _sequence(answer: _Ids, number: int) -> list[TrainSequence]:
+    """Its sequence; none where no token after the first is trained."""
+    if len(answer.ids) != len(answer.mask):
+        raise DataError(
+            f"row {number} has {len(answer.ids)} token ids and {len(answer.mask)} labels; give one for each"
+        )
+    ids, mask = np.asarray(answer.ids, dtype=np.int32), np.asarray(answer.mask, dtype=bool)
+    if not mask[1:].any():
+        return []
+    given = max(1, int(np.argmax(mask)))
+    return [TrainSequence(prefix=ids[:given], tokens=ids[given:], mask=mask[given:])]
+
+
+class IdsOrRows(SFTEncoder):
+    """Rows of SFT, or of `input_ids` with `labels` (-100 = not trained) or completion_mask and assistant_masks."""
+
+    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+        if "input_ids" not in row:
+            return super()._read(row, number)
+        if row.get("labels") is not None:
+            return Read([_of_ids(row["input_ids"], [label != -100 for label in row["labels"]])])
+        names = ("assistant_masks",) if self.trains_all else ("completion_mask", "assistant_masks")
+        return Read([_of_ids(row["input_ids"], *(row[name] for name in names if row.get(name) is not None))])
+
+    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
+        return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
+
+
+class IdsOrPairs(PreferenceEncoder):
+    """Pairs, or pairs of `chosen_ids` and `rejected_ids`, whose last tokens are scored."""
+
+    def _read(self, row: Mapping[str, Any], number: int) -> Read:
+        if "chosen_ids" not in row:
+            return super()._read(row, number)
+        margin = {"margin": (float(row["margin"]),) * 2} if row.get("margin") is not None else {}
+        answers = [_of_ids(row[name]) for name in ("chosen_ids", "rejected_ids")]
+        return Read(answers, {"chosen": (1.0, 0.0), **margin})
+
+    def _encode(self, answer: Answer, options: Mapping[str, Any], number: int) -> list[TrainSequence]:
+        return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
+
+
+class Ready:
+    """What a learner is given as its encoder: the rows are Examples by now."""
+
+    counts: Mapping[Any, int] = {}
+
+    def __call__(self, row: Example, number: int = 0) -> Example:
+        """The row as it is."""
+        return row
+
+
+Pack = Callable[[Iterable[Example]], Iterator[Example]]
+
+
+class Examples:
+    """The Examples of a stream, made as they are read, from its beginning whenever it is asked."""
+
+    def __init__(self, rows: Iterable[Any], encode: RowEncoder, pack: Pack | None) -> None:
+        self._rows, self._encode, self._pack = rows, encode, pack
+
+    def __iter__(self) -> Iterator[Example]:
+        made = (e for i, row in enumerate(self._rows) if (e := self._encode(row, i)) is not None)
+        return made if self._pack is None else self._pack(made)
+
+
+class Formatted:
+    """Rows, each as the text that a function makes of it.
+
+    Args: data: rows. fn: row -> text. column: that it is in.
+    """
+
+    def __init__(self, data: Iterable[Any], fn: Callable[[Any], str], column: str) -> None:
+        self._data, self._fn, self._column = data, fn, column
+
+    def __iter__(self) -> Iterator[dict[str, str]]:
+        return ({self._column: self._fn(row)} for row in self._data)
+
+
+def first_row(data: Any) -> Mapping[str, Any]:
+    """The first row of a data set, by which TRL tells its form. Raises DataError: there is none."""
+    if not isinstance(data, Iterable):
+        raise DataError(f"a data set is a Dataset, a list of dicts or an iterable of them, got {type(data).__name__}")
+    for row in data:
+        return row
+    raise DataError("the data set has no rows; give at least one")
+
+
+def examples_of(data: Any, encode: RowEncoder, *, pack: Pack | None, shuffle: int | None) -> list[Example] | Examples:
+    """A data set as Examples: a list of them, or of a stream one at a time.
+
+    Args: data: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them. encode: what makes them.
+        pack: groups them. shuffle: seed of an order drawn once; None = as they come.
+    Raises: DataError: rows that can't be trained on.
+    """
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        return Examples(data, encode, pack)
+    order = range(len(data)) if shuffle is None else epoch_order(len(data), shuffle, 0).tolist()
+    with encode.all_rows():
+        made = [e for i in order if (e := encode(data[i], i)) is not None]
+    made = made if pack is None else list(pack(made))
+    if not made:
+        raise DataError(f"no row is left to train on: {encode.told() or 'there are none'}")
+    return made

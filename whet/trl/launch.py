@@ -1,0 +1,53 @@
+"""How a script was started: by python, `torchrun` or `accelerate launch`, of whose environment this reads what it says.
+
+Left out on purpose: its process groups. One process trains; what several need is sharding behind the worker.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from whet.errors import ConfigError
+from whet.parallel.comm import world_size
+
+__all__ = ["launched"]
+
+log = logging.getLogger("whet")
+
+_TRUE = ("1", "on", "t", "true", "y", "yes")
+_SHARDED = {"ACCELERATE_USE_DEEPSPEED": "DeepSpeed", "ACCELERATE_USE_FSDP": "FSDP"}
+"""Variables by which accelerate says that a model lies in parts."""
+
+
+def launched(args: Any) -> None:
+    """Takes over what the launcher has said.
+
+    Args: args: a configuration; use_cpu and bf16 may be set.
+    Raises: ConfigError: several processes; fp16 or fp8, where the script leaves the precision to the launcher.
+    """
+    if (count := world_size()) > 1:
+        raise ConfigError(
+            f"WORLD_SIZE is {count}: the launcher has started {count} processes, and training in several is not part "
+            "of this release; start one (accelerate launch --num_processes 1, torchrun --nproc_per_node 1), and for "
+            f"the same step multiply gradient_accumulation_steps by {count}: "
+            f"{count * args.gradient_accumulation_steps}"
+        )
+    if _is_set("ACCELERATE_USE_CPU"):
+        args.use_cpu = True
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no").lower()
+    if precision == "bf16":
+        args.bf16 = True
+    elif precision != "no" and args.bf16 is False:
+        raise ConfigError(
+            f"ACCELERATE_MIXED_PRECISION={precision} is not taken: it needs a scaled loss, which is not offered; "
+            "launch with --mixed_precision bf16 or no"
+        )
+    for name, what in _SHARDED.items():
+        if _is_set(name):
+            log.warning("%s: with one process %s has nothing to divide; the model is trained whole", name, what)
+
+
+def _is_set(name: str) -> bool:
+    return os.environ.get(name, "").strip().lower() in _TRUE

@@ -1,0 +1,80 @@
+"""packing: which rows stand together in one row of TRL's, so that a step has the rows that it has there.
+
+A pack is an Example with several sequences. Each is trained for itself, and nothing is padded with or without packs: so
+all that the option changes is how many rows make up a step.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+import numpy as np
+
+from whet.data.lengths import cut_at_end
+from whet.types import Example, TrainSequence
+
+__all__ = ["best_fit", "packed"]
+
+_AT_ONCE = 1000
+"""Rows that are packed among themselves: a batch of datasets.map, as there."""
+
+
+def best_fit(lengths: list[int], size: int) -> list[list[int]]:
+    """Packs by best fit, the longest first; of equal ones the first, and into the pack that was made first.
+
+    Args: lengths: of the rows, each at most size. size: of a pack.
+    Returns: the places of the rows in each pack.
+    Source: agrees with TRL's packing_strategy="bfd".
+
+    >>> best_fit([4, 2, 3, 1], 4)
+    [[0], [2, 3], [1]]
+    """
+    packs: list[list[int]] = []
+    left: dict[int, deque[int]] = defaultdict(deque)  # room -> the packs that have it, oldest first
+    rooms: list[int] = []  # those that some pack has, in order
+    for place in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(rooms, lengths[place])
+        if at == len(rooms):
+            packs.append([])
+            room, pack = size, len(packs) - 1
+        else:
+            room = rooms[at]
+            pack = left[room].popleft()
+            if not left[room]:
+                rooms.pop(at)
+        packs[pack].append(place)
+        room -= lengths[place]
+        if room > 0:
+            if not left[room]:
+                insort(rooms, room)
+            left[room].append(pack)
+    return packs
+
+
+def packed(examples: Iterable[Example], size: int, *, split: bool) -> Iterator[Example]:
+    """Packs of examples, made of a thousand at a time.
+
+    Args: examples: each of one sequence or more. size: tokens of a pack. split: sequences that are longer are cut into
+        parts, each of which is trained; else what is over is left out.
+    """
+    examples = iter(examples)
+    while part := list(islice(examples, _AT_ONCE)):
+        whole = [s for e in part for s in e.sequences]
+        made = [p for s in whole for p in (_parts(s, size) if split else [cut_at_end(s, size)]) if p is not None]
+        lengths = [len(s.prefix) + len(s.tokens) for s in made]
+        for pack in best_fit(lengths, size):
+            yield Example(sequences=tuple(made[i] for i in pack), row=part[0].row)
+
+
+def _parts(sequence: TrainSequence, size: int) -> Iterator[TrainSequence]:
+    """A sequence in parts; the first token of each is given, and a part that trains nothing is left out."""
+    ids = np.concatenate([sequence.prefix, sequence.tokens])
+    mask = np.concatenate([np.zeros(len(sequence.prefix), bool), sequence.mask])
+    for start in range(0, len(ids), size):
+        its, trained = ids[start : start + size], mask[start : start + size]
+        given = max(1, int(np.argmax(trained)))
+        if trained[given:].any():
+            yield TrainSequence(prefix=its[:given], tokens=its[given:], mask=trained[given:])
