@@ -18,7 +18,7 @@ from torch import nn
 from whet.config import ClusterConfig, Mode, RLTrainingConfig, Role, RoleConfig, RolloutConfig
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
-from whet.errors import ConfigError
+from whet.errors import ConfigError, raise_all
 from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
 from whet.ops import Support, clipped_surrogate, clipped_value
@@ -31,7 +31,7 @@ from whet.rollout.driver import Rollouts
 from whet.rollout.policy import Play, PolicyRollouts
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import ACTOR, Given, RoleWorkers
+from whet.train.role_workers import ACTOR, Given, RoleWorkers, check_loading
 from whet.train.worker import Allowed, ModelWorker
 from whet.tunix.verbs import TunixVerbs
 from whet.types import Group, Prompt
@@ -88,10 +88,10 @@ class RLCluster(RoleWorkers, TunixVerbs):
             offload_to_cpu=cluster_config.offload_to_cpu,
             module_dtype=module_dtype,
         )
-        self.cluster_config = cluster_config
+        _check_given(cluster_config, (actor, critic, reference, reward, teacher))
+        self.cluster_config, self.global_steps = cluster_config, 0
         self.training_config: RLTrainingConfig = cluster_config.training_config
         self.perf_config = perf_config or self.training_config.perf_metrics_options
-        self.global_steps = 0
         config = self.training_config
         if isinstance(actor, nn.Module):
             reference, critic, teacher = (
@@ -144,11 +144,10 @@ class RLCluster(RoleWorkers, TunixVerbs):
     def _drawn_from(self, policy: LoadedModel) -> tuple[Support, Allowed]:
         """The distribution that training samples from, as the trainer has to know it: support and constraint.
 
-        Raises: ConfigError: the engine's name, stop strings or a constraint of training or evaluation are wrong, or the
+        Raises: ConfigError: stop strings or a constraint of training or evaluation are wrong, or the
             policy is trained with dropout.
         """
         _check_dropout(policy)
-        resolve_engine(self.cluster_config.rollout_engine)
         for mode in (Mode.TRAIN, Mode.EVAL):
             self._grammars.check(self.sampling(mode))
         sampling = self.sampling(Mode.TRAIN)
@@ -361,6 +360,13 @@ def _shared_critic(critic: Any) -> tuple[bool, Any]:
             "own; leave out the critic's other keys"
         )
     return True, None
+
+
+def _check_given(config: ClusterConfig, models: Iterable[Any]) -> None:
+    """Raises ConfigError, all at once, for names that nothing has: engine, models, optimizers, loggers."""
+    loop = config.training_config
+    named = check_loading(loop, models, (loop.actor_optimizer, loop.critic_optimizer))
+    raise_all([lambda: resolve_engine(config.rollout_engine), *named])  # pyright: ignore[reportArgumentType]
 
 
 def _check_dropout(policy: LoadedModel) -> None:

@@ -14,7 +14,7 @@ A message says the value, the rule and the fix.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 __all__ = [
     "CheckpointError",
@@ -26,6 +26,7 @@ __all__ = [
     "WhetError",
     "lookup_error",
     "nearest",
+    "raise_all",
     "shown",
 ]
 
@@ -82,6 +83,27 @@ def lookup_error(kind: str, word: object, known: Iterable[str]) -> ConfigError:
     """
     known = sorted(known)
     return ConfigError(f"unknown {kind} {word!r}{nearest(str(word), known) or '.'} Known: {', '.join(known)}")
+
+
+def raise_all(checks: Iterable[Callable[[], object]]) -> None:
+    """Makes every check, and raises what they found: one error as it is, several as one ConfigError, a line each.
+
+    Args: checks: each raises a WhetError where something is wrong.
+
+    >>> raise_all([lambda: int("1"), lambda: nearest("a", []), lambda: float("1")])
+    """
+    found: dict[str, WhetError] = {}
+    for check in checks:
+        try:
+            check()
+        except WhetError as error:
+            for line in str(error).split("\n"):
+                found.setdefault(line, error)
+    errors = list(dict.fromkeys(found.values()))
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise ConfigError("\n".join(found)) from errors[0]
 
 
 def shown(value: object, most: int = 200) -> str:

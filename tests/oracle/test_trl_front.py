@@ -180,6 +180,15 @@ def test_the_importance_sampling_for_vllm(mode, monkeypatch):
     same(ours(GRPOConfig(**{**BOTH, **own}), batch, given, monkeypatch), theirs(kwargs, batch, given))
 
 
+@pytest.mark.parametrize("name", ["DPOTrainer", "GRPOTrainer", "RLOOTrainer", "RewardTrainer", "SFTTrainer"])
+def test_every_method_of_trl_s_is_there_or_refused_where_a_subclass_overrides_it(name):
+    theirs, ours = getattr(trl, name), getattr(whet.trl, name)
+    methods = {n for n in dir(theirs) if not n.startswith("__") and callable(getattr(theirs, n))}
+    left = methods - {*dir(ours)} - ours.NOT_CALLED.keys() - {"get_num_trainable_parameters"}
+    assert left == set()
+    assert not ours.NOT_CALLED.keys() & {*dir(ours)}
+
+
 # ---- a training in both --------------------------------------------------------------------------------------------
 
 

@@ -39,7 +39,13 @@ def test_runs_that_begin_in_one_second_get_a_folder_each(tmp_path, monkeypatch):
 
 def test_a_run_that_never_began_leaves_no_empty_folder_and_takes_none_away(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    words = ["model=byte", "data=nowhere.jsonl", "reward=exact_match"]
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").touch()
+    words = ["model=model", "data=nowhere.jsonl", "reward=exact_match"]
+    with pytest.raises(Exception, match="nowhere"):
+        commands.grpo(load_run(words))
+    assert not (tmp_path / "runs").exists()
+    (tmp_path / "nowhere.jsonl").write_text("no rows\n")
     with pytest.raises(Exception, match="nowhere"):
         commands.grpo(load_run(words))
     assert list((tmp_path / "runs").iterdir()) == []
@@ -52,7 +58,8 @@ def test_a_run_that_never_began_leaves_no_empty_folder_and_takes_none_away(tmp_p
 def test_rows_of_any_kind_have_a_summary():
     odd = [{"step": 0, "mode": mode, **values} for mode in ("train", "eval") for values in (
         {}, {"reward": "1"}, {"reward": 10**400, "prompts/count": 1e999})]  # fmt: skip
-    summary = commands.summarise(SimpleNamespace(rows=odd, step=3, task=Task()), load_run([]), 1.0)
+    run = SimpleNamespace(rows=odd, evaluations=odd[2:], step=3, task=Task())
+    summary = commands.summarise(run, load_run([]), 1.0)
     assert summary["reward_first"] is summary["eval_reward_after"] is None and summary["eval_prompts"] == 0
 
 

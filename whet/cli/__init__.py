@@ -7,11 +7,13 @@ from. Under torchrun only rank 0 prints.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from whet.util.lines import fitted
 from whet.util.streams import bury, open_descriptors, unfailing, unread
 
 __all__ = ["explained", "main", "print_text"]
@@ -113,7 +115,10 @@ def _told(who: str, error: Exception) -> bool:
     if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
         return False
     text = str(error).replace("\n", "\n  ")
-    _say(f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}", every_rank=not isinstance(error, ConfigError))
+    text = f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}"
+    if sys.stderr.isatty():
+        text = fitted(text, shutil.get_terminal_size().columns)
+    _say(text, every_rank=not isinstance(error, ConfigError))
     return True
 
 
@@ -253,15 +258,18 @@ def _config(command: str, words: list[str]) -> Any:
 
 
 def _check(command: str, config: Any) -> None:
-    """Raises ConfigError for what is missing, before anything heavy is imported."""
-    if command in _SUPERVISED:
-        from whet.config import check_supervised
+    """Raises ConfigError for what is missing before anything heavy is imported; of a run for all else that is wrong."""
+    if command in _RUNS:
+        from whet.config import check_complete, check_supervised
+        from whet.errors import ConfigError
 
-        check_supervised(config)
-    elif command in _RUNS:
-        from whet.config import check_complete
+        try:
+            (check_supervised if command in _SUPERVISED else check_complete)(config)
+        except ConfigError:
+            from whet.cli.checks import check_run
 
-        check_complete(config)
+            check_run(config)
+            raise
     elif command == "eval":
         from whet.config.evaluate import check_eval
 

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import logging
 import os
+import shlex
 import shutil
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from whet.cli.checks import check_run, check_teacher_used
 from whet.cluster import RLCluster
 from whet.config import (
     ClusterConfig,
@@ -35,7 +37,6 @@ from whet.data.sources import load_rows
 from whet.errors import ConfigError
 from whet.learners.base import RLLearner
 from whet.learners.grpo import GRPOLearner
-from whet.learners.objective import policy_loss
 from whet.learners.ppo import PPOLearner
 from whet.models.made import made_model
 from whet.models.precision import probe_threads
@@ -43,9 +44,10 @@ from whet.observe.card import write_card
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, to_json, write_atomic
 from whet.observe.plots import plot_curves
-from whet.ops import teacher_column
 from whet.parallel.comm import require_single_process
+from whet.run.interrupts import Stopped
 from whet.run.run import Run
+from whet.train.checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
 from whet.util.refs import is_ref
 
@@ -82,6 +84,7 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
     from transformers.utils import logging as transformers_logging
 
     require_single_process()
+    check_run(config)
     transformers_logging.disable_progress_bar()
     started = time.monotonic()
     named = config.trainer.run_dir is not None
@@ -94,6 +97,8 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
         learner, train_ds, eval_ds = build(config)
         try:
             run = learner.train(train_ds, eval_ds)
+        except KeyboardInterrupt as stop:
+            raise KeyboardInterrupt(_going_on(stop, config)) from stop
         finally:
             learner.close()
     except BaseException:
@@ -141,8 +146,8 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     say(f"time: {summary['train_seconds']:.0f} s for warm start, training and evaluation")
     say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
     say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
-    whet = f"{sys.executable} -m whet grpo" if shutil.which("whet") is None else "whet grpo"
-    say(f"next: {whet} --config {recipe} model={folder / 'start'} algo.num_generations=16 trainer.max_steps=50")
+    further = f"model={folder / 'start'} algo.num_generations=16 trainer.max_steps=50"
+    say(f"next: {program()} grpo --config {recipe} {further}")
     return summary
 
 
@@ -180,11 +185,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
 
 def _teacher(config: RunConfig) -> RoleConfig | None:
     """The teacher's model. Raises ConfigError where nothing would learn from it."""
-    if config.teacher is not None and teacher_column(policy_loss(config.algo)) is None:
-        raise ConfigError(
-            f"teacher has no effect: algo.policy_loss_fn={config.algo.policy_loss_fn!r} does not learn from one; "
-            "distillation and gkd do"
-        )
+    check_teacher_used(config)
     return config.teacher
 
 
@@ -198,6 +199,23 @@ def _critic(config: PPORunConfig) -> RoleConfig:
     how = "" if critic.lora is None else f" and an adapter of rank {critic.lora.r}, lr {critic.optim.lr or LORA_LR:g}"
     log.info("critic: %s with a fresh score head, whose values are 0 at first%s", actor.model, how)
     return dataclasses.replace(critic, model=actor.model)
+
+
+def _going_on(stop: KeyboardInterrupt, config: AnyRun) -> str:
+    """What a run that was stopped says: how far it came, and the whole command that goes on from there."""
+    trainer = config.trainer
+    what = stop.what if isinstance(stop, Stopped) else "stopped at once"
+    newest = Checkpoints(trainer.checkpoint_root, {}).find("latest")
+    if newest is None:
+        return f"{what}; there is no checkpoint to go on from"
+    where = "" if isinstance(stop, Stopped) else f"; checkpoint: {newest}"
+    written = shlex.quote(f"{trainer.run_dir}/config.yaml")
+    return f"{what}{where}\ngo on with:\n  {program()} {config.COMMAND} --config {written} trainer.resume=latest"
+
+
+def program() -> str:
+    """What runs whet from this shell."""
+    return "whet" if shutil.which("whet") is not None else f"{shlex.quote(sys.executable)} -m whet"
 
 
 def rows_given(data: D) -> D:
@@ -261,7 +279,7 @@ def _with_model(config: R, folder: Path) -> R:
 
 def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
     """The results of a run, from its rows of metrics."""
-    evals = [row for row in run.rows if row["mode"] == Mode.EVAL.value]
+    evals = run.evaluations
     train = [row for row in run.rows if row["mode"] == Mode.TRAIN.value]
     name = run.task.headline
     found: dict[str, Any] = {

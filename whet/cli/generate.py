@@ -22,8 +22,9 @@ from whet.rollout.base import Sampling
 from whet.rollout.sampler import Sampler
 from whet.rollout.text import TextStream
 from whet.types import Group, Prompt
+from whet.util.lines import visible
 
-__all__ = ["OutputError", "generate", "open_sampler", "sampling_keys", "show", "visible"]
+__all__ = ["OutputError", "generate", "open_sampler", "sampling_keys", "show"]
 
 log = logging.getLogger("whet")
 
@@ -105,16 +106,6 @@ def sampling_keys(config: SampledConfig) -> dict[str, Any]:
         "generation_kwargs": config.generation_kwargs,
         "constraint": config.constraint,
     }
-
-
-def visible(text: str) -> str:
-    r"""Text for a terminal: control characters, which could move its cursor or change its title, as pictures.
-
-    >>> visible("a\x1b[31m b\n")
-    'a␛[31m b\n'
-    """
-    shown = lambda c: chr(0x2400 + ord(c)) if ord(c) < 32 else "\N{REPLACEMENT CHARACTER}"
-    return "".join(c if c in "\n\t" or (c.isprintable() or ord(c) > 159) else shown(c) for c in text)
 
 
 def show(text: str) -> None:

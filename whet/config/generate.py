@@ -36,7 +36,8 @@ class SampledConfig:
     """A model, and how to sample from it."""
 
     model: Name | None = None
-    """Folder of a model, of a finished run or of a checkpoint (step-*), or a hub name."""
+    """Folder of a model, of a finished run, of several runs (the newest that has finished) or of a checkpoint (step-*),
+    or a hub name."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     max_tokens: Count | None = None

@@ -36,6 +36,8 @@ class RunConfig(ListedRewards):
     2e-06
     """
 
+    COMMAND: ClassVar[str] = "grpo"
+    """The command that trains it."""
     TRAINED: ClassVar[str] = "actor"
     """The section of the model that the run makes."""
 
@@ -122,6 +124,8 @@ class PPORunConfig(RunConfig):
     >>> load_run(["model=my/model", "algo.gae_lambda=0.9"], PPORunConfig).algo.gae_lambda
     0.9
     """
+
+    COMMAND: ClassVar[str] = "ppo"
 
     algo: PPOConfig = field(default_factory=PPOConfig)  # pyright: ignore[reportIncompatibleVariableOverride]
     """The algorithm."""

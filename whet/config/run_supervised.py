@@ -35,6 +35,8 @@ R = TypeVar("R", bound="SupervisedRunConfig")
 class SupervisedRunConfig:
     """What every supervised run has."""
 
+    COMMAND: ClassVar[str] = "sft"
+    """The command that trains it."""
     TRAINED: ClassVar[str] = "actor"
     """The section of the model that is trained."""
 
@@ -76,6 +78,7 @@ class RMRunConfig(SupervisedRunConfig):
     'my/model'
     """
 
+    COMMAND: ClassVar[str] = "rm"
     TRAINED: ClassVar[str] = "reward_model"
 
     reward_model: RoleConfig = field(default_factory=RoleConfig)
@@ -91,6 +94,8 @@ class DPORunConfig(SupervisedRunConfig):
     >>> load_supervised(["model=my/model", "algo.loss_type=simpo", "algo.beta=2"], DPORunConfig).algo.loss_type
     ('simpo',)
     """
+
+    COMMAND: ClassVar[str] = "dpo"
 
     actor: RoleConfig = field(default_factory=RoleConfig)
     """The model."""

@@ -6,7 +6,7 @@ together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -67,13 +67,17 @@ class MetricsLoggerOptions:
     """Where metrics go besides the run folder."""
 
     log_dir: Name | None = None
-    """Folder of the TensorBoard files; None = the run folder."""
+    """Folder of the loggers' files; None = the run folder. Given without trainer.loggers it turns TensorBoard on, as in
+    Tunix."""
     project_name: Name = "whet"
     """Project in Weights & Biases or trackio."""
     run_name: Text = ""
     """Name of the run there; "" = the run folder's."""
     flush_every_n_steps: Count = 100
     """Steps between two flushes of a logger that buffers."""
+    completions_every_n_steps: Number = 10
+    """Steps between two tables of completions, for a logger that takes them (wandb); every evaluation has one besides.
+    0 = none."""
     backend_kwargs: Tree = field(default_factory=dict)
     """Further arguments by logger: {wandb: {mode: offline}, tensorboard: {...}, trackio: {...}}."""
     enable_opentelemetry: Bool = False
@@ -177,6 +181,9 @@ class TrainingConfig:
     merge_adapter: Bool = False
     """Write final/ as a whole model, its adapter merged into the base, in place of the adapter in PEFT's format. No
     effect without one."""
+    final_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Of the weights in final/; auto = the dtype that the model was saved in before, for an adapter alone float32. What
+    is trained, and what a resume reads, is float32 in any case."""
     resume: Name | None = None
     """"latest" = resume in run_dir where it stopped, a path = from that checkpoint; None = start a new run."""
     allow_config_change: Bool = False
@@ -218,6 +225,16 @@ class TrainingConfig:
     def profiling(self) -> ProfilerOptions | None:
         """What is profiled: profiler_options, the defaults where `profile` asks without them, or None: nothing."""
         return self.profiler_options or (ProfilerOptions() if self.profile else None)
+
+    @property
+    def chosen_loggers(self) -> Sequence[Any]:
+        """The loggers: those given, or where a log_dir alone is, TensorBoard, as Tunix has it.
+
+        >>> TrainingConfig(metrics_logging_options=MetricsLoggerOptions(log_dir="logs")).chosen_loggers
+        ('tensorboard',)
+        """
+        options = self.metrics_logging_options
+        return self.loggers or (("tensorboard",) if options is not None and options.log_dir is not None else ())
 
     @property
     def max_seq_token_per_tpu(self) -> int | None:
@@ -338,6 +355,11 @@ class RLTrainingConfig(TrainingConfig):
     """A reward function that fails: end the run, or count as not applicable (None) for that batch, with a warning."""
     reward_timeout_s: Seconds | None = 60.0
     """Longest time of one call of a reward function, in seconds; None = no limit."""
+    warn_when: dict[Name, Band] | None = None
+    """Warn, once and again where it got worse, when a metric leaves a band, in place of the usual bands of those
+    metrics: warn_when.kl.above=2.0. The usual ones: docs/troubleshooting.md."""
+    show_samples: Number = 0
+    """Show, every so many steps, one prompt with its best and its worst completion; 0 = never."""
     last_batch: Literal["drop", "keep"] = "drop"
     """Prompts left over at the end of an epoch that fill no step: dropped, their number logged, or a smaller step."""
 

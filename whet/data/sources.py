@@ -22,7 +22,7 @@ from whet.errors import ConfigError, DataError, WhetError, nearest, shown
 from whet.util.model_paths import hub_silence
 from whet.util.refs import is_ref, resolve_ref
 
-__all__ = ["load_rows"]
+__all__ = ["check_source", "load_rows"]
 
 log = logging.getLogger("whet")
 
@@ -103,10 +103,31 @@ def _named(text: str, split: str | None, subset: str | None, streaming: bool) ->
         made = resolve_ref(text, "data set")
         with reading(f"data set {text!r}", "fix the function, which is called without arguments"):
             return made() if callable(made) else made
+    _check_name(text, path)
+    return _hub(text, split, subset, streaming)
+
+
+def _check_name(text: str, path: Path) -> None:
+    """Raises DataError for what is not there, and no hub data set's name."""
     looks_local = path.suffix in (*FORMATS, ".py") or path.is_absolute() or text.startswith((".", "~"))
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
         raise DataError(f"no file or folder {shown(text)}{_beside(path) or '; check the path'}")
-    return _hub(text, split, subset, streaming)
+
+
+def check_source(source: str) -> None:
+    """Looks whether a named data set can be there, without reading it or asking the hub.
+
+    Raises: DataError: no such file or folder. ConfigError: a function that can't be found.
+    """
+    _, text = _split_at(source, None)
+    with reading(shown(text), "check the path and its permissions"):
+        path = Path(text).expanduser()
+        if path.exists():
+            return
+    if is_ref(text):
+        resolve_ref(text, "data set")
+    else:
+        _check_name(text, path)
 
 
 def _hub(name: str, split: str | None, subset: str | None, streaming: bool) -> Any:

@@ -159,7 +159,7 @@ class RLLearner:
                 "prompts").
             eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
             skip_jit: nothing is compiled in this release.
-        Returns: the finished run: its step, its metrics by step, its folder.
+        Returns: the finished run: its step, its metrics (rows, of evaluations too), its evaluations, its folder.
         """
         run = self.new_run(train_ds, eval_ds)
         with run:

@@ -12,11 +12,11 @@ run.
 from __future__ import annotations
 
 from whet.cluster import RLCluster
-from whet.config import GRPOConfig
+from whet.config import GRPOConfig, RolloutConfig
 from whet.errors import ConfigError
 from whet.learners.policy import PolicyLearner
 
-__all__ = ["GRPOLearner", "GrpoLearner"]
+__all__ = ["GRPOLearner", "GrpoLearner", "check_drawn"]
 
 
 class GRPOLearner(PolicyLearner):
@@ -32,11 +32,16 @@ class GRPOLearner(PolicyLearner):
     def check(self, rl_cluster: RLCluster) -> None:
         """Raises ConfigError where all completions of a group would be the same."""
         super().check(rl_cluster)
-        if rl_cluster.rollout_for().temperature == 0:
-            raise ConfigError(
-                "rollout.temperature=0 draws the same completion num_generations times: all completions of a group are "
-                "equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
-            )
+        check_drawn(rl_cluster.rollout_for())
+
+
+def check_drawn(rollout: RolloutConfig) -> None:
+    """Raises ConfigError where all completions of a group would be the same."""
+    if rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.temperature=0 draws the same completion num_generations times: all completions of a group are "
+            "equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
+        )
 
 
 GrpoLearner = GRPOLearner

@@ -1,9 +1,10 @@
-"""Health: warns when nothing is learned, or when the policy has collapsed, and since which step. It changes nothing.
+"""Health: warns of a run that goes wrong, each thing once, and again where it got worse. It changes nothing.
 
-It reads what a step has made anyway: its row of metrics, its rewards, its batch. What it remembers from step to step
-is a few numbers, which a checkpoint holds, so that a resumed run warns where the uninterrupted one would. Left out on
-purpose: what is judged over a window or by a trend; that is the reader's business. Gradients that are not finite are
-the RoleTrainer's, which ends a run of them.
+The symptoms that a row of metrics shows are those of symptoms.py; here is what has to look at rewards, batch and
+sampler: why nothing is learned, and whether the policy is certain of everything or of nothing. What is remembered from
+step to step is a few numbers, which a checkpoint holds, so that a resumed run warns where the uninterrupted one would.
+Left out on purpose: what is judged over a window or by a trend; that is the reader's business. Gradients that are not
+finite are the RoleTrainer's, which ends a run of them.
 
 Dim letters: J trajectories.
 """
@@ -20,6 +21,8 @@ from torch import nn
 
 from whet.cluster import RLCluster
 from whet.config import Role
+from whet.config.watching import Band
+from whet.learners.symptoms import symptoms
 from whet.ops import Support, group_spread
 from whet.train.role_trainer import lower_rate
 from whet.types import TokenBatch
@@ -31,8 +34,8 @@ __all__ = ["Health", "most_choices"]
 
 log = logging.getLogger("whet")
 
-AGAIN = 100
-"""Steps after which a warning whose cause lasts is repeated."""
+LONGER = 10
+"""What lasts so many times as long as when it was said got worse."""
 FIRST = {"signal": 3, "gradient": 10, "certain": 10, "even": 10}
 """Steps in a row, of each thing that is watched, before the first warning."""
 CERTAIN = 1e-4
@@ -62,15 +65,20 @@ class Seen:
 class Health:
     """Watches the steps of a run.
 
-    Args: cluster: whose run it is. of_rewards: something is learned only where a token has an advantage.
+    Args: cluster: whose run it is. of_rewards: something is learned only where a token has an advantage. bands: of
+        metrics, trainer.warn_when.
 
     Example: health.watch(step, row, rewarded, batch) after each step; health.state() into the checkpoint.
     """
 
-    def __init__(self, cluster: RLCluster, *, of_rewards: bool = True) -> None:
+    def __init__(self, cluster: RLCluster, *, of_rewards: bool = True, bands: Mapping[str, Band] | None = None) -> None:
         self.cluster = cluster
         self.of_rewards = of_rewards
+        self.symptoms = symptoms(bands)
         self._since: dict[str, tuple[int, int]] = {}
+        """Of what is ill: the first step, and how many rows have shown it."""
+        self._said: dict[str, float] = {}
+        """How bad it was when it was said."""
 
     def watch(self, step: int, row: Mapping[str, float], rewarded: Rewarded, batch: TokenBatch) -> None:
         """Warns of what has lasted for too long.
@@ -86,13 +94,31 @@ class Health:
         for name, ill in found.items():
             if ill is None:  # the step is inconclusive: what lasted before it lasts
                 continue
-            if not ill:
-                self._since.pop(name, None)
-                continue
-            first, count = self._since.get(name, (step, 0))
-            self._since[name] = (first, count + 1)
-            if count + 1 >= FIRST[name] and (count + 1 - FIRST[name]) % AGAIN == 0:
-                log.warning("for %d steps, since step %d: %s", count + 1, first, self._what(name, seen))
+            count = self._lasts(name, step) if ill else self._over(name)
+            first = 1 if name == "signal" and not _known(batch) else FIRST[name]
+            if count >= first and count >= LONGER * self._said.get(name, 0.0):
+                self._say(name, count, self._what(name, seen))
+        for name, symptom in self.symptoms.items():
+            told = symptom.find(row)
+            count = self._over(name) if told is None else self._lasts(name, step)
+            if told and count >= symptom.steps and told.badness >= symptom.worse * self._said.get(name, 0.0):
+                self._say(name, told.badness, told.message)
+
+    def _lasts(self, name: str, step: int) -> int:
+        """Notes what a row shows. Returns: how many have shown it."""
+        first, count = self._since.get(name, (step, 0))
+        self._since[name] = (first, count + 1)
+        return count + 1
+
+    def _over(self, name: str) -> int:
+        self._since.pop(name, None)
+        return 0
+
+    def _say(self, name: str, badness: float, message: str) -> None:
+        self._said[name] = badness
+        first, count = self._since[name]
+        when = f"step {first}" if count == 1 else f"for {count} steps, since step {first}"
+        log.warning("%s: %s", when, message)
 
     def _what(self, name: str, seen: Seen) -> str:
         """What is wrong, what it means, and what to look at."""
@@ -132,11 +158,12 @@ class Health:
 
     def state(self) -> dict[str, Any]:
         """What a resumed run needs to warn as this one would: since when each warning lasts."""
-        return {"since": {name: list(found) for name, found in self._since.items()}}
+        return {"since": {name: list(found) for name, found in self._since.items()}, "said": dict(self._said)}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Restores `state`; an empty one, of a checkpoint of an earlier version, starts from nothing."""
         self._since = {name: (int(first), int(count)) for name, (first, count) in state.get("since", {}).items()}
+        self._said = {name: float(badness) for name, badness in state.get("said", {}).items()}
 
 
 def most_choices(support: Support, vocabulary: int) -> int | None:
@@ -172,11 +199,22 @@ def _differ(batch: TokenBatch) -> bool:
     return bool(group_spread(batch.rewards, batch.group_of).any())
 
 
+def _known(batch: TokenBatch) -> bool:
+    """Whether a reward is not None."""
+    return not bool(batch.rewards.isnan().all())
+
+
 def _silence(seen: Seen) -> str:
     """Why no token has an advantage, and what to look at."""
     group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
     said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {float(seen.batch.rewards[0])}"
-    return f"nothing is learned from the rewards: {_cause(seen)}. {said}. See completions/ for all of them"
+    done = [c.finish_reason for g in seen.rewarded.groups for c in g.completions]
+    share = sum(reason == "length" for reason in done) / len(done)
+    ended = "All completions ended by themselves"
+    if share:
+        ended = f"{share:.0%} of the completions were cut: raise rollout.max_tokens_to_generate if that is why"
+    cause = f"nothing is learned from the rewards: {_cause(seen)}"
+    return f"{cause}. {ended}. {said}. See completions/ for all of them"
 
 
 def _cause(seen: Seen) -> str:

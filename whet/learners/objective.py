@@ -23,6 +23,7 @@ from whet.ops import (
     ADVANTAGE_ESTIMATORS,
     CORRECTIONS,
     KL_MODES,
+    LOSS_AGG_MODES,
     POLICY_LOSSES,
     TOKEN_MASKS,
     AdvantageInputs,
@@ -48,6 +49,7 @@ __all__ = [
     "kl_estimate",
     "make_estimator",
     "make_objective",
+    "objective_checks",
     "policy_loss",
     "resolve_name",
     "reward_functions",
@@ -241,6 +243,20 @@ def policy_loss(config: PolicyConfig) -> Callable[..., Any]:
 def kl_estimate(config: PolicyConfig) -> Callable[[Tensor], Tensor]:
     """The KL estimate of a configuration, a function of d. Raises ConfigError: nothing has this name."""
     return resolve_name(config.keywords["kl_loss_mode"], KL_MODES, "KL mode")
+
+
+def objective_checks(config: AlgorithmConfig) -> list[Callable[[], Any]]:
+    """What is asked of an algorithm's configuration before anything is loaded: every name of it by itself, so that each
+    unknown one is found, then the whole. Each call raises ConfigError where something is wrong.
+    """
+    checks: list[Callable[[], Any]] = [functools.partial(make_estimator, config)]
+    if not isinstance(config, PolicyConfig):
+        return checks
+    named = [(config.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")]
+    named += [] if config.sampler_is is None else [(config.sampler_is, CORRECTIONS, "sampler_is")]
+    named += [(name, TOKEN_MASKS, "loss mask") for name in config.loss_masks]
+    resolved = [functools.partial(resolve_name, *words) for words in named]
+    return [*checks, *resolved, *(functools.partial(fn, config) for fn in (policy_loss, kl_estimate, make_objective))]
 
 
 def make_objective(config: PolicyConfig) -> Objective:

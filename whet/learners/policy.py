@@ -19,7 +19,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
-from whet.errors import ConfigError, EngineError
+from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.advice import advise
 from whet.learners.base import RLLearner
 from whet.learners.control import MEASURED_ENTROPY, Control, move_reference
@@ -30,6 +30,7 @@ from whet.learners.objective import (
     composed,
     make_estimator,
     make_objective,
+    objective_checks,
     resolve_name,
 )
 from whet.learners.report import advantage_metrics, of_whole_batch, skipped_metrics
@@ -104,6 +105,7 @@ class PolicyLearner(RLLearner):
         settings: dict[str, Any] | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
+        raise_all(objective_checks(algo_config))
         super().__init__(
             rl_cluster,
             algo_config,

@@ -57,7 +57,21 @@ def spread(name: str, values: np.ndarray, *, prefix: bool = False) -> dict[str, 
 
 def rewarded_metrics(rewarded: Rewarded) -> dict[str, Metric]:
     """What the reward functions said, and the completions: what training and evaluation both log."""
-    return {**rewarded.metrics, **rollout_metrics(rewarded.groups)}
+    return {**rewarded.metrics, **rollout_metrics(rewarded.groups), **_cut_metrics(rewarded)}
+
+
+def _cut_metrics(rewarded: Rewarded) -> dict[str, Metric]:
+    """completions/clipped_scored_ratio: of the completions that did not end with a stop, the share whose total is above
+    0; nothing where all ended.
+    """
+    first = np.cumsum([0, *rewarded.sizes])
+    scored = [
+        bool(rewarded.total[first[i] + at] > 0)
+        for i, group in enumerate(rewarded.groups)
+        for at, c in enumerate({c.generation: c for c in group.completions}.values())
+        if c.finish_reason != "stop"
+    ]
+    return {"completions/clipped_scored_ratio": Mean(float(sum(scored)), len(scored))} if scored else {}
 
 
 def total_metrics(batch: TokenBatch) -> dict[str, Metric]:

@@ -19,6 +19,7 @@ from whet.envs import Script
 from whet.evaluation.estimators import pass_at_k, settled_ks
 from whet.learners.health import Health
 from whet.learners.report import completion_columns, known_by_group, rewarded_metrics, spread, total_metrics
+from whet.learners.samples import sample_shown
 from whet.learners.step import Step
 from whet.metrics import Mean, Metric, flat, merge
 from whet.rewards.manager import Rewarded, RewardManager
@@ -97,7 +98,8 @@ class RLTask(Task):
         self.learner, self.cluster = learner, learner.cluster
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
-        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards)
+        bands = learner.config.warn_when
+        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards, bands=bands)
         self._eval_prompts: list[Prompt] | None = None
 
     # ---- data ----------------------------------------------------------------------------------------------------
@@ -230,16 +232,26 @@ class RLTask(Task):
         self.cluster.global_steps = index
 
     def on_step_end(self, run: Observed, step: Step) -> None:
-        """Keeps the completions, and warns of what has lasted for too long."""
+        """Keeps the completions, shows some where that is asked for, and warns of what goes wrong."""
         rewarded, batch = step.need_rewarded(), step.need_batch()
         self._store(run, step.index, Mode.TRAIN, rewarded, batch)
+        every = self.learner.config.show_samples
+        if every and step.index % every == 0:
+            log.info("%s", sample_shown(step.index, rewarded))
         self.health.watch(step.index, run.rows[-1], rewarded, batch)
 
+    def shown(self, row: Mapping[str, float]) -> dict[str, str]:
+        """Mean length, the share that was cut, and the KL where one is measured."""
+        known = {
+            "len": ("completions/mean_length", ".0f"),
+            "cut": ("completions/clipped_ratio", ".0%"),
+            "kl": ("kl", ".2g"),
+        }
+        return {name: f"{row[metric]:{form}}" for name, (metric, form) in known.items() if metric in row}
+
     def _store(self, run: Observed, step: int, mode: Mode, rewarded: Rewarded, batch: TokenBatch) -> None:
-        """Writes the completions of a step."""
-        if run.folder is not None:
-            columns, rewards = completion_columns(rewarded, batch)
-            run.folder.write_completions(step=step, mode=mode.value, columns=columns, rewards=rewards)
+        """Keeps the completions of a step."""
+        run.keep_completions(step, mode, *completion_columns(rewarded, batch))
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 

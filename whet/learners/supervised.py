@@ -76,7 +76,7 @@ class SupervisedLearner(Generic[C]):
         Args:
             train_ds: rows: a data set, a list of dicts, an iterable of them.
             eval_ds: the same; evaluated whole, of several splits the one named test, validation or alike.
-        Returns: the finished run: its step, its metrics by step, its folder.
+        Returns: the finished run: its step, its metrics (rows, of evaluations too), its evaluations, its folder.
         """
         run = self.new_run(train_ds, eval_ds)
         with run:

@@ -8,6 +8,8 @@ Left out on purpose: reading them (read.py), and what has to be found out about 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,10 @@ from whet.models.lora import (
     with_adapter,
 )
 from whet.models.quantized import quantization_config
-from whet.models.read import adapter_folder, cant_be, check_config, read_model
+from whet.models.read import Read, adapter_folder, cant_be, check_config, read_model
 from whet.models.types import LoadedModel
 
-__all__ = ["load_model", "save_model", "usable_device"]
+__all__ = ["DTYPES", "load_model", "save_model", "usable_device"]
 
 logger = logging.getLogger("whet")
 
@@ -70,9 +72,8 @@ def load_model(
         attention: what computes attention over packed rows: auto, flex or plain.
         score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
         lora: put a new adapter into the model; what is trained is the adapter, a score head and modules to save.
-        quantization: hold the base's linear layers in 4 bits: nf4 or fp4.
+        quantization: hold the base's linear layers in 4 bits: nf4 or fp4. seed: of a new adapter.
         merge: a saved adapter into its base; None = in a role that is only read, unless it is held in 4 bits.
-        seed: of a new adapter.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
         without CUDA, or not a text-only causal language model.
@@ -83,12 +84,12 @@ def load_model(
     >>> loaded.packable, loaded.lm_head.kind
     (True, 'identity')
     """
-    device = usable_device(device)
+    device, dtype = usable_device(device), _dtype(dtype)
     _check_words(role, attention, device)
     saved = _saved_adapter(model, lora, role)
-    module, weight, name = _module_of(model if saved is None else saved, dtype, role, quantization, device)
-    facts = facts_of(module, name)
-    module = _with_heads(module, weight, role, name, score_head)
+    read = _module_of(model if saved is None else saved, dtype, role, quantization, device)
+    facts, name = facts_of(read.module, read.name), read.name
+    module = _with_heads(read.module, read.score_weight, role, name, score_head)
     merge = role in ONLY_READ and quantization is None if merge is None else merge
     module = _with_adapter(module, saved or lora, seed, merge and saved is not None)
     _set_attention(module, facts.reasons, attention, name)
@@ -103,6 +104,7 @@ def load_model(
         attention=attention,
         score_head=score_layer(module),
         adapter=Adapter.of(module),
+        saved_dtype=read.dtype,
     )
 
 
@@ -145,47 +147,42 @@ def _set_attention(module: PreTrainedModel, reasons: tuple[str, ...], attention:
 
 def _module_of(
     model: str | Path | nn.Module | SavedAdapter,
-    dtype: str | torch.dtype,
+    dtype: torch.dtype,
     role: str,
     quantization: str | None,
     device: torch.device,
-) -> tuple[PreTrainedModel, Tensor | None, str]:
-    """The module of a folder or hub name, or the one given, in train mode without dropout on its device.
-
-    Returns: it, the weight of a score head saved with it, and its name.
-    """
+) -> Read:
+    """The module of a folder or hub name, or the one given, in train mode without dropout on its device."""
     if quantization is not None and isinstance(model, nn.Module):
         raise ConfigError(f"{role}.quantization is for a model that is read; give a folder or a hub name")
     bits = None if quantization is None else quantization_config(quantization, device)
-    module, weight, name = _read(model, dtype, role, bits, device)
-    module = (module if bits is not None else module.to(device)).train()  # pyright: ignore[reportArgumentType]
+    read = _read(model, dtype, role, bits, device)
+    module = (read.module if bits is not None else read.module.to(device)).train()  # pyright: ignore[reportArgumentType]
     if module.config._attn_implementation == ATTENTION:  # loaded before: its facts are asked without a layout
         module.set_attn_implementation("eager")
-    _drop_dropout(module, name)
-    _check_finite(module, name)
-    return module, weight, name
+    _drop_dropout(module, read.name)
+    _check_finite(module, read.name)
+    return read._replace(module=module)
 
 
 def _read(
-    model: str | Path | nn.Module | SavedAdapter, dtype: str | torch.dtype, role: str, bits: Any, device: torch.device
-) -> tuple[PreTrainedModel, Tensor | None, str]:
+    model: str | Path | nn.Module | SavedAdapter, dtype: torch.dtype, role: str, bits: Any, device: torch.device
+) -> Read:
     """As `_module_of`, as it is. Args: bits: how a base is held in 4 bits; None = it is not."""
     if isinstance(model, SavedAdapter):
-        return _base_of(model, _dtype(dtype), role, bits, device)
+        return _base_of(model, dtype, role, bits, device)
     if not isinstance(model, nn.Module):
-        return (*read_model(str(model), _dtype(dtype), role, bits=bits, device=device), str(model))
+        return read_model(str(model), dtype, role, bits=bits, device=device)
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(
             f"{type(model).__name__} is not a transformers model; give a PreTrainedModel, a folder or a name"
         )
     name = model.name_or_path or type(model).__name__
     check_config(model.config, name)
-    return model, None, name
+    return Read(model, None, model.dtype, name)
 
 
-def _base_of(
-    saved: SavedAdapter, dtype: torch.dtype, role: str, bits: Any, device: torch.device
-) -> tuple[PreTrainedModel, Tensor | None, str]:
+def _base_of(saved: SavedAdapter, dtype: torch.dtype, role: str, bits: Any, device: torch.device) -> Read:
     """The base model of an adapter, with the weight of the score head that was saved with the adapter."""
     if saved.score is not None and saved.fields.get("task_type") == "SEQ_CLS" and role not in ("critic", "reward"):
         raise ConfigError(
@@ -193,13 +190,13 @@ def _base_of(
             f"{cant_be(role)}"
         )
     try:
-        module, weight = read_model(saved.base, dtype, role, bits=bits, device=device)
+        read = read_model(saved.base, dtype, role, bits=bits, device=device)
     except ConfigError as error:
         raise ConfigError(
             f"{error}\n(it is the base model of the adapter {saved.path!r}, by its {ADAPTER_CONFIG}; where the model "
             "has moved, correct base_model_name_or_path there)"
         ) from error
-    return module, weight if saved.score is None else saved.score, saved.path
+    return read._replace(score_weight=read.score_weight if saved.score is None else saved.score, name=saved.path)
 
 
 def _with_heads(module: PreTrainedModel, weight: Tensor | None, role: str, name: str, both: bool) -> PreTrainedModel:
@@ -247,13 +244,20 @@ def _check_words(role: str, attention: str, device: torch.device) -> None:
         raise ConfigError(f"attention flex needs a CUDA device, got {device}; leave it at auto")
 
 
-def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path, *, merge: bool = False) -> Path:
+def save_model(
+    loaded: LoadedModel,
+    tokenizer: Any,
+    folder: str | Path,
+    *,
+    merge: bool = False,
+    dtype: torch.dtype | None = None,
+) -> Path:
     """Writes a model in Hugging Face's format (safetensors); transformers loads it: a language model as it is,
     a critic or reward model as AutoModelForSequenceClassification (where the family has one). Of a model with an
     adapter the adapter alone, in PEFT's format.
 
     Args: loaded: what to save. tokenizer: saved with it; None = no tokenizer. folder: made where it is missing. merge:
-        write the whole model, its adapter merged.
+        write the whole model, its adapter merged. dtype: of the weights that are written; None = as they are.
     Returns: the folder.
 
     Example: `save_model(loaded, tokenizer, "final")`, then `AutoModelForCausalLM.from_pretrained("final")`.
@@ -263,16 +267,33 @@ def save_model(loaded: LoadedModel, tokenizer: Any, folder: str | Path, *, merge
     shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()  # it would write over whet's own
     try:
-        if loaded.adapter is not None and not merge:
-            save_adapter(loaded.module, folder)
-        else:
-            (loaded.module if loaded.adapter is None else merged_model(loaded.module)).save_pretrained(folder)
+        whole = merged_model(loaded.module) if merge and loaded.adapter is not None else loaded.module
+        with _in_dtype(whole, dtype):
+            if loaded.adapter is not None and not merge:
+                save_adapter(whole, folder)
+            else:
+                whole.save_pretrained(folder)
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
     if tokenizer is not None:
         tokenizer.save_pretrained(folder)
     return folder
+
+
+@contextmanager
+def _in_dtype(module: PreTrainedModel, dtype: torch.dtype | None) -> Iterator[None]:
+    """Inside, the floating-point parameters are of this dtype, on the CPU where that is another than theirs."""
+    params = [p for p in module.parameters() if dtype is not None and p.is_floating_point() and p.dtype != dtype]
+    held, said = [(p, p.data) for p in params], module.config.dtype
+    try:
+        for p in params:
+            p.data = p.data.to("cpu", dtype)
+        yield
+    finally:
+        module.config.dtype = said  # save_pretrained writes that of the parameters, and leaves it there
+        for p, data in held:
+            p.data = data
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

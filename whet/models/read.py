@@ -14,7 +14,7 @@ import pickle
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -31,9 +31,9 @@ from transformers.utils.hub import cached_file
 from whet.errors import ConfigError, nearest
 from whet.models.causal import check_causal
 from whet.models.heads import has_score_head
-from whet.util.model_paths import check_hub, folders_here, model_folder
+from whet.util.model_paths import check_hub, folders_here, model_folder, taken
 
-__all__ = ["cant_be", "check_config", "read_model"]
+__all__ = ["Read", "cant_be", "check_config", "read_model"]
 
 logger = logging.getLogger("whet")
 
@@ -59,21 +59,32 @@ def adapter_folder(path: str) -> str:
     return folder
 
 
+class Read(NamedTuple):
+    """What was read."""
+
+    module: PreTrainedModel
+    """On the CPU, if it is not held in bits."""
+    score_weight: Tensor | None
+    """[1 D], of a score head that its class has no place for; None = there is none."""
+    dtype: torch.dtype
+    """What its weights were saved in, by its config; float32 where that does not say."""
+    name: str
+    """What it is called in messages."""
+
+
 def read_model(
     path: str, dtype: torch.dtype, role: str, *, bits: Any = None, device: torch.device | None = None
-) -> tuple[PreTrainedModel, Tensor | None]:
+) -> Read:
     """The module of a folder or hub name, and the score head where one was saved outside of its class.
 
     Args: path: of a model, a run or a checkpoint, or a hub name. dtype: of the parameters. role: actor, critic,
         reference or reward. bits: transformers' configuration of weights held in 4 bits; None = they are not. device:
         where these are read to.
-    Returns: the module, on the CPU if it is not held in bits, and the [1 D] score head that its class has no place
-        for, or None.
     Raises: ConfigError: nothing to read there, or not all of it, or more than a model of that config has.
     """
     given, path = path, model_folder(path)
     if Path(path) != Path(given).expanduser():
-        logger.info("%s is a run's; taking %s", given, path)
+        logger.info("%s", taken(given, path))
     check_hub(path)
     _check_files(path)
     try:
@@ -84,6 +95,7 @@ def read_model(
             + nearest(path, [name for name in folders_here() if name != path])
         ) from error
     check_config(config, path)
+    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
     old = "whet_value_head" in vars(config)  # a critic of an earlier release, or of a family without a classifier
     scores = any(kind.endswith("ForSequenceClassification") for kind in config.architectures or ())
     if (old or scores) and role not in ("critic", "reward"):
@@ -103,7 +115,7 @@ def read_model(
         head = "score.weight"
     _check_weights(module, info, path, head)
     embeddings: Any = module.get_input_embeddings()
-    return module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1])
+    return Read(module, None if head is None else _score_weight(path, head, embeddings.weight.shape[1]), own, given)
 
 
 def cant_be(role: str) -> str:

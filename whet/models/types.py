@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -65,6 +66,8 @@ class LoadedModel:
     """The low-rank layers inside the module, where there are some."""
     is_view: bool = False
     """Another record owns the module: this one is only read, as it was when the view was made."""
+    saved_dtype: torch.dtype = torch.float32
+    """What its weights were saved in where it was read, or what a module was given in: what it is written in again."""
     start: Start | None = None
     """What a view swaps in while it is read; None = nothing but the adapter is switched off."""
 

@@ -1,8 +1,8 @@
 """Loggers: where metrics go besides the run folder.
 
-A logger is anything with log(step, values) and close(). The ones known by name are TensorBoard (its own file writer,
-without torch), Weights & Biases, trackio and JSONL. One that can't start is an error before the first step; one that
-fails later is dropped with a warning and ends no run.
+A logger is anything with log(step, values) and close(); one with log_completions(step, name, rows) is given completions
+too. The ones known by name are TensorBoard (its own file writer, without torch), Weights & Biases, trackio and JSONL.
+One that can't start is an error before the first step; one that fails later is dropped with a warning and ends no run.
 """
 
 from __future__ import annotations
@@ -11,17 +11,21 @@ import importlib
 import io
 import logging
 import os
+import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
+
 from whet.config import MetricsLoggerOptions
-from whet.errors import ConfigError, lookup_error
-from whet.observe.files import append_to, to_json, usable_folder
+from whet.errors import ConfigError, lookup_error, raise_all
+from whet.observe.files import append_to, to_json, usable_folder, write_atomic
 from whet.util.refs import is_ref, resolve_ref
 
-__all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb"]
+__all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb", "check_loggers"]
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +46,11 @@ class Logger(Protocol):
 @runtime_checkable
 class _Flushing(Protocol):
     def flush(self) -> None: ...
+
+
+@runtime_checkable
+class _Tabling(Protocol):
+    def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None: ...
 
 
 class Jsonl:
@@ -103,6 +112,8 @@ class TensorBoard:
 class Wandb:
     """Weights & Biases; `backend_kwargs: {wandb: {mode: offline}}` needs no network, `mode: disabled` turns it off.
 
+    Where it is to be seen is logged. A resumed run goes on in the same one, by the id that lies in the run folder.
+
     Args:
         folder: for its files.
         options: project and run name.
@@ -115,10 +126,19 @@ class Wandb:
         os.environ.setdefault("WANDB_SILENT", "true")  # it would write over the progress bar
         given = {"project": options.project_name, "name": options.run_name or folder.name, "dir": str(folder)}
         self._run = wandb.init(**{**given, "config": dict(config), **kwargs})
+        self._table = wandb.Table
+        url = self._run.url  # None where nothing is sent
+        log.info("wandb: %s", url or f"nothing is sent (mode {kwargs.get('mode', 'offline')})")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Adds a point to each curve."""
         self._run.log(dict(values), step=step)
+
+    def log_completions(self, step: int, name: str, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Adds a table of completions. Args: name: of the table. rows: one each, of the same columns."""
+        columns = list(rows[0])
+        table = self._table(columns=columns, data=[[row[c] for c in columns] for row in rows])
+        self._run.log({name: table}, step=step)
 
     def close(self) -> None:
         """Ends the run there."""
@@ -149,6 +169,15 @@ class Trackio:
         self._trackio.finish()
 
 
+MOST_ROWS = 64
+"""Completions in a table."""
+_PACKAGES = {
+    "tensorboard": "tensorboard.summary.writer.event_file_writer",
+    "trackio": "trackio",
+    "wandb": "wandb",
+}
+"""What each logger is made of."""
+
 LOGGERS: dict[str, Callable[..., Logger]] = {
     "jsonl": Jsonl,
     "tensorboard": TensorBoard,
@@ -178,7 +207,7 @@ class Loggers:
         given: names, "package.module:name", objects with log and close, classes of them (called with nothing), or
             functions (step, values).
         options: their options.
-        folder: where files go unless options.log_dir is set.
+        folder: the run's; where files go unless options.log_dir is set.
         config: the run's, as plain dicts.
         prefix: put before every name, with a slash.
     Raises: ConfigError: an unknown name, or one that can't start: its package is not installed, its folder can't be
@@ -202,20 +231,26 @@ class Loggers:
         self._options = options or MetricsLoggerOptions()
         place = self._options.log_dir or folder
         self._folder = None if place is None else Path(place).absolute()
+        self._run = None if folder is None else Path(folder).absolute()
         self._key = "trainer.metrics_logging_options.log_dir" if self._options.log_dir else "trainer.run_dir"
         self._config = config or {}
         self._prefix = f"{prefix}/" if prefix else ""
-        if unknown := [n for n in self._options.backend_kwargs if n not in LOGGERS]:
-            raise lookup_error("logger in backend_kwargs", unknown[0], LOGGERS)
         self._loggers: dict[str, Logger] = {}
-        for item in given:
-            try:
-                name, logger = self._made(item)
-            except (Exception, SystemExit) as error:
-                if isinstance(error, ConfigError):
-                    raise
-                raise ConfigError(_no_start(item, error)) from error
-            self._loggers[f"{name} {len(self._loggers)}" if name in self._loggers else name] = logger
+        check_loggers(given, self._options)
+        try:
+            raise_all([partial(self._start, item) for item in given])
+        except ConfigError:
+            self.close()
+            raise
+
+    def _start(self, item: Any) -> None:
+        try:
+            name, logger = self._made(item)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(_no_start(item, error)) from error
+        self._loggers[f"{name} {len(self._loggers)}" if name in self._loggers else name] = logger
 
     def _made(self, item: Any) -> tuple[str, Logger]:
         name = item if isinstance(item, str) else getattr(item, "__qualname__", type(item).__name__)
@@ -226,10 +261,10 @@ class Loggers:
                 )
             usable_folder(self._folder, self._key)
             kwargs = self._options.backend_kwargs.get(item, {})
+            if item == "wandb" and self._run is not None:
+                kwargs = {"id": _wandb_id(self._run), "resume": "allow", **kwargs}
             return name, LOGGERS[item](self._folder, self._options, self._config, **kwargs)
         if isinstance(item, str):
-            if not is_ref(item):
-                raise lookup_error("logger", item, LOGGERS)
             item = resolve_ref(item, "logger")
         if isinstance(item, type):
             item = item()
@@ -243,6 +278,18 @@ class Loggers:
         """Gives the metrics of one step to every logger, under "<prefix>/<mode>/<name>"."""
         named = {f"{self._prefix}{mode}/{name}": value for name, value in values.items()}
         self._each(lambda logger: logger.log(step, named))
+
+    def log_completions(self, step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any], mode: str) -> None:
+        """Gives completions to the loggers that take them: of every evaluation, and of each n-th step of training.
+
+        Args: step, columns, rewards: as in `RunFolder.write_completions`. mode: of the step.
+        """
+        every = self._options.completions_every_n_steps
+        if not every or not len(columns["completion"]) or (mode == "train" and step % every and step != 1):
+            return
+        rows = _table_rows(step, columns, rewards)
+        name = f"{self._prefix}{mode}/completions"
+        self._each(lambda logger: logger.log_completions(step, name, rows) if isinstance(logger, _Tabling) else None)
 
     def flush(self) -> None:
         """Makes those that hold rows back write them; a logger of your own that does has a method `flush`."""
@@ -260,6 +307,60 @@ class Loggers:
             except (Exception, SystemExit) as error:
                 del self._loggers[name]
                 _dropped(name, error)
+
+
+def check_loggers(given: Sequence[Any], options: MetricsLoggerOptions | None = None) -> None:
+    """Looks at loggers without starting them.
+
+    Raises: ConfigError: unknown names, references that can't be resolved, packages that are not installed, a log_dir
+        that can't be written; all of these at once.
+    """
+    options = options or MetricsLoggerOptions()
+    unknown = [name for name in options.backend_kwargs if name not in LOGGERS]
+    checks: list[Callable[[], Any]] = [
+        partial(_raise, lookup_error("logger in backend_kwargs", n, LOGGERS)) for n in unknown
+    ]
+    checks += [partial(_check_name, name) for name in given if isinstance(name, str)]
+    if options.log_dir and given:
+        checks.append(partial(usable_folder, options.log_dir, "trainer.metrics_logging_options.log_dir"))
+    raise_all(checks)
+
+
+def _check_name(name: str) -> None:
+    if name in _PACKAGES:
+        _package(_PACKAGES[name], name)
+    elif name not in LOGGERS:
+        if not is_ref(name):
+            raise lookup_error("logger", name, LOGGERS)
+        resolve_ref(name, "logger")
+
+
+def _raise(error: ConfigError) -> None:
+    raise error
+
+
+def _wandb_id(folder: Path) -> str:
+    """The id of a run folder's run in Weights & Biases, made when it is first asked for."""
+    kept = usable_folder(folder, "trainer.run_dir") / "wandb-id.txt"
+    if kept.is_file() and (found := kept.read_text(errors="replace").strip()).isalnum():
+        return found
+    made = secrets.token_hex(4)
+    write_atomic(kept, made.encode())
+    return made
+
+
+def _table_rows(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The first completions of a step as rows of a table: texts, rewards and advantages."""
+    shown = {
+        name: columns[name]
+        for name in ("prompt", "completion", "reward", "advantage", "finish_reason")
+        if name in columns
+    }
+    shown |= {f"reward/{name}": values for name, values in rewards.items()}
+    count = min(MOST_ROWS, len(columns["completion"]))
+    text = lambda value: to_json(value) if isinstance(value, list | tuple) else value
+    number = lambda value: float(value) if isinstance(value, np.floating) else value
+    return [{"step": step, **{name: number(text(values[i])) for name, values in shown.items()}} for i in range(count)]
 
 
 def _no_start(item: Any, error: BaseException) -> str:

@@ -128,11 +128,13 @@ def _panel(axes: Any, title: str, curves: Mapping[str, tuple[list[int], list[flo
     axes.set_title(title)
     axes.set_xlabel("step", color="#68707c")
     axes.margins(x=0.02)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
     axes.legend(loc="best", frameon=False, labelcolor="linecolor", handlelength=0, fontsize=8)
 
 
-def _moving_mean(values: Sequence[float], new: float = 0.15) -> list[float]:
+def _moving_mean(values: Sequence[float]) -> list[float]:
+    """An exponential mean over about a tenth of the values, so that a short run's is not far behind."""
+    new = min(0.6, 2 / (1 + len(values) / 10))
     mean, out = values[0], []
     for value in values:
         mean = (1 - new) * mean + new * value

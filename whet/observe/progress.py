@@ -10,8 +10,10 @@ import sys
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
+from whet.util.lines import fitted, joined
 from whet.util.streams import Stderr
 
 __all__ = ["Progress", "setup_logging", "sparkline"]
@@ -59,21 +61,48 @@ def setup_logging(level: int = logging.INFO) -> None:
     """
     first = _first_rank()
     if first and _console().is_terminal:
-        from rich.logging import RichHandler
-
-        handler: logging.Handler = RichHandler(console=_console(), show_path=False, markup=False)
+        handler: logging.Handler = _AboveTheBar()
     else:
         handler = logging.StreamHandler(Stderr())
+    handler.setFormatter(_Named())
     others = logging.WARNING if first else logging.ERROR
-    logging.basicConfig(level=others, handlers=[handler], format="%(message)s", force=True)
+    logging.basicConfig(level=others, handlers=[handler], force=True)
     logging.getLogger("whet").setLevel(level if first else logging.ERROR)
 
 
-class Progress:
-    """Shows how far a run is: step, a metric and its curve, tokens per second, time left.
+class _Named(logging.Formatter):
+    """The message alone; of a warning and an error the word first."""
 
-    In a terminal a bar; elsewhere a line on stderr at most every 30 seconds, and always the last. Nothing on other
-    ranks than 0. It runs a thread in a terminal; a process that is forked meanwhile prints as if there were no bar.
+    def format(self, record: logging.LogRecord) -> str:
+        """The text of a record."""
+        text = super().format(record)
+        return text if record.levelno < logging.WARNING else f"{record.levelname.lower()}: {text}"
+
+
+class _AboveTheBar(logging.Handler):
+    """Log lines in a terminal, above the bar where there is one, broken at words to its width."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.console = _console()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints a record."""
+        from rich.text import Text
+
+        try:
+            style = "yellow" if record.levelno >= logging.WARNING else ""
+            self.console.print(Text(fitted(self.format(record), self.console.width), style=style), soft_wrap=True)
+        except Exception:  # as every handler: what can't be logged ends nothing
+            self.handleError(record)
+
+
+class Progress:
+    """Shows how far a run is: step, a metric and its curve, others, tokens per second, time left.
+
+    In a terminal a line that stays, with a bar and a curve where there is room; elsewhere one on stderr at most every
+    30 seconds, and always the last. Nothing on other ranks than 0. It runs a thread in a terminal; a process that is
+    forked meanwhile prints as if there were no bar.
 
     Args:
         total: steps of the run, None where the data decides.
@@ -105,8 +134,8 @@ class Progress:
         self._begun = self._said = time.monotonic()
         if self._shown and _console().is_terminal:
             self._bar = _bar()
-            fields = {"metric": self.metric, "value": "-", "curve": "", "speed": "-"}
-            self._task = self._bar.add_task(self.description, total=self.total, completed=self.start, **fields)
+            options = {"total": self.total, "completed": self.start, "text": ""}
+            self._task = self._bar.add_task(self.description, **options)
             self._bar.start()
             child = weakref.WeakMethod(self._leave_streams)
             os.register_at_fork(after_in_child=lambda: (leave := child()) and leave())
@@ -119,36 +148,41 @@ class Progress:
         elif self._line:
             self._say()
 
-    def update(self, step: int, *, value: float, tokens_per_s: float, shown: Mapping[str, float] | None = None) -> None:
+    def update(self, step: int, *, value: float, tokens_per_s: float, shown: Mapping[str, str] | None = None) -> None:
         """Shows one more step.
 
         Args:
             step: steps done.
             value: the step's `metric`; NaN = none.
             tokens_per_s: that it was trained on.
-            shown: further metrics, after it.
+            shown: what else, after it: name -> number, as it is to be read.
         """
         self._values.append(value)
-        more = "".join(f"  {name} {number:.4g}" for name, number in (shown or {}).items())
+        fields = [f"{self.metric} {value:.3g}", *(f"{name} {number}" for name, number in (shown or {}).items())]
+        fields.append(f"{_short(tokens_per_s)} tok/s")
         if self._bar is not None:
-            fields = {
-                "value": f"{value:.4g}",
-                "curve": sparkline(self._values) + more,
-                "speed": f"{tokens_per_s:,.0f}",
-            }
-            self._bar.update(self._task, completed=step, **fields)
+            self._bar.update(self._task, completed=step, text=self._beside(fields))
         elif self._shown:
-            self._line = self._text(step, value, tokens_per_s, more)
+            self._line = joined([self._head(step), *fields, *self._left(step)])
             if time.monotonic() - self._said >= self.every_s:
                 self._say()
 
-    def _text(self, step: int, value: float, tokens_per_s: float, more: str) -> str:
-        of = "" if self.total is None else f"/{self.total}"
-        line = f"{self.description}: step {step}{of}  {self.metric} {value:.4g}{more}  {tokens_per_s:,.0f} tokens/s"
+    def _head(self, step: int) -> str:
+        return f"{self.description} {step}" + ("" if self.total is None else f"/{self.total}")
+
+    def _left(self, step: int) -> list[str]:
+        """The time left, where the end is known."""
         if self.total is None or step <= self.start:
-            return line
-        left = (time.monotonic() - self._begun) / (step - self.start) * (self.total - step)
-        return f"{line}  {left:.0f} s left"
+            return []
+        seconds = round((time.monotonic() - self._begun) / (step - self.start) * (self.total - step))
+        return [f"{timedelta(seconds=seconds)} left"]
+
+    def _beside(self, fields: list[str]) -> str:
+        """What stands beside the bar: the curve of the first of the fields, if the terminal is wide enough for it."""
+        room = _console().width - _WITHOUT - len(str(self.description)) - len("  ".join(fields))
+        room -= _BAR if _console().width >= _WIDE else 0
+        curve = f" {sparkline(self._values, min(24, room))}" if room >= 6 else ""
+        return "  ".join([fields[0] + curve, *fields[1:]])
 
     def _say(self) -> None:
         self._said = time.monotonic()
@@ -162,14 +196,28 @@ class Progress:
         if self._bar is None:
             return
         self._bar, self._shown = None, False
-        from rich.logging import RichHandler
-
         for name in ("stdout", "stderr"):
             setattr(sys, name, getattr(vars(sys)[name], "rich_proxied_file", vars(sys)[name]))
         _console.cache_clear()
         for handler in logging.getLogger().handlers:
-            if isinstance(handler, RichHandler):
+            if isinstance(handler, _AboveTheBar):
                 handler.console = _console()
+
+
+_WIDE, _BAR, _WITHOUT = 110, 20, 24
+"""Columns of a terminal that has room for a bar, of the bar, and of what stands on the line besides words and bar."""
+
+
+def _short(number: float) -> str:
+    """A number in at most five characters.
+
+    >>> _short(872.3), _short(5234.0), _short(1.5e6)
+    ('872', '5.2k', '1.5M')
+    """
+    for size, letter in ((1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}" if number >= 10 * size else f"{number / size:.1f}{letter}"
+    return f"{number:.0f}"
 
 
 def _bar() -> Any:
@@ -180,9 +228,8 @@ def _bar() -> Any:
         SpinnerColumn(),
         TextColumn("{task.description}", markup=False),
         MofNCompleteColumn(),
-        BarColumn(24),
-        TextColumn("{task.fields[metric]} {task.fields[value]} {task.fields[curve]}", markup=False),
-        TextColumn("{task.fields[speed]} tokens/s", markup=False),
+        *([BarColumn(_BAR - 1)] if _console().width >= _WIDE else []),
+        TextColumn("{task.fields[text]}", markup=False),
         TimeRemainingColumn(),
         console=_console(),
         refresh_per_second=4,

@@ -35,7 +35,7 @@ from whet.observe.files import (
 )
 from whet.observe.lock import FolderLock
 
-__all__ = ["RunFolder", "holds_steps", "read_rows"]
+__all__ = ["RunFolder", "check_new", "holds_steps", "read_rows"]
 
 log = logging.getLogger("whet")
 
@@ -123,13 +123,8 @@ class RunFolder:
 
     def _refuse_old_run(self) -> None:
         """Raises ConfigError where a run lies here, in rows that can be read or not."""
-        found = _read(self.path / "metrics.jsonl")
-        if found.rows or found.damaged:
-            steps = f"a run of {found.rows[-1]['step']} steps" if found.rows else "a metrics.jsonl that can't be read"
-            raise ConfigError(
-                f"{self.path} holds {steps}; set trainer.resume=latest to resume it, or another trainer.run_dir"
-            )
-        if found.torn:  # all that a killed run has left: the first row begins where it began
+        check_new(self.path)
+        if _read(self.path / "metrics.jsonl").torn:  # all that a killed run has left: the first row begins there
             write_atomic(self.path / "metrics.jsonl", b"")
 
     def _tidy(self) -> None:
@@ -211,7 +206,13 @@ class RunFolder:
     def _set_aside(self) -> None:
         """Renames the rows and completions of a run that starts over: they may be all that is left of it."""
         n = 1
-        names = ("completions", "final", "summary.json", "metrics.jsonl")  # the rows last: they tell of the others
+        names = (
+            "completions",
+            "final",
+            "summary.json",
+            "wandb-id.txt",
+            "metrics.jsonl",
+        )  # last the rows: they tell all
         renamed = lambda name: self.path / f"{Path(name).stem}.before-{n}{Path(name).suffix}"
         while any(os.path.lexists(renamed(name)) for name in names):
             n += 1
@@ -247,6 +248,15 @@ class RunFolder:
         path = self.path / "completions" / f"{mode}-{step:06d}.parquet"
         write_completions(path, step=step, columns=columns, rewards=rewards)
         return path
+
+
+def check_new(path: str | Path) -> None:
+    """Raises ConfigError where a run lies in a folder, in rows that can be read or not."""
+    path = Path(path).absolute()
+    found = _read(path / "metrics.jsonl")
+    if found.rows or found.damaged:
+        steps = f"a run of {found.rows[-1]['step']} steps" if found.rows else "a metrics.jsonl that can't be read"
+        raise ConfigError(f"{path} holds {steps}; set trainer.resume=latest to resume it, or another trainer.run_dir")
 
 
 def holds_steps(path: str | Path) -> bool:

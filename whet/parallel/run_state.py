@@ -96,7 +96,11 @@ def _mapping(value: Any, holds: Callable[[Any], bool] = lambda _: True) -> bool:
 
 def _health(value: Any) -> bool:
     pair = lambda x: isinstance(x, list) and len(x) == 2 and all(_count(n) for n in x)
-    parts = {"since": lambda x: _mapping(x, pair), "skipped": lambda x: _mapping(x, _count)}
+    parts = {
+        "since": lambda x: _mapping(x, pair),
+        "said": lambda x: _mapping(x, lambda n: isinstance(n, float | int)),
+        "skipped": lambda x: _mapping(x, _count),
+    }
     return _mapping(value) and all(name in parts and parts[name](part) for name, part in value.items())
 
 

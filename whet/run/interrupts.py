@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "Stopped"]
 
 log = logging.getLogger("whet")
 
@@ -27,6 +27,28 @@ _USUAL = (
     (signal.SIGUSR1, signal.SIG_DFL),
 )
 """What is listened to, and how Python handles it by default."""
+
+
+class Stopped(KeyboardInterrupt):
+    """A run that was asked to stop, and did so after a step.
+
+    Args: step: the last one. checkpoint: its folder; None = the run writes none.
+
+    >>> print(Stopped(3, Path("runs/a/checkpoints/step-000003")))
+    stopped after step 3; checkpoint: runs/a/checkpoints/step-000003
+    go on with the same program and resume="latest" in its training configuration
+    """
+
+    def __init__(self, step: int, checkpoint: Path | None) -> None:
+        where = "nothing is saved: trainer.run_dir is not set" if checkpoint is None else f"checkpoint: {checkpoint}"
+        self.what = f"stopped after step {step}; {where}"
+        self.checkpoint = checkpoint
+        how = (
+            ""
+            if checkpoint is None
+            else '\ngo on with the same program and resume="latest" in its training configuration'
+        )
+        super().__init__(self.what + how)
 
 
 class Interrupts:

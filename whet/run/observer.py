@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from whet.config import TrainingConfig
+from whet.config import Mode, TrainingConfig
 from whet.errors import ConfigError, nearest
 from whet.observe.store import RunFolder
 from whet.train.checkpoints import Checkpoints
@@ -67,6 +67,10 @@ class Observed(Protocol):
     rows: list[dict[str, Any]]
     step: int
     tokens: int
+
+    def keep_completions(self, step: int, mode: Mode, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
+        """Writes completions to the run folder, and gives them to the loggers that show some."""
+        ...
 
     @property
     def task(self) -> Measured:

@@ -101,7 +101,11 @@ def push_to_hub(
     """
     folder = Path(run).expanduser()
     model, step = _model_of(folder, which)
-    files = _files(model, folder, merged=merged)
+    if merged:
+        model = _merged(model, folder)
+    elif which != FINAL:
+        model = _exported(model, folder)
+    files = _files(model, folder)
     _check_base(files.get("adapter_config.json"), dry_run)
     changes = {"adapter": "adapter_config.json" in files}
     facts = card_facts(folder, step=step, evaluations=evals, **changes)
@@ -142,7 +146,7 @@ def push_folder(
     Raises: as push_to_hub does.
     """
     folder = Path(model)
-    files = _files(folder, folder, merged=False)
+    files = _files(folder, folder)
     _check_base(files.get("adapter_config.json"), False)
     api = _api(token)
     repo = _repo(repo, folder, _who(api))
@@ -221,9 +225,8 @@ def _check_base(adapter: Path | None, dry_run: bool) -> None:
         log.warning("%s", told)
 
 
-def _files(model: Path, folder: Path, *, merged: bool) -> dict[str, Path]:
+def _files(model: Path, folder: Path) -> dict[str, Path]:
     """The files of a model by their names on the hub, each looked at. Raises CheckpointError where one is damaged."""
-    model = _merged(model, folder) if merged else model
     found = {p.name: p for p in sorted(model.iterdir()) if p.is_file() and _MODEL.fullmatch(p.name)}
     if "generation_config.json" not in found and (folder / FINAL / "generation_config.json").is_file():
         found["generation_config.json"] = folder / FINAL / "generation_config.json"  # which checkpoints don't have
@@ -238,6 +241,32 @@ def _files(model: Path, folder: Path, *, merged: bool) -> dict[str, Path]:
     for name, path in found.items():
         _check_file(name, path)
     return found
+
+
+def _exported(model: Path, folder: Path) -> Path:
+    """A checkpoint's whole weights, its fp32 masters, in the dtype that final/ would have: exported/ in the run's
+    folder, made anew; the checkpoint itself where that is theirs, or holds an adapter alone.
+    """
+    try:
+        own = read_json(model / "config.json")["dtype"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return model  # no whole weights, or damaged ones, of which `_files` says more
+    asked = (read_yaml(folder / "config.yaml").get("trainer") or {}).get("final_dtype", "auto")
+    dtype = own if asked == "auto" else asked
+    if dtype == "float32":
+        return model
+    from whet.models.load import DTYPES, load_model, save_model
+
+    if dtype not in DTYPES:
+        return model
+    loaded = load_model(str(model), role="actor" if model.name == "actor" else "critic")
+
+    def write(place: Path) -> None:
+        save_model(loaded, None, place, dtype=DTYPES[dtype])
+        _copy_tokenizer(model, place)
+
+    write_folder(folder / "exported", write)
+    return folder / "exported"
 
 
 def _merged(model: Path, folder: Path) -> Path:
@@ -255,13 +284,19 @@ def _merged(model: Path, folder: Path) -> Path:
     loaded = load_model(str(model), role="critic" if scores else "actor")
 
     def write(place: Path) -> None:
-        save_model(loaded, None, place, merge=True)
-        for path in model.iterdir():
-            if _MODEL.fullmatch(path.name) and "adapter" not in path.name:  # the tokenizer's
-                shutil.copy(path, place / path.name)
+        save_model(loaded, None, place, merge=True, dtype=loaded.saved_dtype)
+        _copy_tokenizer(model, place)
 
     write_folder(folder / "merged", write)
     return folder / "merged"
+
+
+def _copy_tokenizer(model: Path, place: Path) -> None:
+    """The files that lie beside a model's weights."""
+    for path in model.iterdir():
+        others = "adapter" in path.name or path.name in ("config.json", "model.safetensors")
+        if _MODEL.fullmatch(path.name) and not others and not (place / path.name).exists():
+            shutil.copy(path, place / path.name)
 
 
 def _shards(model: Path) -> set[str]:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from whet.config import CheckpointingOptions, Mode, TrainingConfig
 from whet.errors import CheckpointError, ConfigError, DataError, WhetError
-from whet.observe.environment import environment, noted_environment
+from whet.observe.environment import noted_environment
 from whet.observe.loggers import Loggers
 from whet.observe.profile import StepProfiler
 from whet.observe.progress import Progress
@@ -33,8 +33,9 @@ from whet.observe.trace import timeline_folder
 from whet.parallel.checkpoint import run_of
 from whet.parallel.ranks import Ranks
 from whet.parallel.run_state import check_storable
-from whet.run.interrupts import Interrupts
+from whet.run.interrupts import Interrupts, Stopped
 from whet.run.observer import Control, Observer, Observers
+from whet.run.opening import note_environment, say_end, say_length, steps_of
 from whet.run.provenance import check_reads, check_settings, plain
 from whet.run.push import Giving
 from whet.run.random_state import random_state, set_random_state
@@ -100,7 +101,7 @@ class Run(Giving):
         self.observers = Observers([*watchers(config), *observers])
         self._stop = Interrupts()
         self._begun = False
-        self._saved_step = 0
+        self._begun_at = self._saved_step = 0
         self._finished: tuple[tuple[int, ...], dict[str, Any]] | None = None
         """What a checkpoint of the last finished step would hold, and the updates made by then; None = it is saved."""
 
@@ -112,6 +113,14 @@ class Run(Giving):
         return next(iter(self.roles.trainers.values()))
 
     @property
+    def evaluations(self) -> list[dict[str, Any]]:
+        """The rows of all evaluations so far, the one before the first step included: {"step": 0, "reward": ...}.
+
+        Example: `run = learner.train(rows, eval_ds); run.evaluations[-1]["reward"]`.
+        """
+        return [row for row in self.rows if row["mode"] == Mode.EVAL.value]
+
+    @property
     def ranks(self) -> Ranks:
         """The processes that train together."""
         return self.trainer.worker.placement.ranks
@@ -120,9 +129,7 @@ class Run(Giving):
     def total_steps(self) -> int | None:
         """Steps of the whole run; None where the data don't tell."""
         assert self.stream is not None
-        known = self.stream.batches_per_epoch
-        by_data = None if known is None or self.stream.num_epochs is None else known * self.stream.num_epochs
-        limits = [n for n in (self.config.max_steps, by_data) if n is not None]
+        limits = [n for n in (self.config.max_steps, steps_of(self.stream)) if n is not None]
         return min(limits) if limits else None
 
     def __enter__(self) -> Run:
@@ -163,9 +170,11 @@ class Run(Giving):
             self.checkpoints.open(new=True)
         if self.folder is not None:
             self.folder.write_config(self.settings)
-            self._note_environment(resumed=self.step > 0)
+            passes = self.task.planned_passes(self.stream.batch_size)
+            note_environment(self.folder, self.roles, passes, resumed=self.step > 0)
             self.rows = self.folder.rows()
-        total, size = self.total_steps, self.stream.batch_size
+        say_length(c, self.stream, self.step)
+        self._begun_at, total, size = self.step, self.total_steps, self.stream.batch_size
         self.timeline = timeline_folder(self.perf_config, c.run_dir)
         self.profiler.expect(None if total is None else total - self.step)
         for role, trainer in self.roles.trainers.items():
@@ -174,7 +183,7 @@ class Run(Giving):
             trainer.listeners.append(self._updated)
         options = c.metrics_logging_options
         self.loggers = Loggers(
-            c.loggers if self.ranks.is_writer else (),
+            c.chosen_loggers if self.ranks.is_writer else (),
             options=options,
             folder=c.run_dir,
             config=self.settings,
@@ -191,27 +200,6 @@ class Run(Giving):
         self.progress = Progress(total, description=described, start=self.step, metric=self.task.headline)
         self.progress.__enter__()
         self.saved_at = time.monotonic()
-
-    def _note_environment(self, resumed: bool) -> None:
-        """Writes environment.json; a resumed run logs what changed, since that may change the last bits."""
-        assert self.folder is not None
-        assert self.stream is not None
-        now = {**environment(), **self.roles.describe(), "passes": self.task.planned_passes(self.stream.batch_size)}
-        if self.checkpoints.root is not None:
-            now["run"] = self.checkpoints.run
-        before = noted_environment(self.folder.path)
-        parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "training", "rollout")
-        changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
-        if changed:
-            old, new = ({k: e.get(k) for k in changed} for e in (before, now))
-            log.warning(
-                "the environment changed since the checkpoint; results may differ in the last bits: was %s, now %s",
-                old,
-                new,
-            )
-        for name, what in now["passes"].items():
-            log.info("%s: %s", name, what)
-        self.folder.write_json("environment.json", now)
 
     # ---- the steps -----------------------------------------------------------------------------------------------
 
@@ -235,6 +223,8 @@ class Run(Giving):
                 self._end_early()
             if self._asked("stop") or self._is_done():
                 return
+        if self.total_steps is None or self.step < self.total_steps:
+            say_end(self.config, self.step, self._begun_at)
 
     def more(self) -> list[Any] | None:
         """A further batch of the data for the step that is running; None = the data have ended."""
@@ -263,10 +253,10 @@ class Run(Giving):
     def _end_early(self) -> None:
         """Saves what is done; raises what an observer has raised, or that a signal has asked for the end."""
         self.save()
-        where = f"checkpoint: {self.checkpoints.root}/step-{self.step:06d}" if self.checkpoints.root else "no run_dir"
-        stopped = f"stopped after step {self.step} ({where}); resume with trainer.resume=latest"
-        self.observers.check(stopped)
-        raise KeyboardInterrupt(stopped)
+        root = self.checkpoints.root
+        stopped = Stopped(self.step, None if root is None else root / f"step-{self.step:06d}")
+        self.observers.check(str(stopped))
+        raise stopped
 
     def end_step(self, step: Record, metrics: Mapping[str, float], *, num_tokens: int) -> None:
         """Writes the step's row, tells of it, evaluates and saves where that is due or asked for.
@@ -295,7 +285,8 @@ class Run(Giving):
         self._finished = (self._updates(), copy.deepcopy(self._state())) if unsaved else None
 
     def _show(self, row: Mapping[str, float]) -> None:
-        shown = {n: row[n] for n in self.trainer.displayed if n in row}
+        own = {n: f"{row[n]:.3g}" for n in self.trainer.displayed if n in row}
+        shown = {**self.task.shown(row), **own}
         speed, value = row["perf/tokens_per_second"], row.get(self.task.headline, float("nan"))
         assert self.progress is not None
         self.progress.update(self.step, value=value, tokens_per_s=speed, shown=shown)
@@ -330,6 +321,16 @@ class Run(Giving):
         if self.loggers is not None:
             self.loggers.log(step, row, mode.value)
         self._tell("on_log", self, full)
+
+    def keep_completions(self, step: int, mode: Mode, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> None:
+        """Writes completions to the run folder, and gives them to the loggers that show some.
+
+        Args: columns, rewards: as in `RunFolder.write_completions`.
+        """
+        if self.folder is not None:
+            self.folder.write_completions(step=step, mode=mode.value, columns=columns, rewards=rewards)
+        if self.loggers is not None:
+            self.loggers.log_completions(step, columns, rewards, mode.value)
 
     def _updated(self, trainer: RoleTrainer, metrics: Metrics) -> None:
         self._tell("on_update_end", self, trainer, metrics)
@@ -487,7 +488,8 @@ class Run(Giving):
         if self.task.has_evaluation and not evaluated:
             self.evaluate(self.step)
         if self.folder is not None:
-            final, merge = self.folder.path / "final", self.config.merge_adapter
-            self.checkpoints.export(final, self.step, self.trainer.worker, self.roles.tokenizer, merge=merge)
+            final, worker = self.folder.path / "final", self.trainer.worker
+            merge, dtype = self.config.merge_adapter, self.config.final_dtype
+            self.checkpoints.export(final, self.step, worker, self.roles.tokenizer, merge=merge, dtype=dtype)
         if self.timeline is not None:
             self.roles.trace.write(self.timeline / "trace.json")

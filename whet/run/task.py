@@ -88,6 +88,10 @@ class Task(Observer):
     def prepare(self) -> None:
         """Once, before anything is written: encodes the evaluation data, and refuses what could not work."""
 
+    def shown(self, row: Mapping[str, float]) -> dict[str, str]:
+        """What the progress line shows of a step besides the headline: name -> number, as it is to be read."""
+        return {}
+
     def expected_metrics(self) -> tuple[str, ...]:
         """Metrics that an evaluation will have, as far as that is known before the first."""
         return ()

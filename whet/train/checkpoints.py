@@ -168,15 +168,17 @@ class Checkpoints:
         return True
 
     @staticmethod
-    def export(folder: Path, step: int, worker: ModelWorker, tokenizer: Any, *, merge: bool = False) -> None:
+    def export(
+        folder: Path, step: int, worker: ModelWorker, tokenizer: Any, *, merge: bool = False, dtype: str = "auto"
+    ) -> None:
         """Writes a model in Hugging Face's format, the folder whole or absent, with run.json: the step it is of.
 
-        Args: merge: an adapter's base with it merged, in place of the adapter alone.
+        Args: merge: an adapter's base with it merged, in place of the adapter alone. dtype: see ModelWorker.export.
         Raises: CheckpointError: it could not be written; an older one stays.
         """
 
         def write(place: Path) -> None:
-            worker.export(place, tokenizer, merge=merge)
+            worker.export(place, tokenizer, merge=merge, dtype=dtype)
             (place / "run.json").write_text(f'{{"step": {step}}}\n')
 
         write_folder(folder, write)

@@ -9,6 +9,7 @@ An adapter is copied into the one that the run has made from its settings, so th
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from whet.errors import CheckpointError, ConfigError
-from whet.models.load import save_model
+from whet.models.load import DTYPES, save_model
 from whet.models.lora import ADAPTER_CONFIG, ADAPTER_WEIGHTS, PREFIX, save_adapter, take_adapter
 from whet.models.types import LoadedModel
 from whet.parallel import load_state, read_state, save_state, write_state
@@ -51,7 +52,9 @@ class ModelFiles:
             save_adapter(self.loaded.module, folder, masters)
         else:
             save_state(self.loaded.module, folder / "model.safetensors", masters)
-            self.loaded.module.config.save_pretrained(folder)
+            config = copy.deepcopy(self.loaded.module.config)
+            config.dtype = self.loaded.saved_dtype  # the model's own; what lies here is its fp32 masters
+            config.save_pretrained(folder)
         state: dict[str, Any] = {"format": STATE_FORMAT, "version": version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
@@ -92,13 +95,16 @@ class ModelFiles:
         except ConfigError as error:
             raise CheckpointError(str(error)) from error
 
-    def export(self, folder: Path, tokenizer: Any, *, merge: bool) -> None:
+    def export(self, folder: Path, tokenizer: Any, *, merge: bool, dtype: str = "auto") -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters where there are any.
 
-        Args: tokenizer: saved with it; None = none. merge: of a model with an adapter the whole model, merged.
+        Args: tokenizer: saved with it; None = none. merge: of a model with an adapter the whole model, merged. dtype:
+            of the weights; auto = what the model was saved in before, of an adapter alone fp32.
         """
+        own = None if self.adapted and not merge else self.loaded.saved_dtype
         with self._masters_in():
-            save_model(self.loaded, tokenizer, folder, merge=merge)
+            written = own if dtype == "auto" else DTYPES[dtype]
+            save_model(self.loaded, tokenizer, folder, merge=merge, dtype=written)
 
     @contextmanager
     def _masters_in(self) -> Iterator[None]:

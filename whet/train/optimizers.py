@@ -22,7 +22,7 @@ from whet.config import OptimConfig
 from whet.errors import ConfigError, lookup_error
 from whet.util.refs import resolve_ref
 
-__all__ = ["OPTIMIZERS", "make_optimizer", "set_setting", "settings_of"]
+__all__ = ["OPTIMIZERS", "check_optimizer", "make_optimizer", "set_setting", "settings_of"]
 
 Groups = list[dict[str, Any]]
 
@@ -47,11 +47,23 @@ def make_optimizer(masters: Mapping[str, Tensor], config: OptimConfig | Callable
         {"params": [m for m in masters.values() if m.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [g for g in groups if g["params"]]
+    check_optimizer(config)
     if ":" in config.name:
         return _made(resolve_ref(config.name, "optimizer"), f"optim.name={config.name!r}", groups, lr=config.rate)
-    if config.name not in OPTIMIZERS:
-        raise lookup_error("optim.name", config.name, [*OPTIMIZERS, "package.module:factory"])
     return OPTIMIZERS[config.name](groups, config)
+
+
+def check_optimizer(config: Any) -> None:
+    """Raises ConfigError for the name of an optimizer that there is not. Args: config: an OptimConfig, a name; others
+    are known when they are called.
+    """
+    name = config.name if isinstance(config, OptimConfig) else config
+    if not isinstance(name, str):
+        return
+    if ":" in name:
+        resolve_ref(name, "optimizer")
+    elif name not in OPTIMIZERS:
+        raise lookup_error("optim.name", name, [*OPTIMIZERS, "package.module:factory"])
 
 
 def _adamw(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
 from whet.models.types import LoadedModel
+from whet.observe.loggers import check_loggers
 from whet.observe.trace import Trace
 from whet.ops import Support
 from whet.parallel.comm import require_single_process
@@ -32,13 +34,14 @@ from whet.parallel.placement import Placement
 from whet.parallel.ranks import Ranks
 from whet.train.checkpoints import Checkpoints
 from whet.train.offload import OffloadPlacement
+from whet.train.optimizers import check_optimizer
 from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import Allowed, Loss, ModelWorker
 from whet.util.device import empty_cache
 from whet.util.memory import release_freed_memory
-from whet.util.model_paths import model_folder
+from whet.util.model_paths import check_hub, model_folder
 
-__all__ = ["ACTOR", "RoleWorkers"]
+__all__ = ["ACTOR", "RoleWorkers", "check_loading", "check_model"]
 
 log = logging.getLogger("whet")
 
@@ -335,6 +338,26 @@ class RoleWorkers:
         """Frees the optimizers."""
         for worker in self._workers.values():
             worker.close()
+
+
+def check_model(name: str) -> None:
+    """Raises ConfigError where there is no folder of that name, and no such name on the hub."""
+    if name != ACTOR:
+        check_hub(model_folder(name))
+
+
+def check_loading(config: TrainingConfig, models: Iterable[Any], optimizers: Iterable[Any]) -> list[Callable[[], Any]]:
+    """What is asked before the models of a run are loaded: each call raises ConfigError where something is wrong.
+
+    Args: config: of the loop. models: as they were given, None among them. optimizers: likewise.
+    """
+    named = [m.model if isinstance(m, RoleConfig) else m for m in models]
+    optims = [m.optim for m in models if isinstance(m, RoleConfig)]
+    return [
+        *(partial(check_model, name) for name in named if isinstance(name, str)),
+        *(partial(check_optimizer, optim) for optim in (*optims, *optimizers)),
+        partial(check_loggers, config.chosen_loggers, config.metrics_logging_options),
+    ]
 
 
 def _rate_of_adapter(role: Role, optimizer: OptimConfig) -> OptimConfig:

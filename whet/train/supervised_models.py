@@ -10,12 +10,12 @@ from torch import nn
 
 from whet.config import OptimConfig, Role, RoleConfig, SupervisedTrainingConfig
 from whet.data.tokenizer import load_tokenizer, stop_token_ids
-from whet.errors import ConfigError
+from whet.errors import ConfigError, raise_all
 from whet.models.modes import max_positions
 from whet.ops import nll
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import RoleTrainer
-from whet.train.role_workers import RoleWorkers
+from whet.train.role_workers import RoleWorkers, check_loading
 from whet.train.worker import ModelWorker
 
 __all__ = ["SupervisedModels"]
@@ -59,6 +59,7 @@ class SupervisedModels(RoleWorkers):
         )
         if (actor is None) == (reward_model is None):
             raise ConfigError("supervised training trains one model; give SupervisedModels actor= or reward_model=")
+        raise_all(check_loading(self.config, (actor, reward_model, reference), (optimizer,)))
         self.optimizer = optimizer
         self.role = Role.REWARD if actor is None else Role.ACTOR
         given = actor if actor is not None else reward_model

@@ -465,13 +465,14 @@ class ModelWorker:
         with self.placement.during("load"):
             self.version = self.files.read(folder)
 
-    def export(self, folder: Path, tokenizer: Any = None, *, merge: bool = False) -> None:
+    def export(self, folder: Path, tokenizer: Any = None, *, merge: bool = False, dtype: str = "auto") -> None:
         """Writes the model in Hugging Face's format, from the fp32 masters where there are any.
 
-        Of a model with an adapter: the adapter in PEFT's format. Args: merge: the whole model instead, merged.
+        Of a model with an adapter: the adapter in PEFT's format. Args: merge: the whole model instead, merged. dtype:
+            of the weights; auto = what the model was saved in before, of an adapter alone fp32.
         """
         with self.placement.during("export"):
-            self.files.export(folder, tokenizer, merge=merge)
+            self.files.export(folder, tokenizer, merge=merge, dtype=dtype)
 
     def close(self) -> None:
         """Frees gradients and optimizer state."""

@@ -108,7 +108,8 @@ class Agents:
         """
         assert self.rollout_func is not None
         copies = [copy.deepcopy(p.source) for p in prompts for _ in range(number)]
-        found = self.rollout_func(copies, trainer)
+        with trainer.lending.lent():
+            found = self.rollout_func(copies, trainer)
         missing = [name for name in _RETURNED if name not in found]
         if missing:
             raise DataError(f"rollout_func must return keys {missing} in its output dict.")

@@ -19,7 +19,7 @@ def card(name: str, method: str, base: str | None, dataset: str | None, tags: Se
     facts = {
         "library_name": "transformers",
         "model_name": name,
-        "tags": ["whet", method.lower(), *tags],
+        "tags": ["whet", method.lower().replace(" ", "-"), *tags],
         **({"base_model": base} if base else {}),
         **({"datasets": [dataset]} if dataset else {}),
     }

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -37,7 +37,7 @@ class Chat:
 
     >>> from whet.data.tokenizer import byte_tokenizer
     >>> t = byte_tokenizer()
-    >>> Chat(t, {}, [t.eos_token_id])
+    >>> Chat(t, {}, [t.eos_token_id])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     whet.errors.ConfigError: The provided chat template does not support tool calling: ...
     """
@@ -49,7 +49,7 @@ class Chat:
         self.template = tokenizer.response_template or self._found_template()
         self._suffixes: dict[str, np.ndarray] = {}
 
-    def read(self, tokens: Sequence[int], context: Sequence[int], tools: Sequence[Any]) -> dict[str, Any]:
+    def read(self, tokens: Iterable[int], context: Iterable[int], tools: Sequence[Any]) -> dict[str, Any]:
         """A turn as a message, as `read_turn` has it."""
         return read_turn(self.tokenizer, self.template, tokens, context, tools)
 
@@ -146,7 +146,7 @@ class Chat:
 
 
 def read_turn(
-    tokenizer: Any, template: Mapping[str, Any], tokens: Sequence[int], context: Sequence[int], tools: Sequence[Any]
+    tokenizer: Any, template: Mapping[str, Any], tokens: Iterable[int], context: Iterable[int], tools: Sequence[Any]
 ) -> dict[str, Any]:
     """A turn as a message; one that can't be read, since its calls are none, is its text.
 

@@ -108,14 +108,14 @@ def _told(prompt: Prompt, said: Any, encode: PromptEncoder, name: str) -> Prompt
 
 def _reward(kind: type) -> Callable[..., Any]:
     """The reward of one kind of environment; None for the others."""
-    if inspect.iscoroutinefunction(kind.get_reward):  # pyright: ignore[reportAttributeAccessIssue]
 
-        async def get_reward(environments: Sequence[Any], **_: Any) -> list[Any]:
-            return [await e.get_reward() if type(e) is kind else None for e in environments]
-    else:
+    def given(environments: Sequence[Any], **_: Any) -> list[Any]:
+        return [e.get_reward() if type(e) is kind else None for e in environments]
 
-        def get_reward(environments: Sequence[Any], **_: Any) -> list[Any]:
-            return [e.get_reward() if type(e) is kind else None for e in environments]
+    async def awaited(environments: Sequence[Any], **_: Any) -> list[Any]:
+        return [await e.get_reward() if type(e) is kind else None for e in environments]
 
-    get_reward.__name__ = kind.__name__
-    return get_reward
+    own: Any = kind
+    made = awaited if inspect.iscoroutinefunction(own.get_reward) else given
+    made.__name__ = kind.__name__
+    return made

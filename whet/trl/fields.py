@@ -69,6 +69,7 @@ tools have answered; ids are appended and never made again, and only what the mo
 - A tool that fails is answered by its error. Tools run in this process, one after the other; async ones of a turn
   together. Images in an answer are not there.
 - Reward functions are given the environments themselves, and the other columns as copies.
+- Lengths of completions are of what the model said, as there; `num_tokens` counts the tools' tokens too.
 - `rollout_func` is called with every prompt once for each of its completions. Old log-probabilities are the trainer's;
   the ones that it returns must be there, and are not used, since a ratio to them would be another policy's.
 

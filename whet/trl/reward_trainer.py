@@ -37,6 +37,7 @@ class RewardTrainer(SupervisedTrainer):
     """
 
     METHOD = "Reward"
+    TRAINED_BY = "reward modelling"
     CONFIG = RewardConfig
 
     def __init__(

@@ -24,11 +24,12 @@ from whet.trl.adapters import adapted, inner_model
 from whet.trl.agents import Agents
 from whet.trl.completions import Completions
 from whet.trl.names import trl_metrics
+from whet.trl.not_called import NOT_CALLED
 from whet.trl.rewarding import RewardLog, reward_functions
 from whet.trl.rl_learner import TRLLearner
 from whet.trl.rows import eval_sets, longest_prompt, rows_of
 from whet.trl.task import TellingRLTask
-from whet.trl.trainer import NOT_CALLED, Trainer
+from whet.trl.trainer import Trainer
 from whet.trl.translate import module_dtype
 from whet.trl.translate_rl import loop, rollout, template_options
 from whet.types import TokenBatch
@@ -36,7 +37,7 @@ from whet.types import TokenBatch
 __all__ = ["RLTrainer"]
 
 _LOSS = "write a loss for whet's GRPOLearner (docs/extending.md)"
-_GENERATE = "replace model.generate on the instance"
+_GENERATE = "give rollout_func, or replace model.generate on the instance"
 
 
 class RLTrainer(Trainer):
@@ -48,6 +49,8 @@ class RLTrainer(Trainer):
         "_compute_loss": _LOSS,
         "_generate": _GENERATE,
         "_generate_and_score_completions": f"{_GENERATE}, and give reward_funcs",
+        "_generate_single_turn": _GENERATE,
+        "_tool_call_loop": _GENERATE,
         "_get_per_token_logps_and_entropies": _LOSS,
         "compute_loss": f"{_LOSS}, or choose loss_type",
     }

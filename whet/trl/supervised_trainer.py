@@ -27,9 +27,10 @@ from whet.train.supervised_models import SupervisedModels
 from whet.trl.adapters import adapted, inner_model
 from whet.trl.examples import Examples, Pack, Ready, examples_of
 from whet.trl.names import supervised_metrics
+from whet.trl.not_called import NOT_CALLED
 from whet.trl.task import TellingSupervisedTask
 from whet.trl.tokens import prepare_model, prepare_tokenizer
-from whet.trl.trainer import NOT_CALLED, Trainer
+from whet.trl.trainer import Trainer
 from whet.trl.translate import loop_fields, module_dtype
 from whet.types import Example
 

@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -33,37 +34,25 @@ from whet.config import OptimConfig, Role
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.learners.step import BaseStep
-from whet.run.push import check_hub, push_folder
+from whet.run.push import check_hub
 from whet.train.checkpoints import Checkpoints
 from whet.train.worker import ModelWorker
 from whet.trl import optimizers as factories
 from whet.trl.adapters import name_of
 from whet.trl.arguments import Arguments
-from whet.trl.card import card
 from whet.trl.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
+from whet.trl.giving import Giving
+from whet.trl.lending import Lending
 from whet.trl.names import Window
+from whet.trl.not_called import NOT_CALLED
 from whet.trl.translate import optimizer
 
 __all__ = ["Trainer"]
 
 log = logging.getLogger("whet")
 
-NOT_CALLED = {
-    "_inner_training_loop": "give callbacks",
-    "_prepare_inputs": "give the rows as they are to be trained on",
-    "_save_checkpoint": "give a callback with on_save",
-    "create_optimizer": "pass optimizers=(optimizer, scheduler), or set optim",
-    "create_optimizer_and_scheduler": "pass optimizers=(optimizer, scheduler), or set optim",
-    "create_scheduler": "set lr_scheduler_type and lr_scheduler_kwargs",
-    "get_eval_dataloader": "give eval_dataset",
-    "get_train_dataloader": "give train_dataset, in the order that it is to have and with shuffling off",
-    "prediction_step": "write a callback with on_evaluate",
-    "training_step": "give callbacks",
-}
-"""Methods of transformers' Trainer that nothing calls here, and what to use instead."""
 
-
-class Trainer:
+class Trainer(Giving):
     """The base of the fronts.
 
     Args:
@@ -74,7 +63,9 @@ class Trainer:
     """
 
     METHOD: ClassVar[str] = ""
-    """What trains, for a card and the default folder."""
+    """What trains, for the default folder."""
+    TRAINED_BY: ClassVar[str] = ""
+    """The same for a model card; "" = METHOD."""
     CONFIG: ClassVar[type[Arguments]] = Arguments
     """Its configuration."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
@@ -144,6 +135,8 @@ class Trainer:
         optim = self.worker.optim
         told: Any = self.callback_handler
         told.optimizer = None if optim is None else optim.optimizer
+        self.lending = Lending(self.model)
+        self.lending.lend()
         self.tell("on_init_end")
 
     def optim(self, optimizers: tuple[Any, Any]) -> OptimConfig | Callable[..., Any]:
@@ -266,7 +259,8 @@ class Trainer:
         self.resume_from(None if resume is None else str(resume))
         self.state = TrainerState(stateful_callbacks=self._stateful())
         self.window, self.losses, started = Window(), [], time.monotonic()
-        self.learner.train(self.train_rows())
+        with self.lending.working():
+            self.learner.train(self.train_rows())
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best(Path(self.state.best_model_checkpoint))
         return self._finish(time.monotonic() - started)
@@ -304,8 +298,13 @@ class Trainer:
         return self.state.global_step % (self.updates_per_epoch or self.state.max_steps) == 0
 
     def tell(self, event: str, **kwargs: Any) -> None:
-        """Tells the callbacks of an event."""
-        self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+        """Tells the callbacks of an event; those of the user's have the model as transformers has it."""
+        with self.lending.lent() if self._has_own_callbacks() else nullcontext():
+            self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+
+    def _has_own_callbacks(self) -> bool:
+        usual = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
+        return any(type(callback) not in usual for callback in self.callback_handler.callbacks)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
@@ -329,7 +328,8 @@ class Trainer:
             raise ConfigError("evaluation needs eval_dataset; give it to the trainer, or to evaluate()")
         metrics: dict[str, float] = {}
         for name, rows in sets.items():
-            metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
+            with self.lending.working():
+                metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
         return metrics
 
     def _evaluated(self, rows: Any, prefix: str) -> dict[str, float]:
@@ -389,51 +389,6 @@ class Trainer:
         """Writes trainer_state.json into output_dir."""
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
-
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | Sequence[str] | None = None,
-    ) -> None:
-        """Writes README.md into output_dir. Args: the model's name, its data set's on the hub, tags for it."""
-        folder = Path(self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        base = self.model.name_or_path or None
-        own = [tags] if isinstance(tags, str) else list(tags or ())
-        name = model_name or self.args.hub_model_id or folder.resolve().name
-        (folder / "README.md").write_text(card(name, self.METHOD, base, dataset_name, own))
-
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **card_of: Any,
-    ) -> str:
-        """Saves model, tokenizer and card in output_dir, and sends them to the hub as one commit.
-
-        Args: commit_message: of the commit. blocking: it is waited for in any case. token: None = hub_token, or that of
-            `hf auth login`. revision: the branch; None = hub_revision, or main. card_of: model_name, dataset_name and
-            tags, as create_model_card takes them.
-        Returns: the commit's address.
-        Raises: ConfigError: the hub is not there or does not take it, or there is no token; nothing was sent.
-        """
-        args = self.args
-        self.save_model(_internal_call=True)
-        self.create_model_card(**card_of)
-        folder = Path(args.output_dir)
-        made = push_folder(
-            folder,
-            args.hub_model_id or folder.resolve().name,
-            (folder / "README.md").read_text(),
-            private=args.hub_private_repo is not False,
-            message=commit_message or "End of training",
-            branch=revision or args.hub_revision,
-            token=token or args.hub_token,
-        )
-        return str(made.url)
 
     def save_weights(self) -> None:
         """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""

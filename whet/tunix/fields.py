@@ -272,7 +272,7 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
         "timeout_secs": Field(1200, "no effect", "a save ends or raises"),
     },
     MetricsLoggerOptions: {
-        "log_dir": Field(REQUIRED, "other", "None = the run folder"),
+        "log_dir": Field(REQUIRED, "other", "None = the run folder; where no logger is named it turns TensorBoard on"),
         "project_name": Field("tunix", "other", '"whet"'),
         "run_name": Field(""),
         "flush_every_n_steps": Field(100),

@@ -5,15 +5,17 @@ Left out on purpose: downloads, which are transformers'; and revisions of a hub 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from whet.errors import ConfigError, nearest, shown
 
-__all__ = ["check_hub", "folders_here", "hub_silence", "model_folder"]
+__all__ = ["check_hub", "folders_here", "hub_silence", "model_folder", "runs_in", "taken"]
 
 HELD = ("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json")
 """Files of which a folder, or what the cache has of a name, holds one where there is something to read."""
+RUN = ("metrics.jsonl", "config.yaml")
+"""Files of which the folder of a run holds one."""
 UNREACHABLE = {"ConnectError", "ConnectTimeout", "ConnectionError", "OfflineModeIsEnabled", "ProxyError"}
 """Classes of the hub client's errors, whichever HTTP library it has, that mean that the hub did not answer."""
 
@@ -22,9 +24,10 @@ def model_folder(source: str | Path) -> str:
     """The folder of a model or tokenizer; a hub name as it is.
 
     Args: source: a folder, one of a finished run, which stands for its final/, one of a checkpoint (step-...), which
-        stands for its actor/, or a hub name.
+        stands for its actor/, one that runs lie in, which stands for the newest that has finished, or a hub name.
     Returns: the folder or the name.
-    Raises: ConfigError: a path to nothing; a run that has not finished, with the folder to give instead.
+    Raises: ConfigError: a path to nothing; a run that has not finished, with the folder to give instead; a folder
+        without a model or a run, with what it has.
 
     >>> model_folder("Qwen/Qwen3-0.6B")
     'Qwen/Qwen3-0.6B'
@@ -48,18 +51,65 @@ def model_folder(source: str | Path) -> str:
     if any((folder / name).is_file() for name in HELD):
         return str(folder)
     for part in (folder / "final", folder / "actor"):
-        if any((part / name).is_file() for name in ("config.json", "adapter_config.json")):
+        if _is_model(part):
             return str(part)
-    steps = (*folder.glob("checkpoints/step-*[0-9]"), *folder.glob("step-*[0-9]"))
-    whole = [p for p in steps if (p / "actor").is_dir()]
-    run = (folder / "metrics.jsonl").exists() or (folder / "config.yaml").exists()
+    run, newest = _is_run(folder), _newest_checkpoint(folder)
     what = "is a run that has not finished" if run else "holds checkpoints, and no model itself"
-    if whole:
-        newest = max(whole, key=lambda p: p.name)
+    if newest is not None:
         raise ConfigError(f"{named} {what}; resume with trainer.resume=latest, or give its newest checkpoint: {newest}")
     if run:
         raise ConfigError(f"{named} {what}, and it has no checkpoint; give the model that it began with")
+    if runs := runs_in(folder):
+        return _of_newest(named, runs)
+    if not any((folder / name).is_file() for name in _inside(folder)):
+        inside = ", ".join(sorted(_inside(folder))[:8]) or "nothing"
+        raise ConfigError(f"{named} holds no model and no run, but {inside}; give the folder of a model or of a run")
     return str(folder)
+
+
+def taken(source: str, folder: str) -> str:
+    """What is logged where a folder stands for a model that lies within it. Args: folder: which `model_folder` gave."""
+    newer = []
+    for run in reversed(runs_in(Path(source).expanduser())):
+        if _is_model(run / "final"):
+            break
+        newer.append(run.name)
+    late = f" ({', '.join(newer)}: newer, and not finished)" if newer else ""
+    return f"{source}: taking {folder}{late}"
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """The runs that lie in a folder, the one that was written to last at the end."""
+    if _is_run(folder) or not folder.is_dir():
+        return []
+    found = [folder / name for name in _inside(folder) if (folder / name).is_dir() and _is_run(folder / name)]
+    written = lambda run: max((run / n).stat().st_mtime_ns for n in (*RUN, "final") if (run / n).exists())
+    return sorted(found, key=lambda run: (written(run), run.name))
+
+
+def _of_newest(named: str, runs: Sequence[Path]) -> str:
+    """The model of the newest run that has finished. Raises ConfigError where none has, with their checkpoints."""
+    finished = [run for run in runs if _is_model(run / "final")]
+    if finished:
+        return str(finished[-1] / "final")
+    found = [f"  {run.name}: {_newest_checkpoint(run) or 'no checkpoint'}" for run in reversed(runs)]
+    raise ConfigError(
+        f"{named} holds {len(runs)} run(s), none of which has finished; give one of their checkpoints, or finish a run "
+        "with trainer.resume=latest:\n" + "\n".join(found[:8])
+    )
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).exists() for name in RUN)
+
+
+def _newest_checkpoint(folder: Path) -> Path | None:
+    steps = (*folder.glob("checkpoints/step-*[0-9]"), *folder.glob("step-*[0-9]"))
+    return max((p for p in steps if (p / "actor").is_dir()), key=lambda p: p.name, default=None)
 
 
 def check_hub(name: str) -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -20,12 +21,20 @@ from whet.errors import ConfigError
 from whet.models.load import load_model, save_model
 
 REWARD = """
+import os, signal
+
 def digits(prompts, completions, answer, **columns):
     return [float(sum(c.isdigit() for c in text)) + len(text) % 3 for text in completions]
 
 def turns(prompts, completions, **columns):
     assert prompts[0][-1]["role"] == "user"
     return [float(len(c[0]["content"])) for c in completions]
+
+def stops(prompts, completions, done=[], **columns):
+    if not done:
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append(1)
+    return turns(prompts, completions)
 """
 QUICK = [
     "rollout.max_tokens_to_generate=6",
@@ -133,16 +142,20 @@ def test_a_closed_session_ends_a_run_with_a_checkpoint_though_its_output_is_gone
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step-{steps:06d}\n"
 
 
-def test_conversations_train_in_process_and_the_same_command_goes_on(tmp_path, words):
+def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command_that_goes_on(tmp_path, words, capsys):
     chats = [w for w in words if not w.startswith(("data=", "reward="))]
-    chats += [f"data={tmp_path / 'chats.jsonl'}", f"reward={tmp_path / 'rewards.py'}:turns", "trainer.seed=3"]
-    assert main(["grpo", *chats]) == 0
+    chats += [f"data={tmp_path / 'chats.jsonl'}", f"reward={tmp_path / 'rewards.py'}:stops", "trainer.seed=3"]
+    assert main(["grpo", *chats]) == 130
+    said, how, command = capsys.readouterr().err.strip().rsplit("\n", 2)
+    assert said.endswith(f"stopped after step 1; checkpoint: {tmp_path}/run/checkpoints/step-000001")
+    assert how == "go on with:" and command.endswith(f" grpo --config {tmp_path}/run/config.yaml trainer.resume=latest")
+    again = shlex.split(command)
+    assert main(again[again.index("grpo") :]) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
     table = pandas.read_parquet(tmp_path / "run" / "completions" / "train-000002.parquet")
     assert json.loads(table.prompt[0])[0]["role"] == "user"
-    assert main(["grpo", *chats, "trainer.resume=latest", "trainer.max_steps=3"]) == 0
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 3
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 2, 3]
 
 
 def test_the_written_configuration_gives_the_same_run_again(tmp_path, words):

@@ -46,7 +46,7 @@ def test_a_run_says_what_it_has_composed():
     )
     made = GRPOLearner(cluster(engine="mock", max_steps=1), config, length_reward, data=DataConfig(batch_size=2))
     passes = made.planned_passes(2)
-    assert passes["advantages"] == "rloo"
+    assert passes["advantages"] == "rloo(advantage_eps=1e-06, advantage_ddof=1, normalize_advantages=False)"
     first, *factors = passes["loss"].removesuffix(" - 0.01 * entropy").split(" * ")
     assert first.startswith("grpo(") and "epsilon=0.2" in first and "delta" not in first
     assert [f.partition("(")[0] for f in factors] == ["token", "off-policy"]

@@ -1,5 +1,6 @@
 """Health: what is said of a run that learns nothing or has collapsed, when, and how often."""
 
+import dataclasses
 import io
 import logging
 import math
@@ -10,8 +11,9 @@ import torch
 from helpers import cluster, completion, prompt, rows
 
 from whet.config import DataConfig, GRPOConfig
+from whet.config.watching import Band
 from whet.learners.grpo import GRPOLearner
-from whet.learners.health import AGAIN, Health, most_choices
+from whet.learners.health import LONGER, Health, most_choices
 from whet.ops import Support, group_relative
 from whet.rewards.manager import RewardManager
 from whet.types import Group, TokenBatch
@@ -80,23 +82,33 @@ SILENT = {
 def test_steps_without_signal_are_said_with_their_cause_and_an_example(health, caplog, case):
     options, words = SILENT[case]
     sampled = sample(**options)
-    watch(health, 5, 6, sampled)
-    assert said(caplog) == []
+    if case not in ("none", "failed"):  # which are said at once: no prompt could change them
+        watch(health, 5, 6, sampled)
+        assert said(caplog) == []
     watch(health, 7, 7, sampled)
     (text,) = said(caplog)
-    assert text.startswith("for 3 steps, since step 5: nothing is learned from the rewards: ")
+    when = "step 7" if case in ("none", "failed") else "for 3 steps, since step 5"
+    assert text.startswith(f"{when}: nothing is learned from the rewards: ")
     assert re.search(words, text), text
-    assert "To '2+2=' the model said 'four'" in text
+    assert "All completions ended by themselves. To '2+2=' the model said 'four'" in text
 
 
-def test_a_silence_is_said_again_every_hundred_steps_and_begins_anew_after_a_step_with_signal(health, caplog):
-    watch(health, 1, 2 * AGAIN + 3, sample((None, None)))
-    assert [text.split(":")[0] for text in said(caplog)] == [f"for {n} steps, since step 1" for n in (3, 103, 203)]
-    watch(health, 204, 204, sample())
-    watch(health, 205, 206, sample((1.0, 1.0)))
-    assert said(caplog) == []
-    watch(health, 207, 207, sample((None, None)))  # the cause is that of the last step
-    assert [text[:44] for text in said(caplog)] == ["for 3 steps, since step 205: nothing is lear"]
+def test_a_silence_says_how_many_completions_were_cut(health, caplog):
+    rewarded, batch = sample((0.0, 0.0))
+    group = rewarded.groups[0]
+    cut = dataclasses.replace(group.completions[0], finish_reason="length")
+    groups = [dataclasses.replace(group, completions=(cut, group.completions[1]))]
+    watch(health, 1, 3, (dataclasses.replace(rewarded, groups=groups), batch))
+    (text,) = said(caplog)
+    assert "50% of the completions were cut: raise rollout.max_tokens_to_generate if that is why" in text
+
+
+def test_a_silence_is_said_once_and_again_when_it_has_lasted_ten_times_as_long(health, caplog):
+    watch(health, 1, 3 * LONGER**2 + 3, sample((1.0, 1.0)))
+    assert [text.split(":")[0] for text in said(caplog)] == [f"for {n} steps, since step 1" for n in (3, 30, 300)]
+    watch(health, 304, 304, sample())
+    watch(health, 305, 320, sample((1.0, 1.0)))
+    assert said(caplog) == []  # it is no worse than it was
 
 
 def test_without_advantages_the_rewards_tell(health, caplog):
@@ -104,6 +116,25 @@ def test_without_advantages_the_rewards_tell(health, caplog):
         rewarded, batch = sampled
         watch(health, 1, 3, (rewarded, batch.replace(advantages=None)))
         assert len(said(caplog)) == count
+
+
+# ---- what a row shows ----------------------------------------------------------------------------------------------
+
+
+def test_a_symptom_is_said_once_and_again_only_when_it_got_worse(tiny, health, caplog):
+    def told(one, **values):
+        for step, row in enumerate(zip(*values.values(), strict=True), 1):
+            watch(one, step, step, sample(), {**FINE, **dict(zip(values, row, strict=True))})
+        return [text.split(";")[0] for text in said(caplog)]
+
+    shares = told(health, **{"completions/clipped_ratio": (0.4, 0.6, 0.6, 0.7, 0.2, 0.8, 0.95)})
+    assert [text[:18] for text in shares] == ["step 2: 60% of com", "for 2 steps, since"]  # at 0.6, and at 0.95
+    kl = {"kl": (0.9, 0.9, 0.9, 0.9, 0.1, 0.9, 0.9, 0.9, 3.0)}
+    assert told(health, **kl) == [
+        "for 3 steps, since step 1: kl is 0.9, above 0.5",
+        "for 4 steps, since step 6: kl is 3, above 0.5",
+    ]
+    assert told(Health(tiny, bands={"kl": Band(above=5.0)}), **kl) == []
 
 
 # ---- collapse ------------------------------------------------------------------------------------------------------
@@ -127,12 +158,13 @@ def test_a_policy_that_is_certain_of_everything_is_said(health, caplog, entropy)
     watch(health, 3, 11, sample(), {"entropy/token_mean": entropy})
     watch(health, 12, 12, sample(), {})
     watch(health, 13, 13, sample(), {"entropy/token_mean": math.nan})
-    assert said(caplog) == []
-    watch(health, 14, 14 + AGAIN, sample(), {"entropy/token_mean": entropy})
-    first, second = said(caplog)
+    (sooner,) = said(caplog)  # it has left its band
+    assert sooner.startswith("for 5 steps, since step 3: entropy/token_mean is ")
+    watch(health, 14, 5 + LONGER * 10, sample(), {"entropy/token_mean": entropy})
+    first, second = [text for text in said(caplog) if "is certain" in text]
     assert first.startswith("for 10 steps, since step 3: the policy is certain of every token (entropy")
     assert "actor.optim.lr" in first and "trainer.allow_config_change=true" in first
-    assert second.startswith("for 110 steps, since step 3: ")
+    assert second.startswith("for 100 steps, since step 3: ")
 
 
 @pytest.mark.parametrize(("support", "choices"), [({}, 264), ({"top_k": 20}, 20), ({"forbidden_ids": (0, 5)}, 262)])
@@ -163,23 +195,24 @@ def reloaded(state):
 
 def test_what_is_kept_makes_a_resumed_watch_warn_as_the_uninterrupted_one(tiny, health, caplog):
     watch(health, 1, 50, sample((None, None)))
-    watch(health, 51, 57, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0})
+    cut = {"completions/clipped_ratio": 0.6}
+    watch(health, 51, 57, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0, **cut})
     state = reloaded(health.state())
     said(caplog)
     other = Health(tiny)
     other.restore(state)
     texts = []
     for one in (health, other):
-        watch(one, 58, 60, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0})
+        watch(one, 58, 60, sample(), {"grad_norm": 0.0, "entropy/token_mean": 0.0, **cut})
         texts.append(said(caplog))
     assert texts[0] == texts[1] and len(texts[0]) == 2
     other.restore({})  # a checkpoint of an earlier version
-    assert other.state() == {"since": {}}
+    assert other.state() == {"since": {}, "said": {}}
 
 
 def test_a_resumed_run_says_since_which_step_of_the_whole_run(tmp_path, caplog):
     def nothing(completions, **_):
-        return [None] * len(completions)
+        return [0.0] * len(completions)
 
     def train(**training):
         c = cluster(run_dir=str(tmp_path), **training)
@@ -189,4 +222,4 @@ def test_a_resumed_run_says_since_which_step_of_the_whole_run(tmp_path, caplog):
 
     assert train(max_steps=2) == []
     (text,) = train(max_steps=3, resume="latest")
-    assert text.startswith("for 3 steps, since step 1: nothing is learned") and "nothing applied to no" in text
+    assert text.startswith("for 3 steps, since step 1: nothing is learned") and "check nothing and" in text

@@ -1,15 +1,18 @@
 import json
 import logging
+import re
 import shutil
 import sys
 import threading
 import types
 
+import numpy as np
 import pytest
 
 from whet.config import MetricsLoggerOptions
 from whet.errors import ConfigError
 from whet.observe import Loggers
+from whet.observe.loggers import check_loggers
 
 
 class Recorder:
@@ -157,31 +160,107 @@ def test_tensorboard_files_read_back(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
 
 
-def test_wandb_gets_project_name_config_and_the_users_arguments(tmp_path, monkeypatch):
+@pytest.fixture
+def wandb(monkeypatch):
+    """A module in the place of wandb, which notes what it is asked for."""
     calls = []
 
     class Run:
+        url = "https://wandb.ai/me/whet/runs/1"
+
         def log(self, values, step):
             calls.append(("log", values, step))
 
         def finish(self):
             calls.append(("finish",))
 
-    fake = types.SimpleNamespace(init=lambda **kwargs: calls.append(("init", kwargs)) or Run())
+    fake = types.SimpleNamespace(
+        init=lambda **kwargs: calls.append(("init", kwargs)) or Run(),
+        Table=lambda columns, data: (columns, data),
+        calls=calls,
+    )
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_SILENT", raising=False)
+    return fake
+
+
+def test_wandb_gets_project_name_config_and_the_users_arguments_and_says_its_address(tmp_path, wandb, caplog):
+    caplog.set_level(logging.INFO, "whet")
     options = MetricsLoggerOptions(run_name="mine", backend_kwargs={"wandb": {"mode": "disabled"}})
     loggers = Loggers(["wandb"], options=options, folder=tmp_path, config={"algo": {"beta": 0.0}})
     loggers.log(4, {"kl": 0.5})
     loggers.close()
-    given = {
+    (_, given), *rest = wandb.calls
+    assert given == {
         "project": "whet",
         "name": "mine",
         "dir": str(tmp_path),
         "config": {"algo": {"beta": 0.0}},
+        "id": (tmp_path / "wandb-id.txt").read_text(),
+        "resume": "allow",
         "mode": "disabled",
     }
-    assert calls == [("init", given), ("log", {"train/kl": 0.5}, 4), ("finish",)]
+    assert rest == [("log", {"train/kl": 0.5}, 4), ("finish",)]
+    assert "wandb: https://wandb.ai/me/whet/runs/1" in caplog.messages
+
+
+def test_wandb_keeps_its_run_in_a_run_folder_and_the_users_id_goes_before(tmp_path, wandb):
+    def asked(folder, **kwargs):
+        wandb.calls.clear()
+        Loggers(["wandb"], options=MetricsLoggerOptions(**kwargs), folder=folder)
+        return wandb.calls[0][1].get("id")
+
+    first = asked(tmp_path / "a")
+    assert first.isalnum() and asked(tmp_path / "a") == first != asked(tmp_path / "b")
+    assert asked(tmp_path / "a", log_dir=str(tmp_path / "logs")) == first  # it is the run's, wherever the files go
+    assert asked(tmp_path / "a", backend_kwargs={"wandb": {"id": "mine"}}) == "mine"
+    assert asked(None, log_dir=str(tmp_path / "logs")) is None  # of no folder: another run each time
+
+
+def test_a_logger_that_takes_tables_is_given_completions_of_evaluations_and_every_nth_step(tmp_path, wandb):
+    columns = {
+        "prompt": ["2+2=", [{"role": "user", "content": "hi"}]],
+        "completion": ["4", "5"],
+        "tokens": [[1], [2]],
+        "reward": [1.0, float("nan")],
+        "finish_reason": ["stop", "length"],
+    }
+    rewards = {"exact": np.array([1.0, 0.0])}
+    options = MetricsLoggerOptions(completions_every_n_steps=3)
+    loggers = Loggers(["wandb", Recorder()], options=options, folder=tmp_path, prefix="p")
+    for step in range(1, 7):
+        loggers.log_completions(step, columns, rewards, "train")
+    loggers.log_completions(4, columns, rewards, "eval")
+    logged = [(step, *values) for kind, values, step in wandb.calls[1:] if kind == "log"]
+    assert logged == [(s, "p/train/completions") for s in (1, 3, 6)] + [(4, "p/eval/completions")]
+    names, table = wandb.calls[-1][1]["p/eval/completions"]
+    assert names == ["step", "prompt", "completion", "reward", "finish_reason", "reward/exact"]
+    assert table[0] == [4, "2+2=", "4", 1.0, "stop", 1.0] and table[1][1] == '[{"role": "user", "content": "hi"}]'
+    loggers.log_completions(5, {name: [] for name in columns}, {"exact": []}, "eval")  # of nothing
+    assert [step for *_, step in wandb.calls[1:]][-1] == 4
+    Loggers([], options=MetricsLoggerOptions(completions_every_n_steps=0)).log_completions(1, columns, rewards, "eval")
+
+
+def test_all_that_is_wrong_with_loggers_is_said_at_once_and_those_that_began_are_closed(tmp_path, wandb, monkeypatch):
+    monkeypatch.setitem(sys.modules, "trackio", None)
+    options = MetricsLoggerOptions(backend_kwargs={"wandbb": {}})
+    with pytest.raises(ConfigError) as error:
+        check_loggers(["trackio", "nope", "no_such_module_at_all:f", "wandb"], options)
+    said = str(error.value).split("\n")
+    assert [re.search(r"wandbb|whet\[trackio\]|'nope'|no_such_module", line)[0] for line in said] == [
+        "wandbb",
+        "whet[trackio]",
+        "'nope'",
+        "no_such_module",
+    ]
+
+    class Broken:
+        def __init__(self):
+            raise OSError("no network")
+
+    with pytest.raises(ConfigError, match=r"Broken can't start: OSError: no network"):
+        Loggers(["wandb", Broken], folder=tmp_path)
+    assert wandb.calls[-1] == ("finish",)
 
 
 def test_trackio_gets_the_same(tmp_path, monkeypatch):

@@ -25,15 +25,24 @@ def test_in_a_pipe_few_lines_and_always_the_last(capsys):
             bar.update(step, value=step / 30, tokens_per_s=5200.0)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert lines[0] == "Training: step 30/30  reward 1  5,200 tokens/s  0 s left"
+    assert lines[0] == "Training 30/30  reward 1  5.2k tok/s  0:00:00 left"
 
 
 def test_without_a_pause_every_step_is_said_once(capsys):
     with Progress(None, description="x", every_s=0.0) as bar:
         for step in (1, 2):
-            bar.update(step, value=0.5, tokens_per_s=1.0, shown={"kl": 0.25})
-    expected = [f"x: step {s}  reward 0.5  kl 0.25  1 tokens/s" for s in (1, 2)]
+            bar.update(step, value=0.5, tokens_per_s=1.0, shown={"kl": "0.25"})
+    expected = [f"x {s}  reward 0.5  kl 0.25  1 tok/s" for s in (1, 2)]
     assert capsys.readouterr().err.splitlines() == expected
+
+
+def test_a_line_has_80_columns_at_most_and_what_does_not_fit_comes_on_the_next(capsys):
+    with Progress(20000) as bar:
+        shown = {"len": "1024", "cut": "100%", "kl": "0.0123", "my/own_metric": "1.23e-05"}
+        bar.update(12345, value=-0.123456, tokens_per_s=123456.0, shown=shown)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "Training 12345/20000  reward -0.123  len 1024  cut 100%  kl 0.0123"
+    assert second.startswith("  my/own_metric 1.23e-05  123k tok/s  0:00:0")
 
 
 @pytest.mark.parametrize("quiet", ["rank", "description"])
@@ -51,18 +60,21 @@ from whet.observe import Progress, setup_logging
 setup_logging()
 with Progress(20, start=5) as bar:
     for step in range(6, 21):
-        bar.update(step, value=step / 20, tokens_per_s=5200.0, shown={"kl": 0.1})
+        shown = {"len": "512", "cut": "12%", "kl": "0.0021"}
+        bar.update(step, value=step / 20, tokens_per_s=5200.0, shown=shown)
         if step == 10:
             logging.getLogger("whet.x").info("saved [10] [/INST]")
+            logging.getLogger("whet.x").warning("what is long is broken at its words, and goes on further in " * 2)
             print("a plain print [red]x")
 """
 
 
-def test_in_a_terminal_a_bar_with_log_lines_and_prints_kept_whole():
+@pytest.mark.parametrize("columns", [140, 80])
+def test_in_a_terminal_a_bar_with_log_lines_and_prints_kept_whole(columns):
     import pty
 
     main, side = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "140"}
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": str(columns)}
     child = subprocess.Popen([sys.executable, "-c", CODE], stdin=side, stdout=side, stderr=side, env=env)
     os.close(side)
     out = b""
@@ -75,8 +87,12 @@ def test_in_a_terminal_a_bar_with_log_lines_and_prints_kept_whole():
             break
     assert child.wait() == 0
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", out.decode())
-    assert "saved [10] [/INST]" in text and "a plain print [red]x" in text
-    assert "20/20" in text and "reward 1" in text and "▁" in text and "kl 0.1" in text and "5,200" in text
+    lines = [line.strip() for line in re.split(r"[\r\n]+", text)]
+    assert "saved [10] [/INST]" in lines and "a plain print [red]x" in text
+    assert any("20/20" in line and "len 512  cut 12%  kl 0.0021  5.2k tok/s" in line for line in lines)
+    assert max(map(len, lines)) <= columns and ("▁" in text) == (columns == 140)
+    warned = [line for line in lines if "what is long" in line or "goes on further" in line]
+    assert warned[0].startswith("warning: what is long is broken at its words") and len(warned) >= 2 - (columns == 140)
 
 
 @pytest.mark.parametrize(("rank", "shown"), [("0", ["info", "warning", "error"]), ("1", ["error"])])
@@ -94,7 +110,8 @@ def test_ranks_other_than_0_log_errors_only(rank, shown, monkeypatch, capsys):
     finally:
         root.setLevel(levels[0])
         own.setLevel(levels[1])
-    assert capsys.readouterr().err.split() == shown
+    said = [line.rpartition(" ")[2] for line in capsys.readouterr().err.splitlines()]
+    assert said == shown
 
 
 class Dead:

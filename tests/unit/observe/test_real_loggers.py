@@ -16,8 +16,11 @@ def test_wandb_writes_an_offline_run_without_a_network(tmp_path, monkeypatch):
     loggers = Loggers(["wandb"], options=options, folder=tmp_path, config={"algo": {"beta": 0.0}})
     loggers.log(1, {"reward": 0.25})
     loggers.log(1, {"reward": 0.5}, "eval")
+    done = {"prompt": ["a", [{"role": "user", "content": "b"}]], "completion": ["c", "d"], "reward": [None, 0.5]}
+    loggers.log_completions(1, done, {"f": [float("nan"), 0.5]}, "eval")
     loggers.log(2, {"reward": 0.75})
     loggers.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/files/media/table/eval/completions_*.table.json"))
     files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
     assert len(files) == 1
     wanted = (b"train/reward", b"eval/reward", b"0.75")

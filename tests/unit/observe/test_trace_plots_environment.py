@@ -9,7 +9,7 @@ from helpers import cluster, length_reward, rows
 from whet.config import DataConfig, GRPOConfig, PerfMetricsOptions
 from whet.errors import ConfigError
 from whet.learners.grpo import GRPOLearner
-from whet.observe import Trace, environment, plot_curves
+from whet.observe import Trace, environment, plot_curves, plots
 from whet.observe.plots import series
 from whet.observe.trace import timeline_folder
 from whet.tunix.metrics_buffer import MetricsBuffer
@@ -129,6 +129,38 @@ def test_curves_are_a_png_of_the_panels_that_have_values(tmp_path):
     pytest.importorskip("matplotlib")
     path = plot_curves(ROWS, tmp_path / "curves.png", {"reward": ["reward"], "nothing": ["absent"]})
     assert path is not None and path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_ticks_are_whole_steps_and_labels_lie_inside_the_axes():
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    for curves in (
+        {"train": ([1, 2, 3], [0.0, 0.5, 1.0]), "eval": ([0, 3], [1.0, 0.0])},
+        {"train": (list(range(1, 31)), [float(i % 7) for i in range(30)])},
+        {"train": ([1], [0.5])},
+    ):
+        figure = Figure(figsize=(3.8, 2.6), layout="constrained")
+        canvas, axes = FigureCanvasAgg(figure), figure.subplots()
+        plots._panel(axes, "reward", curves)
+        canvas.draw()
+        low, high = axes.get_xlim()
+        assert all(tick == int(tick) for tick in axes.get_xticks() if low <= tick <= high)
+        inside, legend = axes.get_window_extent(), axes.get_legend().get_window_extent()
+        assert inside.x0 <= legend.x0 and legend.x1 <= inside.x1 and inside.y0 <= legend.y0 and legend.y1 <= inside.y1
+
+
+def test_the_usual_panels_of_a_run_with_rewards_and_of_one_without():
+    assert list(plots._PANELS) == [
+        "reward",
+        "accuracy",
+        "completion tokens",
+        "share cut at the limit",
+        "KL to the reference",
+        "entropy",
+        "gradient norm",
+    ]
+    assert {"loss", "accuracy", "margin", "gradient norm"} <= plots._SUPERVISED.keys()
 
 
 def test_nothing_to_draw_says_so(tmp_path, caplog):

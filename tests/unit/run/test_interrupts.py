@@ -146,7 +146,7 @@ def test_a_run_asked_in_the_midst_of_a_step_ends_after_it_with_a_checkpoint(tmp_
         monkeypatch.setattr(made.cluster.rollout, "poll", asks(made.cluster.rollout.poll))
     if where == "saving":
         monkeypatch.setattr(checkpoint, "save_file", asks(checkpoint.save_file))
-    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1 .*step-000001\); resume with trainer\.resume"):
+    with pytest.raises(KeyboardInterrupt, match=r"stopped after step 1; .*step-000001\ngo on .*resume=.latest"):
         made.train(rows(8))
     monkeypatch.undo()
     run = learner(tmp_path, resume="latest", checkpointing_options=each).train(rows(8))

@@ -10,12 +10,20 @@ import torch
 import yaml
 from helpers import cluster, length_reward, rows, tiny_model
 
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, PerfMetricsOptions, ProfilerOptions
+from whet.config import (
+    CheckpointingOptions,
+    DataConfig,
+    GRPOConfig,
+    MetricsLoggerOptions,
+    PerfMetricsOptions,
+    ProfilerOptions,
+)
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.step import Step
 from whet.observe.store import RunFolder
 from whet.run import run as run_module
+from whet.run.opening import note_environment
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_trainer import TrainingHooks
 
@@ -54,7 +62,7 @@ def make(model, monkeypatch):
 
 
 def evals_of(run):
-    return [row["step"] for row in run.rows if row["mode"] == "eval"]
+    return [row["step"] for row in run.evaluations]
 
 
 def saved(folder):
@@ -73,6 +81,42 @@ def test_the_length_of_a_run_is_the_shorter_of_steps_asked_for_and_data(make):
     assert total(9, last_batch="keep") == 5
     stream = lambda count: iter(rows(count))
     assert [total(9, stream), total(9, stream, max_steps=7)] == [None, 7]
+
+
+def test_data_that_end_before_max_steps_are_said_at_the_start_where_that_is_known_and_else_at_the_end(make, caplog):
+    for data, epochs, said in (
+        (
+            rows(4),
+            1,
+            ["the data end after 2 steps, before trainer.max_steps=3: 2 steps an epoch, trainer.num_epochs=1"],
+        ),
+        (iter(rows(4)), None, ["the data ended after 2 steps, before trainer.max_steps=3"]),
+        (rows(4), None, []),
+    ):
+        with Run(make(max_steps=3, num_epochs=epochs), data) as run:
+            assert [m[:82] for m in caplog.messages if "before trainer.max_steps" in m] == (
+                [m[:82] for m in said] if epochs else []
+            )
+            for number, prompts in run.steps():
+                run.step = number
+            assert [m[:50] for m in caplog.messages if "before trainer.max_steps" in m] == [m[:50] for m in said]
+        caplog.clear()
+
+
+def test_a_resume_with_nothing_to_do_says_so(make, tmp_path, caplog):
+    def train(name, data, **training):
+        with Run(make(run_dir=str(tmp_path / name), **training), data) as run:
+            step(run)
+        return [m for m in caplog.messages if m.startswith("nothing ")]
+
+    for name, data, training, said in (
+        ("known", rows, {"max_steps": 2}, "is left to do: all 2 steps of the run are done; raise trainer.max_steps=2"),
+        ("stream", lambda n: iter(rows(n)), {}, "was left to do: the data end after 2 steps, which are done"),
+    ):
+        assert train(name, data(4), **training) == []
+        (text,) = train(name, data(4), **training, resume="latest")
+        assert text.startswith(f"nothing {said}")
+        caplog.clear()
 
 
 def test_the_order_is_drawn_from_its_own_seed_or_the_runs(make):
@@ -132,6 +176,29 @@ def test_an_open_run_has_its_configuration_on_the_disk_its_loggers_and_what_a_st
     assert logged["mine/train/reward"] == run.rows[0]["reward"]
 
 
+def test_a_log_dir_alone_turns_tensorboard_on_and_completions_reach_a_logger_that_takes_them(make, tmp_path):
+    pytest.importorskip("tensorboard")
+    with Run(make(metrics_logging_options=MetricsLoggerOptions(log_dir=str(tmp_path)), max_steps=1), rows(4)) as run:
+        step(run)
+    assert list((tmp_path / "tensorboard").glob("events.*"))
+    tables = []
+
+    class Tables:
+        log = lambda self, step, values: None
+        close = lambda self: None
+        log_completions = lambda self, step, name, rows: tables.append((step, name, len(rows), rows[0].keys()))
+
+    with Run(make(loggers=[Tables()], max_steps=1), rows(4), rows(2)) as run:
+        step(run)
+    columns = ["step", "prompt", "completion", "reward", "finish_reason", "reward/length_reward"]
+    assert [(s, name, count) for s, name, count, _ in tables] == [
+        (0, "eval/completions", 4),
+        (1, "train/completions", 4),
+        (1, "eval/completions", 4),
+    ]
+    assert list(tables[0][3]) == columns and "advantage" in tables[1][3]
+
+
 def test_a_run_without_a_folder_goes_on_from_a_checkpoint_all_the_same(make, tmp_path):
     options = {"checkpoint_root_directory": str(tmp_path / "checkpoints"), "checkpointing_options": EACH_STEP}
     with Run(make(max_steps=1, **options), rows(8)) as run:
@@ -152,7 +219,7 @@ def test_what_the_environment_was_is_compared_on_a_resume_alone(make, tmp_path, 
         path.write_text(json.dumps({**noted, "threads": 999, "variables": {"CXX": "other"}}))
         again = Run(make(run_dir=str(tmp_path), resume="latest"), rows(2))
         with RunFolder(tmp_path, resume_step=1) as again.folder:
-            again._note_environment(resumed=resumed)
+            note_environment(again.folder, again.roles, again.task.planned_passes(2), resumed=resumed)
         assert ("{'threads': 999}, now {'threads': " in caplog.text) is resumed
         written = json.loads(path.read_text())
         assert written.pop("run") == again.checkpoints.run
@@ -207,10 +274,10 @@ def test_steps_count_from_where_the_run_stands_to_max_steps(make, model):
 
 
 def test_a_run_that_is_asked_to_stop_saves_its_step_and_says_where(make, tmp_path):
-    for root, said in ((tmp_path, rf"stopped after step 1 \(checkpoint: {tmp_path}/checkpoints/step-000001\)"),
-                       (None, r"stopped after step 1 \(no run_dir\)")):  # fmt: skip
+    for root, said in ((tmp_path, f"checkpoint: {tmp_path}/checkpoints/step-000001\n.* resume=\"latest\""),
+                       (None, "nothing is saved: trainer.run_dir is not set$")):  # fmt: skip
         run = Run(make(run_dir=root and str(root)), rows(8))
-        with pytest.raises(KeyboardInterrupt, match=said + "; resume with trainer.resume=latest"), run:
+        with pytest.raises(KeyboardInterrupt, match=f"^stopped after step 1; {said}"), run:
             run._stop.asked = True
             step(run)
     assert saved(tmp_path) == ["step-000001"] and not (tmp_path / "final").exists()

@@ -69,6 +69,7 @@ END = "<|im_end|>"
         ),
         ({"messages": TALK}, {"assistant_only_loss": True}, None, f"b{END}\nd{END}\n"),
         ({"prompt": TALK[:3], "completion": TALK[3:]}, {}, None, f"d{END}\n"),
+        ({"prompt": TALK[:1], "completion": TALK[1:]}, {}, None, f"b{END}\nd{END}\n"),  # not the user's turn, as there
         ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, {}, "<|im_start|>", None),
     ],
 )
@@ -77,6 +78,14 @@ def test_what_is_trained_of_a_row(row, kwargs, given, trained, tmp_path):
     before, after = tokens(made)
     assert given in (None, before)
     assert after == trained or (trained is None and after.startswith("user\na"))
+
+
+def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path, caplog):
+    same_twice = {"prompt": "a", "chosen": "b", "rejected": "b"}
+    assert len(trainer(tmp_path, "DPO", [*PAIRS, same_twice]).train_rows()) == 4
+    assert len(trainer(tmp_path, rows=[*ANSWERS, {"prompt": "a", "completion": " "}]).train_rows()) == 4
+    assert caplog.text.count("rows with nothing to train, left out: 1") == 2
+    assert SFTConfig(max_seq_length=7).max_length == 7
 
 
 def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):

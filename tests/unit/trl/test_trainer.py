@@ -468,6 +468,35 @@ def test_the_metric_names_of_an_earlier_release(tmp_path):
     assert "kl" in row
 
 
+def test_the_model_is_the_user_s_to_call_but_while_it_is_trained(tmp_path):
+    said = []
+
+    def sample(model, **_):
+        ids = torch.tensor([[48, 49]])
+        said.append(model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=False))
+
+    class Samples(TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            sample(given["model"])
+
+    made = trainer(tmp_path, callbacks=[Samples()], gradient_checkpointing=True, eval_dataset=rows(1))
+    sample(made.model)
+    made.train()
+    sample(made.model)
+    assert len(said) == 4
+    assert made.evaluate()["eval_reward"] >= 0
+    sample(made.model)
+
+
+def test_numbers_are_shown_and_kept(tmp_path, capsys):
+    made = trainer(tmp_path)
+    made.log_metrics("train", {"b": 2, "a": 1.5})
+    assert capsys.readouterr().out.splitlines()[-3:] == ["***** train metrics *****", "  a = 1.5", "  b = 2"]
+    made.save_metrics("train", {"a": 1.5})
+    made.save_metrics("eval", {"c": 3})
+    assert json.loads((tmp_path / "all_results.json").read_text()) == {"a": 1.5, "c": 3}
+
+
 def test_what_a_script_reads_of_the_trainer(tmp_path):
     made = trainer(tmp_path)
     assert made.accelerator.is_main_process

@@ -1,12 +1,14 @@
 """Where a model lies: folders of runs and checkpoints, and names that the hub is asked for."""
 
+import os
+
 import pytest
 
 from whet import Sampler
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
-from whet.util.model_paths import check_hub
+from whet.util.model_paths import check_hub, taken
 from whet.util.model_paths import model_folder as model_folder_of
 
 
@@ -34,7 +36,7 @@ def test_a_checkpoint_is_loaded_by_all_that_load(run, caplog):
     caplog.set_level("INFO", "whet")
     assert load_model(step).packable and len(load_tokenizer(step)) == 259
     assert Sampler(step)("2+2=", 2).text
-    assert f"{step} is a run's; taking {step}/actor" in caplog.text
+    assert f"{step}: taking {step}/actor" in caplog.text
 
 
 def test_an_unfinished_run_is_an_error_with_the_checkpoint_to_give(run):
@@ -46,6 +48,28 @@ def test_an_unfinished_run_is_an_error_with_the_checkpoint_to_give(run):
             load(run)
     with pytest.raises(ConfigError, match=rf"holds checkpoints, and no model itself; .* newest checkpoint: {step}$"):
         model_folder_of(run / "checkpoints")
+
+
+def test_a_folder_of_runs_stands_for_the_newest_that_has_finished_or_says_what_it_holds(run, model_folder, caplog):
+    runs = run.parent
+    with pytest.raises(ConfigError) as error:
+        load_model(runs)
+    said, listed = str(error.value).split("\n")
+    assert said.startswith(f"{runs} holds 1 run(s), none of which has finished; give one of their checkpoints")
+    assert listed == f"  run: {run}/checkpoints/step-000002"
+    for name, time in (("old", 1), ("new", 2)):
+        (runs / name).mkdir()
+        (runs / name / "config.yaml").touch()
+        (runs / name / "final").symlink_to(model_folder)
+        os.utime(runs / name / "config.yaml", (2**31 + time, 2**31 + time))
+    caplog.set_level("INFO", "whet")
+    assert Sampler(runs)("2+2=", 2).text and load_tokenizer(runs).eos_token_id == 256
+    assert f"{runs}: taking {runs}/new/final" in caplog.messages
+    os.utime(run / "metrics.jsonl", (2**31 + 3, 2**31 + 3))
+    assert taken(str(runs), model_folder_of(runs)) == f"{runs}: taking {runs}/new/final (run: newer, and not finished)"
+    (runs / "only" / "a").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="only holds no model and no run, but a; give the folder of a model"):
+        model_folder_of(runs / "only")
 
 
 def test_what_is_no_model_at_all_says_so(tmp_path):

@@ -1,0 +1,115 @@
+"""What is said before data and models are loaded, all of it at once."""
+
+import pytest
+
+from whet.cli import main
+from whet.cli.checks import check_run
+from whet.cluster import RLCluster
+from whet.config import (
+    ClusterConfig,
+    DPORunConfig,
+    GRPOConfig,
+    OptimConfig,
+    RLTrainingConfig,
+    RoleConfig,
+    SFTRunConfig,
+    load_run,
+    load_supervised,
+)
+from whet.errors import CheckpointError, ConfigError, DataError, raise_all
+from whet.learners.grpo import GRPOLearner
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Fails where data or a model are loaded."""
+
+    def loaded(*_, **__):
+        raise AssertionError("something was loaded before all was checked")
+
+    monkeypatch.setattr("whet.cli.commands.load_rows", loaded)
+    monkeypatch.setattr("whet.models.load.read_model", loaded)
+    monkeypatch.setattr("whet.train.role_workers.load_model", loaded)
+
+
+def findings(error):
+    return str(error.value).split("\n")
+
+
+RUN = {
+    "data=/no/such/rows.jsonl": "no file or folder '/no/such/rows.jsonl'",
+    "reward=[exakt, nowhere.py:fn]": "unknown reward function 'exakt'. Known: boxed, exact_match",
+    "algo.advantage_estimator=grop": "unknown advantage estimator 'grop'; did you mean grpo or",
+    "algo.policy_loss_fn=gspoo": "unknown policy loss 'gspoo'",
+    "algo.loss_agg_mode=token-maen": "unknown loss_agg_mode 'token-maen'; did you mean token-mean",
+    "algo.loss_masks=[of-policy]": "unknown loss mask 'of-policy'; did you mean off-policy?",
+    "algo.kl_loss_mode=low_var": "unknown KL mode 'low_var'; did you mean low_var_kl",
+    "algo.reward_manager=sequenc": "unknown reward manager 'sequenc'; did you mean sequence-level?",
+    "rollout_engine=embeded": "unknown rollout engine 'embeded'; did you mean embedded?",
+    "rollout.temperature=0": "rollout.temperature=0 draws the same completion",
+    "rollout.env_path=no_such_env.py": "no file no_such_env.py",
+    "actor.optim.name=adamww": "unknown optim.name 'adamww'; did you mean adamw",
+    "trainer.mini_batch_size=3": "batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4",
+    "trainer.max_tokens_per_microbatch=10": "max_tokens_per_microbatch=10 is smaller than the longest sequence",
+    "trainer.loggers=[tensorbord]": "unknown logger 'tensorbord'; did you mean tensorboard?",
+    "trainer.keep_best=accuracy": "trainer.keep_best: of evaluations, and there is no evaluation data",
+    "tokenizer=/no/such/tokenizer": "there is no folder /no/such/tokenizer",
+    "reference.model=/no/such/reference": "there is no folder /no/such/reference",
+}
+
+
+def test_all_names_references_sizes_and_loggers_are_checked_at_once_before_anything_is_loaded(unloaded, capsys):
+    assert main(["grpo", *RUN]) == 2
+    said = capsys.readouterr().err
+    missing = [finding for finding in ["no model; write model=", *RUN.values(), "nowhere.py"] if finding not in said]
+    assert missing == []
+    assert said.startswith("whet grpo:\n") and len(said.splitlines()) == len(RUN) + 3  # the head, the model, nowhere.py
+
+
+def test_supervised_runs_are_checked_likewise(unloaded, model_folder):
+    given = ["data=rows.jsonl", f"model={model_folder}x", "trainer.loggers=[wanb]"]
+    with pytest.raises(ConfigError) as error:
+        check_run(load_supervised([*given, "algo.loss_type=simpoo"], DPORunConfig))
+    whole = findings(error)
+    assert len(whole) == 4
+    for part in ("loss_type 'simpoo'", "no file or folder 'rows.jsonl'", f"no folder {model_folder}x", "logger 'wanb'"):
+        assert any(part in line for line in whole), part
+    with pytest.raises(ConfigError, match="unknown SFT loss 'nl'"):
+        check_run(load_supervised([f"data={model_folder}", f"model={model_folder}", "algo.loss_type=nl"], SFTRunConfig))
+
+
+def test_a_folder_that_holds_a_run_and_a_checkpoint_that_is_none_are_found_before_too(unloaded, tmp_path, model_folder):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "mode": "train", "version": 3}\n')
+    words = [f"model={model_folder}", f"data={tmp_path}", "reward=exact_match", "tokenizer=byte"]
+    with pytest.raises(ConfigError, match=r"holds a run of 3 steps; set trainer\.resume=latest"):
+        check_run(load_run([*words, f"trainer.run_dir={tmp_path}"]))
+    with pytest.raises(CheckpointError, match="is not a checkpoint"):
+        check_run(load_run([*words, f"trainer.resume={tmp_path / 'step-000001'}"]))
+    check_run(load_run([*words, f"trainer.run_dir={tmp_path / 'other'}"]))
+
+
+def test_from_python_a_cluster_and_a_learner_check_theirs(unloaded, monkeypatch):
+    training = RLTrainingConfig(loggers=["wanb"], actor_optimizer=OptimConfig(name="adm"))
+    with pytest.raises(ConfigError) as error:
+        RLCluster(
+            actor=RoleConfig(model="/no/model"),
+            tokenizer="byte",
+            cluster_config=ClusterConfig(training_config=training, rollout_engine="vanila"),
+        )
+    assert [line.split("'")[1] for line in findings(error) if "unknown" in line] == ["vanila", "adm", "wanb"]
+    assert "there is no folder /no/model" in str(error.value)
+    with pytest.raises(ConfigError) as error:
+        GRPOLearner(None, GRPOConfig(advantage_estimator="a", policy_loss_fn="b"), "exact_match")  # pyright: ignore
+    assert [line.split("'")[1] for line in findings(error)] == ["a", "b"]
+
+
+def test_one_finding_keeps_its_class_and_the_same_one_is_said_once():
+    def fails(error):
+        raise error
+
+    with pytest.raises(DataError, match=r"^a$"):
+        raise_all([lambda: fails(DataError("a")), lambda: fails(ConfigError("a"))])
+    with pytest.raises(ConfigError, match=r"^a\nb$"):
+        raise_all([lambda: fails(DataError("a")), lambda: fails(ConfigError("b")), lambda: fails(ConfigError("a"))])
+    with pytest.raises(ZeroDivisionError):
+        raise_all([lambda: 1 / 0])

@@ -1,0 +1,90 @@
+"""What a row of metrics says of a run that goes wrong: each symptom by itself, once, and again where it got worse."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+from helpers import cluster, completion, length_reward, prompt, rows
+
+from whet.config import DataConfig, GRPOConfig, RLTrainingConfig
+from whet.learners.grpo import GRPOLearner
+from whet.learners.health import FIRST
+from whet.learners.report import rewarded_metrics
+from whet.learners.symptoms import BANDS, SYMPTOMS, apart, beyond, cut, symptoms
+from whet.rewards.manager import RewardManager
+from whet.types import Group
+
+PAGE = Path(__file__).parents[3] / "docs" / "troubleshooting.md"
+
+
+def test_most_completions_cut_and_how_many_of_those_scored():
+    assert cut({}) is cut({"completions/clipped_ratio": 0.5}) is cut({"completions/clipped_ratio": math.nan}) is None
+    row = {"completions/clipped_ratio": 0.75, "completions/clipped_scored_ratio": 0.02}
+    found = cut({**row, "completions/max_length": 512.0})
+    assert found.message.startswith(
+        "75% of completions were cut, at 512 tokens, and 2% of those scored above 0; raise "
+    )
+    assert "rollout.max_tokens_to_generate" in found.message and found.badness == 0.75
+
+
+def test_how_many_of_those_cut_scored_is_counted_over_them():
+    def judge(completions):
+        return [1.0, 0.0, None, 5.0, 1.0, -1.0]
+
+    ends = ("length", "length", "length", "stop"), ("length", "length")
+    groups = [
+        Group(prompt=prompt("a"), completions=tuple(completion([i + 1], i, finish=end) for i, end in enumerate(ended)))
+        for ended in ends
+    ]
+    rewarded = RewardManager(judge)(groups, [["x"] * len(ended) for ended in ends])
+    metric = rewarded_metrics(rewarded)["completions/clipped_scored_ratio"]
+    assert (metric.sum, metric.count) == (2.0, 5)
+
+
+def test_sampler_and_trainer_that_drift_apart():
+    assert apart({}) is apart({"sampling/sampling_logp_difference/mean": 0.02}) is None
+    found = apart({"sampling/sampling_logp_difference/mean": 0.3})
+    assert found.message.startswith("sampler and trainer are 0.3 nats apart") and found.badness == 0.3
+    keys = ("rollout_engine=embedded", "actor.dtype=float32", "algo.sampler_is=token")
+    assert all(key in found.message for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "said"),
+    [
+        ("kl", 0.8, r"kl is 0\.8, above 0\.5; .*algo\.beta.*trainer\.warn_when\.kl\.above"),
+        ("entropy/token_mean", 0.01, r"is 0\.01, below 0\.02; .*temperature.*stop_when\.entropy/token_mean\.below"),
+        ("entropy/token_mean", 7.0, r"is 7, above 6; .*lower rollout\.temperature"),
+    ],
+)
+def test_kl_and_entropy_that_leave_their_bands(metric, value, said):
+    assert re.search(said, beyond({metric: value}, metric=metric, band=BANDS[metric]).message)
+    inside = {"kl": 0.5, "entropy/token_mean": 0.02}[metric]
+    for fine in ({}, {metric: math.nan}, {metric: inside}):
+        assert beyond(fine, metric=metric, band=BANDS[metric]) is None
+
+
+def test_bands_of_the_configuration_take_the_place_of_the_usual_ones():
+    bands = RLTrainingConfig(warn_when={"kl": {"above": 2.0}, "grad_norm": {"above": 9.0, "steps": 2}}).warn_when
+    found = symptoms(bands)
+    assert found.keys() == {*SYMPTOMS, "kl", "entropy/token_mean", "grad_norm"} and found["grad_norm"].steps == 2
+    assert found["kl"].find({"kl": 1.0}) is None and found["kl"].find({"kl": 3.0})
+
+
+def test_a_run_says_them(caplog):
+    made = cluster(engine="mock", max_steps=2, warn_when={"completions/mean_length": {"above": 1.0}})
+    algo, data = GRPOConfig(num_generations=2, beta=0.0), DataConfig(batch_size=2)
+    GRPOLearner(made, algo, length_reward, data=data).train(rows(4))
+    assert sum("completions/mean_length is" in m for m in caplog.messages) == 1
+
+
+def test_the_page_shows_every_symptom_with_its_bound():
+    page = PAGE.read_text()
+    table = [line for line in page.splitlines() if line.startswith("| `")]
+    named = {re.match(r"\| `([^`]+)`", line)[1] for line in table}
+    assert {*SYMPTOMS, *BANDS, *FIRST} <= named
+    for metric, band in BANDS.items():
+        (line,) = [line for line in table if line.startswith(f"| `{metric}`")]
+        bounds = [f"{side} {bound:g}" for side, bound in (("below", band.below), ("above", band.above)) if bound]
+        assert all(bound in line for bound in bounds) and f"{band.steps} steps" in line

@@ -1,0 +1,147 @@
+"""What is looked at before a run loads data and models: names, references, sizes, loggers, folders; all at once.
+
+Each check raises what it finds; `raise_all` makes them all and raises one error that lists their findings. What can't
+be known without the data or the models (columns, lengths, what a model can do) is found where these are loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from whet.config import (
+    ClusterConfig,
+    DPORunConfig,
+    Mode,
+    PPORunConfig,
+    PreferenceConfig,
+    RewardModelConfig,
+    RoleConfig,
+    RunConfig,
+    SFTConfig,
+    SupervisedRunConfig,
+    TrainingConfig,
+    check_complete,
+    check_supervised,
+)
+from whet.config.rewards import REWARD_MODEL
+from whet.data.sources import check_source
+from whet.envs import load_script
+from whet.errors import ConfigError, raise_all
+from whet.learners.grpo import check_drawn
+from whet.learners.objective import objective_checks, policy_loss, resolve_name
+from whet.learners.preference_objective import make_preference_objective, make_reward_loss
+from whet.observe.loggers import check_loggers
+from whet.observe.store import check_new
+from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
+from whet.rewards.manager import resolve_reward, resolve_reward_manager
+from whet.rollout import resolve_engine
+from whet.train.checkpoints import Checkpoints
+from whet.train.optimizers import check_optimizer
+from whet.train.role_workers import check_model
+from whet.util.refs import is_ref, resolve_callable
+
+__all__ = ["check_run", "check_teacher_used"]
+
+Check = Callable[[], Any]
+
+
+def check_run(config: RunConfig | SupervisedRunConfig) -> None:
+    """Looks at a run before anything is loaded.
+
+    Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
+
+    >>> from whet.config import load_run
+    >>> check_run(load_run(["reward=exact_match", "actor.optim.name=adamv", "trainer.mini_batch_size=3"]))
+    Traceback (most recent call last):
+    whet.errors.ConfigError: no model; write model=<hub name or folder>
+    no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
+    batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4
+    unknown optim.name 'adamv'; did you mean adam or adamw? Known: adam, adamw, adamw8bit, package.module:factory, sgd
+    """
+    own = _of_policy(config) if isinstance(config, RunConfig) else _supervised(config)
+    raise_all([*own, *_shared(config)])
+
+
+def _of_policy(config: RunConfig) -> Iterator[Check]:
+    """The checks of a run of reinforcement learning."""
+    yield partial(check_complete, config)
+    yield partial(config.trainer.resolve_batch_sizes, config.data.batch_size)
+    yield partial(ClusterConfig, rollout_config=config.rollout, training_config=config.trainer)
+    yield from (partial(resolve_reward, name) for name in config.reward_names if name != REWARD_MODEL)
+    yield partial(resolve_reward_manager, config.algo.reward_manager)
+    yield from objective_checks(config.algo)
+    yield partial(resolve_engine, config.rollout_engine)
+    if not isinstance(config, PPORunConfig):
+        yield partial(check_drawn, config.rollout)
+    if config.teacher is not None:
+        yield partial(check_teacher_used, config)
+    for mode in Mode:
+        rollout = config.rollout.for_mode(mode)
+        if rollout.env_path is not None:
+            yield partial(load_script, rollout.env_path, turns=rollout.max_turns)
+    for section in ("actor", "critic", "reference", "teacher", "reward_model"):
+        yield from _role(section, getattr(config, section), trained=section in ("actor", "critic"))
+
+
+def _supervised(config: SupervisedRunConfig) -> Iterator[Check]:
+    """The checks of a supervised run."""
+    yield partial(check_supervised, config)
+    algo = vars(config)["algo"]
+    if isinstance(algo, PreferenceConfig):
+        yield partial(make_preference_objective, algo)
+    elif isinstance(algo, RewardModelConfig):
+        yield partial(make_reward_loss, algo)
+    elif isinstance(algo, SFTConfig):
+        yield partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss")
+        yield partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
+    yield from _role(config.TRAINED, config.trained, trained=True)
+    if isinstance(config, DPORunConfig):
+        yield from _role("reference", config.reference, trained=False)
+
+
+def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
+    """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
+    data, trainer = config.data, config.trainer
+    yield from (partial(check_source, path) for path in (data.path, data.eval_path) if path is not None)
+    if config.tokenizer not in (None, "byte"):
+        yield partial(check_model, config.tokenizer)
+    yield partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
+    evaluates = data.eval_path is not None or data.eval_split is not None or bool(data.eval_fraction)
+    yield partial(_watched, trainer, evaluates)
+    if trainer.resume is not None:
+        yield partial(Checkpoints(trainer.checkpoint_root, {}).find, trainer.resume)
+    elif trainer.run_dir is not None:
+        yield partial(check_new, trainer.run_dir)
+
+
+def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
+    """The checks of a role's model: that it can be there, and its optimizer."""
+    if role is None:
+        return
+    if role.model is not None:
+        known = is_ref(role.model)
+        yield partial(resolve_callable, role.model, f"{section}.model") if known else partial(check_model, role.model)
+    if trained:
+        yield partial(check_optimizer, role.optim)
+
+
+def _watched(trainer: TrainingConfig, evaluates: bool) -> None:
+    """Raises ConfigError: what is watched is of evaluations, and there are none."""
+    watched = [] if trainer.keep_best is None else ["trainer.keep_best"]
+    watched += [f"trainer.stop_when.{name}" for name in trainer.stop_when or {} if name.startswith("eval/")]
+    if watched and not evaluates:
+        raise ConfigError(
+            f"{', '.join(watched)}: of evaluations, and there is no evaluation data; set data.eval_path, "
+            "data.eval_split or data.eval_fraction"
+        )
+
+
+def check_teacher_used(config: RunConfig) -> None:
+    """Raises ConfigError where nothing would learn from the teacher."""
+    if config.teacher is not None and teacher_column(policy_loss(config.algo)) is None:
+        raise ConfigError(
+            f"teacher has no effect: algo.policy_loss_fn={config.algo.policy_loss_fn!r} does not learn from one; "
+            "distillation and gkd do"
+        )

@@ -1,0 +1,139 @@
+"""Symptoms: what a row of metrics says of a run that goes wrong, each with the key to set. It changes nothing.
+
+A symptom is a pure function of a row, (row) -> Finding or None, in the table SYMPTOMS, which docs/troubleshooting.md
+shows. What has to look at more than numbers (why no group teaches, whether the policy is certain of everything) is in
+health.py, which says all of them: each once, and again where it got worse.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from whet.config.watching import Band
+
+__all__ = ["BANDS", "SYMPTOMS", "Finding", "Symptom", "apart", "beyond", "cut", "symptoms"]
+
+MOST = 0.5
+"""A share of completions above which most are cut."""
+APART = 0.05
+"""Nats by which sampler and trainer may differ at a token, on average: rounding in bf16 makes 0.01 or 0.02."""
+BANDS = {
+    "kl": Band(above=0.5, steps=3),
+    "entropy/token_mean": Band(below=0.02, above=6.0, steps=5),
+}
+"""What trainer.warn_when has where nothing else is set."""
+
+
+class Finding(NamedTuple):
+    """What a row says of a symptom."""
+
+    message: str
+    """What is wrong, and which key to set."""
+    badness: float
+    """How bad it is: the greater the worse, above 0."""
+
+
+@dataclass(frozen=True)
+class Symptom:
+    """A symptom, and when it is said."""
+
+    find: Callable[[Mapping[str, float]], Finding | None]
+    """What a row says of it."""
+    steps: int = 1
+    """Rows in a row that have it before it is said."""
+    worse: float = 1.5
+    """It is said again where its badness is so many times what it was."""
+
+
+def cut(row: Mapping[str, float]) -> Finding | None:
+    """Most completions end at the limit.
+
+    >>> cut({"completions/clipped_ratio": 0.4}) is None
+    True
+    >>> row = {"completions/clipped_ratio": 0.9, "completions/clipped_scored_ratio": 0.1, "completions/max_length": 64}
+    >>> cut(row).message[:94]
+    '90% of completions were cut, at 64 tokens, and 10% of those scored above 0; raise rollout.max_'
+    """
+    share = row.get("completions/clipped_ratio", math.nan)
+    if not share > MOST:
+        return None
+    scored = row.get("completions/clipped_scored_ratio", math.nan)
+    of_those = "" if math.isnan(scored) else f", and {scored:.0%} of those scored above 0"
+    message = (
+        f"{share:.0%} of completions were cut, at {row.get('completions/max_length', math.nan):.0f} tokens{of_those}; "
+        "raise rollout.max_tokens_to_generate, or where the model never ends by itself, give it its chat template "
+        "(data.apply_chat_template=true) or its end token (rollout.eos_tokens)"
+    )
+    return Finding(message, share)
+
+
+def apart(row: Mapping[str, float]) -> Finding | None:
+    """Sampler and trainer give the same tokens other log-probabilities, with the same weights.
+
+    >>> apart({"sampling/sampling_logp_difference/mean": 1e-3}) is None
+    True
+    """
+    gap = row.get("sampling/sampling_logp_difference/mean", math.nan)
+    if not gap > APART:
+        return None
+    message = (
+        f"sampler and trainer are {gap:.2g} nats apart at a token on average, where rounding makes 0.02 at most; take "
+        "rollout_engine=embedded, which samples with the trainer's own weights, or actor.dtype=float32, or correct for "
+        "it by algo.sampler_is=token"
+    )
+    return Finding(message, gap)
+
+
+def beyond(row: Mapping[str, float], *, metric: str, band: Band) -> Finding | None:
+    """A metric lies outside its band.
+
+    >>> beyond({"kl": 0.2}, metric="kl", band=Band(above=0.5)) is None
+    True
+    >>> beyond({"x": 3.0}, metric="x", band=Band(above=2.0)).message
+    'x is 3, above 2; trainer.stop_when.x.above=2 ends a run there, trainer.warn_when.x.above sets the bound'
+    """
+    value = row.get(metric, math.nan)
+    low, high = band.below, band.above
+    if low is not None and value < low:
+        side, bound, badness = "below", low, 1 + (low - value) / max(abs(low), 1e-9)
+    elif high is not None and value > high:
+        side, bound, badness = "above", high, 1 + (value - high) / max(abs(high), 1e-9)
+    else:
+        return None
+    key = f"{metric}.{side}"
+    end = f"trainer.stop_when.{key}={bound:g} ends a run there, trainer.warn_when.{key} sets the bound"
+    advice = _ADVICE.get((metric, side), "")
+    return Finding(f"{metric} is {value:.3g}, {side} {bound:g}; {advice and advice + '; '}{end}", badness)
+
+
+_ADVICE = {
+    ("kl", "above"): "the policy has moved far from the reference: raise algo.beta, or lower actor.lr",
+    ("entropy/token_mean", "below"): (
+        "completions become alike: raise rollout.temperature, algo.entropy_coef or algo.epsilon_high, or lower actor.lr"
+    ),
+    ("entropy/token_mean", "above"): (
+        "completions become noise: lower rollout.temperature, algo.entropy_coef or actor.lr"
+    ),
+}
+"""What to set where a metric lies outside its band."""
+
+SYMPTOMS: dict[str, Symptom] = {
+    "cut": Symptom(cut),
+    "apart": Symptom(apart, steps=2),
+}
+"""The symptoms by name, besides those of bands."""
+
+
+def symptoms(bands: Mapping[str, Band] | None) -> dict[str, Symptom]:
+    """The symptoms that a run looks for. Args: bands: trainer.warn_when, in place of BANDS by their metrics.
+
+    >>> sorted(symptoms({"kl": Band(above=2.0), "grad_norm": Band(above=50.0)}))
+    ['apart', 'cut', 'entropy/token_mean', 'grad_norm', 'kl']
+    """
+    given = {**BANDS, **(bands or {})}
+    watched = {name: Symptom(partial(beyond, metric=name, band=band), band.steps, 3.0) for name, band in given.items()}
+    return {**SYMPTOMS, **watched}

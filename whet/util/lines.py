@@ -1,0 +1,61 @@
+"""Lines for a person: broken at words where a terminal is narrow, without what could move its cursor."""
+
+from __future__ import annotations
+
+import textwrap
+from functools import partial
+
+__all__ = ["clipped", "fitted", "joined", "visible"]
+
+_WRAPPER = partial(textwrap.TextWrapper, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
+WIDTH = 80
+"""Columns that a line has where nobody says another number."""
+
+
+def visible(text: str) -> str:
+    r"""Text for a terminal: control characters, which could move its cursor or change its title, as pictures.
+
+    >>> visible("a\x1b[31m b\n")
+    'a␛[31m b\n'
+    """
+    shown = lambda c: chr(0x2400 + ord(c)) if ord(c) < 32 else "\N{REPLACEMENT CHARACTER}"
+    return "".join(c if c in "\n\t" or (c.isprintable() or ord(c) > 159) else shown(c) for c in text)
+
+
+def fitted(text: str, width: int = WIDTH, indent: str = "  ") -> str:
+    """Text broken at blanks to a width; what continues a line is indented, a word longer than it stays whole.
+
+    >>> print(fitted("a: long words, and more of them", 16))
+    a: long words,
+      and more of
+      them
+    """
+    lines = []
+    for line in text.split("\n"):
+        own = line[: len(line) - len(line.lstrip())]
+        lines += _WRAPPER(width=width, subsequent_indent=own + indent).wrap(line) or [line]
+    return "\n".join(lines)
+
+
+def joined(fields: list[str], width: int = WIDTH) -> str:
+    r"""Fields on one line with two blanks between them, or on several where they are too many; none is broken.
+
+    >>> joined(["step 3", "reward 0.5", "kl 0.01"], 20)
+    'step 3  reward 0.5\n  kl 0.01'
+    """
+    lines = [fields[0]]
+    for field in fields[1:]:
+        if len(lines[-1]) + 2 + len(field) > width:
+            lines.append("")
+        lines[-1] += f"  {field}"
+    return "\n".join(lines)
+
+
+def clipped(text: str, most: int) -> str:
+    """A long text as its beginning and its end.
+
+    >>> clipped("abcdefghij", 6), clipped("abc", 6)
+    ('abc [4 characters] hij', 'abc')
+    """
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]} [{len(text) - 2 * half} characters] {text[-half:]}"
