@@ -14,7 +14,7 @@ from whet.config.loader import dump_tree, merged, tree
 from whet.config.model import RoleConfig
 from whet.config.rewards import ListedRewards
 from whet.config.rollout import RolloutConfig
-from whet.config.run import SHORT
+from whet.config.run import SHORT, lacking
 from whet.config.run_sections import NEW_TOKENS, RunDataConfig, RunGRPOConfig, RunRolloutConfig
 from whet.errors import ConfigError
 
@@ -265,10 +265,7 @@ def check_eval(config: EvalRunConfig) -> None:
             f"rollout.max_turns={config.sampling.max_turns}: whet eval completes prompts in one turn, and episodes are "
             "evaluated by their run (trainer.eval_every_n_steps); set rollout.max_turns=1 for the first turn alone"
         )
-    if config.model is None:
-        missing.append("no model; write model=<folder, run folder or hub name>")
-    if config.data.path is None:
-        missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
+    missing += lacking(config.model, config.data.path, "<folder, run folder or hub name>")
     if not config.reward_names:
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
     if config.reward_model is not None and config.reward_model.model is None:

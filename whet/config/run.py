@@ -21,7 +21,7 @@ from whet.config.run_sections import RunDataConfig, RunGRPOConfig, RunPPOConfig,
 from whet.config.training import RLTrainingConfig
 from whet.errors import ConfigError
 
-__all__ = ["SHORT", "PPORunConfig", "RunConfig", "check_complete", "load_run"]
+__all__ = ["SHORT", "PPORunConfig", "RunConfig", "check_complete", "lacking", "load_run"]
 
 R = TypeVar("R", bound="RunConfig")
 
@@ -130,6 +130,16 @@ class PPORunConfig(RunConfig):
     """The algorithm."""
 
 
+def lacking(model: str | None, path: str | None, of: str = "<hub name or folder>") -> list[str]:
+    """What a command lacks of model and data, a line each. Args: model, path: as given. of: what a model may be.
+
+    >>> lacking("my/model", None)
+    ['no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>']
+    """
+    data = "no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>"
+    return [line for line, given in ((f"no model; write model={of}", model), (data, path)) if given is None]
+
+
 def check_complete(config: RunConfig) -> None:
     """Raises ConfigError, all at once, where a run lacks what has no default.
 
@@ -138,11 +148,7 @@ def check_complete(config: RunConfig) -> None:
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
-    missing = []
-    if config.actor.model is None:
-        missing.append("no model; write model=<hub name or folder>")
-    if config.data.path is None:
-        missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
+    missing = lacking(config.actor.model, config.data.path)
     if not config.reward_names and (config.teacher is None or isinstance(config, PPORunConfig)):
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
     if config.teacher is not None and config.teacher.model is None:

@@ -129,6 +129,6 @@ def with_own_sections(cls: type, given: Any) -> Any:
     made = dict(words)
     for field in dataclasses.fields(cls):
         kind, value = field.default_factory, words.get(field.name)
-        if isinstance(kind, type) and kind.__base__ is not object and type(value) is kind.__base__:
+        if dataclasses.is_dataclass(value) and isinstance(kind, type) and type(value) is kind.__base__:
             made[field.name] = kind(**{f.name: getattr(value, f.name) for f in dataclasses.fields(value)})
     return ArgsKwargs((), made) if isinstance(given, ArgsKwargs) else made

@@ -15,6 +15,7 @@ from whet.config.fields import Bool, Name
 from whet.config.loader import load
 from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig
+from whet.config.run import lacking
 from whet.config.run_sections import RunSupervisedDataConfig, with_own_sections
 from whet.config.training import SupervisedTrainingConfig
 from whet.errors import ConfigError
@@ -141,10 +142,5 @@ def check_supervised(config: SupervisedRunConfig) -> None:
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
-    missing = []
-    if config.trained.model is None:
-        missing.append("no model; write model=<hub name or folder>")
-    if config.data.path is None:
-        missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
-    if missing:
+    if missing := lacking(config.trained.model, config.data.path):
         raise ConfigError("\n".join(missing))

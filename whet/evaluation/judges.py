@@ -11,13 +11,12 @@ from typing import Any
 from whet._version import __version__
 from whet.config import RoleConfig
 from whet.config.evaluate import EvalRunConfig
-from whet.config.rewards import REWARD_MODEL
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.rewards.contract import function_name
-from whet.rewards.manager import RewardManager
+from whet.rewards.manager import RewardManager, with_reward_model
 from whet.rewards.model import RewardModel
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import source_of, weights_digest
@@ -35,13 +34,9 @@ def reward_manager(config: EvalRunConfig, sampler: Sampler, reward_fns: Any = No
     Raises: ConfigError: as RewardManager does, or a reward model that can't be loaded.
     """
     given = list(config.reward_names) if reward_fns is None else reward_fns
-    given = [given] if isinstance(given, str) or callable(given) else list(given)
     weights = config.reward_weights if reward_fns is None else None
     if config.reward_model is not None:
-        if REWARD_MODEL not in given:
-            given.append(REWARD_MODEL)
-        model = _reward_model(config, config.reward_model, sampler)
-        given = [model if fn == REWARD_MODEL else fn for fn in given]
+        given = with_reward_model(given, _reward_model(config, config.reward_model, sampler))
     return RewardManager(given, weights, on_error=config.on_reward_error, timeout_s=config.reward_timeout_s)
 
 

@@ -34,7 +34,7 @@ from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.metrics import flat
-from whet.rewards.manager import Rewarded, resolve_reward_manager
+from whet.rewards.manager import Rewarded, listed, resolve_reward_manager, with_reward_model
 from whet.rewards.metric_fns import call_metric_fns
 from whet.rollout.options import check_trainable
 from whet.run.observer import Observer
@@ -142,16 +142,14 @@ class RLLearner:
 
         Raises: ConfigError: it is named, and the cluster has none.
         """
-        given = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
-        named, there = REWARD_MODEL in given, Role.REWARD in self.cluster.workers
-        if named and not there:
-            raise ConfigError(f"{REWARD_MODEL} is among the rewards, and there is none; pass RLCluster(reward=...)")
-        if not there:
+        if Role.REWARD not in self.cluster.workers:
+            if REWARD_MODEL in listed(reward_fns):
+                raise ConfigError(f"{REWARD_MODEL} is among the rewards, and there is none; pass RLCluster(reward=...)")
             return reward_fns
         model = self.cluster.reward_model(
             apply_chat_template=self.data.apply_chat_template, system_prompt=self.data.system_prompt
         )
-        return [model if fn == REWARD_MODEL else fn for fn in given] + ([] if named else [model])
+        return with_reward_model(reward_fns, model)
 
     def train(self, train_ds: Any, eval_ds: Any = None, skip_jit: bool = False) -> Run:
         """Trains until max_steps or the data's end.

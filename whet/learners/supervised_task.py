@@ -60,10 +60,6 @@ class Learner(Protocol):
         """The metrics of examples that are not trained on."""
         ...
 
-    def expected_metrics(self) -> tuple[str, ...]:
-        """The loss, and what is shown beside it."""
-        return ("loss", *self.models.trainer.displayed)
-
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """What a step runs and what it leaves out."""
         ...
@@ -205,6 +201,10 @@ class SupervisedTask(Task):
             for one in value if isinstance(value, tuple) else (value,):
                 if callable(one) or (isinstance(one, str) and is_ref(one)):
                     yield f"algo.{field.name}", one
+
+    def expected_metrics(self) -> tuple[str, ...]:
+        """The loss, and what is shown beside it."""
+        return ("loss", *self.models.trainer.displayed)
 
     def planned_passes(self, batch_size: int) -> dict[str, str]:
         """The learner's."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from whet.config.rewards import REWARD_MODEL
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
 from whet.rewards.contract import OnError, RewardFn, RewardInputs, call_rewards, function_name, keywords
@@ -26,10 +27,12 @@ __all__ = [
     "REWARD_MANAGERS",
     "RewardManager",
     "Rewarded",
+    "listed",
     "resolve_reward",
     "resolve_reward_manager",
     "reward_metrics",
     "sample_std",
+    "with_reward_model",
 ]
 
 RESERVED = frozenset({"max", "mean", "min", "sum"})
@@ -165,7 +168,7 @@ class RewardManager:
             ConfigError: no functions, an unknown name, a function named mean, sum, min or max, weights that don't
                 fit, an unknown on_error, a timeout of 0.
         """
-        given = [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
+        given = listed(reward_fns)
         if not given:
             raise ConfigError(
                 f"reward_fns is empty; give at least one function, or a name among {', '.join(sorted(REWARDS))}"
@@ -314,6 +317,25 @@ def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
 
 REWARD_MANAGERS: dict[str, Callable[..., RewardManager]] = {"sequence-level": RewardManager}
 """Reward managers by name: what is called with (reward_fns, weights, **options) and gives a callable like it."""
+
+
+def listed(reward_fns: Any) -> list[Any]:
+    """Reward functions as a list, of one or several.
+
+    >>> listed("exact_match"), listed(None)
+    (['exact_match'], [])
+    """
+    return [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
+
+
+def with_reward_model(reward_fns: Any, model: RewardFn) -> list[Any]:
+    """Reward functions and a reward model: where "reward_model" stands among them, else as the last.
+
+    >>> with_reward_model(["reward_model", "boxed"], len), with_reward_model("boxed", len)
+    ([<built-in function len>, 'boxed'], ['boxed', <built-in function len>])
+    """
+    given = listed(reward_fns)
+    return [model if fn == REWARD_MODEL else fn for fn in given] + ([] if REWARD_MODEL in given else [model])
 
 
 def resolve_reward(ref: Any) -> RewardFn:

@@ -59,7 +59,8 @@ RUN = {
 
 
 def test_all_names_references_sizes_and_loggers_are_checked_at_once_before_anything_is_loaded(unloaded, capsys):
-    assert main(["grpo", *RUN]) == 2
+    lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=64"]  # else the data tell them
+    assert main(["grpo", *RUN, *lengths]) == 2
     said = capsys.readouterr().err
     missing = [finding for finding in ["no model; write model=", *RUN.values(), "nowhere.py"] if finding not in said]
     assert missing == []

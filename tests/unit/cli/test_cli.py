@@ -103,6 +103,7 @@ def test_whet_debug_shows_where_an_error_came_from(called, monkeypatch):
 
 
 def test_errors_of_whet_are_messages_and_bugs_are_tracebacks(called, monkeypatch, capsys):
+    monkeypatch.setattr("whet.cli._say_what_loads", lambda *_: None)
     failing(monkeypatch, DataError("no column 'prompt'"))
     assert main(["grpo", *WHOLE]) == 2 and capsys.readouterr().err == "whet grpo: no column 'prompt'\n"
     failing(monkeypatch, ZeroDivisionError())
@@ -116,6 +117,7 @@ def test_ctrl_c_is_status_130(called, monkeypatch, capsys):
 
 
 def test_only_rank_0_speaks_but_any_rank_can_name_an_error_of_its_own(called, monkeypatch, capsys):
+    monkeypatch.setattr("whet.cli._say_what_loads", lambda *_: None)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["version"]) == 0 and main(["grpo", "x=1"]) == 2

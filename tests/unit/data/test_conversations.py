@@ -196,6 +196,22 @@ def test_marks_that_contradict_the_turns_are_an_error(template, says):
         SFTEncoder(tokenizer_with(template))({"messages": TALK})
 
 
+def test_of_a_turn_that_is_marked_in_two_places_both_are_trained():
+    template = MARKED.replace("{% generation %}{{", "{% generation %}A{% endgeneration %}-{% generation %}{{", 1)
+    assert template != MARKED
+    tokenizer = tokenizer_with(template)
+    (one,) = SFTEncoder(tokenizer)({"messages": TALK[2:]}).sequences
+    assert bracketed(tokenizer, one).endswith("assistant\n[[A]]-[[4<|im_end|>]]\n")
+
+
+def test_marks_of_a_header_excuse_none_before_it():
+    template = MARKED.replace("{% generation %}", "{% generation %}ok:")
+    template = template.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nok:{% endif %}")
+    template = template.replace("== 'assistant'", "!= 'system'", 1)
+    with pytest.raises(DataError, match="which no assistant says"):
+        SFTEncoder(tokenizer_with(template))({"messages": TALK})
+
+
 def test_a_header_that_is_marked_stays_given():
     template = MARKED.replace("{% generation %}", "{% generation %}ok:")
     template = template.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nok:{% endif %}")

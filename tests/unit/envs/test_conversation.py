@@ -76,6 +76,27 @@ def test_what_follows_a_turn_is_what_the_template_adds_and_is_not_trained(ends):
     assert contexts[1][2] == 100  # no draw of the first turn is used again
 
 
+@pytest.mark.parametrize("ends", ["abort", "error"])
+def test_a_turn_that_the_engine_gave_up_is_not_answered(ends):
+    asked = []
+    (made,), contexts = played(["a", "b"], lambda m: asked.append(m) or twice(m), encoder(), ends=ends)
+    assert asked == [] and len(contexts) == 1 and made.finish_reason == ends
+
+
+def test_each_episode_is_a_conversation_of_its_own_and_its_turns_are_one():
+    encode = encoder()
+    play = Conversation(Script(name="world", interact=twice), encode, turns=2, tokens=100).play(Sampling(max_tokens=9))
+    requests = []
+    for generation in (0, 1):
+        turns_of_it = play(Episode(encode(SUM, 7), (0, 1, 2, generation), play))
+        requests.append([next(turns_of_it)])
+        ids = np.array([65, 256], np.int32)
+        said = Output(id=0, tokens=ids, logprobs=np.full(2, -1.0), versions=np.full(2, 4), finish_reason="stop")
+        requests[-1].append(turns_of_it.send(said))
+    names = [[request.conversation for request in of] for of in requests]
+    assert names[0][0] == names[0][1] != names[1][0] == names[1][1]
+
+
 def test_a_prompt_of_plain_text_is_continued_by_contents_alone():
     encode = PromptEncoder(byte_tokenizer())
     (made,), _ = played(["calc", "!"], twice, encode)

@@ -48,6 +48,7 @@ def test_pass_at_k_is_unbiased():
         ("aabb", [1, 1, 0, 0], 2, 0.5),  # two groups, each of one mind
         ("abab", [1, 0, 1, 0], 2, 0.5),  # two ties
         ("aaab", [1, 1, 1, 0], 3, 1.0),  # the last is left out
+        ("aaab", [1, 1, 1, 0], 2, 0.75),  # two groups that share none, the second a tie
         ([None, None, "a"], [1, 1, 0], 3, 0.0),  # no answer is no vote
         ([None, None], [1, 1], 2, 0.0),  # nobody votes
         ("aa", [1, 0], 2, 0.5),  # one answer, judged both ways

@@ -205,9 +205,41 @@ def test_a_resumed_run_equals_the_uninterrupted_to_the_bit(name, algo, folder, t
         assert gap(weights_of(module), weights_of(tiny_model())) > 1e-4
 
 
+def test_the_reference_moves_where_that_is_due_and_as_far_as_is_said(folder):
+    made = learner("sigmoid", folder, loop(num_epochs=None, max_steps=3), sync_ref_model=True, ref_model_sync_steps=2)
+    reference, seen, take = made.models.worker(Role.REFERENCE), [], made.models.worker(Role.REFERENCE).take_weights
+
+    def taking(weights, share):
+        before, policy = weights_of(reference.module), weights_of(made.models.trained.module)
+        take(weights, share)
+        after = weights_of(reference.module)
+        seen.append((made.models.trained.version, gap(after, {n: 0.4 * before[n] + 0.6 * policy[n] for n in policy})))
+
+    reference.take_weights = taking
+    made.train(PAIRS)
+    assert [step for step, _ in seen] == [2] and seen[0][1] < 1e-6
+
+
+def test_a_mismatched_row_fits_the_model_and_a_sides_metrics_are_of_its_rows(folder):
+    made = learner("kto", folder)
+    rows = [{**LABELLED[1], "prompt": "a" * 100}, *LABELLED[4:7], {**LABELLED[3], "completion": "b" * 90}]
+    step = made.score(made.batch(ExampleStep(index=1, examples=[made.encoder()(row, i) for i, row in enumerate(rows)])))
+    batch = step.need_batch()
+    turned = made._passes(batch).mismatched
+    assert (turned.lengths + turned.prefix_lengths[turned.prefix_of]).max() == made.models.positions == 128
+    logprobs = made.models.trained.logprobs(batch).logprobs
+    found = made.measure(ExampleStep(index=1, examples=step.examples)).metrics
+    for side, label in (("chosen", 1.0), ("rejected", 0.0)):
+        own = [
+            float(logprobs[batch.sequence == i].sum()) for i in range(5) if batch.sequence_columns["label"][i] == label
+        ]
+        assert len(own) in (2, 3) and found[f"logps/{side}"].value == pytest.approx(sum(own) / len(own), rel=1e-5)
+
+
 def test_a_reference_read_ahead_gives_the_run_that_it_gives_in_each_step(folder):
     plain, ahead = learner("sigmoid", folder), learner("sigmoid", folder, precompute_ref_log_probs=True)
-    runs = [made.train(PAIRS, PAIRS[:4]) for made in (plain, ahead)]
+    alike = [*PAIRS, {**PAIRS[0], "prompt": "what?"}]  # the same answers to another prompt
+    runs = [made.train(alike, PAIRS[:4]) for made in (plain, ahead)]
     for a, b in zip(*(run.rows for run in runs), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
     assert gap(*(weights_of(made.models.trained.module) for made in (plain, ahead))) < 1e-3
@@ -238,8 +270,9 @@ def test_labels_without_contrast_are_told(folder, caplog):
     learner("kto", folder).new_run(good)
     assert "all 3 answers are labelled True: loss_type=kto learns from good answers against bad ones" in caplog.text
     caplog.clear()
-    learner("kto", folder).new_run(LABELLED)
+    run = learner("kto", folder).new_run(LABELLED)
     assert "labelled" not in caplog.text
+    assert run.task.expected_metrics() == ("loss", "rewards/accuracies")
     with pytest.raises(DataError, match="there is 1 row to train on, and loss_type=kto measures a KL"):
         learner("kto", folder).new_run(good[:1])
     with pytest.raises(ConfigError, match=r"data.batch_size=1: loss_type=kto measures a KL .*a step needs two rows"):

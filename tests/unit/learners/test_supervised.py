@@ -64,6 +64,8 @@ def test_a_step_is_that_of_the_bare_model_row_by_row(algo, form, budget):
     torch.optim.SGD(naive.parameters(), lr=0.1).step()
     run = learner(model, algo, max_steps=1, max_tokens_per_microbatch=budget).train(ROWS)
     assert run.rows[0]["loss"] == pytest.approx(loss.item(), rel=1e-5) and run.rows[0]["learning_rate"] == 0.1
+    assert run.rows[0]["num_tokens"] == sum(len(row["prompt"] + row["response"]) + 1 for row in ROWS[:4])
+    assert run.rows[0]["version"] == 1
     for name, weight in weights_of(naive).items():
         torch.testing.assert_close(weights_of(model)[name], weight, rtol=1e-4, atol=1e-6)
 

@@ -6,7 +6,7 @@ from families import BATCH, tiny
 
 from whet.config import OptimConfig
 from whet.errors import ConfigError
-from whet.models.adapters import Adapter
+from whet.models.adapters import Adapter, AddressedDropout, effective_weight
 from whet.models.load import load_model
 from whet.rollout.engine import EmbeddedEngine
 from whet.train.worker import ModelWorker
@@ -47,6 +47,26 @@ def test_off_is_the_base_model_and_afterwards_everything_is_as_before():
         raise RuntimeError("inside")
     assert not any(layer.disable_adapters for layer in loaded.adapter.layers.values())
     assert state(loaded.module) == before
+
+
+def test_the_effective_weight_of_a_layer_that_is_off_is_its_base():
+    adapter = load_model(adapted()).adapter
+    layer = next(iter(adapter.layers.values()))
+    base, on = layer.get_base_layer().weight, effective_weight(layer)
+    assert not torch.equal(on, base)
+    with adapter.off():
+        assert torch.equal(effective_weight(layer), base)
+    assert torch.equal(effective_weight(layer), on)
+
+
+def test_dropout_keeps_the_mean_and_draws_anew_in_each_layer():
+    layers = [AddressedDropout(0.25, number) for number in (0, 1)]
+    x = torch.ones(40_000)
+    for layer in layers:
+        layer.key = 7
+    a, b = (layer(x) for layer in layers)
+    assert sorted(set(a.tolist())) == pytest.approx([0.0, 1 / 0.75]) and a.mean().item() == pytest.approx(1.0, abs=0.01)
+    assert not torch.equal(a, b) and torch.equal(a, layers[0](x))
 
 
 def test_a_view_neither_freezes_nor_casts_the_module_that_its_owner_trains():

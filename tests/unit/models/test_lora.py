@@ -126,7 +126,10 @@ def test_what_is_saved_loads_with_peft_and_here_and_is_the_same_model(base, tmp_
 
 
 def test_an_adapter_that_peft_has_saved_is_read(base, tmp_path):
-    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=["v_proj"], init_lora_weights=False, lora_dropout=0.1)
+    own = {"rank_pattern": {"layers.0.self_attn.v_proj": 2}, "alpha_pattern": {"layers.1.self_attn.v_proj": 11}}
+    config = peft.LoraConfig(
+        r=3, lora_alpha=5, target_modules=["v_proj"], init_lora_weights=False, lora_dropout=0.1, **own
+    )
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(base), config)
     model.save_pretrained(tmp_path / "adapter")
     loaded = load_model(str(tmp_path / "adapter"))

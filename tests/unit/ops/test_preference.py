@@ -95,6 +95,25 @@ def test_labelled_rows_by_hand():
     assert metrics["rows/chosen"].tolist() == [1.0, 0.0] and metrics["kl"].tolist() == pytest.approx([0.2, 0.2])
 
 
+def test_units_without_a_trained_token_count_in_nothing_that_is_made_of_a_step():
+    batch = batch_of([(2, 1), (3, 3), (1, 2)])
+    batch = batch.replace(mask=batch.unit != 1)
+    logprobs = torch.linspace(-2.0, -0.1, batch.num_tokens).double()
+    batch = batch.with_token_columns(ref_logprobs=torch.full((batch.num_tokens,), -1.0).double())
+    made = objective("bco", beta=0.5)
+    _, running = made.with_passes(batch, StepPasses(logprobs=logprobs))
+    ratios = [float((logprobs + 1)[batch.sequence == i].sum()) for i in (0, 1, 4, 5)]
+    assert running["bco_rewards"] == 4 and running["bco_mean"] == pytest.approx(0.5 * sum(ratios) / 4)
+    assert objective("sft").with_counts(batch).sequence_columns["tokens_per_pair"].tolist() == [1.5] * 6
+    partner = objective("aot", beta=0.5).with_passes(batch, StepPasses(logprobs=logprobs))[0]
+    margins = [float(logprobs[batch.sequence == i].sum() - logprobs[batch.sequence == i + 1].sum()) for i in (0, 4)]
+    lengths = batch.lengths.tolist()
+    of_reference = sorted([-float(lengths[0] - lengths[1]), -float(lengths[4] - lengths[5])])
+    wanted = of_reference if margins[0] < margins[1] else of_reference[::-1]
+    found = partner.sequence_columns["aot_partner"].tolist()
+    assert [found[0], found[4], found[2]] == [*wanted, 0.0]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_the_gradient_is_that_of_differences(name):
     made = objective(name)
