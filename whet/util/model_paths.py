@@ -63,7 +63,7 @@ def model_folder(source: str | Path) -> str:
         return _of_newest(named, runs)
     if not any((folder / name).is_file() for name in _inside(folder)):
         inside = ", ".join(sorted(_inside(folder))[:8]) or "nothing"
-        raise ConfigError(f"{named} holds no model and no run, but {inside}; give the folder of a model or of a run")
+        raise ConfigError(f"{named} holds no model, tokenizer or run, but {inside}; give the folder of one")
     return str(folder)
 
 

@@ -68,7 +68,7 @@ def test_a_folder_of_runs_stands_for_the_newest_that_has_finished_or_says_what_i
     os.utime(run / "metrics.jsonl", (2**31 + 3, 2**31 + 3))
     assert taken(str(runs), model_folder_of(runs)) == f"{runs}: taking {runs}/new/final (run: newer, and not finished)"
     (runs / "only" / "a").mkdir(parents=True)
-    with pytest.raises(ConfigError, match="only holds no model and no run, but a; give the folder of a model"):
+    with pytest.raises(ConfigError, match="only holds no model, tokenizer or run, but a; give the folder of one"):
         model_folder_of(runs / "only")
 
 

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Any
 
 from whet.ops.preference.alone import alpha_reward, cpo, cpo_hinge, cpo_ipo, log_odds, orpo, sft, simpo
-from whet.ops.preference.generators import F_DIVERGENCES
+from whet.ops.preference.generators import F_DIVERGENCES, bounded
 from whet.ops.preference.inputs import (
     Needs,
     PreferenceInputs,
@@ -65,6 +65,7 @@ __all__ = [
     "StepInputs",
     "StepPasses",
     "alpha_reward",
+    "bounded",
     "bradley_terry",
     "log_odds",
     "mismatched",
