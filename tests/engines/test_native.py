@@ -121,7 +121,7 @@ class Case:
 OPTIONS = [{}, {"norms": False}, {"window": 1}, {"window": 50}, {"window": 128}]
 
 
-@pytest.mark.spread(48)
+@pytest.mark.spread(20)
 @needs_kernels
 @pytest.mark.parametrize("dtype", LENGTHS)
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from helpers import PAD, tiny_model, weights_of
+from helpers import PAD, full, tiny_model, weights_of
 from transformers import Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback
 
 import whet.trl
@@ -108,12 +108,12 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
     [
         (TEXTS, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}, {}),
         (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
-        (ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
+        full(ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
         (TALKS, {}, {}),
-        ([{"q": r["prompt"]} for r in ANSWERS], {}, {"formatting_func": lambda r: r["q"] + "?"}),
-        (IDS, {}, {}),
+        full([{"q": r["prompt"]} for r in ANSWERS], {}, {"formatting_func": lambda r: r["q"] + "?"}),
+        full(IDS, {}, {}),
         (TEXTS, {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}, {}),
-        (TEXTS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 16}, {}),
+        full(TEXTS, {"packing": True, "packing_strategy": "bfd_split", "max_length": 16}, {}),
     ],
     ids=["text", "dft", "keep_end", "messages", "formatted", "ids", "packed", "split"],
 )
@@ -138,7 +138,7 @@ TALKING_PAIRS = [
         (PAIRS, {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}),
         (PAIRS, {"loss_type": ["ipo"], "ld_alpha": 0.5, "max_length": 9, "truncation_mode": "keep_end"}),
         (PAIRS, {"f_divergence_type": "alpha_divergence", "use_weighting": True, "precompute_ref_log_probs": True}),
-        (TALKING_PAIRS, {"sync_ref_model": True, "ref_model_sync_steps": 1, "beta": 0.5}),
+        full(TALKING_PAIRS, {"sync_ref_model": True, "ref_model_sync_steps": 1, "beta": 0.5}),
     ],
     ids=["sigmoid", "mpo", "ipo", "precomputed", "synced"],
 )
