@@ -9,7 +9,7 @@ import os
 import numpy as np
 import pytest
 import torch
-from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import PhiConfig, PhiForCausalLM, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
 from whet.cluster import RLCluster
 from whet.config import ClusterConfig, Mode, OptimConfig, RLTrainingConfig, RolloutConfig
@@ -257,3 +257,15 @@ def length_reward(completions, **_):
 def rows(count, **columns):
     """Plain prompts, with columns given as lists."""
     return [{"prompt": f"{i}+1=", **{name: column[i] for name, column in columns.items()}} for i in range(count)]
+
+
+class Events(TrainerCallback):
+    """What is told, with the step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __getattribute__(self, name):
+        if not name.startswith("on_"):
+            return super().__getattribute__(name)
+        return lambda args, state, control, **_: self.seen.append((name, state.global_step))

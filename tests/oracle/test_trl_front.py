@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from chat_templates import TOOLS
-from helpers import END, PAD, length_reward, random_batch, rows, tiny_model
-from transformers import TrainerCallback
+from helpers import END, PAD, Events, length_reward, random_batch, rows, tiny_model
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
@@ -206,18 +205,6 @@ def stub(calls):
         return torch.cat([input_ids, made], 1)
 
     return generate
-
-
-class Events(TrainerCallback):
-    """What is told, with the step."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __getattribute__(self, name):
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-        return lambda args, state, control, **_: self.seen.append((name, state.global_step))
 
 
 def trained(module, method, folder, seen, **kwargs):

@@ -4,8 +4,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from helpers import PAD, full, tiny_model, weights_of
-from transformers import Qwen3Config, Qwen3ForSequenceClassification, TrainerCallback
+from helpers import PAD, Events, full, tiny_model, weights_of
+from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
@@ -37,18 +37,6 @@ def reward_model():
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
              "num_key_value_heads": 1, "head_dim": 8}  # fmt: skip
     return Qwen3ForSequenceClassification(Qwen3Config(vocab_size=264, num_labels=1, pad_token_id=PAD, **sizes))
-
-
-class Events(TrainerCallback):
-    """What is told, with the step."""
-
-    def __init__(self):
-        self.seen = []
-
-    def __getattribute__(self, name):
-        if not name.startswith("on_"):
-            return super().__getattribute__(name)
-        return lambda args, state, control, **_: self.seen.append((name, state.global_step))
 
 
 AFTER = ("on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_prediction_step")

@@ -68,10 +68,7 @@ def _of_policy(config: RunConfig) -> Iterator[Check]:
     """The checks of a run of reinforcement learning."""
     yield partial(check_complete, config)
     yield partial(config.trainer.resolve_batch_sizes, config.data.batch_size)
-    if None not in (
-        config.rollout.max_tokens_to_generate,
-        config.rollout.max_prompt_length,
-    ):  # else the data settle them
+    if not config.rollout.open_lengths:  # else the data settle them
         yield partial(ClusterConfig, rollout_config=config.rollout, training_config=config.trainer)
     yield from (partial(resolve_reward, name) for name in config.reward_names if name != REWARD_MODEL)
     yield partial(resolve_reward_manager, config.algo.reward_manager)

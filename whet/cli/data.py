@@ -11,10 +11,11 @@ from typing import Any
 from whet.cli.commands import data
 from whet.cli.settle import encoder_of, with_lengths, with_template
 from whet.config import DPORunConfig, Mode, RoleConfig, RunConfig, SFTRunConfig, SupervisedRunConfig
+from whet.config.run import lacking
 from whet.data.lengths import Spread
 from whet.data.look import example_lines, prompt_lines
 from whet.data.order import has_places, is_batch, unbatch
-from whet.data.pairs import LabelledEncoder, PreferenceEncoder
+from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
 from whet.data.prompts import PromptEncoder
 from whet.data.reading import each
 from whet.data.supervised import RowEncoder, SFTEncoder
@@ -59,9 +60,7 @@ def show_data(config: RunConfig | SupervisedRunConfig, *, rows: int = 3, say: Ca
 def _checked(config: RunConfig | SupervisedRunConfig) -> str | None:
     """The model's name. Raises ConfigError where there are no data or no tokenizer."""
     role: RoleConfig = getattr(config, config.TRAINED)
-    missing = []
-    if config.data.path is None:
-        missing.append("no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>")
+    missing = lacking("", config.data.path)  # of the model only the tokenizer is needed
     if config.tokenizer is None and role.model is None:
         missing.append("no tokenizer; write model=<hub name or folder>, of which only the tokenizer is loaded")
     elif config.tokenizer is None and is_ref(role.model or ""):
@@ -135,8 +134,10 @@ def _row_encoder(config: SupervisedRunConfig) -> type[RowEncoder]:
     """What reads the rows of a command."""
     if isinstance(config, SFTRunConfig):
         return SFTEncoder
-    labelled = isinstance(config, DPORunConfig) and make_preference_objective(config.algo).needs.rows != "pairs"
-    return LabelledEncoder if labelled else PreferenceEncoder
+    if not isinstance(config, DPORunConfig):
+        return ScoredPairEncoder
+    paired = make_preference_objective(config.algo).needs.rows == "pairs"
+    return PreferenceEncoder if paired else LabelledEncoder
 
 
 def _looked_at(given: Any, encode: PromptEncoder | RowEncoder) -> Iterator[tuple[int, Any]]:

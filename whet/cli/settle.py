@@ -55,7 +55,7 @@ def settled(config: RunConfig, train: Any, evaluation: Any) -> Settled:
     tokenizer = load_tokenizer(config.tokenizer or config.actor.model)
     config = with_template(config, tokenizer, train)
     rollout = config.rollout
-    if None not in (rollout.max_tokens_to_generate, rollout.max_prompt_length):
+    if not rollout.open_lengths:
         return Settled(config, tokenizer, train, evaluation)
     sets = {Mode.TRAIN: train, Mode.EVAL: evaluation}
     given = {mode: rows for mode, rows in sets.items() if rows is not None}

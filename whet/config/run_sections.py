@@ -31,6 +31,8 @@ __all__ = [
 
 NEW_TOKENS = 512
 """Longest completion of a run that sets none, where the model's context allows it."""
+LENGTHS = ("max_tokens_to_generate", "max_prompt_length")
+"""Of a rollout, in tokens: what a run may leave to model and data."""
 
 
 @config
@@ -55,20 +57,28 @@ first; from Python give a number
     def __post_init__(self) -> None:
         """Checks that lengths that evaluation sets are numbers."""
         super().__post_init__()
-        for name in ("max_tokens_to_generate", "max_prompt_length"):
+        for name in LENGTHS:
             if name in self.eval and self.eval[name] is None:
                 raise ConfigError(f"eval.{name}: expected a positive int, got None; leave it out: it is training's")
 
     @property
     def most_tokens(self) -> int:
         """The most tokens that can follow a prompt, once it is settled: see RolloutConfig."""
-        for name in ("max_tokens_to_generate", "max_prompt_length"):
-            if vars(self)[name] is None:
-                raise ConfigError(
-                    f"rollout.{name}=None is settled by a command, which reads model and data first; from Python give "
-                    "a number"
-                )
+        for name in self.open_lengths:
+            raise ConfigError(
+                f"rollout.{name}=None is settled by a command, which reads model and data first; from Python give "
+                "a number"
+            )
         return super().most_tokens
+
+    @property
+    def open_lengths(self) -> tuple[str, ...]:
+        """The lengths that are left to model and data.
+
+        >>> RunRolloutConfig(max_prompt_length=64).open_lengths
+        ('max_tokens_to_generate',)
+        """
+        return tuple(name for name in LENGTHS if vars(self)[name] is None)
 
 
 @config

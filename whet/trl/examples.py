@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from whet.data.order import epoch_order
-from whet.data.pairs import PreferenceEncoder
+from whet.data.pairs import ScoredPairEncoder
 from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
@@ -62,7 +62,7 @@ class IdsOrRows(SFTEncoder):
         return _sequence(answer, number) if isinstance(answer, _Ids) else super()._encode(answer, options, number)
 
 
-class IdsOrPairs(PreferenceEncoder):
+class IdsOrPairs(ScoredPairEncoder):
     """Pairs, or pairs of `chosen_ids` and `rejected_ids`, whose last tokens are scored."""
 
     def _read(self, row: Mapping[str, Any], number: int) -> Read:

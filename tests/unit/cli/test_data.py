@@ -87,6 +87,8 @@ def test_the_rows_of_supervised_commands_are_shown_by_their_name(folder, capsys)
     out = said(["dpo", "data=pairs.jsonl", "tokenizer=m", "rows=1", "data.apply_chat_template=false"], capsys)
     assert "row 0, chosen: 6 tokens" in out and "row 0, rejected: 6 tokens" in out and "plain text" in out
     assert said(["rm", "data=pairs.jsonl", "model=m", "rows=0"], capsys).startswith("training, tokens of sequences")
+    lines(folder / "bare.jsonl", [{"chosen": "x", "rejected": "y"}])  # a score reads what a policy can't foretell
+    assert "row 0, chosen: 2 tokens" in said(["rm", "data=bare.jsonl", "model=m"], capsys)
 
 
 def test_evaluation_rows_and_streams_are_looked_at_too(folder, capsys):

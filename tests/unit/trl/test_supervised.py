@@ -220,3 +220,14 @@ def test_rows_of_token_ids_and_a_head_of_its_own_for_a_reward_model(tmp_path):
 def test_methods_that_nothing_calls_are_refused():
     with pytest.raises(ConfigError, match="compute_loss would never be called"):
         type("Mine", (SFTTrainer,), {"compute_loss": lambda self: 0})
+
+
+def test_a_score_is_trained_where_answers_differ_in_their_first_token_alone(tmp_path):
+    rows = [{"chosen": "x", "rejected": "y"}] * 4
+    config = tiny_model().config
+    config.num_labels = 1
+    judge = AutoModelForSequenceClassification.from_config(config)
+    made = trainer(tmp_path, "Reward", rows, model=judge)
+    assert [len(s.prefix) + len(s.tokens) for s in made.train_rows()[0].sequences] == [2, 2]
+    with pytest.raises(DataError, match="differ in their first token alone"):
+        trainer(tmp_path, "DPO", rows)
