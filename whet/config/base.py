@@ -34,6 +34,7 @@ __all__ = [
     "explain",
     "field_docs",
     "leaves",
+    "need",
     "section_at",
     "type_text",
 ]
@@ -84,10 +85,31 @@ def check(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | N
     Returns: the instance.
     Raises: ConfigError: every unknown key, missing key and wrong value at once, a line each.
     """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"a configuration is a mapping of keys, got {shown(tree, 80)} ({type(tree).__name__})")
     try:
         return adapter(cls).validate_python(dict(tree))
     except ValidationError as error:
         raise explain(cls, error, tree, short=short) from None
+
+
+def need(value: Any, cls: type[T], name: str) -> T:
+    """The value, of a class. Args: name: what it is given as. Raises: ConfigError: it is something else.
+
+    >>> from whet.config import OptimConfig
+    >>> need([OptimConfig()], OptimConfig, "optim")
+    Traceback (most recent call last):
+    whet.errors.ConfigError: optim is a list, and must be an OptimConfig; give the object without the brackets
+    """
+    if isinstance(value, cls):
+        return value
+    fix = f"write {cls.__name__}(key=value, ...)"
+    if isinstance(value, list | tuple) and len(value) == 1:
+        fix = "give the object without the brackets"
+    elif isinstance(value, Mapping):
+        fix = f"write {cls.__name__}(**it)"
+    article = "an" if cls.__name__[0] in "AEIO" else "a"
+    raise ConfigError(f"{name} is a {type(value).__name__}, and must be {article} {cls.__name__}; {fix}")
 
 
 def explain(

@@ -209,6 +209,7 @@ SPOKEN = {
     "Fn": "callable",
     "Int": "int",
     "Items": "list",
+    "Meshes": "dict[Role, DeviceMesh]",
     "Name": "str",
     "Number": "int",
     "Recompute": "none | selective | full",

@@ -28,6 +28,7 @@ from whet.config.fields import (
     Text,
     Tree,
 )
+from whet.config.meshes import Meshes
 from whet.config.model import OptimConfig
 from whet.config.rollout import RolloutConfig
 from whet.config.watching import Band, KeepBestOptions
@@ -429,8 +430,8 @@ class ClusterConfig:
     whet.errors.ConfigError: rollout_config is a dict without Mode.TRAIN; give it an entry for training
     """
 
-    role_to_mesh: dict[Role, Any] | None = None
-    """Device mesh of each role; None or {} = all on this process's device."""
+    role_to_mesh: Meshes | None = None
+    """Torch's DeviceMesh of each role, of one device; None or {} = all on this process's device."""
     role_to_logical_axis_rule: dict[Role, Any] | None = None
     """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
     rollout_engine: Name | Fn = "embedded"

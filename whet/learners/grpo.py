@@ -27,6 +27,7 @@ class GRPOLearner(PolicyLearner):
     Example: GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), reward_fns=[exact]).train(rows)
     """
 
+    CONFIG = GRPOConfig
     algo_config: GRPOConfig
 
     def check(self, rl_cluster: RLCluster) -> None:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
+from whet.config.base import need
 from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.advice import advise
 from whet.learners.base import RLLearner
@@ -91,6 +92,9 @@ class PolicyLearner(RLLearner):
     Raises: ConfigError: beta is not 0 and the cluster has no reference; an unknown loss, estimator or aggregation.
     """
 
+    CONFIG: ClassVar[type[PolicyConfig]] = PolicyConfig
+    """What algo_config is, or a class derived from it."""
+
     algo_config: PolicyConfig
 
     def __init__(
@@ -105,6 +109,7 @@ class PolicyLearner(RLLearner):
         settings: dict[str, Any] | None = None,
         observers: Sequence[Observer] = (),
     ) -> None:
+        need(algo_config, self.CONFIG, "algo_config")
         raise_all(objective_checks(algo_config))
         super().__init__(
             rl_cluster,

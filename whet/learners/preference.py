@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from whet.config import Mode, PreferenceConfig, RewardModelConfig, Role
+from whet.config.base import need
 from whet.config.model import REWARD_LR
 from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
 from whet.errors import ConfigError, DataError
@@ -50,7 +51,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
     usual_lr = REWARD_LR
 
     def __init__(self, models: SupervisedModels, algo_config: RewardModelConfig | None = None, **options: Any) -> None:
-        c = algo_config or RewardModelConfig()
+        c = need(algo_config or RewardModelConfig(), RewardModelConfig, "algo_config")
         super().__init__(models, c, **options)
         if models.role is not Role.REWARD:
             raise ConfigError("training a reward model needs one; give SupervisedModels(reward_model=...), not actor=")
@@ -76,7 +77,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     """
 
     def __init__(self, models: SupervisedModels, algo_config: PreferenceConfig | None = None, **options: Any) -> None:
-        c = algo_config or PreferenceConfig()
+        c = need(algo_config or PreferenceConfig(), PreferenceConfig, "algo_config")
         super().__init__(models, c, **options)
         self.objective = make_preference_objective(c)
         self.needs = self.objective.needs

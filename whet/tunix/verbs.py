@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from whet.config import Mode, Role, RolloutConfig
-from whet.data.padded import padded_batch, unpacked
+from whet.data.padded import check_ids, padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.observe.trace import Trace
 from whet.ops import Support
@@ -174,6 +174,7 @@ class TunixVerbs:
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
         support = None if temperature is None else Support(temperature=temperature, full=True)
+        check_ids(batch, self.worker(role).loaded.num_ids, f"the {role.value}")
         stats = self.worker(role).logprobs(batch, support=support, max_sequences=micro_batch_size)
         assert stats.logprobs is not None
         return unpacked(stats.logprobs, mask)
@@ -216,6 +217,7 @@ class TunixVerbs:
         """The critic's values of the states before each completion token: [B, C], 0 at padding."""
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
+        check_ids(batch, self.worker(Role.CRITIC).loaded.num_ids, "the critic")
         return unpacked(self.worker(Role.CRITIC).values(batch), mask)
 
     def update_actor(
