@@ -41,6 +41,16 @@ __all__ = [
 
 T = TypeVar("T")
 
+_EXPECTED = {
+    "dict_type": "expected keys with their values, {key: value}",
+    "list_type": "expected a list, [a, b]",
+    "string_type": "expected text",
+    "tuple_type": "expected a list, [a, b]",
+}
+"""What pydantic says of a type -> in whet's words."""
+_USUAL = {True: ("preset", "model", "path", "name", "log_dir", "metric"), False: ("lr", "r", "temperature")}
+"""The field of a section that a lone value was meant for: of a text, and of anything else."""
+
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def config(cls: type[T]) -> type[T]:
@@ -177,23 +187,56 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
     key = ".".join([root, *path] if root else path) or "the configuration"
     first = items[0]
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
-        message = str(first["ctx"]["error"])
+        message = f"{first['ctx']['error']}{_mended(first['input'], first['type'])}"
         return "\n".join(_under(cls, path, key, line) for line in message.splitlines()) if path else message
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short, first["input"])
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return f"{key} is required"
     if first["type"].startswith("dataclass") and len(items) == 1:
-        some = next(f.name for f in dataclasses.fields(section_at(cls, path)))
-        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {shown(first['input'])}"
+        return _not_a_section(section_at(cls, path), key, root, first["input"])
     owner = section_at(cls, path[:-1])
     if len(items) > 1 and owner and path[-1] in (f.name for f in dataclasses.fields(owner)):
         return f"{key}: expected {type_text(owner, path[-1])}, got {shown(first['input'])}"
     if owner and first["type"] in ("missing", "too_long"):  # of a list that has a length of its own
         length = len(typing.get_args(_hints(owner)[path[-1]]))
         return f"{key}: expected {length} values, got {len(first['input'])}: {shown(first['input'])}"
-    said = dict.fromkeys(f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
-    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}"
+    said = dict.fromkeys(
+        _EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items
+    )
+    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}{_mended(first['input'], first['type'])}"
+
+
+def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
+    """What to say of a value where a section's keys are due."""
+    names = [f.name for f in dataclasses.fields(section)]
+    if not root and "preset" in _refused(section):
+        names.append("preset")
+    usual = _USUAL[isinstance(value, str)]
+    some = next((name for name in usual if name in names), names[0])
+    if not root:
+        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {shown(value)}{_mended(value, '')}"
+    name = section.__name__
+    fix = f"give the {name} without the brackets" if isinstance(value, list | tuple) else f"write {name}({some}=...)"
+    return f"{key} takes a {name}, or a dict of its fields, got {shown(value)}; {fix}"
+
+
+def _mended(value: Any, kind: str) -> str:
+    """What to write in place of a value that is nearly what was meant; "" = nothing is known."""
+    if value == "None":
+        return "; nothing is null in YAML"
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        return f"; quote it: '\"{value}\"' on a command line, \"{value}\" in a file"
+    if kind in ("", "dict_type") and isinstance(value, str) and re.match(r"\w+:\S", value):
+        return f"; a colon that ends a key has a blank behind it: {value.replace(':', ': ', 1)}"
+    if kind in ("", "dict_type") and isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return "; its keys have no dashes before them"
+    return ""
+
+
+def _refused(section: type) -> dict[str, str]:
+    """Keywords that a section does not have, with the reason."""
+    return {k: v for c in reversed(section.__mro__) for k, v in vars(c).get("REFUSED", {}).items()}
 
 
 def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
@@ -208,15 +251,13 @@ def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str], value: Any) -> str:
     """An unknown keyword, from Python, or key: with what it is called here, or else the nearest that there is."""
     section = section_at(cls, path[:-1])
-    bases = reversed(section.__mro__) if section else ()
-    refused = {k: v for c in bases for k, v in vars(c).get("REFUSED", {}).items()}
-    if path[-1] in refused:
+    if section and path[-1] in (refused := _refused(section)):
         return f"{key}: {refused[path[-1]]}"
     inside = [f.name for f in dataclasses.fields(section)] if section else []
     if root:
         own = owner(path[-1], inside)
         return f"unknown keyword {key}{f'; did you mean {own}?' if own else nearest(path[-1], inside)}"
-    keys = [k for k, *_ in leaves(cls, True)]
+    keys = _keys(cls)
     whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
     given = {leaf: meant(leaf, {*whole, *short}) for leaf in leaves_of(path, value)}
     if any(given.values()):
@@ -228,6 +269,12 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
     near = nearest(path[-1], inside, prefix=".".join((*path[:-1], "")))
     near = near or (f"; did you mean {' or '.join(same[:3])}?" if same else nearest(key, [*keys, *short]))
     return f"unknown key {key}{near}"
+
+
+@functools.cache
+def _keys(cls: type) -> tuple[str, ...]:
+    """Every dotted key below a class."""
+    return tuple(key for key, *_ in leaves(cls, True))
 
 
 def section_at(cls: type, path: tuple[str, ...]) -> Any:

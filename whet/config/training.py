@@ -6,11 +6,12 @@ together.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pydantic import InstanceOf, model_validator
+from pydantic import InstanceOf, field_validator, model_validator
 from pydantic_core import ArgsKwargs
 
 from whet.config.base import config
@@ -443,6 +444,15 @@ class ClusterConfig:
     """The loop."""
     rollout_config: InstanceOf[RolloutConfig] | dict[Mode, RolloutConfig] = field(default_factory=RolloutConfig)
     """Sampling: one for both modes (with its `eval`), or one for each."""
+
+    @field_validator("rollout_config", mode="before")
+    @classmethod
+    def _by_mode(cls, given: Any) -> Any:
+        """Refuses the fields of a RolloutConfig where its entries for the modes are due."""
+        fields = {f.name for f in dataclasses.fields(RolloutConfig)}
+        if isinstance(given, Mapping) and given and fields.issuperset(given):
+            raise ConfigError("is a dict of modes to RolloutConfigs; for both modes write RolloutConfig(**it)")
+        return given
 
     REFUSED: ClassVar[dict[str, str]] = {
         "gc_collect_after_weight_sync": "weights are written in place, nothing is left to collect; leave it out",

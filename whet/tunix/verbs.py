@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from whet.config import Mode, Role, RolloutConfig
+from whet.config.lengths import one_length
 from whet.data.padded import check_ids, padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.observe.trace import Trace
@@ -108,6 +109,7 @@ class TunixVerbs:
         """The rollout configuration of a mode: `rollout_for`."""
         return self.rollout_for(mode)
 
+    @one_length("max_generation_steps")
     def generate(
         self,
         prompts: Sequence[str] | Sequence[list[Message]],
@@ -127,7 +129,7 @@ class TunixVerbs:
             mode: whose rollout configuration.
             micro_batch_size: prompts given to the engine at once; the draws don't depend on it.
             trace_tags: noted in the trace.
-            max_generation_steps: instead of max_tokens_to_generate.
+            max_generation_steps: instead of max_tokens_to_generate, and by that name too.
             seed: two calls with the same seed draw the same; without one, and with none in the configuration, each call
                 draws for itself.
             return_logits: give the logits of each token.

@@ -128,7 +128,7 @@ def test_a_section_is_no_shorthand():
         ("model=", "actor.model must not be empty"),
         ("actor.betas=[0.9]", "actor.optim.betas: expected 2 values, got 1: [0.9]"),
         ("actor.betas=[0.9, 0.9, 0.9]", "actor.optim.betas: expected 2 values, got 3: [0.9, 0.9, 0.9]"),
-        ("actor.betas=0.9", "actor.optim.betas: input should be a valid tuple, got 0.9"),
+        ("actor.betas=0.9", "actor.optim.betas: expected a list, [a, b], got 0.9"),
         ("trainer.reward_timeout_s=1e300", "trainer.reward_timeout_s must be between 0 and"),
         ("trainer.checkpointing_options.save_interval_s=-1", "save_interval_s must be between 0 and"),
         ("rollout.max_batch_size=1000000000", "rollout.max_batch_size must be at most 1000000, got 1000000000"),
