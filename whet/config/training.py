@@ -449,7 +449,7 @@ class ClusterConfig:
     @classmethod
     def _by_mode(cls, given: Any) -> Any:
         """Refuses the fields of a RolloutConfig where its entries for the modes are due."""
-        fields = {f.name for f in dataclasses.fields(RolloutConfig)}
+        fields = {f.name for f in dataclasses.fields(RolloutConfig)} - {"eval"}  # which is a mode too
         if isinstance(given, Mapping) and given and fields.issuperset(given):
             raise ConfigError("is a dict of modes to RolloutConfigs; for both modes write RolloutConfig(**it)")
         return given

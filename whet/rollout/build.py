@@ -88,7 +88,7 @@ def make_engine(
         options are asked for, with the reason.
     """
     from whet.rollout import engine_name, resolve_engine
-    from whet.rollout.compat import BaseRolloutAdapter, prompt_text
+    from whet.rollout.compat import BaseRolloutAdapter, TokenizerAdapter, prompt_text
 
     spec = engine_name(spec)
     if spec == "embedded" and not loaded.packable:
@@ -113,13 +113,17 @@ def make_engine(
         log.warning("kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens)
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
-        inner = made(rollout_actor=loaded.module, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
-        return BaseRolloutAdapter(inner, decode=functools.partial(prompt_text, tokenizer), rollout_config=config)
+        inner = made(
+            rollout_actor=loaded.module, tokenizer=TokenizerAdapter(tokenizer), mesh=mesh, rollout_config=config
+        )
+        return BaseRolloutAdapter(
+            inner, decode=functools.partial(prompt_text, tokenizer), module=loaded.module, rollout_config=config
+        )
     engine = made(loaded, **options)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
-            f"the engine {type(engine).__name__} has no {', '.join(missing)}; whet.rollout.simple.QueueEngine is a "
-            "base class where you only write poll"
+            f"the engine {type(engine).__name__} has no {', '.join(missing)}; whet.rollout.simple.SimpleEngine is a "
+            "base class where you only write complete, QueueEngine one where you only write poll"
         )
     return engine
 
