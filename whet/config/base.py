@@ -109,7 +109,7 @@ def need(value: Any, cls: type[T], name: str) -> T:
     >>> from whet.config import OptimConfig
     >>> need([OptimConfig()], OptimConfig, "optim")
     Traceback (most recent call last):
-    whet.errors.ConfigError: optim is a list, and must be an OptimConfig; give the object without the brackets
+    whet.errors.ConfigError: optim is of class list, and must be of OptimConfig; give the object without the brackets
     """
     if isinstance(value, cls):
         return value
@@ -118,8 +118,7 @@ def need(value: Any, cls: type[T], name: str) -> T:
         fix = "give the object without the brackets"
     elif isinstance(value, Mapping):
         fix = f"write {cls.__name__}(**it)"
-    article = "an" if cls.__name__[0] in "AEIO" else "a"
-    raise ConfigError(f"{name} is a {type(value).__name__}, and must be {article} {cls.__name__}; {fix}")
+    raise ConfigError(f"{name} is of class {type(value).__name__}, and must be of {cls.__name__}; {fix}")
 
 
 def explain(
@@ -187,7 +186,8 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
     key = ".".join([root, *path] if root else path) or "the configuration"
     first = items[0]
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
-        message = f"{first['ctx']['error']}{_mended(first['input'], first['type'])}"
+        usual = _default_said(section_at(cls, path[:-1]), path) if first["input"] is None else ""
+        message = f"{first['ctx']['error']}{usual}{_mended(first['input'], first['type'])}"
         return "\n".join(_under(cls, path, key, line) for line in message.splitlines()) if path else message
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short, first["input"])
@@ -219,6 +219,14 @@ def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
     name = section.__name__
     fix = f"give the {name} without the brackets" if isinstance(value, list | tuple) else f"write {name}({some}=...)"
     return f"{key} takes a {name}, or a dict of its fields, got {shown(value)}; {fix}"
+
+
+def _default_said(section: Any, path: tuple[str, ...]) -> str:
+    """What to do about a None where a field takes none: its plain default; "" where it has none."""
+    field = next((f for f in dataclasses.fields(section) if path and f.name == path[-1]), None) if section else None
+    if field is None or not isinstance(field.default, str | int | float):
+        return ""
+    return f"; leave it out for its default, {field.default!r}"
 
 
 def _mended(value: Any, kind: str) -> str:
