@@ -162,8 +162,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
         budget = self.cluster_config.token_budget(device, positions)
         if budget > usual and not self._workers:
             log.info(
-                "max_tokens_per_microbatch raised from the default %d to %d to fit the longest sequence "
-                "(max_prompt_length + max_tokens_to_generate, or the model's positions)",
+                "trainer.max_tokens_per_microbatch raised from the default %d to %d to fit the longest sequence "
+                "(rollout.max_prompt_length + rollout.max_tokens_to_generate, or the model's positions)",
                 usual,
                 budget,
             )

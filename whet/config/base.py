@@ -188,7 +188,7 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
         usual = _default_said(section_at(cls, path[:-1]), path) if first["input"] is None else ""
         message = f"{first['ctx']['error']}{usual}{_mended(first['input'], first['type'])}"
-        return "\n".join(_under(cls, path, key, line) for line in message.splitlines()) if path else message
+        return "\n".join(_under(cls, path, key, line, whole=not root) for line in message.splitlines()) if path else message
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short, first["input"])
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
@@ -234,7 +234,8 @@ def _mended(value: Any, kind: str) -> str:
     if value == "None":
         return "; nothing is null in YAML"
     if kind == "string_type" and isinstance(value, bool | int | float):
-        return f"; quote it: '\"{value}\"' on a command line, \"{value}\" in a file"
+        text = f'"{shown(value, 40)}"'
+        return f"; quote it: '{text}' on a command line, {text} in a file"
     if kind in ("", "dict_type") and isinstance(value, str) and re.match(r"\w+:\S", value):
         return f"; a colon that ends a key has a blank behind it: {value.replace(':', ': ', 1)}"
     if kind in ("", "dict_type") and isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
@@ -247,12 +248,19 @@ def _refused(section: type) -> dict[str, str]:
     return {k: v for c in reversed(section.__mro__) for k, v in vars(c).get("REFUSED", {}).items()}
 
 
-def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
-    """A section's own message under its key; one that begins with a field's name continues the path to it."""
+def _under(cls: type, path: tuple[str, ...], key: str, message: str, *, whole: bool) -> str:
+    """A section's own message under its key; one that begins with a field's name continues the path to it.
+
+    Args: whole: further fields that it names have the path too. Those of one word are left alone: they may be words.
+    """
     section = section_at(cls, path)
     names = [f.name for f in dataclasses.fields(section)] if section else []
     if (word := re.match(r"(\w+)(?=[ .:=])", message)) and word[0] in names:
-        return f"{key}.{message}"
+        first, rest = word[0], message[word.end() :]
+        if whole:
+            told = "|".join(name for name in names if "_" in name)
+            rest = re.sub(rf"(?<![\w.\"'])({told})(?=[ ,;:)=]|$)", rf"{key}.\1", rest)
+        return f"{key}.{first}{rest}"
     return f"{key} {message}" if message.startswith(("must ", "is ", "holds ")) else f"{key}: {message}"
 
 

@@ -269,8 +269,9 @@ class TrainingConfig:
             return usual if longest <= usual else -(-longest // 128) * 128
         if given < longest:
             raise ConfigError(
-                f"max_tokens_per_microbatch={given} is smaller than the longest sequence, {longest} tokens "
-                f"(max_prompt_length + max_tokens_to_generate); set it to {longest} or more, or leave it out"
+                f"trainer.max_tokens_per_microbatch={given} is smaller than the longest sequence, {longest} tokens "
+                f"(rollout.max_prompt_length + rollout.max_tokens_to_generate); set it to {longest} or more, or leave it "
+                "out"
             )
         return given
 

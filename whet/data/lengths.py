@@ -121,7 +121,7 @@ class Lengths:
             cut = cut_at_end if self.data.on_long == "truncate" else cut_at_start
             return [cut(s, limit) for s in sequences]
         if self.data.on_long == "error" and not self.deferred:
-            raise DataError(f"row {row} has {longest} tokens, over max_length {limit}; {self._way_on(longest)}")
+            raise DataError(f"row {row} has {longest} tokens, over data.max_length {limit}; {self._way_on(longest)}")
         return None
 
     def check_all(self) -> None:

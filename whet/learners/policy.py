@@ -155,21 +155,22 @@ class PolicyLearner(RLLearner):
         check_fill(self, c, self.config.max_steps)
         if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
             raise ConfigError(
-                f"beta={c.beta}, force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
-                "RLCluster(reference=...), or set beta=0.0 and force_compute_kl=False"
+                f"algo.beta={c.beta}, algo.force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
+                "RLCluster(reference=...), or set algo.beta=0.0 and algo.force_compute_kl=False"
             )
         if c.sync_ref_model and rl_cluster.worker(Role.REFERENCE).loaded.is_view:
             raise ConfigError(
-                "sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
-                "off); give RLCluster(reference=...) a model of its own, or set sync_ref_model=False"
+                "algo.sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
+                "off); give RLCluster(reference=...) a model of its own, or set algo.sync_ref_model=False"
             )
         if self.needs_teacher:
             check_teacher(rl_cluster, self.teacher_column or "", c.loss_name)
         compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
         if compares and not rl_cluster.rollout.caps.logprobs:
             raise ConfigError(
-                f"sampler_is={c.sampler_is!r}, loss_masks={list(c.loss_masks)}: the engine reports no logprobs to "
-                "compare with; set sampler_is=None and leave out off-policy, sampler-kl and sampler-rejection"
+                f"algo.sampler_is={c.sampler_is!r}, algo.loss_masks={list(c.loss_masks)}: the engine reports no "
+                "logprobs to compare with; set algo.sampler_is=None and leave out off-policy, sampler-kl and "
+                "sampler-rejection"
             )
         advise(c)
 
@@ -231,17 +232,17 @@ class PolicyLearner(RLLearner):
             raise EngineError(
                 f"the rollout has tokens from policy version(s) {', '.join(map(str, stale))}, the actor is at "
                 f"{self.cluster.actor.version}, and the engine reports no logprobs; the engine must record the version "
-                "passed to update(), or set use_rollout_logps=False to recompute the logprobs"
+                "passed to update(), or set algo.use_rollout_logps=False to recompute the logprobs"
             )
         if updates > 1:
             raise EngineError(
                 "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
-                f"{updates} updates follow each rollout; set use_rollout_logps=False to recompute them"
+                f"{updates} updates follow each rollout; set algo.use_rollout_logps=False to recompute them"
             )
         if sampled_kl:
             raise EngineError(
-                f"kl_type={c.kl_type!r} and target_kl={c.target_kl!r} take the KL of the policy that sampled, and the "
-                "engine reports no logprobs; set use_rollout_logps=False to recompute them"
+                f"algo.kl_type={c.kl_type!r} and algo.target_kl={c.target_kl!r} take the KL of the policy that "
+                "sampled, and the engine reports no logprobs; set algo.use_rollout_logps=False to recompute them"
             )
         return "nowhere"
 
@@ -329,13 +330,14 @@ class PolicyLearner(RLLearner):
         labels = labels_of("entropy", self.cluster.actor_trainer.reductions)
         if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
             raise ConfigError(
-                f"use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has taken "
+                f"algo.use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "
+                "taken "
                 f'away: {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to what entropy is logged as'
             )
         if self.control.moves and "control" not in self.state():
             raise ConfigError(
-                f"{type(self).__name__}.state() leaves out the coefficients that move (target_kl, "
-                "use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
+                f"{type(self).__name__}.state() leaves out the coefficients that move (algo.target_kl, "
+                "algo.use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
             )
         return super().new_run(train_ds, eval_ds)
 

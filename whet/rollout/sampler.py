@@ -213,8 +213,7 @@ class Sampler:
 
         Args:
             input_strings: texts, or lists of messages, which take the chat template.
-            max_generation_steps: tokens; None = 256, or the rest of the context length. max_tokens and
-                max_tokens_to_generate are the same.
+            max_generation_steps: tokens, also as max_tokens; None = 256, or the rest of the context length.
             max_prompt_length: tokens; None = what the model takes.
             echo: text and tokens begin with the prompt's.
             temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.

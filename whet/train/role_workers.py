@@ -275,7 +275,9 @@ class RoleWorkers:
         for worker in self._workers.values():
             budget = self._loop.token_budget(worker.device.type, longest)
             if budget > worker.max_tokens:
-                log.info("max_tokens_per_microbatch raised from %d to %d to fit the data", worker.max_tokens, budget)
+                log.info(
+                    "trainer.max_tokens_per_microbatch raised from %d to %d to fit the data", worker.max_tokens, budget
+                )
                 worker.max_tokens = budget
 
     def advance(self, worker: ModelWorker) -> None:

@@ -153,7 +153,7 @@ def test_messages_say_the_key_the_rule_and_the_nearest(word, expected):
 
 def test_sizes_that_do_not_divide_are_told_at_once_however_large():
     sizes = "trainer.mini_batch_size=999983", "trainer.train_micro_batch_size=499992"
-    assert message(*sizes).endswith("use train_micro_batch_size=1 or 999983")
+    assert message(*sizes).endswith("use trainer.train_micro_batch_size=1 or 999983")
 
 
 def test_keys_of_mappings_for_others_stay_what_they_are(tmp_path):
