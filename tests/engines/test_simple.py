@@ -79,7 +79,7 @@ def test_it_reads_the_weights_as_they_are(model):
 def test_what_the_sampling_does_not_follow_is_refused_until_it_says_that_it_does(model):
     for name, value in {"top_p": 0.9, "top_k": 3, "min_tokens": 2, "forbidden_ids": (1,)}.items():
         work = requests(prompts((2,)), replace(Sampling(), **{name: value}))
-        with pytest.raises(EngineError, match=rf"{name}=.*Plain samples by temperature; leave it out, or .*Plain\.samples"):
+        with pytest.raises(EngineError, match=rf"{name}=.*Plain samples by temperature; .*Plain\.samples"):
             Plain(model).submit(work)
         type("More", (Plain,), {"samples": ("temperature", name)})(model).submit(work)
     Plain(model).submit(requests(prompts((2,)), Sampling(logprob_support="full")))  # the same without truncation

@@ -1,4 +1,4 @@
-"""What a person gives by hand: padded arrays of numpy, meshes, configurations, models; right ones work, others are told."""
+"""Given by hand: padded arrays of numpy, meshes, configurations, models. Right ones work, others are told."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import torch
 from helpers import END, PAD, cluster, tiny_model
 
 import whet
-from whet import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, PPOConfig, Role, RoleConfig, TokenBatch, TrainExample
+from whet import ClusterConfig, GRPOConfig, GRPOLearner, OptimConfig, PPOConfig, Role, RoleConfig, TrainExample
 from whet.errors import ConfigError, DataError, WhetError
 from whet.train.supervised_models import SupervisedModels
+from whet.types import TokenBatch
 
 PADDED = {
     "prompt_ids": np.array([[PAD, 5], [6, 7]]),
@@ -55,7 +56,7 @@ def test_arrays_of_any_kind_make_the_same_batch(kind):
     assert want.advantages.tolist() == [1.0, 1.0, -0.5, -0.5, -0.5]
 
 
-@pytest.mark.parametrize("mask", [np.array([[True, True, False], [True, False, True]]), PADDED["completion_mask"] * 1.0])
+@pytest.mark.parametrize("mask", [PADDED["completion_mask"] == 1, PADDED["completion_mask"] * 1.0])
 def test_a_mask_is_of_bools_integers_or_floats(mask):
     assert TokenBatch.from_padded(example(completion_mask=mask)).mask.tolist() == [True, True, True, False, True]
 
@@ -70,11 +71,14 @@ def test_a_mask_is_of_bools_integers_or_floats(mask):
         ({"returns": np.ones(2)}, r"returns has shape \[2\]; give \[B, C\], here \[2, 3\]"),
         ({"prompt_ids": np.array([5, 6])}, r"prompt_ids has shape \[2\]; give \[B, P\]"),
         ({"prompt_ids": np.array([[0.0, 5.0], [6.0, 7.0]])}, "prompt_ids is float64; token ids are integers"),
-        ({"prompt_ids": [[5], [6, 7]]}, r"prompt_ids is no array of numbers: \[\[5\], \[6, 7\]\]; .* padded to one length"),
+        ({"prompt_ids": [[5], [6, 7]]}, r"is no array of numbers: \[\[5\], \[6, 7\]\]; .* padded to one length"),
         ({"prompt_ids": ["ab", "cd"]}, "prompt_ids is no array of numbers"),
-        ({"prompt_mask": np.ones((2, 1))}, r"prompt_mask has shape \[2, 1\]; it must be that of prompt_ids, \[2, 2\]"),
+        ({"prompt_mask": np.ones((2, 1))}, r"\[2, 1\]; it must be that of prompt_ids, \[2, 2\]"),
         ({"completion_ids": np.array([[1, 2, 3]])}, r"prompt_ids \[2, 2\] and completion_ids \[1, 3\] differ in rows"),
-        ({"completion_mask": np.array([[2, 1, 0], [1, 0, 1]])}, "completion_mask holds 2; it is 1 at tokens that count"),
+        (
+            {"completion_mask": np.array([[2, 1, 0], [1, 0, 1]])},
+            "completion_mask holds 2; it is 1 at tokens that count",
+        ),
         ({"completion_ids": np.array([[1, 2, 0], [3, -100, 5]])}, r"completion_ids\[1, 1\] is -100; ids are 0 or more"),
     ],
 )
@@ -148,9 +152,8 @@ def test_a_mesh_of_one_device_says_where_a_role_lies_and_one_of_two_is_refused()
         def size(self):
             return self.devices
 
-    assert ClusterConfig(role_to_mesh={"actor": Mesh(device_type="cpu", devices=1), "critic": None}).role_to_mesh.keys() == {
-        Role.ACTOR
-    }
+    meshes = {"actor": Mesh(device_type="cpu", devices=1), "critic": None}
+    assert ClusterConfig(role_to_mesh=meshes).role_to_mesh.keys() == {Role.ACTOR}
     with pytest.raises(ConfigError, match="the mesh of actor has 2 devices, and one process trains on one"):
         ClusterConfig(role_to_mesh={"actor": Mesh(device_type="cpu", devices=2)})
 
@@ -158,14 +161,17 @@ def test_a_mesh_of_one_device_says_where_a_role_lies_and_one_of_two_is_refused()
 def test_a_list_or_a_dict_in_place_of_an_object_is_told(made):
     given = {"actor": tiny_model(), "tokenizer": "byte", "cluster_config": ClusterConfig()}
     for changes, said in (
-        ({"cluster_config": [ClusterConfig()]}, "cluster_config is of class list, and must be of ClusterConfig; give the object"),
+        (
+            {"cluster_config": [ClusterConfig()]},
+            "cluster_config is of class list, and must be of ClusterConfig; give",
+        ),
         ({"cluster_config": {"rollout_engine": "hf"}}, "must be of ClusterConfig; write ClusterConfig(**it)"),
-        ({"actor": ["m"]}, "a model is a list, ['m']; give a module, a folder or a hub name as text, or a RoleConfig"),
+        ({"actor": ["m"]}, "a model is a list, ['m']; give a module, a folder or a hub name"),
         ({"reference": {"model": "m"}}, "a model is a dict"),
     ):
         assert said in told(WhetError, whet.RLCluster, **{**given, **changes})
     for algo, said in (
-        ([GRPOConfig()], "algo_config is of class list, and must be of GRPOConfig; give the object without the brackets"),
+        ([GRPOConfig()], "algo_config is of class list, and must be of GRPOConfig; give the object"),
         ({"beta": 0.0}, "write GRPOConfig(**it)"),
         (PPOConfig(), "algo_config is of class PPOConfig, and must be of GRPOConfig"),
     ):

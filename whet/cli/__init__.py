@@ -103,7 +103,8 @@ def _dispatch(command: str, words: list[str]) -> None:
         from whet.errors import ConfigError, lookup_error
 
         if "=" in command or command.endswith((".yaml", ".yml")):
-            raise ConfigError(f"{command!r} is no command; name one first, e.g. whet grpo {' '.join([command, *words])}")
+            whole = " ".join(["whet grpo", command, *words])
+            raise ConfigError(f"{command!r} is no command; name one first, e.g. {whole}")
         raise lookup_error("command", command, COMMANDS)
     elif any(w in ("-h", "--help") for w in words):
         print_text(_command_help(command))

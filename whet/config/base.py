@@ -188,7 +188,8 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
         usual = _default_said(section_at(cls, path[:-1]), path) if first["input"] is None else ""
         message = f"{first['ctx']['error']}{usual}{_mended(first['input'], first['type'])}"
-        return "\n".join(_under(cls, path, key, line, whole=not root) for line in message.splitlines()) if path else message
+        lines = [_under(cls, path, key, line, whole=not root) if path else line for line in message.splitlines()]
+        return "\n".join(lines)
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short, first["input"])
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
@@ -201,9 +202,7 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
     if owner and first["type"] in ("missing", "too_long"):  # of a list that has a length of its own
         length = len(typing.get_args(_hints(owner)[path[-1]]))
         return f"{key}: expected {length} values, got {len(first['input'])}: {shown(first['input'])}"
-    said = dict.fromkeys(
-        _EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items
-    )
+    said = dict.fromkeys(_EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
     return f"{key}: {'; '.join(said)}, got {shown(first['input'])}{_mended(first['input'], first['type'])}"
 
 

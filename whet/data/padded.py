@@ -83,7 +83,7 @@ def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
     """The batch. Raises DataError: an id that its model does not know. Args: num_ids: it knows. name: the model's."""
     highest = max(int(x.max()) for x in (batch.prefixes, batch.tokens))
     if highest >= num_ids:
-        raise DataError(f"token id {highest} is outside the {num_ids} ids that {name} knows; is it another tokenizer's?")
+        raise DataError(f"token id {highest} is outside the {num_ids} ids that {name} knows; take its own tokenizer")
     return batch
 
 

@@ -134,12 +134,10 @@ class SimpleEngine(QueueEngine):
 
     caps = EngineCaps(shared_weights=True, addressed=True, stop_strings=False, abort=True, sleep=True)
     samples: ClassVar[tuple[str, ...]] = ("temperature",)
-    """The fields of Sampling that `complete` goes by, besides max_tokens and stop_ids: any other that is set is refused,
-    since the trainer would take the draws for those of another distribution."""
+    """The fields of Sampling that `complete` goes by, besides max_tokens and stop_ids: any other that is set is
+    refused, since the trainer would take the draws for those of another distribution."""
 
-    def __init__(
-        self, model: LoadedModel | nn.Module, *, decode: Callable[[Sequence[int]], str] | None = None
-    ) -> None:
+    def __init__(self, model: LoadedModel | nn.Module, *, decode: Callable[[Sequence[int]], str] | None = None) -> None:
         super().__init__(type(self).__name__, max_batch=1)
         self.module = model.module if isinstance(model, LoadedModel) else model
         self._vocabulary = int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
@@ -186,7 +184,8 @@ class SimpleEngine(QueueEngine):
         if not 1 <= len(ids) <= sampling.max_tokens:
             raise EngineError(f"{name} made {len(ids)} tokens; make 1 to max_tokens={sampling.max_tokens}")
         if not bool((made <= 0).all()):  # NaN too
-            raise EngineError(f"{name} gave the logprob {made[~(made <= 0)][0]}; it is the log of a probability: at most 0")
+            wrong = made[~(made <= 0)][0]
+            raise EngineError(f"{name} gave the logprob {wrong}; it is the log of a probability: at most 0")
         stops = np.flatnonzero(np.isin(ids, sampling.stop_ids))
         if len(stops) and stops[0] < len(ids) - 1:
             raise EngineError(f"{name} continues after the stop id {ids[stops[0]]}; end with it")

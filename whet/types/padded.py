@@ -44,7 +44,7 @@ def checked_example(example: Any) -> TrainExample:
     if missing := [name for name in required if name not in made]:
         raise DataError(f"TrainExample.{missing[0]} is None; give an array")
     ids = {name: _whole(name, made[name]) for name in MASKS.values()}
-    rows, width = len(ids["completion_ids"]), ids["completion_ids"].shape[1]
+    rows = len(ids["completion_ids"])
     if len(ids["prompt_ids"]) != rows:
         shapes = " and ".join(f"{name} {list(x.shape)}" for name, x in ids.items())
         raise DataError(f"TrainExample: {shapes} differ in rows; give [B, P] and [B, C] of the same B")

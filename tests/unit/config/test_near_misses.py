@@ -115,7 +115,7 @@ def test_a_command_that_was_forgotten(capsys):
             "rollout_config is a dict of modes to RolloutConfigs; for both modes write RolloutConfig(**it)",
         ),
         (lambda: config.RolloutConfig(eval=[("temperature", 0.0)]), "eval: expected keys with their values"),
-        (lambda: config.RolloutConfig(temperature=None), "expected a number, got None; leave it out for its default, 0.9"),
+        (lambda: config.RolloutConfig(temperature=None), "got None; leave it out for its default, 0.9"),
         (lambda: config.OptimConfig(betas=[0.9]), "OptimConfig.betas: expected 2 values, got 1: [0.9]"),
     ],
 )
