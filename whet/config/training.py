@@ -270,8 +270,8 @@ class TrainingConfig:
         if given < longest:
             raise ConfigError(
                 f"trainer.max_tokens_per_microbatch={given} is smaller than the longest sequence, {longest} tokens "
-                f"(rollout.max_prompt_length + rollout.max_tokens_to_generate); set it to {longest} or more, or leave it "
-                "out"
+                f"(rollout.max_prompt_length + rollout.max_tokens_to_generate); set it to {longest} or more, or leave "
+                "it out"
             )
         return given
 

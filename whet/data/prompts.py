@@ -107,7 +107,7 @@ class PromptEncoder:
         """Args:
             tokenizer: of transformers.
             prompt_column: None = prompt, prompts, messages or question, the first that is there.
-            apply_chat_template: texts become one user turn; messages always go through the template.
+            apply_chat_template: texts become a user turn; messages always go through it.
             chat_template_kwargs: further arguments of the template, e.g. {"enable_thinking": False}, which is the
                 default; templates ignore what they don't know. A chat_template among them is taken for the tokenizer's.
             tools: descriptions of tools, for the template; None = none.
@@ -119,6 +119,7 @@ class PromptEncoder:
             on_answered: what to do with a conversation whose last turn is the assistant's: "error"; "take_off": that
                 turn's text is the column answer, unless the row has one; "continue": the turn stays open.
             sections: messages name its arguments as keys of the sections data and rollout.
+
         Raises:
             ConfigError: an unknown on_long_prompt, on_template_change or on_answered, a limit below 1, a template asked
                 for where there is none.
@@ -197,8 +198,8 @@ class PromptEncoder:
         if limit is not None and len(tokens) > limit:
             if self.on_long_prompt == "error" and not self._all:
                 raise DataError(
-                    f"row {number}: the prompt has {len(tokens)} tokens, over {self._rollout}max_prompt_length {limit}; "
-                    f"{self._way_on(len(tokens))}"
+                    f"row {number}: the prompt has {len(tokens)} tokens, over {self._rollout}max_prompt_length "
+                    f"{limit}; {self._way_on(len(tokens))}"
                 )
             if self.on_long_prompt != "truncate_left":
                 self.counts["dropped"] += 1
