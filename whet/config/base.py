@@ -217,7 +217,7 @@ def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
         return f"{key} is a section: give its keys, e.g. {key}.{some}, got {shown(value)}{_mended(value, '')}"
     name = section.__name__
     fix = f"give the {name} without the brackets" if isinstance(value, list | tuple) else f"write {name}({some}=...)"
-    return f"{key} takes a {name}, or a dict of its fields, got {shown(value)}; {fix}"
+    return f"{key} takes the class {name}, or a dict of its fields, got {shown(value, 80)}; {fix}"
 
 
 def _default_said(section: Any, path: tuple[str, ...]) -> str:

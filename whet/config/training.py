@@ -450,6 +450,8 @@ class ClusterConfig:
     @classmethod
     def _by_mode(cls, given: Any) -> Any:
         """Refuses the fields of a RolloutConfig where its entries for the modes are due."""
+        if isinstance(given, list | tuple):
+            raise ConfigError("is a list; give the RolloutConfig without the brackets")
         fields = {f.name for f in dataclasses.fields(RolloutConfig)} - {"eval"}  # which is a mode too
         if isinstance(given, Mapping) and given and fields.issuperset(given):
             raise ConfigError("is a dict of modes to RolloutConfigs; for both modes write RolloutConfig(**it)")

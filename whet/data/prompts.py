@@ -111,8 +111,7 @@ class PromptEncoder:
             chat_template_kwargs: further arguments of the template, e.g. {"enable_thinking": False}, which is the
                 default; templates ignore what they don't know. A chat_template among them is taken for the tokenizer's.
             tools: descriptions of tools, for the template; None = none.
-            system_prompt: put before messages that have no system turn; texts need apply_chat_template for it. None or
-                "" = off.
+            system_prompt: put before messages that have no system turn. None or "" = off.
             max_prompt_length: tokens, template included; None = no limit.
             on_long_prompt: "error"; "truncate_left": the last max_prompt_length tokens stay; "drop".
             on_template_change: where the template changes or leaves out what a prompt says: "error", or "accept" it.

@@ -104,7 +104,7 @@ def test_a_command_that_was_forgotten(capsys):
     [
         (lambda: config.load_run("model=m"), "expected a list of words, e.g. ['model=a/b', 'data=rows.jsonl'], got"),
         (lambda: config.load_run({"model": "m"}), "expected a list of words"),
-        (lambda: config.RunConfig(rollout=[1]), "RunConfig.rollout takes a RunRolloutConfig, or a dict of its fields"),
+        (lambda: config.RunConfig(rollout=[1]), "RunConfig.rollout takes the class RunRolloutConfig, or a dict of its"),
         (lambda: config.RLTrainingConfig(checkpointing_options=5), "got 5; write CheckpointingOptions(save_interval"),
         (
             lambda: config.ClusterConfig(training_config=[config.RLTrainingConfig()]),
@@ -113,6 +113,10 @@ def test_a_command_that_was_forgotten(capsys):
         (
             lambda: config.ClusterConfig(rollout_config={"temperature": 1.0}),
             "rollout_config is a dict of modes to RolloutConfigs; for both modes write RolloutConfig(**it)",
+        ),
+        (
+            lambda: config.ClusterConfig(rollout_config=[config.RolloutConfig()]),
+            "rollout_config is a list; give the RolloutConfig without the brackets",
         ),
         (lambda: config.RolloutConfig(eval=[("temperature", 0.0)]), "eval: expected keys with their values"),
         (lambda: config.RolloutConfig(temperature=None), "got None; leave it out for its default, 0.9"),
