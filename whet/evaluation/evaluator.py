@@ -278,6 +278,7 @@ class _Work:
             _, rows = hold_out(rows, c.eval_fraction, c.eval_fraction_seed)
         script = None if rollout.env_path is None else load_script(rollout.env_path)
         encode = self.sampler.encoder(
+            sections=True,
             tools=None if script is None else script.tools,
             prompt_column=c.prompt_column,
             apply_chat_template=c.apply_chat_template,
