@@ -9,7 +9,7 @@ from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
 import whet.trl
 from whet.data.tokenizer import byte_tokenizer
-from whet.trl.packs import packed
+from whet.trl.supervised.packs import packed
 from whet.types import Example, TrainSequence
 
 trl = pytest.importorskip("trl")

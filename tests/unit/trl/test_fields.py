@@ -7,8 +7,8 @@ from transformers import HfArgumentParser
 
 from whet.errors import ConfigError
 from whet.trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from whet.trl.field import STATES
-from whet.trl.fields import PAGES, page
+from whet.trl.config.field import STATES
+from whet.trl.config.page import PAGES, page
 
 CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, RewardConfig)
 ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}

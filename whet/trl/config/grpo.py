@@ -1,0 +1,114 @@
+"""TRL's GRPOConfig field by field, besides what it has from transformers."""
+
+from __future__ import annotations
+
+from whet.trl.config.field import Table, inert, old, other, refused, works
+
+__all__ = ["COMPAT", "GRPO_FIELDS", "OLD_GRPO_FIELDS"]
+
+_SERVER = "only read with vllm_mode='server', which is refused"
+_CB = "whet's own engine batches continuously in any case"
+_KEPT = "the corrections are of the embedded engine's own logprobs only where use_vllm is set, as there"
+
+GRPO_FIELDS: Table = {
+    "model_init_kwargs": other(None, "dtype is read as fp32 masters with bf16=...; torch_dtype, device_map and "
+                                     "attn_implementation ask for nothing; others are refused", dict),
+    "trust_remote_code": refused(False, "code of a model's repository is never run"),
+    "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
+                                    harmless=(0.0, 0)),
+    "disable_dropout": inert(False, "dropout is always off, so that sampler and trainer are one policy"),
+    "cast_lm_head_to_fp32": inert(False, "log-probabilities are made in fp32 from bf16 products in any case"),
+    "num_generations": works(8),
+    "num_generations_eval": works(None, kind=int),
+    "max_completion_length": works(512),
+    "ds3_gather_for_generation": inert(True, "the engine reads the trainer's own weights"),
+    "shuffle_dataset": works(True),
+    "pad_to_multiple_of": inert("auto", "nothing is padded", str),
+    "generation_batch_size": works(None, "completions of a rollout", int),
+    "steps_per_generation": works(None, kind=int),
+    "temperature": works(1.0),
+    "top_p": works(1.0),
+    "top_k": works(0),
+    "min_p": works(None, kind=float),
+    "generation_kwargs": works(None, "beams are refused: their sequences are no samples of the policy", dict),
+    "chat_template_kwargs": works(None, kind=dict),
+    "repetition_penalty": works(1.0),
+    "cache_implementation": inert(None, "the KV cache is the engine's own", str),
+    "use_vllm": other(False, "vLLM in this process"),
+    "vllm_mode": other("colocate", '"server" is refused: weights are shared with an engine in this process'),
+    "vllm_model_impl": works("vllm"),
+    "vllm_enable_sleep_mode": other(False, "what the engine holds besides the weights is freed for each update"),
+    "vllm_structured_outputs_regex": other(None, "with every engine", str),
+    "vllm_server_base_url": inert(None, _SERVER, str),
+    "vllm_server_host": inert("0.0.0.0", _SERVER),
+    "vllm_server_port": inert(8000, _SERVER),
+    "vllm_server_timeout": inert(240.0, _SERVER),
+    "vllm_group_port": inert(51216, _SERVER),
+    "vllm_gpu_memory_utilization": works(0.3),
+    "vllm_max_model_length": works(None, kind=int),
+    "vllm_tensor_parallel_size": refused(1, "one device samples; leave it at 1"),
+    "beta": works(0.0, "the reference is the model as it was given, not its file read again"),
+    "num_iterations": works(1),
+    "epsilon": works(0.2),
+    "delta": works(None, kind=float),
+    "epsilon_high": works(None, kind=float),
+    "sapo_temperature_neg": works(1.05),
+    "sapo_temperature_pos": works(1.0),
+    "vespo_k_pos": works(2.0),
+    "vespo_lambda_pos": works(3.0),
+    "vespo_k_neg": works(3.0),
+    "vespo_lambda_neg": works(2.0),
+    "importance_sampling_level": works("token"),
+    "reward_weights": works(None, kind=list[float]),
+    "multi_objective_aggregation": works("sum_then_normalize"),
+    "scale_rewards": works("group"),
+    "loss_type": other(
+        "dapo",
+        "the count of rows or tokens is that of the update, where TRL's may be of a micro-batch (bnpo) or a mean "
+        "(dapo, cispo, vespo with steps_per_generation other than the accumulation); cispo's cap is ε_high itself, "
+        "as there, with a warning",
+    ),
+    "mask_truncated_completions": other(False, "their rows count in the means over rows, as there"),
+    "sync_ref_model": works(False),
+    "ref_model_mixup_alpha": works(0.6),
+    "ref_model_sync_steps": other(512, "optimizer steps, rounded up to whole rollouts"),
+    "top_entropy_quantile": other(1.0, "the quantile is of the update, where TRL's is of each micro-batch"),
+    "entropy_coef": other(0.0, "the mean entropy is of the update's tokens, where TRL's is of each micro-batch"),
+    "use_adaptive_entropy": works(False),
+    "entropy_coef_min": works(0.0),
+    "entropy_coef_max": works(1.0),
+    "entropy_coef_delta": works(0.005),
+    "entropy_target": works(0.2),
+    "max_tool_calling_iterations": works(None, "rounds of calls in a completion", int),
+    "vllm_importance_sampling_correction": works(True, _KEPT),
+    "vllm_importance_sampling_mode": works("sequence_mask"),
+    "vllm_importance_sampling_clip_max": works(3.0, kind=float),
+    "vllm_importance_sampling_clip_min": works(None, kind=float),
+    "off_policy_mask_threshold": works(None, kind=float),
+    "use_bias_correction_kl": works(True),
+    "log_completions": works(False),
+    "log_multimodal": inert(True, "there are no images"),
+    "num_completions_to_print": works(None, kind=int),
+    "log_unique_prompts": works(False),
+    "log_completions_hub_repo": refused(None, "nothing is uploaded; log_completions writes parquet files", str),
+    "use_transformers_continuous_batching": inert(False, _CB),
+    "transformers_continuous_batching_config": inert(None, _CB, dict),
+    "use_transformers_paged": inert(False, _CB),
+    "vllm_importance_sampling_cap": other(None, "vllm_importance_sampling_clip_max, as there", float),
+}  # fmt: skip
+"""Field -> what it is here."""
+
+OLD_GRPO_FIELDS: Table = {
+    "max_prompt_length": old("prompts are cut on the left to so many tokens", int),
+    "vllm_device": old('must be "auto": the engine is where the trainer is'),
+    "vllm_dtype": old("nothing to do: the engine has the trainer's weights, in their dtype"),
+    "vllm_max_model_len": old("vllm_max_model_length", int),
+    "vllm_enable_prefix_caching": old("vLLM's enable_prefix_caching", bool),
+    "vllm_guided_decoding_regex": old("vllm_structured_outputs_regex"),
+    "compat": old('"0.16" = the defaults and metric names of that release'),
+}
+"""Field of an earlier TRL -> how it is read; `compat` is whet's own."""
+
+COMPAT = {"0.16": {"temperature": 0.9, "top_k": 50, "beta": 0.04, "max_completion_length": 256,
+                   "max_prompt_length": 512, "loss_type": "bnpo", "use_bias_correction_kl": False}}  # fmt: skip
+"""Release -> its defaults, where they were others."""

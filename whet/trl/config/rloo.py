@@ -1,0 +1,34 @@
+"""TRL's RLOOConfig field by field, besides what it has from transformers: GRPOConfig's rows where they are the same."""
+
+from __future__ import annotations
+
+from whet.trl.config.field import Table, other, works
+from whet.trl.config.grpo import GRPO_FIELDS, OLD_GRPO_FIELDS
+
+__all__ = ["OLD_RLOO_FIELDS", "RLOO_FIELDS"]
+
+_OWN: Table = {
+    "num_generations": works(2),
+    "beta": works(0.05, "the KL is in the reward: log π_old − log π_ref, summed over a completion"),
+    "epsilon": works(0.2, "of the ratio of whole completions; the sum of log-ratios is held in ±20"),
+    "normalize_advantages": works(False),
+    "reward_clip_range": works(None, "of the weighted sums, before the KL is taken off", tuple[float, float]),
+    "mask_truncated_completions": other(
+        False, "their rows count in the mean, as there; TRL's loss has their advantages in it, which have no gradient"
+    ),
+}
+_GRPO_ALONE = (
+    "cast_lm_head_to_fp32", "delta", "entropy_coef", "entropy_coef_delta", "entropy_coef_max", "entropy_coef_min",
+    "entropy_target", "importance_sampling_level", "log_completions_hub_repo", "loss_type",
+    "max_tool_calling_iterations", "multi_objective_aggregation", "off_policy_mask_threshold", "sapo_temperature_neg",
+    "sapo_temperature_pos", "scale_rewards", "top_entropy_quantile", "use_adaptive_entropy", "use_bias_correction_kl",
+    "vespo_k_neg", "vespo_k_pos", "vespo_lambda_neg", "vespo_lambda_pos", "vllm_importance_sampling_cap",
+    "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min", "vllm_importance_sampling_correction",
+    "vllm_importance_sampling_mode",
+)  # fmt: skip
+
+RLOO_FIELDS: Table = {**{name: row for name, row in GRPO_FIELDS.items() if name not in _GRPO_ALONE}, **_OWN}
+"""Field -> what it is here."""
+
+OLD_RLOO_FIELDS: Table = {name: row for name, row in OLD_GRPO_FIELDS.items() if name != "compat"}
+"""Field of an earlier TRL -> how it is read."""

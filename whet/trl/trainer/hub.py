@@ -1,0 +1,86 @@
+"""What a trainer leaves besides its model: the card, the hub, files with the numbers of a run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from whet.run.push import push_folder
+from whet.trl.trainer.card import card
+
+__all__ = ["Giving"]
+
+
+class Giving:
+    """A part of the trainers of the front."""
+
+    METHOD: ClassVar[str] = ""
+    TRAINED_BY: ClassVar[str] = ""
+    args: Any
+    model: Any
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes model and tokenizer. Args: output_dir: None = args.output_dir."""
+        raise NotImplementedError
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Writes README.md into output_dir. Args: the model's name, its data set's on the hub, tags for it."""
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        base = self.model.name_or_path or None
+        own = [tags] if isinstance(tags, str) else list(tags or ())
+        name = model_name or self.args.hub_model_id or folder.resolve().name
+        (folder / "README.md").write_text(card(name, self.TRAINED_BY or self.METHOD, base, dataset_name, own))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card_of: Any,
+    ) -> str:
+        """Saves model, tokenizer and card in output_dir, and sends them to the hub as one commit.
+
+        Args: commit_message: of the commit. blocking: it is waited for in any case. token: None = hub_token, or that of
+            `hf auth login`. revision: the branch; None = hub_revision, or main. card_of: model_name, dataset_name and
+            tags, as create_model_card takes them.
+        Returns: the commit's address.
+        Raises: ConfigError: the hub is not there or does not take it, or there is no token; nothing was sent.
+        """
+        args = self.args
+        self.save_model(_internal_call=True)
+        self.create_model_card(**card_of)
+        folder = Path(args.output_dir)
+        made = push_folder(
+            folder,
+            args.hub_model_id or folder.resolve().name,
+            (folder / "README.md").read_text(),
+            private=args.hub_private_repo is not False,
+            message=commit_message or "End of training",
+            branch=revision or args.hub_revision,
+            token=token or args.hub_token,
+        )
+        return str(made.url)
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints numbers, sorted. Args: split: of which they are: train, eval, ..."""
+        width = max(map(len, metrics), default=0)
+        print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes them to {split}_results.json in output_dir. Args: combined: and into all_results.json."""
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
+        if combined:
+            path = folder / "all_results.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**found, **metrics}, indent=4, sort_keys=True))
