@@ -1,4 +1,4 @@
-"""What a field of TRL's configurations is here: one row of the tables in fields_training.py and fields_grpo.py.
+"""What a field of TRL's configurations is here: one row of a configuration's table.
 
 The rows are the one source: the configuration's fields and defaults, what is refused and why, and docs/from-trl.md.
 """

@@ -1,10 +1,20 @@
-"""TRL's GRPOConfig field by field, besides what it has from transformers."""
+"""GRPOConfig: TRL's, field by field, besides what it has from transformers (training.py)."""
 
 from __future__ import annotations
 
-from whet.trl.config.field import Table, inert, old, other, refused, works
+import logging
+from typing import Any, ClassVar
 
-__all__ = ["COMPAT", "GRPO_FIELDS", "OLD_GRPO_FIELDS"]
+from whet.errors import ConfigError
+from whet.trl.config.arguments import dataclass_of
+from whet.trl.config.field import Table, inert, old, other, refused, works
+from whet.trl.config.rl import RLArguments
+from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.trl.config.translate import grpo
+
+__all__ = ["COMPAT", "GRPO_FIELDS", "OLD_GRPO_FIELDS", "GRPOConfig", "warn"]
+
+log = logging.getLogger("whet")
 
 _SERVER = "only read with vllm_mode='server', which is refused"
 _CB = "whet's own engine batches continuously in any case"
@@ -112,3 +122,77 @@ OLD_GRPO_FIELDS: Table = {
 COMPAT = {"0.16": {"temperature": 0.9, "top_k": 50, "beta": 0.04, "max_completion_length": 256,
                    "max_prompt_length": 512, "loss_type": "bnpo", "use_bias_correction_kl": False}}  # fmt: skip
 """Release -> its defaults, where they were others."""
+
+
+class _GRPO(RLArguments):
+    """What GRPOConfig has besides its fields."""
+
+    TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **GRPO_FIELDS}
+    OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_GRPO_FIELDS}
+    COMPAT = COMPAT
+
+    METHOD = "GRPO"
+
+    @classmethod
+    def renamed(cls) -> dict[str, str]:
+        """Field of an earlier release -> the one that takes its value."""
+        return {**super().renamed(), "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
+
+    def _check(self) -> None:
+        """TRL's rules, and what of its values is not there."""
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        if (self.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
+            raise ConfigError("liger_kernel_config: fused_linear_cross_entropy is not for GRPO; leave it out")
+        super()._check()
+
+    def to_whet(self) -> Any:
+        """The algorithm as whet's own configuration."""
+        return grpo(self)
+
+
+GRPOConfig: type[_GRPO] = dataclass_of(
+    "GRPOConfig",
+    _GRPO,
+    """TRL's GRPOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+
+    >>> GRPOConfig(num_generations=6, per_device_train_batch_size=8)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    whet.errors.ConfigError: generation_batch_size (8) must be divisible by num_generations (6). Nearest that work: ...
+    """,
+)
+
+
+def warn(args: Any) -> None:
+    """Logs what is followed because TRL does it so, and what to set where it is not meant."""
+    bound = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.loss_type == "cispo" and bound < 1:
+        log.warning(
+            "loss_type='cispo': the cap of the weights is epsilon_high=%s itself, as in TRL, so that every weight is "
+            "%s; the paper's 1 + ε_high is epsilon_high=5.0, say",
+            bound,
+            bound,
+        )
+    if args.beta and args.use_bias_correction_kl:
+        log.info("beta=%s: the KL is multiplied by the importance ratio, as in TRL; use_bias_correction_kl=False is k3 "
+                 "alone", args.beta)  # fmt: skip
+    if args.mask_truncated_completions and args.loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
+        log.warning(
+            "mask_truncated_completions: completions that are masked out count in the mean over rows, as in TRL, so a "
+            "step with many of them is a smaller one; loss_type='dapo' counts trained tokens alone"
+        )
+    _warn_of_level(args.loss_type, args.importance_sampling_level)
+
+
+def _warn_of_level(loss_type: str, level: str) -> None:
+    """Logs a level of the ratio that is not the one a loss was made for."""
+    if loss_type == "luspo" and level != "sequence":
+        log.warning("loss_type='luspo' was made for importance_sampling_level='sequence', and it is %r", level)
+    if loss_type == "vespo" and level != "token":
+        log.warning("loss_type='vespo' has a ratio of sequences of its own; leave importance_sampling_level at 'token'")
+    if level == "sequence" and loss_type in ("bnpo", "cispo", "dapo", "dr_grpo"):
+        log.warning(
+            "importance_sampling_level='sequence': loss_type=%r sums over tokens, so a sequence counts by its length; "
+            "GSPO is loss_type='grpo'",
+            loss_type,
+        )

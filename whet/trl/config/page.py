@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import sys
 
+from whet.trl.config.dpo import DPO_FIELDS, OLD_DPO_FIELDS
 from whet.trl.config.field import STATES, Table
 from whet.trl.config.grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
+from whet.trl.config.reward import REWARD_FIELDS
 from whet.trl.config.rloo import RLOO_FIELDS
-from whet.trl.config.supervised import (
-    DPO_FIELDS,
-    OLD_DPO_FIELDS,
-    OLD_SFT_FIELDS,
-    REWARD_FIELDS,
-    SFT_FIELDS,
-    SUPERVISED_FIELDS,
-)
+from whet.trl.config.sft import OLD_SFT_FIELDS, SFT_FIELDS
+from whet.trl.config.supervised import SUPERVISED_FIELDS
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 
 __all__ = ["PAGES", "page"]

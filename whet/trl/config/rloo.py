@@ -1,11 +1,17 @@
-"""TRL's RLOOConfig field by field, besides what it has from transformers: GRPOConfig's rows where they are the same."""
+"""RLOOConfig: TRL's, field by field; GRPOConfig's rows where they are the same."""
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
+from whet.trl.config.arguments import dataclass_of
 from whet.trl.config.field import Table, other, works
 from whet.trl.config.grpo import GRPO_FIELDS, OLD_GRPO_FIELDS
+from whet.trl.config.rl import RLArguments
+from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.trl.config.translate import rloo
 
-__all__ = ["OLD_RLOO_FIELDS", "RLOO_FIELDS"]
+__all__ = ["OLD_RLOO_FIELDS", "RLOO_FIELDS", "RLOOConfig"]
 
 _OWN: Table = {
     "num_generations": works(2),
@@ -32,3 +38,26 @@ RLOO_FIELDS: Table = {**{name: row for name, row in GRPO_FIELDS.items() if name 
 
 OLD_RLOO_FIELDS: Table = {name: row for name, row in OLD_GRPO_FIELDS.items() if name != "compat"}
 """Field of an earlier TRL -> how it is read."""
+
+
+class _RLOO(RLArguments):
+    """What RLOOConfig has besides its fields."""
+
+    TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **RLOO_FIELDS}
+    OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_RLOO_FIELDS}
+    METHOD = "RLOO"
+
+    def to_whet(self) -> Any:
+        """The algorithm as whet's own configuration."""
+        return rloo(self)
+
+
+RLOOConfig: type[_RLOO] = dataclass_of(
+    "RLOOConfig",
+    _RLOO,
+    """TRL's RLOOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+
+    >>> RLOOConfig(beta=0.1).to_whet().kl_type
+    'reward'
+    """,
+)

@@ -1,4 +1,4 @@
-"""From TRL's GRPOConfig and RLOOConfig to whet's: algorithm, rollout, loop. Nothing is computed here.
+"""From TRL's configurations to whet's sections: optimizer, loop, rollout, algorithm. Nothing is computed here.
 
 loss_type    policy_loss_fn   loss_agg_mode, over all rows
 grpo         grpo             sequence-mean-token-mean
@@ -12,24 +12,48 @@ vespo        vespo            token-mean
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from whet.config import GRPOConfig as Algorithm
-from whet.config import RLTrainingConfig, RolloutConfig
+from whet.config import OptimConfig, RLTrainingConfig, RolloutConfig
 from whet.config.algo.presets import trl_rloo
 from whet.config.algo.surrogate import AGG_WITH_UNITS
 from whet.config.engines import VLLMOptions
 from whet.config.rollout import ConstraintConfig
+from whet.config.training import CheckpointingOptions
 from whet.errors import ConfigError, lookup_error
 from whet.learners.objective import keywords_of
 from whet.ops import POLICY_LOSSES
-from whet.trl.config.translate_all import loop_fields
 
-__all__ = ["LOSS_TYPES", "REWARD_MANAGER", "grpo", "loop", "rloo", "rollout", "template_options", "warn"]
+__all__ = [
+    "LOSS_TYPES",
+    "NEVER",
+    "REWARD_MANAGER",
+    "grpo",
+    "loop",
+    "loop_fields",
+    "optimizer",
+    "rloo",
+    "rollout",
+    "template_options",
+]
 
-log = logging.getLogger("whet")
-
+_OPTIMIZERS = {
+    "adafactor": "whet.trl.trainer.optimizers:adafactor",
+    "adagrad": "whet.trl.trainer.optimizers:adagrad",
+    "adamw_8bit": "adamw8bit",
+    "adamw_bnb_8bit": "adamw8bit",
+    "adamw_torch": "adamw",
+    "adamw_torch_8bit": "adamw8bit",
+    "adamw_torch_fused": "adamw",
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw_8bit": "adamw8bit",
+    "rmsprop": "whet.trl.trainer.optimizers:rmsprop",
+    "sgd": "sgd",
+}
+"""transformers' optim -> whet's."""
+NEVER = 10**9
+"""Steps between what callbacks ask for and no interval does."""
 REWARD_MANAGER = "whet.trl.rl.reward_functions:TRLRewards"
 LOSS_TYPES = {
     "bnpo": ("grpo", "token-mean"),
@@ -67,6 +91,49 @@ CORRECTIONS = {
 long completions for being long."""
 _GENERATE = {"max_new_tokens": "max_tokens_to_generate", "min_new_tokens": "min_tokens"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def optimizer(args: Any, total: int | None) -> OptimConfig:
+    """The optimizer's section. Args: total: updates of the run; None = not known."""
+    if args.optim not in _OPTIMIZERS:
+        raise lookup_error("optim", str(args.optim), _OPTIMIZERS)
+    schedule = args.lr_scheduler_type.value
+    return OptimConfig(
+        name=_OPTIMIZERS[args.optim],
+        lr=args.learning_rate,
+        betas=(args.adam_beta1, args.adam_beta2),
+        eps=args.adam_epsilon,
+        weight_decay=args.weight_decay,
+        schedule=schedule,
+        schedule_kwargs=dict(args.lr_scheduler_kwargs or {}),
+        warmup_steps=args.get_warmup_steps(total or 0),
+        total_steps=total,
+        max_grad_norm=args.max_grad_norm or 0.0,
+    )
+
+
+def loop_fields(args: Any, steps: int | None, root: str | None) -> dict[str, Any]:
+    """What every loop's section has; when to save, evaluate and stop is the callbacks' to say.
+
+    Args: steps: of the run. root: of the checkpoints; None = none.
+    """
+    return {
+        "max_steps": steps,
+        "seed": args.seed,
+        "data_shuffle_seed": args.data_seed,
+        "checkpoint_root_directory": root,
+        "checkpointing_options": CheckpointingOptions(save_interval_steps=NEVER, max_to_keep=None),
+        "pbar_description": None,
+        "allow_config_change": True,
+    }
+
+
+def loop(args: Any, steps: int | None, optim: Any, root: str | None) -> RLTrainingConfig:
+    """The loop's section; when to save, evaluate and stop is the callbacks' to say.
+
+    Args: steps: rollouts of the run. optim: an OptimConfig or a factory. root: of the checkpoints; None = none.
+    """
+    return RLTrainingConfig(actor_optimizer=optim, reward_timeout_s=None, **loop_fields(args, steps, root))
 
 
 def grpo(args: Any) -> Algorithm:
@@ -175,41 +242,6 @@ def _correction(args: Any) -> dict[str, Any]:
     return {"sampler_is": level, "sampler_is_mode": how, **bounds}
 
 
-def warn(args: Any) -> None:
-    """Logs what is followed because TRL does it so, and what to set where it is not meant."""
-    bound = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    if args.loss_type == "cispo" and bound < 1:
-        log.warning(
-            "loss_type='cispo': the cap of the weights is epsilon_high=%s itself, as in TRL, so that every weight is "
-            "%s; the paper's 1 + ε_high is epsilon_high=5.0, say",
-            bound,
-            bound,
-        )
-    if args.beta and args.use_bias_correction_kl:
-        log.info("beta=%s: the KL is multiplied by the importance ratio, as in TRL; use_bias_correction_kl=False is k3 "
-                 "alone", args.beta)  # fmt: skip
-    if args.mask_truncated_completions and args.loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
-        log.warning(
-            "mask_truncated_completions: completions that are masked out count in the mean over rows, as in TRL, so a "
-            "step with many of them is a smaller one; loss_type='dapo' counts trained tokens alone"
-        )
-    _warn_of_level(args.loss_type, args.importance_sampling_level)
-
-
-def _warn_of_level(loss_type: str, level: str) -> None:
-    """Logs a level of the ratio that is not the one a loss was made for."""
-    if loss_type == "luspo" and level != "sequence":
-        log.warning("loss_type='luspo' was made for importance_sampling_level='sequence', and it is %r", level)
-    if loss_type == "vespo" and level != "token":
-        log.warning("loss_type='vespo' has a ratio of sequences of its own; leave importance_sampling_level at 'token'")
-    if level == "sequence" and loss_type in ("bnpo", "cispo", "dapo", "dr_grpo"):
-        log.warning(
-            "importance_sampling_level='sequence': loss_type=%r sums over tokens, so a sequence counts by its length; "
-            "GSPO is loss_type='grpo'",
-            loss_type,
-        )
-
-
 def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
     """The rollout's section. Args: longest_prompt: tokens of the longest prompt there is."""
     given = dict(args.generation_kwargs or {})
@@ -250,11 +282,3 @@ def _vllm(args: Any) -> VLLMOptions:
         kwargs["enable_prefix_caching"] = args.vllm_enable_prefix_caching
     mode = "raw_logprobs" if args.temperature == 1 else "processed_logprobs"
     return VLLMOptions(hbm_utilization=args.vllm_gpu_memory_utilization, logprobs_mode=mode, kwargs=kwargs)
-
-
-def loop(args: Any, steps: int | None, optim: Any, root: str | None) -> RLTrainingConfig:
-    """The loop's section; when to save, evaluate and stop is the callbacks' to say.
-
-    Args: steps: rollouts of the run. optim: an OptimConfig or a factory. root: of the checkpoints; None = none.
-    """
-    return RLTrainingConfig(actor_optimizer=optim, reward_timeout_s=None, **loop_fields(args, steps, root))

@@ -2,7 +2,7 @@
 
     GRPOTrainer(model, reward_funcs, args, train_dataset=rows).train()
 
-What it has in common with RLOOTrainer is in rl_trainer.py, what every trainer has in trainer.py.
+What it has in common with RLOOTrainer is in rl/trainer.py, what every trainer has in trainer/trainer.py.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from whet.trl.config.grpo_config import GRPOConfig
+from whet.trl.config.grpo import GRPOConfig, warn
 from whet.trl.rl.trainer import RLTrainer
-from whet.trl.config.translate import warn
 
 __all__ = ["GRPOTrainer"]
 

@@ -21,8 +21,8 @@ from whet.ops import high_entropy_mask
 from whet.rollout.driver import Episode, single_turns
 from whet.run.run import Run
 from whet.trl.agents.agents import Agents
-from whet.trl.config.batches import Batches
 from whet.trl.agents.chat import read_turn
+from whet.trl.config.batches import Batches
 from whet.trl.rl.generate import generated, is_replaced
 from whet.types import Group, LossInputs, Prompt, TokenBatch
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from whet.trl.config.rloo import RLOOConfig
 from whet.trl.rl.trainer import RLTrainer
-from whet.trl.config.rloo_config import RLOOConfig
 from whet.types import TokenBatch
 
 __all__ = ["RLOOTrainer"]

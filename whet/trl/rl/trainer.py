@@ -1,7 +1,7 @@
 """RLTrainer: what GRPOTrainer and RLOOTrainer have in common: rewards, rollouts, completions that are logged.
 
 It makes the cluster and the learner from what TRL's constructors are given; the algorithm is `args.to_whet()`. Reading
-order: `__init__`, then rl_learner.py for what of the learner differs, task.py for when callbacks are told.
+order: `__init__`, then learner.py for what of the learner differs, trainer/task.py for when callbacks are told.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from whet.config import ClusterConfig, DataConfig, Mode, Role, RoleConfig
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError
 from whet.models.modes import max_positions
-from whet.trl.trainer.model import adapted, inner_model
 from whet.trl.agents.agents import Agents
+from whet.trl.config.translate import loop, rollout, template_options
 from whet.trl.rl.completions import Completions
-from whet.trl.trainer.metrics import trl_metrics
-from whet.trl.trainer.not_called import NOT_CALLED
-from whet.trl.rl.reward_functions import RewardLog, reward_functions
 from whet.trl.rl.learner import TRLLearner
+from whet.trl.rl.reward_functions import RewardLog, reward_functions
 from whet.trl.rl.rows import eval_sets, longest_prompt, rows_of
+from whet.trl.trainer.metrics import trl_metrics
+from whet.trl.trainer.model import adapted, inner_model, module_dtype
+from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.task import TellingRLTask
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.config.translate_all import module_dtype
-from whet.trl.config.translate import loop, rollout, template_options
 from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]

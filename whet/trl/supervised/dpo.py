@@ -14,10 +14,10 @@ from whet.errors import ConfigError
 from whet.learners.preference import PreferenceLearner
 from whet.learners.preference_objective import make_preference_objective
 from whet.train.supervised_models import SupervisedModels
-from whet.trl.trainer.model import inner_model
 from whet.trl.config.dpo import DPOConfig
+from whet.trl.config.supervised import ON_LONG
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
-from whet.trl.config.translate_all import ON_LONG
+from whet.trl.trainer.model import inner_model
 
 __all__ = ["DPOTrainer"]
 

@@ -10,8 +10,8 @@ from whet.config import RoleConfig
 from whet.data.supervised import RowEncoder
 from whet.learners.preference import RewardModelLearner
 from whet.train.supervised_models import SupervisedModels
-from whet.trl.supervised.examples import IdsOrPairs
 from whet.trl.config.reward import RewardConfig
+from whet.trl.supervised.examples import IdsOrPairs
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
 
 __all__ = ["RewardTrainer"]

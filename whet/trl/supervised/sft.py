@@ -12,11 +12,11 @@ from whet.data.supervised import MESSAGES, RowEncoder
 from whet.errors import ConfigError
 from whet.learners.sft import SFTLearner
 from whet.train.supervised_models import SupervisedModels
+from whet.trl.config.sft import SFTConfig
+from whet.trl.config.supervised import ON_LONG
 from whet.trl.supervised.examples import Formatted, IdsOrRows, Pack, first_row
 from whet.trl.supervised.packs import packed
-from whet.trl.config.sft import SFTConfig
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
-from whet.trl.config.translate_all import ON_LONG
 
 __all__ = ["SFTTrainer"]
 

@@ -24,14 +24,14 @@ from whet.learners.step import ExampleStep
 from whet.learners.supervised import SupervisedLearner
 from whet.metrics import flat
 from whet.train.supervised_models import SupervisedModels
-from whet.trl.trainer.model import adapted, inner_model
+from whet.trl.config.translate import loop_fields
 from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
+from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
 from whet.trl.trainer.metrics import supervised_metrics
+from whet.trl.trainer.model import adapted, inner_model, module_dtype
 from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.task import TellingSupervisedTask
-from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
 from whet.trl.trainer.trainer import Trainer
-from whet.trl.config.translate_all import loop_fields, module_dtype
 from whet.types import Example
 
 __all__ = ["SupervisedTrainer", "of_front"]

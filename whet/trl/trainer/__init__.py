@@ -1,1 +1,1 @@
-"""What every trainer of the front has of transformers' Trainer: callbacks, state, logs, files, the model it is given."""
+"""What every trainer has of transformers' Trainer: callbacks, state, logs, files, the model it is given."""

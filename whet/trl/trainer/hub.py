@@ -1,20 +1,23 @@
-"""What a trainer leaves besides its model: the card, the hub, files with the numbers of a run."""
+"""The model card, and what is sent to the hub."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
+import yaml
+
 from whet.run.push import push_folder
-from whet.trl.trainer.card import card
 
-__all__ = ["Giving"]
+__all__ = ["Hub", "card"]
+
+_NAMED = ("whet", "torch", "transformers", "datasets")
 
 
-class Giving:
-    """A part of the trainers of the front."""
+class Hub:
+    """What a trainer gives away: a part of Trainer."""
 
     METHOD: ClassVar[str] = ""
     TRAINED_BY: ClassVar[str] = ""
@@ -70,17 +73,31 @@ class Giving:
         )
         return str(made.url)
 
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Prints numbers, sorted. Args: split: of which they are: train, eval, ..."""
-        width = max(map(len, metrics), default=0)
-        print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
 
-    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes them to {split}_results.json in output_dir. Args: combined: and into all_results.json."""
-        folder = Path(self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
-        if combined:
-            path = folder / "all_results.json"
-            found = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps({**found, **metrics}, indent=4, sort_keys=True))
+def card(name: str, method: str, base: str | None, dataset: str | None, tags: Sequence[str]) -> str:
+    """README.md of a model: what the hub reads, and how it was trained. A base that lies on this machine is not named.
+
+    Args: name: of the model. method: GRPO, ... base, dataset: names on the hub. tags: for it.
+    """
+    base = None if base is None or Path(base).exists() else base
+    facts = {
+        "library_name": "transformers",
+        "model_name": name,
+        "tags": ["whet", method.lower().replace(" ", "-"), *tags],
+        **({"base_model": base} if base else {}),
+        **({"datasets": [dataset]} if dataset else {}),
+    }
+    of = f" of [{base}](https://huggingface.co/{base})" if base else ""
+    on = f" on [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
+    versions = "\n".join(f"- {package}: {_version(package)}" for package in _NAMED)
+    return (
+        f"---\n{yaml.safe_dump(facts, sort_keys=False)}---\n\n# {name}\n\nA model trained{of}{on} by {method}, with "
+        f"[whet](https://pypi.org/project/whet).\n\n## Versions\n\n{versions}\n"
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

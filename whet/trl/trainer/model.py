@@ -1,20 +1,20 @@
-"""PEFT's and transformers' configurations of adapters and quantised weights, as whet's."""
+"""The model that a trainer is given, as whet takes it: a name or a module, its adapter, quantised weights, dtype."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from whet.config import LoraConfig, RoleConfig
 from whet.errors import ConfigError
 from whet.models.lora import with_adapter
 from whet.models.recompute import checkpoint_activations
-from whet.trl.config.translate_all import recompute, role
 
-__all__ = ["adapted", "inner_model", "lora_of", "name_of", "quantization_of"]
+__all__ = ["adapted", "inner_model", "module_dtype", "name_of"]
 
 log = logging.getLogger("whet")
 
@@ -31,7 +31,7 @@ _PLAIN = {
 """Fields of PEFT's LoraConfig that may only be so: what is trained is W + s·B·A."""
 
 
-def lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> LoraConfig:
+def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> LoraConfig:
     """Whet's configuration of an adapter.
 
     Args: given: PEFT's LoraConfig. model: that gets it; without target_modules they are PEFT's own for its kind.
@@ -76,7 +76,7 @@ def _usual_targets(model: str | nn.Module) -> list[str]:
     return list(USUAL[config.model_type])
 
 
-def quantization_of(given: Any) -> str:
+def _quantization_of(given: Any) -> str:
     """Whet's word for transformers' BitsAndBytesConfig. Raises ConfigError: 8 bits, or another library's."""
     if not getattr(given, "load_in_4bit", False):
         raise ConfigError(
@@ -103,16 +103,50 @@ def adapted(
     """The model as a cluster takes it, with its adapter.
 
     Args: model: a name, a folder or a module. args: the configuration. peft_config: PEFT's; None = no adapter.
-        quantization_config: BitsAndBytesConfig, for a model given by its name; None = none. dropout: as of lora_of.
+        quantization_config: BitsAndBytesConfig, for a model given by its name; None = none. dropout: as of _lora_of.
     """
-    lora = None if peft_config is None else lora_of(peft_config, model, dropout=dropout)
+    lora = None if peft_config is None else _lora_of(peft_config, model, dropout=dropout)
     if isinstance(model, str):
-        bits = None if quantization_config is None else quantization_of(quantization_config)
-        return dataclasses.replace(role(args, model), lora=lora, quantization=bits)
+        bits = None if quantization_config is None else _quantization_of(quantization_config)
+        return dataclasses.replace(_role(args, model), lora=lora, quantization=bits)
     if quantization_config is not None:
         raise ConfigError("quantization_config is for a model given by its name; this one is loaded already")
     if lora is not None:
         with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
     if args.gradient_checkpointing:
-        checkpoint_activations(model, recompute(args))  # pyright: ignore[reportArgumentType]
+        checkpoint_activations(model, _recompute(args))  # pyright: ignore[reportArgumentType]
     return model
+
+
+def _role(args: Any, model: str) -> RoleConfig:
+    """The section of a model that is given by name or folder."""
+    taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache"}
+    if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
+        taken.add("revision")
+    if others := sorted(set(args.model_init_kwargs or {}) - taken):
+        raise ConfigError(
+            f"model_init_kwargs: {others[0]!r} is not taken; load the model by from_pretrained with it, and give the "
+            "trainer the module"
+        )
+    dtype: Any = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
+    return RoleConfig(model=model, dtype=dtype, gradient_checkpointing=_recompute(args))
+
+
+def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | None:
+    """What a model that is given as a module computes in; None = in the dtype that it has, and so does one of bf16.
+
+    Args: optimizers: that were given. One over the module's own parameters leaves them as they are.
+    """
+    if not isinstance(model, nn.Module) or args.bf16 is False:
+        return None
+    if optimizers[0] is not None:
+        if args.bf16:
+            log.warning("bf16=True: the model computes in fp32, since the optimizer that was given holds its weights")
+        return None
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return None if dtypes != {torch.float32} else "bfloat16" if args.bf16 else "auto"
+
+
+def _recompute(args: Any) -> Literal["none", "full"]:
+    """What of the activations is recomputed."""
+    return "full" if args.gradient_checkpointing else "none"

@@ -1,6 +1,7 @@
 """Trainer: what every front has of transformers' Trainer: callbacks, state, logs, evaluation, checkpoints, the end.
 
-    Trainer -- RLTrainer -- GRPOTrainer        rl_trainer.py, grpo_trainer.py
+    Trainer -- RLTrainer -- GRPOTrainer, RLOOTrainer                            rl/
+            -- SupervisedTrainer -- SFTTrainer, DPOTrainer, RewardTrainer       supervised/
 
 A front makes models and a learner from what it was given; `train` runs the learner, and a task (task.py) tells this of
 what happens.
@@ -8,6 +9,7 @@ what happens.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -37,22 +39,22 @@ from whet.learners.step import BaseStep
 from whet.run.push import check_hub
 from whet.train.checkpoints import Checkpoints
 from whet.train.worker import ModelWorker
-from whet.trl.trainer import optimizers as factories
-from whet.trl.trainer.model import name_of
 from whet.trl.config.arguments import Arguments
+from whet.trl.config.translate import optimizer
+from whet.trl.trainer import optimizers as factories
 from whet.trl.trainer.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
-from whet.trl.trainer.hub import Giving
+from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.lending import Lending
 from whet.trl.trainer.metrics import Window
+from whet.trl.trainer.model import name_of
 from whet.trl.trainer.not_called import NOT_CALLED
-from whet.trl.config.translate_all import optimizer
 
 __all__ = ["Trainer"]
 
 log = logging.getLogger("whet")
 
 
-class Trainer(Giving):
+class Trainer(Hub):
     """The base of the fronts.
 
     Args:
@@ -389,6 +391,21 @@ class Trainer(Giving):
         """Writes trainer_state.json into output_dir."""
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
         self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints numbers, sorted. Args: split: of which they are: train, eval, ..."""
+        width = max(map(len, metrics), default=0)
+        print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes them to {split}_results.json in output_dir. Args: combined: and into all_results.json."""
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
+        if combined:
+            path = folder / "all_results.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**found, **metrics}, indent=4, sort_keys=True))
 
     def save_weights(self) -> None:
         """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
