@@ -160,7 +160,7 @@ class RLTrainer(Trainer):
 
     def _cluster(self, model: RoleConfig | nn.Module, optimizers: tuple[Any, Any]) -> RLCluster:
         args = self.args
-        optim = self.optim(optimizers)
+        optim = self.optim(optimizers, None)
         root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
         on_cpu = args.use_cpu and torch.cuda.is_available()
         return RLCluster(

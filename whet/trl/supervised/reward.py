@@ -29,10 +29,10 @@ class RewardTrainer(SupervisedTrainer):
         processing_class: the tokenizer; None = the model's.
         callbacks: of transformers.
         optimizers: (optimizer, schedule) over the model's own fp32 parameters.
+        optimizer_cls_and_kwargs: in place of it a class and its keywords, learning rate included.
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
-        data_collator, compute_metrics, optimizer_cls_and_kwargs, preprocess_logits_for_metrics: refused, with what to
-            do instead.
+        data_collator, compute_metrics, preprocess_logits_for_metrics: refused, with what to do instead.
     Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
     """
 
@@ -66,10 +66,10 @@ class RewardTrainer(SupervisedTrainer):
             optimizers,
             quantization_config,
             peft_config,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             refused={
                 "data_collator": data_collator,
                 "compute_metrics": compute_metrics,
-                "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
                 "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             },
         )

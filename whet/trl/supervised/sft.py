@@ -33,11 +33,12 @@ class SFTTrainer(SupervisedTrainer):
         processing_class: the tokenizer; None = the model's.
         callbacks: of transformers.
         optimizers: (optimizer, schedule) over the model's own fp32 parameters.
+        optimizer_cls_and_kwargs: in place of it a class and its keywords, learning rate included.
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
         formatting_func: row -> the text that is trained.
-        data_collator, compute_loss_func, compute_metrics, optimizer_cls_and_kwargs, preprocess_logits_for_metrics:
-            refused, with what to do instead.
+        data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics: refused, with what to do
+            instead.
     Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
     """
 
@@ -73,11 +74,11 @@ class SFTTrainer(SupervisedTrainer):
             optimizers,
             quantization_config,
             peft_config,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             refused={
                 "data_collator": data_collator,
                 "compute_loss_func": compute_loss_func,
                 "compute_metrics": compute_metrics,
-                "optimizer_cls_and_kwargs": optimizer_cls_and_kwargs,
                 "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             },
         )

@@ -42,7 +42,6 @@ _NOT_TAKEN = {
     "compute_metrics": "logits are never held; write a callback with on_evaluate, which is given the metrics",
     "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
     "assistant_only_loss, or give rows of input_ids and labels",
-    "optimizer_cls_and_kwargs": "pass optimizers=(optimizer, scheduler), or set optim",
     "preprocess_logits_for_metrics": "logits are never held; write a callback with on_evaluate",
 }
 """Arguments that are refused, and what to do instead."""
@@ -74,6 +73,7 @@ class SupervisedTrainer(Trainer):
         quantization_config: Any,
         peft_config: Any,
         *,
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
         refused: Mapping[str, Any],
     ) -> None:
         for name, value in refused.items():
@@ -88,7 +88,7 @@ class SupervisedTrainer(Trainer):
         self._plan()
         given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
         self._module_dtype = module_dtype(self.args, given, optimizers)
-        self.models = self.make_models(given, self.optim(optimizers))
+        self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
         prepare_model(self.model, self.processing_class, self.args)
         self.learner = self.make_learner()
         self.learner.make_task = lambda learner: TellingSupervisedTask(learner, self)

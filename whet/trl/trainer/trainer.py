@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -52,6 +53,9 @@ from whet.trl.trainer.not_called import NOT_CALLED
 __all__ = ["Trainer"]
 
 log = logging.getLogger("whet")
+
+_USUAL = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
+"""Callbacks that don't call the model."""
 
 
 class Trainer(Hub):
@@ -141,12 +145,17 @@ class Trainer(Hub):
         self.lending.lend()
         self.tell("on_init_end")
 
-    def optim(self, optimizers: tuple[Any, Any]) -> OptimConfig | Callable[..., Any]:
-        """The optimizer: that of the arguments, or one that was given, with its schedule.
+    def optim(self, optimizers: tuple[Any, Any], made_of: tuple[Any, Any] | None) -> OptimConfig | Callable[..., Any]:
+        """The optimizer: that of the arguments, or one that was given, with its schedule, or as a class.
 
-        Raises: ConfigError: a schedule without an optimizer.
+        Args: made_of: optimizer_cls_and_kwargs.
+        Raises: ConfigError: both; a schedule without an optimizer.
         """
         own, self.scheduler = optimizers
+        if made_of is not None:
+            if own is not None or self.scheduler is not None:
+                raise ConfigError("optimizers and optimizer_cls_and_kwargs can't both be; give one of them")
+            return factories.of_class(*made_of, self.args, self.max_steps or 1, partial(setattr, self, "scheduler"))
         if own is not None:
             return factories.given(own, self.scheduler, self.args.max_grad_norm)
         if self.scheduler is not None:
@@ -301,12 +310,14 @@ class Trainer(Hub):
 
     def tell(self, event: str, **kwargs: Any) -> None:
         """Tells the callbacks of an event; those of the user's have the model as transformers has it."""
-        with self.lending.lent() if self._has_own_callbacks() else nullcontext():
+        with self.lending.lent() if self._is_heard(event) else nullcontext():
             self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
 
-    def _has_own_callbacks(self) -> bool:
-        usual = (DefaultFlowCallback, PrinterCallback, ProgressCallback)
-        return any(type(callback) not in usual for callback in self.callback_handler.callbacks)
+    def _is_heard(self, event: str) -> bool:
+        """Whether a callback of the user's has a method of its own for an event."""
+        base = getattr(TrainerCallback, event)
+        own = [getattr(c, event) for c in self.callback_handler.callbacks if type(c) not in _USUAL]
+        return any(getattr(method, "__func__", method) is not base for method in own)
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
