@@ -122,7 +122,7 @@ What is said above of callbacks, the last step, resuming, masters and overridden
 - `label_smoothing` acts on DPO's sigmoid loss too.
 - A new score head begins at 0, TRL's at random: the first scores are 0, and the first step is the same for every seed.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
-- `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's own, and the schedule the arguments'.
+- `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
 - `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and `data_collator` are refused, each with
   what to do instead. Nothing holds logits, and TRL has deprecated `compute_loss_func` itself.
 """
