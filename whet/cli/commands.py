@@ -133,7 +133,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     say = _Say()
     say("whet demo: GRPO teaches a small model the order of operations (about a minute on 2 cores)")
     say("  task: 2*2+4*3= -> 4+4*3=4+12=16")
-    say("  The model begins as a pupil who calculates rightly in random order. The reward checks only the final number.")
+    say("  It begins as a pupil who calculates rightly, but in random order. The reward checks only the final number.")
     summary = grpo(config)
     folder = Path(summary["run_dir"])
     say("")
