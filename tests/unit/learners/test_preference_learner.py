@@ -268,7 +268,7 @@ def test_a_lone_row_has_the_kl_of_the_step_before(folder):
 def test_labels_without_contrast_are_told(folder, caplog):
     good = [{**row, "label": True} for row in LABELLED[:3]]
     learner("kto", folder).new_run(good)
-    assert "all 3 answers are labelled True: algo.loss_type=kto learns from good answers against bad ones" in caplog.text
+    assert "all 3 answers are labelled True: algo.loss_type=kto learns from good answers against bad" in caplog.text
     caplog.clear()
     run = learner("kto", folder).new_run(LABELLED)
     assert "labelled" not in caplog.text
