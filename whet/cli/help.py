@@ -331,7 +331,7 @@ def command_help(command: str, about: str, topic: str, kind: type, short: Mappin
         if not keys:
             known = [f.name for f in dataclasses.fields(kind)]
             near = nearest(topic, _sections(kind, short))
-            raise ConfigError(f"--help {topic}: no such section or key{near or '.'} There are {', '.join(known)}")
+            raise ConfigError(f"--help {topic}: no such section or key{near}; there are {', '.join(known)}")
         return keys
     words = {"push": "[RUN] ", "data": "[grpo|ppo|sft|rm|dpo] [rows=N] ", "demo": ""}.get(command, "")
     files = "" if command == "demo" else "[--config FILE ...] "
