@@ -127,7 +127,7 @@ def _run(command: str, words: list[str]) -> None:
         unfailing("stdout") if command in _TRAIN else nullcontext()
     ):  # a run continues, whether or not its output can be written
         setup_logging()
-        _say_what_loads(command, config)
+        _say_what_loads(command, config, words)
         _work(command, words, config)
 
 
@@ -149,13 +149,22 @@ def _data(words: list[str]) -> None:
     show_data(config, rows=int(given[-1]) if given else 3, say=print_text)
 
 
-def _say_what_loads(command: str, config: Any) -> None:
-    """A line before torch is imported and models are read, which takes seconds to minutes."""
+def _say_what_loads(command: str, config: Any, words: list[str]) -> None:
+    """A line before torch is imported and models are read, which takes seconds to minutes; and what a resumed run has
+    that was not given again.
+    """
     if command in _RUNS or command == "eval":
         import logging
 
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
         logging.getLogger("whet").info("loading %s and %s", model, config.data.path)
+    if command in _RUNS:
+        from whet.config.resumed import kept_of_run
+
+        kept = kept_of_run(*_kind(command)[:1], words, _kind(command)[1])
+        if kept:
+            told = ", ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
+            logging.getLogger("whet").info("resume: kept as the run has them, since not given: %s", told)
 
 
 def _work(command: str, words: list[str], config: Any) -> None:
@@ -246,9 +255,9 @@ def _config(command: str, words: list[str]) -> Any:
         return None
     kind, short = _kind(command)
     if command in _TRAIN:
-        from whet.config import load
+        from whet.config.resumed import load_resumable
 
-        return load(kind, words, short)
+        return load_resumable(kind, words, short)
     if command == "eval":
         from whet.config.evaluate import load_eval
 

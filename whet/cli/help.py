@@ -285,7 +285,7 @@ def topic_of(words: Sequence[str]) -> str | None:
     >>> topic_of(["--help"]), topic_of(["--help", "all"]), topic_of(["--help=rollout"]), topic_of(["model=m"])
     ('', 'all', 'rollout', None)
     """
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):
         if word in ("-h", "--help"):
             return "" if "=" in following or following.startswith("-") else following
         if word.startswith("--help="):
