@@ -72,7 +72,7 @@ def test_print_config_and_help(words, capsys):
     main(["eval", "--help", "all"])
     said = capsys.readouterr().out
     assert "  pass_threshold=null" in said and "num_generations = rollout.num_generations_eval" in said
-    main(["push", "--help"])
+    main(["push", "--help", "all"])
     assert "  private=true  (bool)" in capsys.readouterr().out
 
 
