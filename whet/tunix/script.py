@@ -2,7 +2,7 @@
 
 __all__ = ["SCRIPT"]
 
-SCRIPT = '''## A script, before and after
+SCRIPT = """## A script, before and after
 
 What changes is what belongs to JAX: the mesh, the optimizer of optax, how a model is read, the second copy of it. What
 is said of the training stays, word for word. In Tunix:
@@ -81,5 +81,5 @@ print([row["reward"] for row in run.rows])
 
 The same run as a command, with the same words, and without a program: `whet grpo model=FOLDER data=train.jsonl
 reward=rewards.py:digits algo.beta=0.08 rollout.temperature=0.9 ...`.
-'''
+"""
 """The section."""
