@@ -153,18 +153,19 @@ def _say_what_loads(command: str, config: Any, words: list[str]) -> None:
     """A line before torch is imported and models are read, which takes seconds to minutes; and what a resumed run has
     that was not given again.
     """
-    if command in _RUNS or command == "eval":
-        import logging
+    import logging
 
+    log = logging.getLogger("whet")
+    if command in _RUNS or command == "eval":
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
-        logging.getLogger("whet").info("loading %s and %s", model, config.data.path)
+        log.info("loading %s and %s", model, config.data.path)
     if command in _RUNS:
         from whet.config.resumed import kept_of_run
 
-        kept = kept_of_run(*_kind(command)[:1], words, _kind(command)[1])
-        if kept:
+        kind, short = _kind(command)
+        if kept := kept_of_run(kind, words, short):
             told = ", ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
-            logging.getLogger("whet").info("resume: kept as the run has them, since not given: %s", told)
+            log.info("resume: kept as the run has them, since not given: %s", told)
 
 
 def _work(command: str, words: list[str], config: Any) -> None:

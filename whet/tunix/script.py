@@ -70,14 +70,16 @@ run = learner.train(batches)
 print([row["reward"] for row in run.rows])
 ```
 
-| in the script | there | here |
-|---|---|---|
-| devices | a mesh for each role | one process on the device there is; leave `role_to_mesh` out |
-| optimizer | an optax transformation | `OptimConfig`: clipping, schedule and decay are fields; or a function that makes a torch optimizer |
-| model | a function for each family, read twice | a folder or hub name of Hugging Face, read once; `"actor"` is its state at the start |
-| an adapter | LoRA by qwix, before the cluster is made | `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`; the reference is the base under it |
-| KL | `kl_loss_mode="kl"` by default | `"low_var_kl"` by default, which pulls towards the reference |
-| what comes out | checkpoints of Orbax | a Hugging Face folder in `final/` where `run_dir` is given; checkpoints that resume exactly |
+- **Devices**: there a mesh for each role; here one process on the device there is, and `role_to_mesh` is left out.
+- **Optimizer**: there a transformation of optax; here `OptimConfig`, whose fields are clipping, schedule and decay, or a
+  function that makes an optimizer of torch.
+- **Model**: there a function for each family, called twice; here a folder or hub name of Hugging Face, read once.
+  `reference="actor"` is its state at the start.
+- **An adapter**: there LoRA by qwix, before the cluster is made; here
+  `actor=RoleConfig(model=FOLDER, lora=LoraConfig(r=16))`, and the reference is the base under it.
+- **KL**: there `kl_loss_mode="kl"` by default; here `"low_var_kl"`, which pulls towards the reference.
+- **What comes out**: there checkpoints of Orbax; here, where `run_dir` is given, a Hugging Face folder in `final/` and
+  checkpoints that resume exactly.
 
 The same run as a command, with the same words, and without a program: `whet grpo model=FOLDER data=train.jsonl
 reward=rewards.py:digits algo.beta=0.08 rollout.temperature=0.9 ...`.
