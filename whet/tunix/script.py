@@ -71,7 +71,7 @@ print([row["reward"] for row in run.rows])
 ```
 
 - **Devices**: there a mesh for each role; here one process on the device there is, and `role_to_mesh` is left out.
-- **Optimizer**: there a transformation of optax; here `OptimConfig`, whose fields are clipping, schedule and decay, or a
+- **Optimizer**: there a transformation of optax; here `OptimConfig` with clipping, schedule and decay as fields, or a
   function that makes an optimizer of torch.
 - **Model**: there a function for each family, called twice; here a folder or hub name of Hugging Face, read once.
   `reference="actor"` is its state at the start.
