@@ -37,6 +37,7 @@ def run_page(text, name):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whet.cli.commands.plot_curves", lambda *_: None)  # most of a tiny run's time; tested elsewhere
     run_page(page.read_text(), str(page))
 
 
