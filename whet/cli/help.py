@@ -232,7 +232,7 @@ FIRST: Mapping[str, Sequence[Group]] = {
         (
             "Keys, as the recipe has them",
             {
-                "seed=0": "of the model, its warm start and the run",
+                "seed=0": "of all draws and of the order of the data",
                 "trainer.run_dir=runs/demo": "output folder; runs/<date>-<time> where none is given",
                 "trainer.max_steps=150": "steps",
                 "data.batch_size=32": "prompts of a step",
