@@ -74,7 +74,7 @@ class RLLearner:
             aggregation)}`.
         data_shuffle_seed: shuffles the mini-batches of each pass over a step's samples; None = in order.
         data: how rows become batches.
-        settings: the whole configuration as a tree, for the run folder; None = what the learner knows of it.
+        settings: the whole configuration, or its tree, for the run folder; None = what the learner knows of it.
         observers: told of each event of a run (run.observer.Observer).
     Raises: ConfigError: among others, where a subclass has stages of the form before Step.
     """
@@ -108,7 +108,7 @@ class RLLearner:
         data_shuffle_seed: int | None = None,
         *,
         data: DataConfig | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.rl_cluster = self.cluster = rl_cluster

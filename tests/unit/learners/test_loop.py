@@ -420,6 +420,7 @@ def test_the_run_folder_holds_everything(tmp_path, tokenizer):
         "checkpoints",
         "completions",
         "config.yaml",
+        "config_full.yaml",
         "environment.json",
         "final",
         "metrics.jsonl",
