@@ -10,9 +10,10 @@ import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whet.types import Message
+if TYPE_CHECKING:
+    from whet.types import Message
 
 __all__ = ["conversation", "is_of_conversation", "of_conversation"]
 
@@ -68,4 +69,5 @@ def of_conversation(fn: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(batched)
     functools.update_wrapper(batched, fn)
     batched.__signature__ = signature  # else that of `fn`, which it wraps
+    batched.per_completion = True
     return batched
