@@ -78,6 +78,7 @@ def _serve(connection: Connection) -> None:
     me = os.getpid()
     while True:
         name, ids, each, constant = pickle.loads(connection.recv_bytes())
+        _send(connection, {"begun": name, "memory": memory_bytes()})
         for answer in _answers(functions[name], name, ids, each, constant):
             _flush()
             if os.getpid() != me:  # a function has forked, and let the child return

@@ -104,7 +104,7 @@ def settled(found: Judged | RewardError, count: int, on_error: OnError) -> tuple
     if found.problem is not None:
         if on_error == "raise":
             raise RewardError(found.problem)
-        LOG.warning("%s; %d such entries counted as not applicable", found.problem, found.wrong)
+        LOG.warning("%s; %d such %s counted as not applicable", found.problem, found.wrong, _entry(found.wrong))
     return found.rewards, found.wrong
 
 
@@ -194,6 +194,10 @@ def shown(value: Any) -> str:
     except BaseException as error:
         name = type(value).__name__
         return f"<{'an' if name[:1].lower() in 'aeiou' else 'a'} {name} without words: {type(error).__name__}>"
+
+
+def _entry(count: int) -> str:
+    return "entry" if count == 1 else "entries"
 
 
 def _is_tensor(value: Any) -> bool:

@@ -45,6 +45,8 @@ LOOK_S = 0.5
 """How often it is looked whether a worker has ended whose connection a program of a function's own holds open."""
 PARTS = 4
 """Parts of a function's calls for each worker: few messages, and no worker without work while another has much left."""
+TRIES = 2
+"""How often calls are given to another worker where one ended before it began with them."""
 ONE_THREAD = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _CODE = (
     "import json, sys; number, trainer, sys.path[:] = json.loads(sys.argv[1]); "
@@ -71,10 +73,13 @@ class Call:
 
 @dataclass
 class _Part:
-    """Calls of one function that a worker makes one after the other. `at`: the completions of each."""
+    """Calls of one function that a worker makes one after the other."""
 
     name: str
     at: list[list[int]]
+    """The completions of each call that is still to be made."""
+    given: int = 0
+    """To how many workers it was given that ended before they began."""
 
 
 @dataclass(eq=False)
@@ -86,6 +91,7 @@ class _Worker:
     begun: float
     part: _Part | None = None
     ready: bool = False
+    begun_part: bool = False
     calls: int = 0
     memory: int = 0
     base: int | None = None
@@ -96,6 +102,13 @@ class _Worker:
         with suppress(OSError):  # it has ended, and nothing is left of its group
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+
+    def place(self, now: _Round) -> str:
+        """For which completion its call is, where it is for one."""
+        if self.part is None or not now.calls[self.part.name].per_completion:
+            return ""
+        row, _, generation = now.calls[self.part.name].ids[self.part.at[0][0]].rpartition("_")
+        return f" for row {row}, generation {generation},"
 
     def death(self) -> str:
         """How it ended."""
@@ -253,7 +266,7 @@ class RewardWorkers:
         rest = {word: value for word, value in call.words.items() if word not in each}
         ids = [[call.ids[i] for i in at] for at in part.at]
         held = [{word: _pickled(part.name, word, value) for word, value in words.items()} for words in (each, rest)]
-        worker.part, worker.begun = part, time.monotonic()
+        worker.part, worker.begun_part, worker.begun = part, False, time.monotonic()
         _limit(worker.connection, now.timeout_s)
         try:
             worker.connection.send_bytes(pickle.dumps((part.name, ids, *held)))
@@ -287,6 +300,9 @@ class RewardWorkers:
             if worker.part is None:
                 worker.ready = True
                 return
+            if "begun" in answer:
+                worker.begun_part, worker.begun = True, time.monotonic()
+                return
             at = worker.part.at[0]
             rewards = np.array(answer["rewards"], np.float64)
             judged = Judged(rewards=rewards.reshape(len(at)), wrong=answer["wrong"], problem=answer["problem"])
@@ -315,8 +331,8 @@ class RewardWorkers:
             worker,
             worker.part,
             now,
-            f"returned nothing within {limit} s and was killed",
-            "Give it a limit of its own, or raise trainer.reward_timeout_s",
+            f"returned nothing{worker.place(now)} within {limit} s and was killed; give it a limit of its own, or "
+            "raise trainer.reward_timeout_s",
         )
 
     def _dead(self, worker: _Worker, now: _Round) -> None:
@@ -327,19 +343,21 @@ class RewardWorkers:
                 f"a worker of rewards ended as it imported the functions ({how}); import "
                 f"{', '.join(one.ref for one in self.functions.values())} in a Python of its own to see why"
             )
-        self._lost(worker, worker.part, now, f"ended its process ({how})", "See what it calls")
+        if not worker.begun_part and worker.part.given < TRIES:
+            worker.part.given += 1
+            now.waiting.appendleft(worker.part)
+            return
+        self._lost(worker, worker.part, now, f"ended its process{worker.place(now)} ({how}); see what it calls")
 
-    def _lost(self, worker: _Worker, part: _Part, now: _Round, what: str, remedy: str) -> None:
+    def _lost(self, worker: _Worker, part: _Part, now: _Round, what: str) -> None:
         """Counts the call that was under way as failed; those after it are made by another worker."""
         spent = time.monotonic() - worker.begun
-        call, at = now.calls[part.name], part.at.pop(0)
+        at = part.at.pop(0)
         if part.at:
             now.waiting.appendleft(part)
-        row, _, generation = call.ids[at[0]].rpartition("_")
-        where = f" for row {row}, generation {generation}" if call.per_completion else ""
-        problem = f"reward function {part.name} {what}{where}. {remedy}"
+        problem = f"reward function {part.name} {what}"
         if now.stop:
-            problem += "; trainer.on_reward_error=none goes on without its reward"
+            problem += ". trainer.on_reward_error=none goes on without its reward"
         now.put(part.name, at, Judged.failed(problem, len(at)), spent)
 
     def _drop(self, worker: _Worker) -> None:
