@@ -110,7 +110,7 @@ one; or set reward_workers=0
                 f"({type(error).__name__}: {error}); bind plain values, or set reward_workers=0"
             ) from error
     if (why := _unreachable(fn)) is not None:
-        raise ConfigError(f"reward function {name} is {why}, which worker processes can't import; {REMEDY}")
+        raise ConfigError(f"reward function {name} is {why}; {REMEDY}")
     ref = _ref(fn)
     there = resolve_ref(ref, "reward function")
     if there is not fn and there is not getattr(fn, "__wrapped__", None):  # a function of one conversation is wrapped
@@ -128,15 +128,15 @@ def _ref(fn: Any) -> str:
 def _unreachable(fn: Any) -> str | None:
     """Why a function can't be imported elsewhere; None = it can."""
     if not (inspect.isroutine(fn) or inspect.isclass(fn)):
-        return f"an object of class {type(fn).__name__}, of whose state each process would have its own"
+        return f"an object of class {type(fn).__name__}, and each worker process would have a state of its own"
     if inspect.ismethod(fn) and not inspect.isclass(fn.__self__):
-        return f"a method of an object of class {type(fn.__self__).__name__}, of whose state each would have its own"
+        return f"a method of an object ({type(fn.__self__).__name__}), and each worker process would have its own"
     if "<lambda>" in fn.__qualname__:
-        return "a lambda"
+        return "a lambda, which worker processes can't import"
     if "<locals>" in fn.__qualname__:
-        return f"defined within {fn.__qualname__.split('.<locals>')[0]}"
+        return f"defined within {fn.__qualname__.split('.<locals>')[0]}, where worker processes can't import it"
     if fn.__module__ == "__main__":
-        return "defined in the program itself (__main__), which each process would run again: put it into a file"
+        return "defined in the program itself (__main__), which each worker process would run again"
     if fn.__module__ not in sys.modules:
-        return f"of the module {fn.__module__}, which is no longer there"
+        return f"of the module {fn.__module__}, which worker processes can't import"
     return None

@@ -7,6 +7,7 @@ by its last fork). Left out on purpose: advantages, which are the estimator's bu
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from whet.metrics import Max, Mean, Metric, Min, Sum, merge
 from whet.rewards.contract import Called, OnError, RewardInputs, call_rewards, keywords
 from whet.rewards.functions import named
 from whet.rewards.library import REWARDS
+from whet.rewards.maths import math_match
 from whet.rewards.model import RewardModel
 from whet.rewards.resolve import RESERVED, by_name, listed, resolve_reward, resolved
 from whet.rewards.workers import RewardWorkers
@@ -31,6 +33,8 @@ __all__ = [
     "reward_metrics",
     "sample_std",
 ]
+
+LOG = logging.getLogger("whet")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,6 +182,11 @@ class RewardManager:
         self.on_error: OnError = on_error
         self.timeout_s = timeout_s
         self.algo_fields = dict(algo_fields or {})
+        if not workers and math_match in self.fns.values():
+            LOG.warning(
+                "math_match without reward_workers: a formula such as 9^{9^{9^9}} stops training, and nothing can end its "
+                "call; set reward_workers=1 or more"
+            )
         pairs = zip(given, self.fns.items(), strict=True)
         away = {name: (one, fn) for one, (name, fn) in pairs if not isinstance(fn, RewardModel)} if workers else {}
         there = {name: named(one, fn, name) for name, (one, fn) in away.items()}

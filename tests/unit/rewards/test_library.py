@@ -154,6 +154,14 @@ def test_formulas_count_by_their_meaning(text, answer, score):
     assert one("math_match", text, answer) == score
 
 
+@with_math
+def test_formulas_without_a_process_that_can_be_killed_are_warned_of(caplog):
+    RewardManager("math_match")
+    assert "stops training, and nothing can end its call; set reward_workers=1" in caplog.text
+    caplog.clear()
+    assert RewardManager("math_match", workers=1).workers.functions and not caplog.text
+
+
 def test_what_is_missing_or_wrong_is_said_at_the_start(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"needs math-verify .*pip install 'whet\[math\]'"):

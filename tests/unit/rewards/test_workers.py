@@ -204,8 +204,8 @@ class Judge:
     ("fn", "words"),
     [
         (lambda completions: [1.0], "is a lambda, which worker processes can't import; give .*file.py:name"),
-        (Judge(), "an object of class Judge, of whose state each process would have its own"),
-        (Judge().score, "a method of an object of class Judge"),
+        (Judge(), "an object of class Judge, and each worker process would have a state of its own"),
+        (Judge().score, r"a method of an object \(Judge\)"),
         (functools.partial(exact_match, answer=(x for x in "a")), "what is bound to it can't be sent.*generator"),
     ],
 )
@@ -223,7 +223,7 @@ def test_functions_of_the_program_itself_and_files_that_do_not_import_are_refuse
         RewardManager(score, workers=1)
     monkeypatch.setattr(score, "__qualname__", "score")
     monkeypatch.setattr(score, "__module__", "__main__")
-    with pytest.raises(ConfigError, match=r"defined in the program itself \(__main__\).* put it into a file"):
+    with pytest.raises(ConfigError, match=r"defined in the program itself \(__main__\).* give reward_workers"):
         RewardManager(score, workers=1)
     for fault, words in (
         ("raise OSError('no')", r"importing .*moody\d+\.py raised OSError: no"),
