@@ -184,8 +184,8 @@ class RewardManager:
         self.algo_fields = dict(algo_fields or {})
         if not workers and math_match in self.fns.values():
             LOG.warning(
-                "math_match without reward_workers: a formula such as 9^{9^{9^9}} stops training, and nothing can end its "
-                "call; set reward_workers=1 or more"
+                "math_match without reward_workers: a formula such as 9^{9^{9^9}} stops training, and nothing can end "
+                "its call; set reward_workers=1 or more"
             )
         pairs = zip(given, self.fns.items(), strict=True)
         away = {name: (one, fn) for one, (name, fn) in pairs if not isinstance(fn, RewardModel)} if workers else {}

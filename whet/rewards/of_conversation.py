@@ -6,7 +6,6 @@ prompt's messages and what was said since, tools and user included. A prompt of 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Sequence
@@ -62,6 +61,8 @@ def of_conversation(fn: Callable[..., Any]) -> Callable[..., Any]:
         return calls(prompts, completions, answer)
 
     async def judged_together(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any]) -> list[Any]:
+        import asyncio  # here, since worker processes of rewards start without
+
         return list(await asyncio.gather(*calls(prompts, completions, answer)))
 
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)

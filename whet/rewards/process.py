@@ -7,7 +7,6 @@ object that a function has made. Left out on purpose: deadlines, since only from
 
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import faulthandler
 import inspect
@@ -112,6 +111,8 @@ def _answers(
             shared = {word: pickle.loads(held) for word, held in words.items()}  # anew: no call sees another's changes
             value = fn(**{word: lists[call] for word, lists in given.items()}, **shared)
             if inspect.isawaitable(value):
+                import asyncio
+
                 value = asyncio.run(_awaited(value))
             found = judged(value, of_call, name=name)
         except BaseException as error:  # SystemExit too: no function ends its worker by raising
