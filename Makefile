@@ -22,7 +22,7 @@ $(VENV)/.installed-%: pyproject.toml
 	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -e '.[$*]'
 	@touch $@
 
-demo: $(DEMO)  ## train a small model by GRPO, about 4 minutes (SEED=n)
+demo: $(DEMO)  ## train a small model by GRPO, about a minute (SEED=n)
 	@$(BIN)/python -m whet.cli demo seed=$(SEED)
 
 test: $(STAMP)  ## the test suite, on all processors
@@ -39,7 +39,7 @@ lint: $(STAMP)  ## ruff and pyright
 docs: $(STAMP)  ## write the generated pages again
 	$(BIN)/python -m whet.tunix.fields > docs/from-tunix.md
 	$(BIN)/python -m whet.cli.defaults > docs/defaults.md
-	$(BIN)/python -m whet.trl.fields > docs/from-trl.md
+	$(BIN)/python -m whet.trl.config.page > docs/from-trl.md
 	$(BIN)/python -m whet.torchrl.fields > docs/from-torchrl.md
 	$(BIN)/python -m whet.rl2.page > docs/from-rl2.md
 	$(BIN)/python -m whet.learners.catalog > docs/algorithms.md

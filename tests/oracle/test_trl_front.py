@@ -17,9 +17,9 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.learners.control import Control
 from whet.learners.objective import make_objective
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.chat import Chat
-from whet.trl.rl_learner import TRLLearner
-from whet.trl.translate_rl import grpo as algorithm
+from whet.trl.agents.chat import Chat
+from whet.trl.config.translate import grpo as algorithm
+from whet.trl.rl.learner import TRLLearner
 from whet.types import LossInputs
 
 trl = pytest.importorskip("trl")

@@ -14,8 +14,8 @@ from typing import Any
 
 from whet.config import PPORunConfig, RunConfig, dump_tree
 from whet.config.base import leaves
-from whet.trl.fields_grpo import GRPO_FIELDS
-from whet.trl.fields_training import TRAINING_FIELDS
+from whet.trl.config.grpo import GRPO_FIELDS
+from whet.trl.config.training import TRAINING_FIELDS
 from whet.tunix.fields import TUNIX_FIELDS
 
 __all__ = ["differing", "page"]

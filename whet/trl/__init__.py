@@ -1,16 +1,23 @@
-"""TRL's trainers over whet's learners: a script written for TRL runs with its import changed. TRL is not needed."""
+"""TRL's trainers over whet's learners: a script written for TRL runs with its import changed. TRL is not needed.
 
-from whet.trl.dpo_config import DPOConfig
-from whet.trl.dpo_trainer import DPOTrainer
-from whet.trl.grpo_config import GRPOConfig
-from whet.trl.grpo_trainer import GRPOTrainer
-from whet.trl.reward_config import RewardConfig
-from whet.trl.reward_trainer import RewardTrainer
-from whet.trl.rloo_config import RLOOConfig
-from whet.trl.rloo_trainer import RLOOTrainer
+config/        every field of TRL's configurations, what it is here, and what whet's sections they make
+trainer/       what every trainer has: callbacks, state, logs, files
+rl/            GRPOTrainer, RLOOTrainer        agents/    tools, environments, rollout_func
+supervised/    SFTTrainer, DPOTrainer, RewardTrainer
+rewards.py     TRL's ready reward functions    scripts.py    what its scripts read from the command line
+"""
+
+from whet.trl.config.dpo import DPOConfig
+from whet.trl.config.grpo import GRPOConfig
+from whet.trl.config.reward import RewardConfig
+from whet.trl.config.rloo import RLOOConfig
+from whet.trl.config.sft import SFTConfig
+from whet.trl.rl.grpo import GRPOTrainer
+from whet.trl.rl.rloo import RLOOTrainer
 from whet.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
-from whet.trl.sft_config import SFTConfig
-from whet.trl.sft_trainer import SFTTrainer
+from whet.trl.supervised.dpo import DPOTrainer
+from whet.trl.supervised.reward import RewardTrainer
+from whet.trl.supervised.sft import SFTTrainer
 
 __all__ = [
     "DPOConfig",

@@ -13,7 +13,7 @@ from helpers import END, PAD, length_reward, rows, tiny_model
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.chat import Chat
+from whet.trl.agents.chat import Chat
 
 SMALL = {"per_device_train_batch_size": 3, "num_generations": 3, "max_completion_length": 300, "learning_rate": 1e-2,
          "logging_steps": 1, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_steps": 1,

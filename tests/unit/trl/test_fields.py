@@ -7,8 +7,8 @@ from transformers import HfArgumentParser
 
 from whet.errors import ConfigError
 from whet.trl import DPOConfig, GRPOConfig, RewardConfig, RLOOConfig, SFTConfig
-from whet.trl.field import STATES
-from whet.trl.fields import PAGES, page
+from whet.trl.config.field import STATES
+from whet.trl.config.page import PAGES, page
 
 CONFIGS = (GRPOConfig, RLOOConfig, SFTConfig, DPOConfig, RewardConfig)
 ROWS = {**GRPOConfig.TABLE, **GRPOConfig.OLD}
@@ -25,7 +25,7 @@ def lacking(theirs, table):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.__name__)
 def test_every_field_of_the_installed_trl_is_in_the_table_with_its_default(config):
     theirs = getattr(pytest.importorskip("trl"), config.__name__)
-    assert lacking(theirs, config.TABLE) == [], "give each a row in whet/trl/fields_*.py"
+    assert lacking(theirs, config.TABLE) == [], "give each a row in whet/trl/config/"
     one = "learning_rate"
     assert lacking(theirs, {name: row for name, row in config.TABLE.items() if name != one}) == [one]
 

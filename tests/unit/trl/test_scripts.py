@@ -10,7 +10,7 @@ import pytest
 from whet.errors import ConfigError
 from whet.trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
 from whet.trl import rewards as own
-from whet.trl.card import card
+from whet.trl.trainer.hub import card
 
 
 @pytest.mark.parametrize("cls", [ModelConfig, ScriptArguments])

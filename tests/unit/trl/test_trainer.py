@@ -28,7 +28,7 @@ from transformers import (
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.trl import GRPOConfig, GRPOTrainer
-from whet.trl.translate_rl import warn
+from whet.trl.config.grpo import warn
 
 SMALL = {"per_device_train_batch_size": 3, "num_generations": 3, "max_completion_length": 6, "learning_rate": 0.1,
          "logging_steps": 1, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_steps": 2,

@@ -1,0 +1,89 @@
+"""DPOConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from whet.config import PreferenceConfig
+from whet.learners.preference_objective import make_preference_objective
+from whet.trl.config.arguments import dataclass_of
+from whet.trl.config.field import Table, inert, old, other, works
+from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, SupervisedArguments
+from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+
+__all__ = ["DPO_FIELDS", "OLD_DPO_FIELDS", "DPOConfig"]
+
+DPO_FIELDS: Table = {
+    **MODEL_FIELDS,
+    "disable_dropout": NO_DROPOUT,
+    "max_length": works(1024, "None = no limit", int),
+    "truncation_mode": works("keep_start", "or keep_end; pairs with nothing trained left are dropped and counted"),
+    "padding_free": inert(False, "nothing is padded in any case"),
+    "precompute_ref_log_probs": works(False),
+    "precompute_ref_batch_size": inert(None, "passes go by the token budget", int),
+    "loss_type": works(["sigmoid"], "and whet's others that take pairs (docs/preference.md)", list[str]),
+    "loss_weights": works(None, kind=list[float]),
+    "ld_alpha": works(None, kind=float),
+    "f_divergence_type": works("reverse_kl"),
+    "f_alpha_divergence_coef": works(0.5),
+    "label_smoothing": other(0.0, "of sigmoid too, which is cDPO: TRL's sigmoid takes no notice of it"),
+    "beta": works(0.1),
+    "use_weighting": works(False),
+    "discopop_tau": works(0.05),
+    "sync_ref_model": works(False),
+    "ref_model_mixup_alpha": works(0.6),
+    "ref_model_sync_steps": works(512),
+}  # fmt: skip
+"""Field -> what it is here."""
+
+_NO_PROMPT_LIMIT = "not read: max_length is the limit of prompt and answer, as in later releases"
+OLD_DPO_FIELDS: Table = {
+    "max_prompt_length": old(_NO_PROMPT_LIMIT, int),
+    "max_completion_length": old(_NO_PROMPT_LIMIT, int),
+}
+"""Field of an earlier TRL -> how it is read."""
+
+_SAME = ("beta", "ld_alpha", "f_divergence_type", "use_weighting", "precompute_ref_log_probs")
+"""Fields with one name and meaning in both."""
+_OF_ONE = {
+    "discopop_tau": ("discopop",),
+    "label_smoothing": ("sigmoid", "robust", "exo_pair", "cpo"),
+}
+"""Fields that only these losses take."""
+
+
+class _DPO(SupervisedArguments):
+    """What DPOConfig has besides its fields."""
+
+    TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **SUPERVISED_FIELDS, **DPO_FIELDS}
+    OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_DPO_FIELDS}
+
+    def _check(self) -> None:
+        """What of its values is not there."""
+        super()._check()
+        self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
+        make_preference_objective(self.to_whet())
+
+    def to_whet(self) -> PreferenceConfig:
+        """The objective as whet's own configuration."""
+        losses = tuple(self.loss_type)
+        fields: dict[str, Any] = {name: getattr(self, name) for name in _SAME}
+        fields |= {n: getattr(self, n) for n, of in _OF_ONE.items() if set(of) & set(losses)}
+        if self.f_divergence_type == "alpha_divergence":
+            fields["f_alpha_divergence_coef"] = self.f_alpha_divergence_coef
+        if self.sync_ref_model:
+            names = ("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps")
+            fields |= {name: getattr(self, name) for name in names}
+        weights = None if self.loss_weights is None else tuple(self.loss_weights)
+        return PreferenceConfig(loss_type=losses, loss_weights=weights, log_entropy=True, **fields)
+
+
+DPOConfig: type[_DPO] = dataclass_of(
+    "DPOConfig",
+    _DPO,
+    """TRL's DPOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+
+    >>> DPOConfig(loss_type="ipo").to_whet().loss_type
+    ('ipo',)
+    """,
+)

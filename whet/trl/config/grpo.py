@@ -1,0 +1,198 @@
+"""GRPOConfig: TRL's, field by field, besides what it has from transformers (training.py)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, ClassVar
+
+from whet.errors import ConfigError
+from whet.trl.config.arguments import dataclass_of
+from whet.trl.config.field import Table, inert, old, other, refused, works
+from whet.trl.config.rl import RLArguments
+from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.trl.config.translate import grpo
+
+__all__ = ["COMPAT", "GRPO_FIELDS", "OLD_GRPO_FIELDS", "GRPOConfig", "warn"]
+
+log = logging.getLogger("whet")
+
+_SERVER = "only read with vllm_mode='server', which is refused"
+_CB = "whet's own engine batches continuously in any case"
+_KEPT = "the corrections are of the embedded engine's own logprobs only where use_vllm is set, as there"
+
+GRPO_FIELDS: Table = {
+    "model_init_kwargs": other(None, "dtype is read as fp32 masters with bf16=...; torch_dtype, device_map and "
+                                     "attn_implementation ask for nothing; others are refused", dict),
+    "trust_remote_code": refused(False, "code of a model's repository is never run"),
+    "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
+                                    harmless=(0.0, 0)),
+    "disable_dropout": inert(False, "dropout is always off, so that sampler and trainer are one policy"),
+    "cast_lm_head_to_fp32": inert(False, "log-probabilities are made in fp32 from bf16 products in any case"),
+    "num_generations": works(8),
+    "num_generations_eval": works(None, kind=int),
+    "max_completion_length": works(512),
+    "ds3_gather_for_generation": inert(True, "the engine reads the trainer's own weights"),
+    "shuffle_dataset": works(True),
+    "pad_to_multiple_of": inert("auto", "nothing is padded", str),
+    "generation_batch_size": works(None, "completions of a rollout", int),
+    "steps_per_generation": works(None, kind=int),
+    "temperature": works(1.0),
+    "top_p": works(1.0),
+    "top_k": works(0),
+    "min_p": works(None, kind=float),
+    "generation_kwargs": works(None, "beams are refused: their sequences are no samples of the policy", dict),
+    "chat_template_kwargs": works(None, kind=dict),
+    "repetition_penalty": works(1.0),
+    "cache_implementation": inert(None, "the KV cache is the engine's own", str),
+    "use_vllm": other(False, "vLLM in this process"),
+    "vllm_mode": other("colocate", '"server" is refused: weights are shared with an engine in this process'),
+    "vllm_model_impl": works("vllm"),
+    "vllm_enable_sleep_mode": other(False, "what the engine holds besides the weights is freed for each update"),
+    "vllm_structured_outputs_regex": other(None, "with every engine", str),
+    "vllm_server_base_url": inert(None, _SERVER, str),
+    "vllm_server_host": inert("0.0.0.0", _SERVER),
+    "vllm_server_port": inert(8000, _SERVER),
+    "vllm_server_timeout": inert(240.0, _SERVER),
+    "vllm_group_port": inert(51216, _SERVER),
+    "vllm_gpu_memory_utilization": works(0.3),
+    "vllm_max_model_length": works(None, kind=int),
+    "vllm_tensor_parallel_size": refused(1, "one device samples; leave it at 1"),
+    "beta": works(0.0, "the reference is the model as it was given, not its file read again"),
+    "num_iterations": works(1),
+    "epsilon": works(0.2),
+    "delta": works(None, kind=float),
+    "epsilon_high": works(None, kind=float),
+    "sapo_temperature_neg": works(1.05),
+    "sapo_temperature_pos": works(1.0),
+    "vespo_k_pos": works(2.0),
+    "vespo_lambda_pos": works(3.0),
+    "vespo_k_neg": works(3.0),
+    "vespo_lambda_neg": works(2.0),
+    "importance_sampling_level": works("token"),
+    "reward_weights": works(None, kind=list[float]),
+    "multi_objective_aggregation": works("sum_then_normalize"),
+    "scale_rewards": works("group"),
+    "loss_type": other(
+        "dapo",
+        "the count of rows or tokens is that of the update, where TRL's may be of a micro-batch (bnpo) or a mean "
+        "(dapo, cispo, vespo with steps_per_generation other than the accumulation); cispo's cap is ε_high itself, "
+        "as there, with a warning",
+    ),
+    "mask_truncated_completions": other(False, "their rows count in the means over rows, as there"),
+    "sync_ref_model": works(False),
+    "ref_model_mixup_alpha": works(0.6),
+    "ref_model_sync_steps": other(512, "optimizer steps, rounded up to whole rollouts"),
+    "top_entropy_quantile": other(1.0, "the quantile is of the update, where TRL's is of each micro-batch"),
+    "entropy_coef": other(0.0, "the mean entropy is of the update's tokens, where TRL's is of each micro-batch"),
+    "use_adaptive_entropy": works(False),
+    "entropy_coef_min": works(0.0),
+    "entropy_coef_max": works(1.0),
+    "entropy_coef_delta": works(0.005),
+    "entropy_target": works(0.2),
+    "max_tool_calling_iterations": works(None, "rounds of calls in a completion", int),
+    "vllm_importance_sampling_correction": works(True, _KEPT),
+    "vllm_importance_sampling_mode": works("sequence_mask"),
+    "vllm_importance_sampling_clip_max": works(3.0, kind=float),
+    "vllm_importance_sampling_clip_min": works(None, kind=float),
+    "off_policy_mask_threshold": works(None, kind=float),
+    "use_bias_correction_kl": works(True),
+    "log_completions": works(False),
+    "log_multimodal": inert(True, "there are no images"),
+    "num_completions_to_print": works(None, kind=int),
+    "log_unique_prompts": works(False),
+    "log_completions_hub_repo": refused(None, "nothing is uploaded; log_completions writes parquet files", str),
+    "use_transformers_continuous_batching": inert(False, _CB),
+    "transformers_continuous_batching_config": inert(None, _CB, dict),
+    "use_transformers_paged": inert(False, _CB),
+    "vllm_importance_sampling_cap": other(None, "vllm_importance_sampling_clip_max, as there", float),
+}  # fmt: skip
+"""Field -> what it is here."""
+
+OLD_GRPO_FIELDS: Table = {
+    "max_prompt_length": old("prompts are cut on the left to so many tokens", int),
+    "vllm_device": old('must be "auto": the engine is where the trainer is'),
+    "vllm_dtype": old("nothing to do: the engine has the trainer's weights, in their dtype"),
+    "vllm_max_model_len": old("vllm_max_model_length", int),
+    "vllm_enable_prefix_caching": old("vLLM's enable_prefix_caching", bool),
+    "vllm_guided_decoding_regex": old("vllm_structured_outputs_regex"),
+    "compat": old('"0.16" = the defaults and metric names of that release'),
+}
+"""Field of an earlier TRL -> how it is read; `compat` is whet's own."""
+
+COMPAT = {"0.16": {"temperature": 0.9, "top_k": 50, "beta": 0.04, "max_completion_length": 256,
+                   "max_prompt_length": 512, "loss_type": "bnpo", "use_bias_correction_kl": False}}  # fmt: skip
+"""Release -> its defaults, where they were others."""
+
+
+class _GRPO(RLArguments):
+    """What GRPOConfig has besides its fields."""
+
+    TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **GRPO_FIELDS}
+    OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_GRPO_FIELDS}
+    COMPAT = COMPAT
+
+    METHOD = "GRPO"
+
+    @classmethod
+    def renamed(cls) -> dict[str, str]:
+        """Field of an earlier release -> the one that takes its value."""
+        return {**super().renamed(), "vllm_importance_sampling_cap": "vllm_importance_sampling_clip_max"}
+
+    def _check(self) -> None:
+        """TRL's rules, and what of its values is not there."""
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        if (self.liger_kernel_config or {}).get("fused_linear_cross_entropy"):
+            raise ConfigError("liger_kernel_config: fused_linear_cross_entropy is not for GRPO; leave it out")
+        super()._check()
+
+    def to_whet(self) -> Any:
+        """The algorithm as whet's own configuration."""
+        return grpo(self)
+
+
+GRPOConfig: type[_GRPO] = dataclass_of(
+    "GRPOConfig",
+    _GRPO,
+    """TRL's GRPOConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+
+    >>> GRPOConfig(num_generations=6, per_device_train_batch_size=8)  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    whet.errors.ConfigError: generation_batch_size (8) must be divisible by num_generations (6). Nearest that work: ...
+    """,
+)
+
+
+def warn(args: Any) -> None:
+    """Logs what is followed because TRL does it so, and what to set where it is not meant."""
+    bound = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    if args.loss_type == "cispo" and bound < 1:
+        log.warning(
+            "loss_type='cispo': the cap of the weights is epsilon_high=%s itself, as in TRL, so that every weight is "
+            "%s; the paper's 1 + ε_high is epsilon_high=5.0, say",
+            bound,
+            bound,
+        )
+    if args.beta and args.use_bias_correction_kl:
+        log.info("beta=%s: the KL is multiplied by the importance ratio, as in TRL; use_bias_correction_kl=False is k3 "
+                 "alone", args.beta)  # fmt: skip
+    if args.mask_truncated_completions and args.loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
+        log.warning(
+            "mask_truncated_completions: completions that are masked out count in the mean over rows, as in TRL, so a "
+            "step with many of them is a smaller one; loss_type='dapo' counts trained tokens alone"
+        )
+    _warn_of_level(args.loss_type, args.importance_sampling_level)
+
+
+def _warn_of_level(loss_type: str, level: str) -> None:
+    """Logs a level of the ratio that is not the one a loss was made for."""
+    if loss_type == "luspo" and level != "sequence":
+        log.warning("loss_type='luspo' was made for importance_sampling_level='sequence', and it is %r", level)
+    if loss_type == "vespo" and level != "token":
+        log.warning("loss_type='vespo' has a ratio of sequences of its own; leave importance_sampling_level at 'token'")
+    if level == "sequence" and loss_type in ("bnpo", "cispo", "dapo", "dr_grpo"):
+        log.warning(
+            "importance_sampling_level='sequence': loss_type=%r sums over tokens, so a sequence counts by its length; "
+            "GSPO is loss_type='grpo'",
+            loss_type,
+        )

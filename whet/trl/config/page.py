@@ -1,0 +1,157 @@
+"""The page for those who come from TRL: every field, and what is different.
+
+python -m whet.trl.config.page > docs/from-trl.md
+"""
+
+from __future__ import annotations
+
+import sys
+
+from whet.trl.config.dpo import DPO_FIELDS, OLD_DPO_FIELDS
+from whet.trl.config.field import STATES, Table
+from whet.trl.config.grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
+from whet.trl.config.reward import REWARD_FIELDS
+from whet.trl.config.rloo import RLOO_FIELDS
+from whet.trl.config.sft import OLD_SFT_FIELDS, SFT_FIELDS
+from whet.trl.config.supervised import SUPERVISED_FIELDS
+from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+
+__all__ = ["PAGES", "page"]
+
+PAGES: dict[str, Table] = {
+    "GRPOConfig": GRPO_FIELDS,
+    "RLOOConfig": RLOO_FIELDS,
+    "SFTConfig": SFT_FIELDS,
+    "DPOConfig": DPO_FIELDS,
+    "RewardConfig": REWARD_FIELDS,
+    "From transformers.TrainingArguments": TRAINING_FIELDS,
+    "Of these, otherwise in SFTConfig, DPOConfig and RewardConfig": SUPERVISED_FIELDS,
+    "Fields of earlier releases": {**OLD_GRPO_FIELDS, **OLD_TRAINING_FIELDS},
+    "Of SFT and DPO": {**OLD_SFT_FIELDS, **OLD_DPO_FIELDS},
+}
+"""Heading -> fields."""
+
+_INTRO = """# From TRL
+
+A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer or RewardTrainer runs with its import changed:
+
+```python skip
+from whet.trl import GRPOConfig, GRPOTrainer
+
+trainer = GRPOTrainer("Qwen/Qwen3-0.6B", reward_funcs=accuracy, args=GRPOConfig("out"), train_dataset=rows)
+trainer.train()
+```
+
+Neither TRL nor accelerate is needed. These are fronts: whet's learners train, in one process, GRPOLearner on the engine
+that reads the trainer's own weights. Reward functions, callbacks, checkpoints in `output_dir/checkpoint-*`,
+`log_history` and metric names are TRL's.
+
+[examples/trl](../examples/trl) has the scripts that one starts from: GSM8K, an adapter, several rewards, conversations,
+vLLM, a callback, a resumed run. The suite runs each with either import. `accelerate launch script.py` and
+`torchrun script.py` work with one process; of what accelerate says, the CPU and bf16 are taken. Several processes are
+refused, with the accumulation that makes the same step in one.
+
+## Tools, environments, rollouts of your own
+
+`tools`, `environment_factory` and `rollout_func` are as in TRL, `max_tool_calling_iterations` and
+`max_completion_length` (of the whole completion) too. Episodes run on the engine, each going on as soon as its own
+tools have answered; ids are appended and never made again, and only what the model said is trained.
+
+- Calls are read by the tokenizer's `response_template`. Where it has none, one is found by asking the chat template, if
+  this writes a call as a mark, JSON with `name` and `arguments`, and a mark, as those of Qwen2.5 and Qwen3 do. For
+  others set `tokenizer.response_template`; TRL has a table of known models.
+- A template that writes its last turn as no other (Qwen3's adds empty thinking) is taken as it is; TRL puts another in
+  its place.
+- A tool that fails is answered by its error. Tools run in this process, one after the other; async ones of a turn
+  together. Images in an answer are not there.
+- Reward functions are given the environments themselves, and the other columns as copies.
+- Lengths of completions are of what the model said, as there; `num_tokens` counts the tools' tokens too.
+- `rollout_func` is called with every prompt once for each of its completions. Old log-probabilities are the trainer's;
+  the ones that it returns must be there, and are not used, since a ratio to them would be another policy's.
+
+## What is different on purpose: GRPO and RLOO
+
+- A step is one rollout and its updates. Logging, evaluation and checkpoints that fall between two updates of a rollout
+  come at its end; so does the end of the run. `global_step` counts optimizer steps, as there.
+- The order of callbacks is transformers'. An optimizer step is one call, so `on_pre_optimizer_step` and
+  `on_optimizer_step` are told after it, and `on_substep_end` never.
+- Where a rollout has several updates, its completions are split in their order, groups whole where they fit; TRL
+  shuffles them first.
+- A loss is divided by counts of the whole update, TRL's by those of a micro-batch (bnpo) or by a mean over the updates
+  of a rollout (dapo, cispo, vespo). Without accumulation, and with one update a rollout, they are the same.
+- `top_entropy_quantile` and the entropy bonus go by the tokens of the whole update, TRL's by those of a micro-batch.
+- The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum
+  masks long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
+- Every end token of the model and the tokenizer ends a completion, and counts as ended.
+- A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
+  alone.
+- A data set with fewer rows than a rollout takes is an error; TRL trains for 0 steps.
+- A resumed run goes on with the very row and draw: its result is that of the run without a break.
+- Master weights are fp32 whatever computes; the reference is the model as it was given, not its file read again.
+- The draws are whet's, by (seed, step, place): they are not TRL's of the same seed.
+- Completions whose advantage is 0 are not run; means of `entropy` are over the tokens that were.
+- Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name.
+
+- `lora_dropout` of a `peft_config` is taken as 0.0, since the sampler draws without it. The reference of an adapter is
+  the base read with the adapter off: no second copy.
+
+- RLOO: `frac_reward_zero_std` is of the rewards as they were given; TRL's is of clipped ones less the KL, which hardly
+  ever agree.
+- The least and largest clip ratios of a rollout are over all its updates, TRL's are means over them.
+
+CISPO's cap at `epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are followed, with a
+line in the log.
+"""
+
+_SUPERVISED = """## What is different on purpose: SFT, DPO and reward models
+
+What is said above of callbacks, the last step, resuming, masters and overridden methods holds here too.
+
+- An update is weighed as a whole: per_device_train_batch_size times gradient_accumulation_steps rows, however many
+  passes they take. SFT's loss is TRL's; where losses are means over pairs TRL takes a mean over micro-batches, which
+  is the same where all are full. Metrics are means over the update, TRL's means over its micro-batches.
+- Evaluation is weighed over the whole set, TRL's loss is a mean over batches.
+- Rows are read as [docs/data.md](data.md) says. Prompt and answer are encoded apart, so that no token spans both; TRL
+  encodes them together, and drops the prompt's end where they differ. Of an answer with several turns the assistant's
+  are trained, in TRL the user's and the tools' too.
+- What a chat template changes or leaves out is trained as it shows it, and counted in a line of the log.
+- Without `prompt`, texts of a pair share all tokens that they begin with; TRL leaves a blank at the end to the answers.
+- Rows with nothing to train (empty answers, pairs that say the same) are left out and counted.
+- `packing` keeps every row whole and by itself, and decides how many rows make up a step: those of so many packs.
+  `packing_strategy="wrapped"` is refused, since rows would see each other.
+- `label_smoothing` acts on DPO's sigmoid loss too.
+- A new score head begins at 0, TRL's at random: the first scores are 0, and the first step is the same for every seed.
+- `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
+- `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
+- `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and `data_collator` are refused, each with
+  what to do instead. Nothing holds logits, and TRL has deprecated `compute_loss_func` itself.
+"""
+
+
+def page() -> str:
+    """The text of docs/from-trl.md."""
+    parts = [
+        _INTRO,
+        _SUPERVISED,
+        "## The fields\n\n" + "\n".join(f"- *{state}*: {words}." for state, words in STATES.items()) + "\n",
+    ]
+    for heading, table in PAGES.items():
+        rows = [
+            f"| `{name}` | `{row.default!r}` | {row.state} | {row.note.replace('|', chr(92) + '|')} |"
+            for name, row in table.items()
+        ]
+        parts.append(
+            f"## {heading}\n\n| field | default in TRL | here | note |\n|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        )
+    for release, defaults in COMPAT.items():
+        words = ", ".join(f"`{name}={value!r}`" for name, value in defaults.items())
+        parts.append(
+            f'`compat="{release}"`: {words}; `completion_length` and `reward/{{function}}` are logged besides, and '
+            "`reward_std` is the mean over groups.\n"
+        )
+    parts.append("Written by `python -m whet.trl.config.page`; a test keeps it current.\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,50 @@
+"""RewardConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from whet.config import RewardModelConfig
+from whet.trl.config.arguments import dataclass_of
+from whet.trl.config.field import Table, works
+from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIELDS, TEMPLATE_FIELDS, SupervisedArguments
+from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+
+__all__ = ["REWARD_FIELDS", "RewardConfig"]
+
+REWARD_FIELDS: Table = {
+    **{name: row for name, row in MODEL_FIELDS.items() if name != "router_aux_loss_coef"},
+    **TEMPLATE_FIELDS,
+    "learning_rate": works(1e-4),
+    "disable_dropout": NO_DROPOUT,
+    "max_length": works(1024, "pairs that are longer are left out, as there", int),
+    "center_rewards_coefficient": works(None, kind=float),
+}
+"""Field -> what it is here."""
+
+
+class _Reward(SupervisedArguments):
+    """What RewardConfig has besides its fields."""
+
+    TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **SUPERVISED_FIELDS, **REWARD_FIELDS}
+    OLD: ClassVar[Table] = OLD_TRAINING_FIELDS
+
+    def _check(self) -> None:
+        """What of its values is not there."""
+        super()._check()
+        self.to_whet()
+
+    def to_whet(self) -> RewardModelConfig:
+        """The objective as whet's own configuration."""
+        return RewardModelConfig(center_rewards_coefficient=self.center_rewards_coefficient)
+
+
+RewardConfig: type[_Reward] = dataclass_of(
+    "RewardConfig",
+    _Reward,
+    """TRL's RewardConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+
+    >>> RewardConfig(center_rewards_coefficient=0.01).to_whet().center_rewards_coefficient
+    0.01
+    """,
+)

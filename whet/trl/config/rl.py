@@ -1,0 +1,66 @@
+"""RLArguments: what GRPOConfig and RLOOConfig have in common besides their fields: the rules of batches, checks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from whet.errors import ConfigError
+from whet.trl.config.arguments import Arguments
+from whet.trl.config.batches import Batches, batches_of
+
+__all__ = ["RLArguments"]
+
+_RENAMED = {
+    "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
+    "vllm_max_model_len": "vllm_max_model_length",
+}
+_SIZES = (
+    "num_generations",
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "num_iterations",
+    "generation_batch_size",
+    "steps_per_generation",
+)
+
+
+class RLArguments(Arguments):
+    """The base of the configurations of reinforcement learning."""
+
+    METHOD: ClassVar[str] = ""
+    """For messages."""
+
+    @classmethod
+    def renamed(cls) -> dict[str, str]:
+        """Field of an earlier release -> the one that takes its value."""
+        return {**super().renamed(), **_RENAMED}
+
+    @property
+    def batches(self) -> Batches:
+        """What a step is made of. Raises ConfigError: one of TRL's rules is broken."""
+        return batches_of({name: getattr(self, name) for name in _SIZES}, method=self.METHOD)
+
+    def _check(self) -> None:
+        """TRL's rules, and what of its values is not there."""
+        super()._check()
+        made = self.batches
+        self.steps_per_generation, self.generation_batch_size = made.steps_per_generation, made.generation_batch_size
+        group = self.num_generations_eval or self.num_generations
+        if self.eval_strategy != "no" and self.per_device_eval_batch_size % group:
+            up = -(-self.per_device_eval_batch_size // group) * group
+            raise ConfigError(
+                f"The global eval batch size ({self.per_device_eval_batch_size} * 1) must be divisible by the number "
+                f"of generations used for evaluation ({group}); set per_device_eval_batch_size={up}, or "
+                f"num_generations_eval to a divisor of {self.per_device_eval_batch_size}"
+            )
+        if self.use_vllm and self.vllm_mode != "colocate":
+            raise ConfigError(
+                f"vllm_mode={self.vllm_mode!r} is not taken: vLLM runs in this process; set vllm_mode='colocate'"
+            )
+        if self.vllm_device not in (None, "auto"):
+            raise ConfigError(f"vllm_device={self.vllm_device!r} is not taken: {self.OLD['vllm_device'].note}")
+        self.to_whet()  # what it can't express is said here
+
+    def to_whet(self) -> Any:
+        """The algorithm as whet's own configuration."""
+        raise NotImplementedError

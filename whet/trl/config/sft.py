@@ -1,0 +1,92 @@
+"""SFTConfig: TRL's, field by field, besides what the others have too (supervised.py, training.py)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from whet.config import SFTConfig as Algorithm
+from whet.errors import ConfigError, lookup_error
+from whet.learners.objective import resolve_name
+from whet.ops import SFT_LOSSES
+from whet.trl.config.arguments import dataclass_of
+from whet.trl.config.field import Table, inert, old, other, works
+from whet.trl.config.supervised import MODEL_FIELDS, SUPERVISED_FIELDS, TEMPLATE_FIELDS, SupervisedArguments
+from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+
+__all__ = ["OLD_SFT_FIELDS", "SFT_FIELDS", "SFTConfig"]
+
+SFT_FIELDS: Table = {
+    **MODEL_FIELDS,
+    **TEMPLATE_FIELDS,
+    "learning_rate": works(2e-5),
+    "dataset_text_field": works("text"),
+    "dataset_kwargs": other(None, "skip_prepare_dataset, with rows of input_ids; others are refused", dict),
+    "max_length": works(1024, "None = no limit", int),
+    "truncation_mode": works("keep_start", "or keep_end; rows with nothing trained left are dropped and counted"),
+    "shuffle_dataset": other(False, "an order drawn once, from whet's own generator"),
+    "packing": other(False, "passes are packed in any case, and no row sees another: the option decides how many rows "
+                            "make up a step, which are those of so many packs of max_length tokens"),
+    "packing_strategy": other("bfd", "bfd and bfd_split make TRL's packs; wrapped is refused: rows see each other"),
+    "padding_free": inert(False, "nothing is padded in any case"),
+    "eval_packing": inert(None, "an evaluation is weighed over all its tokens, packed or not", bool),
+    "completion_only_loss": works(None, "None = where rows have prompt and completion", bool),
+    "assistant_only_loss": other(False, "turns are found by rendering, in the model's own template; marks "
+                                        "({% generation %}) within them have the last word"),
+    "loss_type": works("nll", "nll, dft, or a function of whet's"),
+}  # fmt: skip
+"""Field -> what it is here."""
+
+OLD_SFT_FIELDS: Table = {
+    "max_seq_length": old("max_length", int),
+}
+"""Field of an earlier TRL -> how it is read."""
+
+_PACKING = ("bfd", "bfd_split")
+
+
+class _SFT(SupervisedArguments):
+    """What SFTConfig has besides its fields."""
+
+    TABLE: ClassVar[Table] = {**TRAINING_FIELDS, **SUPERVISED_FIELDS, **SFT_FIELDS}
+    OLD: ClassVar[Table] = {**OLD_TRAINING_FIELDS, **OLD_SFT_FIELDS}
+
+    @classmethod
+    def renamed(cls) -> dict[str, str]:
+        """Field of an earlier release -> the one that takes its value."""
+        return {**super().renamed(), "max_seq_length": "max_length"}
+
+    def _check(self) -> None:
+        """What of its values is not there."""
+        super()._check()
+        if self.packing and self.packing_strategy not in _PACKING:
+            if self.packing_strategy == "wrapped":
+                raise ConfigError(
+                    "packing_strategy='wrapped' is not taken: it cuts rows where a pack is full, and they see each "
+                    "other; take 'bfd', or 'bfd_split', which cuts those that are longer than max_length"
+                )
+            raise lookup_error("packing_strategy", self.packing_strategy, _PACKING)
+        if self.packing and self.max_length is None:
+            raise ConfigError("When packing is enabled, `max_length` can't be `None`: it is the length of a pack")
+        given = set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"}
+        if given:
+            raise ConfigError(
+                f"dataset_kwargs: {sorted(given)[0]!r} is not taken; give rows as they are to be trained on, or rows "
+                "of input_ids and labels"
+            )
+        resolve_name(self.loss_type, SFT_LOSSES, "SFT loss")
+
+    def to_whet(self) -> Any:
+        """The objective as whet's own configuration."""
+        return Algorithm(loss_type=self.loss_type, log_entropy=True)
+
+
+SFTConfig: type[_SFT] = dataclass_of(
+    "SFTConfig",
+    _SFT,
+    """TRL's SFTConfig: every field by its name, with its default; docs/from-trl.md says what each is here.
+
+    >>> SFTConfig(packing=True, max_length=None)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: When packing is enabled, `max_length` can't be `None`: it is the length of a pack
+    """,
+)

@@ -1,0 +1,188 @@
+"""GRPOLearner as the front runs it: mini-batches counted in completions, and TRL's mean of the entropy bonus."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from whet.config import Mode
+from whet.data.prompts import PromptEncoder
+from whet.learners.grpo import GRPOLearner
+from whet.learners.report import spread, total_metrics
+from whet.learners.step import Step
+from whet.metrics import flat
+from whet.ops import high_entropy_mask
+from whet.rollout.driver import Episode, single_turns
+from whet.run.run import Run
+from whet.trl.agents.agents import Agents
+from whet.trl.agents.chat import read_turn
+from whet.trl.config.batches import Batches
+from whet.trl.rl.generate import generated, is_replaced
+from whet.types import Group, LossInputs, Prompt, TokenBatch
+
+__all__ = ["TRLLearner"]
+
+_SHARE = "entropy_share"
+"""Column: what the entropy of a token counts in its mean, over the weight that the loss of the token has."""
+
+
+class TRLLearner(GRPOLearner):
+    """Trains as TRL's GRPOTrainer does: see RLLearner for the arguments. the front sets its attributes."""
+
+    batches: Batches
+    agents: Agents
+    front: Any
+    """The trainer, for rollout_func."""
+    make_task: Any
+    """(learner) -> the RLTask of a run."""
+
+    def new_run(self, train_ds: Any, eval_ds: Any = None) -> Run:
+        """As RLLearner.new_run, with the front's task."""
+        super().new_run(None)  # its checks
+        task = self.make_task(self)
+        stream = task.stream(train_ds)
+        return Run(task, stream, self.cluster, self.config, observers=self.observers)
+
+    # ---- rollouts ------------------------------------------------------------------------------------------------
+
+    def encoder(self, mode: Mode) -> PromptEncoder:
+        """What turns rows into prompts, which tell of the tools."""
+        return self.encoder_with(mode, self.agents.schemas)
+
+    def encoder_with(self, mode: Mode, schemas: Sequence[Any]) -> PromptEncoder:
+        """The same with other tools. Args: schemas: what the template is told of them."""
+        return self.cluster.encoder(mode, prompt_column="prompt", on_answered="continue", tools=schemas or None)
+
+    def rollout(self, prompts: Sequence[Prompt], *, step: int, mode: Mode, first: int = 0) -> Sequence[Group]:
+        """Completes prompts: by rollout_func, by the model's own `generate` where that was replaced, by the engine."""
+        number = self.num_generations_of(mode)
+        if self.agents.rollout_func is not None:
+            return self.parsed(self.agents.called(self.front, prompts, number, self.cluster.eos_ids))
+        prompts, play = self.agents.begun(self, prompts, number, mode, first)
+        if is_replaced(self.cluster.actor.module):
+            return self.parsed(self._generated(prompts, number, play, (step, first), mode))
+        return self.parsed(
+            self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode, play=play)
+        )
+
+    def _generated(
+        self, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
+    ) -> list[Group]:
+        config, sampling = self.cluster.rollout_for(mode), self.cluster.sampling(mode)
+        names = {
+            "temperature": config.temperature,
+            "top_p": config.top_p,
+            "max_new_tokens": config.max_tokens_to_generate,
+        }
+        step, first = place
+        if play is None:
+            episodes = single_turns(prompts, sampling, num_generations=number, address=(0, step, first))
+        else:
+            episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
+                        for i, prompt in enumerate(prompts) for g in range(number)]  # fmt: skip
+        return generated(
+            self.cluster.actor.module,
+            episodes,
+            number,
+            end_ids=self.cluster.eos_ids,
+            pad_id=self.cluster.pad_id,
+            options={**names, "top_k": config.top_k or 0, **config.generation_kwargs},
+            version=self.cluster.actor.version,
+        )
+
+    def parsed(self, groups: Sequence[Group]) -> Sequence[Group]:
+        """The same, what was said in a chat as the tokenizer's response template reads it, where it has one."""
+        tokenizer: Any = self.cluster.tokenizer
+        if tokenizer.response_template is None:
+            return groups
+        read = functools.partial(read_turn, tokenizer, tokenizer.response_template)
+        made = []
+        for group in groups:
+            context, chat = group.prompt.tokens, not isinstance(group.prompt.source, str)
+            done = [
+                dataclasses.replace(c, messages=(read(c.tokens, context, self.agents.schemas),))
+                if chat and c.messages is None
+                else c
+                for c in group.completions
+            ]
+            made.append(dataclasses.replace(group, completions=tuple(done)))
+        return made
+
+    def batch(self, step: Step) -> Step:
+        """As RLLearner.batch; lengths of completions with tools are those of what the model said, as in TRL."""
+        step = super().batch(step)
+        if not self.agents.plays and self.agents.rollout_func is None:
+            return step
+        done = [c for g in step.need_rewarded().groups for c in g.completions]
+        lengths = np.array([int((c.versions >= 0).sum()) for c in done])
+        stopped = np.array([c.finish_reason == "stop" for c in done])
+        own = {
+            **spread("completions/length", lengths, prefix=True),
+            **spread("completions/terminated_length", lengths[stopped], prefix=True),
+        }
+        return step.replace(metrics={**step.metrics, **own})
+
+    def score(self, step: Step) -> Step:
+        """As PolicyLearner.score; what the engine has not sampled has no logprobs of its own, so the trainer's are
+        taken.
+        """
+        if is_replaced(self.cluster.actor.module) or self.agents.rollout_func is not None:
+            batch = step.need_batch()
+            step = step.replace(batch=batch.replace(sampler_logprobs=self.cluster.actor.logprobs(batch).logprobs))
+        return super().score(step)
+
+    # ---- updates -------------------------------------------------------------------------------------------------
+
+    def num_updates(self, num_groups: int) -> int:
+        """Optimizer steps of a rollout."""
+        return self.batches.updates
+
+    def minibatches(self, step: Step) -> Iterator[TokenBatch]:
+        """The completions of a rollout in their order, so many at a time, num_iterations times."""
+        batch = step.need_batch()
+        for _ in range(self.batches.passes):
+            for rows in torch.arange(batch.num_sequences).split(self.batches.rows):
+                yield batch.select(rows)
+
+    def _ranked(self, mini: TokenBatch) -> TokenBatch:
+        """As PolicyLearner's, and with each token's share of the mean entropy where there is a bonus."""
+        mini = super()._ranked(mini)
+        if not self.control.has_entropy_bonus:
+            return mini
+        mini = self.cluster.actor_trainer.weighted(mini)
+        acts = mini.mask
+        if self.objective.has(high_entropy_mask):
+            acts = acts & (mini.need("entropy_rank") >= 1 - self.algo_config.top_entropy_quantile - 1e-6)
+        weights = mini.need("weights").double()
+        share = acts.double() / acts.sum().clamp(min=1) / torch.where(weights > 0, weights, 1.0)
+        return mini.with_token_columns(**{_SHARE: share})
+
+    def loss(self, x: LossInputs) -> tuple[Tensor, dict[str, Tensor]]:
+        """The objective, its entropy bonus a mean over the tokens it acts on, whatever the aggregation: TRL's."""
+        loss, metrics = super().loss(x)
+        if not self.control.has_entropy_bonus:
+            return loss, metrics
+        assert x.entropy is not None
+        bonus = self.control.loss_entropy_coef * x.entropy
+        metrics["policy_loss"] = (loss + bonus).detach()
+        return loss + bonus * (1 - x.need(_SHARE).to(loss.dtype)), metrics
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def measure(self, prompts: Sequence[Prompt], step: int) -> tuple[dict[str, float], TokenBatch]:
+        """Rewards, completions and the loss on prompts, as an evaluation samples them, and what they were measured on.
+
+        Args: step: of the draws.
+        """
+        made = self.reward(Step(index=step, prompts=prompts, mode=Mode.EVAL,
+                                groups=self.rollout(prompts, step=step, mode=Mode.EVAL)))  # fmt: skip
+        made = self.assign_advantages(self.score(self.batch(made)))
+        batch = made.need_batch()
+        found = self.cluster.actor_trainer.measure(self._ranked(batch))
+        return flat({**made.metrics, **total_metrics(batch), **found}), batch

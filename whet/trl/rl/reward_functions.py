@@ -1,0 +1,147 @@
+"""Reward functions under TRL's contract: what they are given besides columns, and models among them.
+
+    fn(prompts=, completions=, completion_ids=, **columns, trainer_state=, log_extra=, log_metric=)
+
+A function that takes fewer of them is given those that it names. None and NaN mean that it does not apply.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from whet.data.tokenizer import load_tokenizer
+from whet.errors import ConfigError
+from whet.models.load import load_model
+from whet.rewards.contract import RewardInputs
+from whet.rewards.manager import Rewarded, RewardManager
+from whet.rewards.model import RewardModel
+from whet.train.worker import ModelWorker
+from whet.trl.agents.agents import Agents, own_prompts
+from whet.types import Group
+
+__all__ = ["RewardLog", "TRLRewards", "reward_functions"]
+
+log = logging.getLogger("whet")
+
+
+class RewardLog:
+    """What reward functions log of their own: columns of completions and metrics.
+
+    Args: state: the trainer's, given to functions as trainer_state.
+    """
+
+    def __init__(self, state: Callable[[], Any]) -> None:
+        self._state = state
+        self.columns: dict[str, list[Any]] = {}
+        self.metrics: dict[str, list[float]] = {}
+
+    def offered(self) -> dict[str, Any]:
+        """The keywords that functions are given."""
+        return {"trainer_state": self._state(), "log_extra": self.log_extra, "log_metric": self.log_metric}
+
+    def log_extra(self, column: str, values: list[Any]) -> None:
+        """A column of the table of completions: a value for each."""
+        self.columns.setdefault(column, []).extend(values)
+
+    def log_metric(self, name: str, value: float) -> None:
+        """A number of this step; several are averaged."""
+        self.metrics.setdefault(name, []).append(float(value))
+
+    def take(self) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """The columns and the metrics since the last time, which are forgotten."""
+        columns, metrics = self.columns, {n: sum(v) / len(v) for n, v in self.metrics.items()}
+        self.columns, self.metrics = {}, {}
+        return columns, metrics
+
+
+class TRLRewards(RewardManager):
+    """The rewards of a batch, the functions given what TRL gives them; `log` and `agents` are set by the trainer."""
+
+    log: RewardLog
+    agents: Agents
+
+    def check(self, columns: Sequence[str], *, extras: Mapping[str, Any] | None = None) -> None:
+        """As RewardManager, with what the log offers; what a rollout_func will return can't be known."""
+        if self.agents.rollout_func is None:
+            own = {} if self.agents.environments is None else {"environments": []}
+            super().check(columns, extras={**self.log.offered(), **own, **(extras or {})})
+
+    def inputs(
+        self, groups: Sequence[Group], texts: Sequence[Sequence[Any]], *, mode: Any, extras: Mapping[str, Any]
+    ) -> RewardInputs:
+        """As RewardManager, with prompts as environments have made them, and the columns of rollouts."""
+        playing = self.agents.environments
+        if playing is not None:  # among the extras, since columns are copied for each function
+            extras = {**extras, "environments": playing.playing}
+        found = super().inputs(groups, texts, mode=mode, extras=extras)
+        columns = {**found.columns, **self.agents.columns}
+        return dataclasses.replace(found, prompts=own_prompts(groups), columns=columns)
+
+    def __call__(
+        self,
+        groups: Sequence[Group],
+        texts: Sequence[Sequence[Any]],
+        *,
+        mode: Any = "train",
+        extras: Mapping[str, Any] | None = None,
+    ) -> Rewarded:
+        """As RewardManager, and a warning where a completion has no reward at all."""
+        found = super().__call__(groups, texts, mode=mode, extras={**self.log.offered(), **(extras or {})})
+        if len(without := np.flatnonzero(np.isnan(found.total))):
+            first = int(without[0])
+            given = {"prompt": found.inputs.prompts[first], "completion": found.inputs.completions[first]}
+            log.warning("All reward functions returned None for the following kwargs: %s. Its advantage is 0.", given)
+        return found
+
+
+def reward_functions(
+    given: Any, tokenizers: Any, policy_tokenizer: Any, args: Any, others: Sequence[Any] = ()
+) -> list[Any]:
+    """The functions, with models in place of their names; then those of environments.
+
+    Args: given: one or a list: functions, names or folders of reward models, modules. tokenizers: reward_processing_
+        classes, one for each function; None = what lies in the model's folder, else the policy's. others: of
+        environments, after which none need be given.
+    Raises: ConfigError: none is given; not one tokenizer for each.
+    """
+    fns = [given] if callable(given) or isinstance(given, str) else list(given or ())
+    if not fns and not others:
+        raise ConfigError(
+            "reward_funcs is empty; give at least one function, the name of a reward model, or an environment_factory "
+            "whose environment defines a `get_reward` method"
+        )
+    if args.reward_weights is not None and len(args.reward_weights) != len(fns):
+        raise ConfigError(
+            f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions ({len(fns)})"
+        )
+    own = [tokenizers] * len(fns) if not isinstance(tokenizers, list | tuple) else list(tokenizers)
+    if isinstance(tokenizers, list | tuple) and len(own) != len(fns):
+        raise ConfigError(
+            f"The number of reward processing classes ({len(own)}) must match the number of reward functions "
+            f"({len(fns)})."
+        )
+    made = [
+        _model(fn, tokenizer, policy_tokenizer, args) if isinstance(fn, str | nn.Module) else fn
+        for fn, tokenizer in zip(fns, own, strict=True)
+    ]
+    return [*made, *others]
+
+
+def _model(model: Any, tokenizer: Any, policy_tokenizer: Any, args: Any) -> RewardModel:
+    """A reward model as a function, named after the last part of its name."""
+    loaded = load_model(model, device=args.device, role="reward")
+    if tokenizer is None and isinstance(model, str):
+        tokenizer = load_tokenizer(model)
+    return RewardModel(
+        ModelWorker(loaded),
+        name=PurePosixPath(loaded.name.rstrip("/")).name,
+        policy_tokenizer=policy_tokenizer,
+        tokenizer=tokenizer,
+    )

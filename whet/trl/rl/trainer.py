@@ -1,0 +1,253 @@
+"""RLTrainer: what GRPOTrainer and RLOOTrainer have in common: rewards, rollouts, completions that are logged.
+
+It makes the cluster and the learner from what TRL's constructors are given; the algorithm is `args.to_whet()`. Reading
+order: `__init__`, then learner.py for what of the learner differs, trainer/task.py for when callbacks are told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from whet.cluster import RLCluster
+from whet.config import ClusterConfig, DataConfig, Mode, Role, RoleConfig
+from whet.data.prompts import PromptEncoder
+from whet.errors import ConfigError
+from whet.models.modes import max_positions
+from whet.trl.agents.agents import Agents
+from whet.trl.config.translate import loop, rollout, template_options
+from whet.trl.rl.completions import Completions
+from whet.trl.rl.learner import TRLLearner
+from whet.trl.rl.reward_functions import RewardLog, reward_functions
+from whet.trl.rl.rows import eval_sets, longest_prompt, rows_of
+from whet.trl.trainer.metrics import trl_metrics
+from whet.trl.trainer.model import adapted, inner_model, module_dtype
+from whet.trl.trainer.not_called import NOT_CALLED
+from whet.trl.trainer.task import TellingRLTask
+from whet.trl.trainer.trainer import Trainer
+from whet.types import TokenBatch
+
+__all__ = ["RLTrainer"]
+
+_LOSS = "write a loss for whet's GRPOLearner (docs/extending.md)"
+_GENERATE = "give rollout_func, or replace model.generate on the instance"
+
+
+class RLTrainer(Trainer):
+    """Trains on rewards: see GRPOTrainer for the arguments."""
+
+    NOT_CALLED: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        "_calculate_rewards": "give reward_funcs",
+        "_compute_loss": _LOSS,
+        "_generate": _GENERATE,
+        "_generate_and_score_completions": f"{_GENERATE}, and give reward_funcs",
+        "_generate_single_turn": _GENERATE,
+        "_tool_call_loop": _GENERATE,
+        "_get_per_token_logps_and_entropies": _LOSS,
+        "compute_loss": f"{_LOSS}, or choose loss_type",
+    }
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        reward_funcs: Any,
+        args: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        reward_processing_classes: Any,
+        callbacks: Sequence[Any] | None,
+        optimizers: tuple[Any, Any],
+        quantization_config: Any,
+        peft_config: Any,
+        tools: Any = None,
+        rollout_func: Any = None,
+        environment_factory: Any = None,
+    ) -> None:
+        model = inner_model(model)
+        super().__init__(model, args, processing_class, callbacks)
+        args = self.args
+        self.agents = Agents(tools, environment_factory, rollout_func, self.processing_class, args)
+        self.rollout_func, self.tools = rollout_func, list(tools or ())
+        self.completions = Completions(args)
+        self.reward_log = RewardLog(lambda: self.state)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._rows = self._train_rows(train_dataset)
+        self.eval_rows = self.eval_sets(eval_dataset)
+        self._plan()
+        functions = reward_functions(
+            reward_funcs, reward_processing_classes, self.processing_class, args, self.agents.rewards
+        )
+        self.cluster = self.models = self._cluster(adapted(model, args, peft_config, quantization_config), optimizers)
+        self.learner = self._learner(functions)
+        self.reward_funcs, self.reward_func_names = functions, list(self.learner.reward_manager.fns)
+        self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
+        self.ready()
+
+    # ---- making --------------------------------------------------------------------------------------------------
+
+    def _train_rows(self, data: Any) -> Any:
+        """The rows of train_dataset; of an environment that has its own data, empty prompts."""
+        if data is not None:
+            return self._rows_of(data)
+        if self.agents.environments is None:
+            return None
+        if isinstance(self.agents.environments.factory, Mapping) or self.args.max_steps <= 0:
+            raise ConfigError(
+                "without train_dataset an environment brings the prompts: give one environment_factory, and set "
+                "max_steps; a dict of them needs rows with a column `environment`"
+            )
+        return rows_of([{}] * self.args.batches.prompts, without_prompt=True)
+
+    def _rows_of(self, data: Any) -> Any:
+        """Rows, of which those for an environment may have no prompt."""
+        return rows_of(
+            data, prompt_only=self.args.remove_unused_columns, without_prompt=self.agents.environments is not None
+        )
+
+    def _learner(self, functions: Sequence[Any]) -> TRLLearner:
+        """The learner, over the cluster."""
+        args = self.args
+        algo = args.to_whet()
+        if algo.reward_weights is not None:  # environments' rewards count with weight 1
+            weights = (*algo.reward_weights, *[1.0] * len(self.agents.rewards))
+            algo = dataclasses.replace(algo, reward_weights=weights)
+        learner = TRLLearner(
+            self.cluster,
+            algo,
+            list(functions),
+            data=DataConfig(
+                batch_size=args.batches.prompts,
+                shuffle=bool(args.shuffle_dataset) and isinstance(self._rows, list),
+                prompt_column="prompt",
+                on_answered="continue",
+            ),
+        )
+        self.agents.attach(self.cluster, template_options(args))
+        learner.batches, learner.agents, learner.front = args.batches, self.agents, self
+        learner.make_task = lambda learner: TellingRLTask(learner, self)
+        manager: Any = learner.reward_manager
+        manager.log, manager.agents = self.reward_log, self.agents
+        return learner
+
+    def _plan(self) -> None:
+        """How many rollouts and optimizer steps the run has."""
+        args, made = self.args, self.args.batches
+        if isinstance(self._rows, list):
+            each = len(self._rows) // made.prompts
+            if not each:
+                raise ConfigError(
+                    f"train_dataset has {len(self._rows)} rows, and a rollout takes {made.prompts} prompts "
+                    f"({made}): TRL would train for 0 steps; lower per_device_train_batch_size or "
+                    "gradient_accumulation_steps, raise num_generations, or give more rows"
+                )
+            self.updates_per_epoch = each * made.updates
+            self._steps = math.ceil(args.num_train_epochs * each)
+        elif self._rows is not None and args.max_steps <= 0:
+            raise ConfigError("train_dataset has no length: set max_steps, the optimizer steps of the run")
+        else:
+            self._steps = 0
+        if args.max_steps > 0:
+            self._steps = -(-args.max_steps // made.updates)
+        self.max_steps = self._steps * made.updates
+
+    def _cluster(self, model: RoleConfig | nn.Module, optimizers: tuple[Any, Any]) -> RLCluster:
+        args = self.args
+        optim = self.optim(optimizers, None)
+        root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
+        on_cpu = args.use_cpu and torch.cuda.is_available()
+        return RLCluster(
+            actor=model,
+            reference="actor" if args.beta else None,
+            tokenizer=self.processing_class,
+            cluster_config=ClusterConfig(
+                role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
+                rollout_engine="vllm" if args.use_vllm else "embedded",
+                rollout_config=rollout(args, self._longest(model)),
+                training_config=loop(args, self._steps or None, optim, root),
+            ),
+            module_dtype=module_dtype(args, model, optimizers),
+        )
+
+    def _longest(self, model: RoleConfig | nn.Module) -> int:
+        """Tokens of the longest prompt of all data."""
+        args = self.args
+        if args.max_prompt_length:
+            return args.max_prompt_length
+        encoder = PromptEncoder(
+            self.processing_class,
+            on_answered="continue",
+            prompt_column="prompt",
+            chat_template_kwargs=template_options(args),
+            tools=self.agents.schemas or None,
+        )
+        positions = max_positions(model) if isinstance(model, nn.Module) else None
+        if self.agents.environments is not None:  # what they say at the beginning is not known yet
+            return longest_prompt(encoder, [None], positions, args.max_completion_length)
+        sets = [rows for rows in (self._rows, *self.eval_rows.values()) if rows is not None]
+        return longest_prompt(encoder, sets, positions, args.max_completion_length)
+
+    def train_rows(self) -> Any:
+        """The rows to train on. Raises ConfigError: there are none."""
+        if self._rows is None:
+            raise ConfigError("train() needs train_dataset; give it to the trainer")
+        return self._rows
+
+    # ---- what the base asks --------------------------------------------------------------------------------------
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a rollout."""
+        return self.args.batches.updates
+
+    @property
+    def rows_per_update(self) -> int:
+        """Completions of an optimizer step."""
+        return self.args.batches.rows
+
+    def eval_sets(self, data: Any) -> dict[str, list[dict[str, Any]]]:
+        """Evaluation rows by name."""
+        return eval_sets(data, self._rows_of)
+
+    def measured(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        """Samples and scores an evaluation set."""
+        encode = self.learner.encoder(Mode.EVAL)
+        prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
+        made, batch = self.learner.measure(prompts, self.state.global_step)
+        own = self.reward_log.take()[1]
+        own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
+        self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
+        return {**self.own_metrics(made, batch), **own}
+
+    def own_metrics(self, row: Mapping[str, Any], batch: TokenBatch) -> dict[str, float]:
+        """A step's metrics under TRL's names. Args: row: what whet logs of it. batch: of it, scored."""
+        return trl_metrics(row, compat=self.args.compat)
+
+    def resume_from(self, folder: str | None) -> None:
+        """Sets what the next run resumes from."""
+        self.learner.config = dataclasses.replace(self.cluster.training_config, resume=folder)
+
+    def note_step(self, row: Mapping[str, Any], step: Any) -> None:
+        """Takes the metrics of a rollout, those of the reward functions, and the completions."""
+        extra, own = self.reward_log.take()
+        own |= self.agents.take_metrics(step.need_batch().num_sequences)
+        found = self.own_metrics(row, step.need_batch())
+        self.window.add({**found, **own, "num_tokens": float(self.state.num_input_tokens_seen)})
+        self.completions.add(step, extra)
+
+    def log_window(self) -> None:
+        """Logs the means since the last time, and the completions of the last rollout."""
+        super().log_window()
+        self.completions.write(self.state.global_step)
+
+    def _load_best(self, folder: Any) -> None:
+        """Loads the best weights, into the engine too."""
+        super()._load_best(folder)
+        self.cluster.sync_weights()

@@ -1,0 +1,107 @@
+"""DPOTrainer: TRL's, over PreferenceLearner."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torch import nn
+
+from whet.config import RoleConfig
+from whet.data.pairs import PreferenceEncoder
+from whet.data.supervised import RowEncoder
+from whet.errors import ConfigError
+from whet.learners.preference import PreferenceLearner
+from whet.learners.preference_objective import make_preference_objective
+from whet.train.supervised_models import SupervisedModels
+from whet.trl.config.dpo import DPOConfig
+from whet.trl.config.supervised import ON_LONG
+from whet.trl.supervised.trainer import SupervisedTrainer, of_front
+from whet.trl.trainer.model import inner_model
+
+__all__ = ["DPOTrainer"]
+
+log = logging.getLogger("whet")
+
+
+class DPOTrainer(SupervisedTrainer):
+    """TRL's DPOTrainer.
+
+    Args:
+        model: a hub name, a folder, or a transformers module.
+        ref_model: what the policy is compared with; None = the model as it begins: of an adapter its base, read with
+            the adapter off, else a second copy. Not made where the loss reads none.
+        args: DPOConfig; None = its defaults, output_dir "{model}-DPO".
+        train_dataset: rows with prompt, chosen and rejected, texts or messages; without prompt, what both begin with
+            alike is it. A stream needs max_steps.
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; None = the model's.
+        callbacks: of transformers.
+        optimizers: (optimizer, schedule) over the model's own fp32 parameters.
+        quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
+        peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
+        data_collator, compute_metrics: refused, with what to do instead.
+    Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
+    """
+
+    METHOD = "DPO"
+    CONFIG = DPOConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        if ref_model is not None and ref_model is model and not isinstance(model, str):
+            raise ConfigError(
+                "`model` and `ref_model` cannot be the same object: the reference would move with the policy; leave "
+                "ref_model out, and it is the model as it begins"
+            )
+        self._given_reference = inner_model(ref_model)
+        super().__init__(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            refused={"data_collator": data_collator, "compute_metrics": compute_metrics},
+        )
+        if self.args.label_smoothing and "sigmoid" in self.args.loss_type:
+            log.warning(
+                "label_smoothing=%s: the sigmoid loss is cDPO's with it; TRL's takes no notice of it there",
+                self.args.label_smoothing,
+            )
+
+    def encoder(self, data: Any) -> RowEncoder:
+        """Pairs."""
+        return PreferenceEncoder(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
+
+    def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
+        """A policy, and a reference where the loss reads one."""
+        needed = make_preference_objective(self.args.to_whet()).needs.reference
+        own = "actor" if self._given_reference is None else self._given_reference
+        return self.models_of(optim, actor=given, reference=own if needed else None)
+
+    def make_learner(self) -> Any:
+        """Whet's, of the objective that the configuration says."""
+        return of_front(PreferenceLearner)(self.models, self.args.to_whet(), data=self.data_config())
+
+    def measured(self, rows: Any) -> dict[str, float]:
+        """The loss and its metrics over an evaluation set, the reference read ahead where that is asked for."""
+        if self.args.precompute_ref_log_probs and not self.learner.knows_run:
+            self.learner.new_run(self._rows)
+        return super().measured(rows)

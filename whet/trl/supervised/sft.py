@@ -1,0 +1,144 @@
+"""SFTTrainer: TRL's, over SFTLearner."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from whet.config import RoleConfig
+from whet.data.supervised import MESSAGES, RowEncoder
+from whet.errors import ConfigError
+from whet.learners.sft import SFTLearner
+from whet.train.supervised_models import SupervisedModels
+from whet.trl.config.sft import SFTConfig
+from whet.trl.config.supervised import ON_LONG
+from whet.trl.supervised.examples import Formatted, IdsOrRows, Pack, first_row
+from whet.trl.supervised.packs import packed
+from whet.trl.supervised.trainer import SupervisedTrainer, of_front
+
+__all__ = ["SFTTrainer"]
+
+
+class SFTTrainer(SupervisedTrainer):
+    """TRL's SFTTrainer.
+
+    Args:
+        model: a hub name, a folder, or a transformers module.
+        args: SFTConfig; None = its defaults, output_dir "{model}-SFT".
+        train_dataset: rows with prompt and completion, messages (or ShareGPT's conversations), a text, or input_ids
+            and labels; a stream needs max_steps.
+        eval_dataset: the same, or a dict of them.
+        processing_class: the tokenizer; None = the model's.
+        callbacks: of transformers.
+        optimizers: (optimizer, schedule) over the model's own fp32 parameters.
+        optimizer_cls_and_kwargs: in place of it a class and its keywords, learning rate included.
+        quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
+        peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
+        formatting_func: row -> the text that is trained.
+        data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics: refused, with what to do
+            instead.
+    Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
+    """
+
+    METHOD = "SFT"
+    CONFIG = SFTConfig
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Any = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Any = None,
+    ) -> None:
+        self._formatting = formatting_func
+        super().__init__(
+            model,
+            args,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            callbacks,
+            optimizers,
+            quantization_config,
+            peft_config,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            refused={
+                "data_collator": data_collator,
+                "compute_loss_func": compute_loss_func,
+                "compute_metrics": compute_metrics,
+                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+            },
+        )
+
+    def encoder(self, data: Any) -> RowEncoder:
+        """Conversations, prompts with completions, texts or token ids; what of them is trained goes by the first row.
+
+        Raises: ConfigError: what is to be trained does not fit the rows.
+        """
+        args, row = self.args, first_row(data)
+        ready, answered = "input_ids" in row, "prompt" in row and "completion" in row
+        only = answered if args.completion_only_loss is None else args.completion_only_loss
+        talk = any(name in row for name in MESSAGES) or (answered and not isinstance(row["completion"], str))
+        if args.assistant_only_loss and not (talk or ready):
+            raise ConfigError("You set `assistant_only_loss=True`, but the dataset is not conversational; leave it out")
+        if args.assistant_only_loss and answered and not only:
+            raise ConfigError(
+                "completion_only_loss=False with assistant_only_loss=True trains the prompt's assistant too: give rows "
+                "with messages, prompt and completion in one"
+            )
+        if (args.dataset_kwargs or {}).get("skip_prepare_dataset") and not ready:
+            raise ConfigError("dataset_kwargs: skip_prepare_dataset needs rows of input_ids; leave it out")
+        text = args.dataset_text_field
+        apart = args.assistant_only_loss or (only and (answered or ready))
+        section = self.encoding(
+            train_on="assistant" if apart else "all",
+            text_column=text if text != "text" and text in row else None,
+            max_length=None if args.packing else args.max_length,
+            on_long=ON_LONG[args.truncation_mode],
+        )
+        return IdsOrRows(self.processing_class, section)
+
+    def rows(self, data: Any) -> Any:
+        """The rows, each as the text that formatting_func makes of it.
+
+        Raises: ConfigError: only the completion is to be trained, and a text has none.
+        """
+        row = first_row(data)
+        if self._formatting is None or "input_ids" in row:
+            return data
+        only = self.args.completion_only_loss
+        if only or (only is None and "prompt" in row and "completion" in row):
+            raise ConfigError(
+                "A formatting function was provided while `completion_only_loss=True`: it makes a text of the row, of "
+                "which no part is the completion; set completion_only_loss=False, or leave formatting_func out"
+            )
+        made = Formatted(data, self._formatting, self.args.dataset_text_field)
+        return list(made) if hasattr(data, "__len__") else made
+
+    def pack(self, *, evaluation: bool) -> Pack | None:
+        """TRL's packs, where packing asks for them."""
+        args = self.args
+        if not args.packing or evaluation:
+            return None
+        return partial(packed, size=args.max_length, split=args.packing_strategy == "bfd_split")
+
+    def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
+        """A language model."""
+        return self.models_of(optim, actor=given)
+
+    def make_learner(self) -> Any:
+        """Whet's, of the objective that the configuration says."""
+        return of_front(SFTLearner)(self.models, self.args.to_whet(), data=self.data_config())

@@ -1,0 +1,241 @@
+"""SupervisedTrainer: what SFTTrainer, DPOTrainer and RewardTrainer have in common.
+
+    rows -> Examples (examples.py, packs.py) -> one of whet's supervised learners
+
+A step is one update: per_device_train_batch_size times gradient_accumulation_steps rows. Reading order: `__init__`,
+then what a front says of itself: `encoder`, `make_models`, `make_learner`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from whet.config import Mode, Role, RoleConfig, SupervisedDataConfig, SupervisedTrainingConfig
+from whet.data.supervised import RowEncoder
+from whet.errors import ConfigError
+from whet.learners.step import ExampleStep
+from whet.learners.supervised import SupervisedLearner
+from whet.metrics import flat
+from whet.train.supervised_models import SupervisedModels
+from whet.trl.config.translate import loop_fields
+from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
+from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
+from whet.trl.trainer.metrics import supervised_metrics
+from whet.trl.trainer.model import adapted, inner_model, module_dtype
+from whet.trl.trainer.not_called import NOT_CALLED
+from whet.trl.trainer.task import TellingSupervisedTask
+from whet.trl.trainer.trainer import Trainer
+from whet.types import Example
+
+__all__ = ["SupervisedTrainer", "of_front"]
+
+_ROWS = "give the rows as they are to be trained on"
+_NOT_TAKEN = {
+    "compute_loss_func": "write a loss of your own for whet's learner (docs/supervised.md), or choose loss_type",
+    "compute_metrics": "logits are never held; write a callback with on_evaluate, which is given the metrics",
+    "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
+    "assistant_only_loss, or give rows of input_ids and labels",
+    "preprocess_logits_for_metrics": "logits are never held; write a callback with on_evaluate",
+}
+"""Arguments that are refused, and what to do instead."""
+
+
+class SupervisedTrainer(Trainer):
+    """Trains on rows: see SFTTrainer for the arguments.
+
+    Args: refused: arguments of TRL's that are not taken, by name.
+    """
+
+    models: SupervisedModels
+    NOT_CALLED: ClassVar[Mapping[str, str]] = {
+        **NOT_CALLED,
+        "_compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
+        "_prepare_dataset": _ROWS,
+        "compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
+    }
+
+    def __init__(
+        self,
+        model: str | nn.Module,
+        args: Any,
+        train_dataset: Any,
+        eval_dataset: Any,
+        processing_class: Any,
+        callbacks: Sequence[Any] | None,
+        optimizers: tuple[Any, Any],
+        quantization_config: Any,
+        peft_config: Any,
+        *,
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        refused: Mapping[str, Any],
+    ) -> None:
+        for name, value in refused.items():
+            if value is not None:
+                raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
+        model = inner_model(model)
+        super().__init__(model, args, processing_class, callbacks)
+        prepare_tokenizer(self.processing_class, self.args)
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self._rows = None if train_dataset is None else self._examples(train_dataset)
+        self.eval_rows = self.eval_sets(eval_dataset)
+        self._plan()
+        given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
+        self._module_dtype = module_dtype(self.args, given, optimizers)
+        self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
+        prepare_model(self.model, self.processing_class, self.args)
+        self.learner = self.make_learner()
+        self.learner.make_task = lambda learner: TellingSupervisedTask(learner, self)
+        self.ready()
+
+    # ---- what a front says of itself -----------------------------------------------------------------------------
+
+    def encoder(self, data: Any) -> RowEncoder:
+        """What makes Examples of a data set's rows."""
+        raise NotImplementedError
+
+    def rows(self, data: Any) -> Any:
+        """The rows of a data set as the encoder takes them."""
+        return data
+
+    def pack(self, *, evaluation: bool) -> Pack | None:
+        """What groups them; None = nothing."""
+        return None
+
+    def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
+        """The models. Args: given: what is trained. optim: its optimizer."""
+        raise NotImplementedError
+
+    def make_learner(self) -> Any:
+        """The learner, made by `of_front`."""
+        raise NotImplementedError
+
+    # ---- making --------------------------------------------------------------------------------------------------
+
+    def data_config(self, **fields: Any) -> SupervisedDataConfig:
+        """The section data. Args: fields: what a front adds."""
+        args = self.args
+        shuffle = args.train_sampling_strategy == "random" and isinstance(self._rows, list)
+        return SupervisedDataConfig(**{"batch_size": self.rows_per_update, "shuffle": shuffle, **fields})
+
+    def encoding(self, **fields: Any) -> SupervisedDataConfig:
+        """The section data as an encoder reads it: what TRL takes is taken. Args: fields: what a front adds."""
+        given = {
+            "chat_template_kwargs": {"enable_thinking": True},
+            "max_length": self.args.max_length,
+            "on_empty": "drop",
+            "on_template_change": "accept",
+        }
+        return SupervisedDataConfig(**{**given, **fields})
+
+    def loop_config(self) -> SupervisedTrainingConfig:
+        """The section trainer."""
+        args = self.args
+        root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
+        last = "drop" if args.dataloader_drop_last else "keep"
+        return SupervisedTrainingConfig(last_batch=last, **loop_fields(args, self.max_steps or None, root))
+
+    def models_of(self, optim: Any, **roles: Any) -> SupervisedModels:
+        """The models of a run. Args: optim: of the one that is trained. roles: the models by role."""
+        on_cpu = self.args.use_cpu and torch.cuda.is_available()
+        return SupervisedModels(
+            **roles,
+            tokenizer=self.processing_class,
+            config=self.loop_config(),
+            optimizer=optim,
+            module_dtype=self._module_dtype,
+            role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
+        )
+
+    def _examples(self, data: Any, *, evaluation: bool = False) -> list[Example] | Examples:
+        args = self.args
+        shuffle = args.seed if "shuffle_dataset" in args.TABLE and args.shuffle_dataset and not evaluation else None
+        data = self.rows(data)
+        return examples_of(data, self.encoder(data), pack=self.pack(evaluation=evaluation), shuffle=shuffle)
+
+    def _plan(self) -> None:
+        """How many steps the run has."""
+        args, steps = self.args, 0
+        if isinstance(self._rows, list):
+            whole, rest = divmod(len(self._rows), self.rows_per_update)
+            each = whole + (rest > 0 and not args.dataloader_drop_last)
+            if not each:
+                raise ConfigError(
+                    f"dataloader_drop_last=True leaves nothing of {len(self._rows)} rows: an update takes "
+                    f"{self.rows_per_update}; lower per_device_train_batch_size or gradient_accumulation_steps"
+                )
+            self.updates_per_epoch = each
+            steps = math.ceil(args.num_train_epochs * each)
+        elif self._rows is not None and args.max_steps <= 0:
+            raise ConfigError("train_dataset has no length: set max_steps, the optimizer steps of the run")
+        self.max_steps = args.max_steps if args.max_steps > 0 else steps
+
+    # ---- what the base asks --------------------------------------------------------------------------------------
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of an optimizer step."""
+        return self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+
+    def train_rows(self) -> Any:
+        """The Examples to train on. Raises ConfigError: there are none."""
+        if self._rows is None:
+            raise ConfigError("train() needs train_dataset; give it to the trainer")
+        return self._rows
+
+    def eval_sets(self, data: Any) -> dict[str, list[Example]]:
+        """Evaluation data as Examples, by name."""
+        if data is None:
+            return {}
+        named = data if isinstance(data, Mapping) else {"": data}
+        return {name: list(self._examples(one, evaluation=True)) for name, one in named.items()}
+
+    def measured(self, rows: list[Example]) -> dict[str, float]:
+        """The loss and its metrics over an evaluation set, weighed as a whole."""
+        learner = self.learner
+        learner.new_task().check_fit(rows)
+        found = learner.measure(ExampleStep(index=self.state.global_step, examples=rows, mode=Mode.EVAL))
+        return supervised_metrics(flat(found.metrics))
+
+    def resume_from(self, folder: str | None) -> None:
+        """Sets what the next run resumes from."""
+        self.models.config = dataclasses.replace(self.models.config, resume=folder)
+
+    def note_step(self, row: Mapping[str, Any], step: Any) -> None:
+        """Takes the metrics of an update."""
+        self.window.add({**supervised_metrics(row), "num_tokens": float(self.state.num_input_tokens_seen)})
+
+    def set_epoch(self) -> None:
+        """The state's epoch, by its micro-batches; of a stream the part of the run that is done."""
+        if not isinstance(self._rows, list) or not self.updates_per_epoch:
+            super().set_epoch()
+            return
+        micro = max(1, -(-len(self._rows) // self.args.per_device_train_batch_size))
+        epochs, updates = divmod(self.state.global_step, self.updates_per_epoch)
+        self.state.epoch = epochs + min(updates * self.args.gradient_accumulation_steps, micro) / micro
+
+
+def of_front(kind: type[SupervisedLearner[Any]]) -> Callable[..., Any]:
+    """A learner of this kind whose rows are Examples, and whose runs tell a front's callbacks.
+
+    Args: kind: the learner.
+    Returns: its class; `make_task` is set by the front.
+    """
+
+    class OfFront(kind):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+        make_task: Any
+
+        def encoder(self) -> Any:
+            return Ready()
+
+        def new_task(self, eval_ds: Any = None) -> Any:
+            return self.make_task(self)
+
+    OfFront.__name__ = OfFront.__qualname__ = kind.__name__
+    return OfFront

@@ -1,0 +1,103 @@
+"""The model card, and what is sent to the hub."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from whet.run.push import push_folder
+
+__all__ = ["Hub", "card"]
+
+_NAMED = ("whet", "torch", "transformers", "datasets")
+
+
+class Hub:
+    """What a trainer gives away: a part of Trainer."""
+
+    METHOD: ClassVar[str] = ""
+    TRAINED_BY: ClassVar[str] = ""
+    args: Any
+    model: Any
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes model and tokenizer. Args: output_dir: None = args.output_dir."""
+        raise NotImplementedError
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | Sequence[str] | None = None,
+    ) -> None:
+        """Writes README.md into output_dir. Args: the model's name, its data set's on the hub, tags for it."""
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        base = self.model.name_or_path or None
+        own = [tags] if isinstance(tags, str) else list(tags or ())
+        name = model_name or self.args.hub_model_id or folder.resolve().name
+        (folder / "README.md").write_text(card(name, self.TRAINED_BY or self.METHOD, base, dataset_name, own))
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        **card_of: Any,
+    ) -> str:
+        """Saves model, tokenizer and card in output_dir, and sends them to the hub as one commit.
+
+        Args: commit_message: of the commit. blocking: it is waited for in any case. token: None = hub_token, or that of
+            `hf auth login`. revision: the branch; None = hub_revision, or main. card_of: model_name, dataset_name and
+            tags, as create_model_card takes them.
+        Returns: the commit's address.
+        Raises: ConfigError: the hub is not there or does not take it, or there is no token; nothing was sent.
+        """
+        args = self.args
+        self.save_model(_internal_call=True)
+        self.create_model_card(**card_of)
+        folder = Path(args.output_dir)
+        made = push_folder(
+            folder,
+            args.hub_model_id or folder.resolve().name,
+            (folder / "README.md").read_text(),
+            private=args.hub_private_repo is not False,
+            message=commit_message or "End of training",
+            branch=revision or args.hub_revision,
+            token=token or args.hub_token,
+        )
+        return str(made.url)
+
+
+def card(name: str, method: str, base: str | None, dataset: str | None, tags: Sequence[str]) -> str:
+    """README.md of a model: what the hub reads, and how it was trained. A base that lies on this machine is not named.
+
+    Args: name: of the model. method: GRPO, ... base, dataset: names on the hub. tags: for it.
+    """
+    base = None if base is None or Path(base).exists() else base
+    facts = {
+        "library_name": "transformers",
+        "model_name": name,
+        "tags": ["whet", method.lower().replace(" ", "-"), *tags],
+        **({"base_model": base} if base else {}),
+        **({"datasets": [dataset]} if dataset else {}),
+    }
+    of = f" of [{base}](https://huggingface.co/{base})" if base else ""
+    on = f" on [{dataset}](https://huggingface.co/datasets/{dataset})" if dataset else ""
+    versions = "\n".join(f"- {package}: {_version(package)}" for package in _NAMED)
+    return (
+        f"---\n{yaml.safe_dump(facts, sort_keys=False)}---\n\n# {name}\n\nA model trained{of}{on} by {method}, with "
+        f"[whet](https://pypi.org/project/whet).\n\n## Versions\n\n{versions}\n"
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,152 @@
+"""The model that a trainer is given, as whet takes it: a name or a module, its adapter, quantised weights, dtype."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from whet.config import LoraConfig, RoleConfig
+from whet.errors import ConfigError
+from whet.models.lora import with_adapter
+from whet.models.recompute import checkpoint_activations
+
+__all__ = ["adapted", "inner_model", "module_dtype", "name_of"]
+
+log = logging.getLogger("whet")
+
+_PLAIN = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian"),
+    "lora_bias": (False,),
+    "rank_pattern": ({}, None),
+    "alpha_pattern": ({}, None),
+    "layers_to_transform": (None,),
+    "target_parameters": (None, []),
+    "use_dora": (False,),
+}
+"""Fields of PEFT's LoraConfig that may only be so: what is trained is W + s·B·A."""
+
+
+def _lora_of(given: Any, model: str | nn.Module, *, dropout: bool = False) -> LoraConfig:
+    """Whet's configuration of an adapter.
+
+    Args: given: PEFT's LoraConfig. model: that gets it; without target_modules they are PEFT's own for its kind.
+        dropout: lora_dropout is kept: nothing samples from the model.
+    Raises: ConfigError: another kind of adapter, or one that is more than W + s·B·A.
+    """
+    if type(given).__name__ != "LoraConfig":
+        raise ConfigError(f"peft_config is a {type(given).__name__}; adapters here are LoRA: give peft.LoraConfig")
+    for name, taken in _PLAIN.items():
+        value = getattr(given, name, taken[0])
+        if value not in taken:
+            raise ConfigError(f"peft_config.{name}={value!r} is not taken: adapters here are W + s·B·A; leave it out")
+    if given.lora_dropout and not dropout:
+        log.warning(
+            "peft_config.lora_dropout=%s is taken as 0.0: the sampler draws without dropout, and would draw from "
+            "another policy than the one that is trained",
+            given.lora_dropout,
+        )
+    targets = given.target_modules or _usual_targets(model)
+    return LoraConfig(
+        r=given.r,
+        lora_alpha=given.lora_alpha,
+        lora_dropout=given.lora_dropout if dropout else 0.0,
+        target_modules=targets if isinstance(targets, str) else sorted(targets),
+        use_rslora=given.use_rslora,
+        modules_to_save=tuple(given.modules_to_save or ()),
+        init_lora_weights="gaussian" if given.init_lora_weights == "gaussian" else "default",
+    )
+
+
+def _usual_targets(model: str | nn.Module) -> list[str]:
+    """The layers that PEFT adapts where none are named, by the kind of the model."""
+    from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
+    from transformers import AutoConfig
+
+    config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
+    if config.model_type not in USUAL:
+        raise ConfigError(
+            f"peft_config names no target_modules, and PEFT knows none for {config.model_type}; set "
+            'target_modules="all-linear"'
+        )
+    return list(USUAL[config.model_type])
+
+
+def _quantization_of(given: Any) -> str:
+    """Whet's word for transformers' BitsAndBytesConfig. Raises ConfigError: 8 bits, or another library's."""
+    if not getattr(given, "load_in_4bit", False):
+        raise ConfigError(
+            f"quantization_config is {type(given).__name__} without load_in_4bit; give BitsAndBytesConfig(load_in_4bit="
+            "True), with peft_config"
+        )
+    return str(given.bnb_4bit_quant_type)
+
+
+def inner_model(model: Any) -> Any:
+    """The model in PEFT's wrapper, its adapter in it; any other as it is."""
+    wrapped = hasattr(model, "get_base_model") and hasattr(model, "peft_config")
+    return model.get_base_model() if wrapped else model
+
+
+def name_of(model: Any) -> str:
+    """The hub name or folder of a model, or its class where it has neither."""
+    return str(model if isinstance(model, str) else model.name_or_path or type(model).__name__)
+
+
+def adapted(
+    model: str | nn.Module, args: Any, peft_config: Any, quantization_config: Any, *, dropout: bool = False
+) -> RoleConfig | nn.Module:
+    """The model as a cluster takes it, with its adapter.
+
+    Args: model: a name, a folder or a module. args: the configuration. peft_config: PEFT's; None = no adapter.
+        quantization_config: BitsAndBytesConfig, for a model given by its name; None = none. dropout: as of _lora_of.
+    """
+    lora = None if peft_config is None else _lora_of(peft_config, model, dropout=dropout)
+    if isinstance(model, str):
+        bits = None if quantization_config is None else _quantization_of(quantization_config)
+        return dataclasses.replace(_role(args, model), lora=lora, quantization=bits)
+    if quantization_config is not None:
+        raise ConfigError("quantization_config is for a model given by its name; this one is loaded already")
+    if lora is not None:
+        with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
+    if args.gradient_checkpointing:
+        checkpoint_activations(model, _recompute(args))  # pyright: ignore[reportArgumentType]
+    return model
+
+
+def _role(args: Any, model: str) -> RoleConfig:
+    """The section of a model that is given by name or folder."""
+    taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache"}
+    if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
+        taken.add("revision")
+    if others := sorted(set(args.model_init_kwargs or {}) - taken):
+        raise ConfigError(
+            f"model_init_kwargs: {others[0]!r} is not taken; load the model by from_pretrained with it, and give the "
+            "trainer the module"
+        )
+    dtype: Any = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
+    return RoleConfig(model=model, dtype=dtype, gradient_checkpointing=_recompute(args))
+
+
+def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | None:
+    """What a model that is given as a module computes in; None = in the dtype that it has, and so does one of bf16.
+
+    Args: optimizers: that were given. One over the module's own parameters leaves them as they are.
+    """
+    if not isinstance(model, nn.Module) or args.bf16 is False:
+        return None
+    if optimizers[0] is not None:
+        if args.bf16:
+            log.warning("bf16=True: the model computes in fp32, since the optimizer that was given holds its weights")
+        return None
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return None if dtypes != {torch.float32} else "bfloat16" if args.bf16 else "auto"
+
+
+def _recompute(args: Any) -> Literal["none", "full"]:
+    """What of the activations is recomputed."""
+    return "full" if args.gradient_checkpointing else "none"

@@ -1,0 +1,86 @@
+"""Optimizers besides whet's own: those that transformers' `optim` names, a user's, made already or as a class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from transformers import get_scheduler
+
+from whet.errors import ConfigError
+
+__all__ = ["adafactor", "adagrad", "given", "of_class", "rmsprop"]
+
+
+def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory of an optimizer that is there already: it clips before each step, and the schedule moves after it.
+
+    Args: optimizer: over the model's own parameters. scheduler: of it; None = a constant rate. max_grad_norm: 0 = off.
+    """
+
+    def make(tensors: Any) -> torch.optim.Optimizer:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        if {id(p) for p in params} - {id(t) for t in tensors}:
+            raise ConfigError(
+                "the optimizer holds tensors that are not the model's fp32 weights; give a model in float32 with "
+                "bf16=False, make the optimizer of its parameters, or set optim="
+            )
+        return _stepping(optimizer, scheduler, max_grad_norm)
+
+    return make
+
+
+def of_class(
+    kind: Callable[..., Any], kwargs: Mapping[str, Any], args: Any, total: int, take: Callable[[Any], None]
+) -> Callable[[Any], torch.optim.Optimizer]:
+    """A factory of an optimizer of a class, with the schedule of the arguments; its rate is the keyword's.
+
+    Args: kind, kwargs: optimizer_cls_and_kwargs. args: the configuration: weight_decay (of matrices), the schedule,
+        max_grad_norm. total: updates of the run. take: is given the schedule.
+    """
+
+    def make(tensors: Any) -> torch.optim.Optimizer:
+        groups = [
+            {"params": [t for t in tensors if t.dim() >= 2], "weight_decay": args.weight_decay},
+            {"params": [t for t in tensors if t.dim() < 2], "weight_decay": 0.0},
+        ]
+        optimizer = kind([g for g in groups if g["params"]], **kwargs)
+        warmup = args.get_warmup_steps(total)
+        own = args.lr_scheduler_kwargs
+        scheduler = get_scheduler(args.lr_scheduler_type, optimizer, warmup, total, scheduler_specific_kwargs=own)
+        take(scheduler)
+        return _stepping(optimizer, scheduler, args.max_grad_norm)
+
+    return make
+
+
+def _stepping(optimizer: Any, scheduler: Any, max_grad_norm: float) -> torch.optim.Optimizer:
+    """The optimizer, which clips before each step, and whose schedule moves after it."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+
+    def clip(*_: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(params, max_grad_norm)
+
+    if max_grad_norm:
+        optimizer.register_step_pre_hook(clip)
+    if scheduler is not None:
+        optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+def adafactor(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """Adafactor of transformers, as its Trainer makes it."""
+    from transformers.optimization import Adafactor
+
+    return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
+
+
+def adagrad(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """Adagrad of torch."""
+    return torch.optim.Adagrad(groups, lr=lr)
+
+
+def rmsprop(groups: Any, lr: float) -> torch.optim.Optimizer:
+    """RMSprop of torch."""
+    return torch.optim.RMSprop(groups, lr=lr)

@@ -1,0 +1,478 @@
+"""Trainer: what every front has of transformers' Trainer: callbacks, state, logs, evaluation, checkpoints, the end.
+
+    Trainer -- RLTrainer -- GRPOTrainer, RLOOTrainer                            rl/
+            -- SupervisedTrainer -- SFTTrainer, DPOTrainer, RewardTrainer       supervised/
+
+A front makes models and a learner from what it was given; `train` runs the learner, and a task (task.py) tells this of
+what happens.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, enable_full_determinism, set_seed
+from transformers.trainer_callback import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    ExportableState,
+    PrinterCallback,
+    ProgressCallback,
+)
+from transformers.trainer_utils import TrainOutput
+from transformers.utils import logging as transformers_logging
+
+from whet.config import OptimConfig, Role
+from whet.data.tokenizer import load_tokenizer
+from whet.errors import ConfigError
+from whet.learners.step import BaseStep
+from whet.run.push import check_hub
+from whet.train.checkpoints import Checkpoints
+from whet.train.worker import ModelWorker
+from whet.trl.config.arguments import Arguments
+from whet.trl.config.translate import optimizer
+from whet.trl.trainer import optimizers as factories
+from whet.trl.trainer.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
+from whet.trl.trainer.hub import Hub
+from whet.trl.trainer.lending import Lending
+from whet.trl.trainer.metrics import Window
+from whet.trl.trainer.model import name_of
+from whet.trl.trainer.not_called import NOT_CALLED
+
+__all__ = ["Trainer"]
+
+log = logging.getLogger("whet")
+
+_USUAL = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
+"""Callbacks that don't call the model."""
+
+
+class Trainer(Hub):
+    """The base of the fronts.
+
+    Args:
+        model: a hub name, a folder or a module.
+        args: the configuration; None = its defaults, output_dir "{model}-{METHOD}".
+        processing_class: the tokenizer; None = the model's.
+        callbacks: of transformers, classes or instances.
+    """
+
+    METHOD: ClassVar[str] = ""
+    """What trains, for the default folder."""
+    TRAINED_BY: ClassVar[str] = ""
+    """The same for a model card; "" = METHOD."""
+    CONFIG: ClassVar[type[Arguments]] = Arguments
+    """Its configuration."""
+    NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
+    """Methods of TRL's trainer that nothing calls here, and what to use instead."""
+    models: Any
+    """The RoleWorkers of the run: made by the front."""
+    learner: Any
+    """What trains them: made by the front."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuses a subclass that overrides what nothing would call."""
+        super().__init_subclass__(**kwargs)
+        for name, instead in cls.NOT_CALLED.items():
+            if name in vars(cls):
+                raise ConfigError(
+                    f"{cls.__name__}.{name} would never be called: whet trains by its own loop; {instead}"
+                )
+
+    def __init__(
+        self, model: str | nn.Module, args: Any, processing_class: Any, callbacks: Sequence[Any] | None
+    ) -> None:
+        name = name_of(model)
+        args = self.CONFIG(f"{name.rstrip('/').rpartition('/')[2]}-{self.METHOD}") if args is None else args
+        if not isinstance(args, self.CONFIG):
+            wanted = self.CONFIG.__name__
+            raise ConfigError(f"args is a {type(args).__module__}.{type(args).__name__}; take whet.trl's {wanted}")
+        inner = getattr(processing_class, "tokenizer", None)  # a processor has one for its texts
+        given = name if processing_class is None else processing_class if inner is None else inner
+        self.args: Any = args
+        self.processing_class = load_tokenizer(given)
+        (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+        if args.push_to_hub:
+            check_hub(args.hub_token)
+        if args.tf32 is not None:
+            torch.backends.cuda.matmul.allow_tf32 = args.tf32
+        if args.log_level != "passive":
+            log.setLevel(args.get_process_log_level())
+            transformers_logging.set_verbosity(args.get_process_log_level())
+        own = [] if not args.report_to else _reporting(args.report_to)
+        self.callback_handler = CallbackHandler(
+            [DefaultFlowCallback, *own, *(callbacks or ())], None, self.processing_class, None, None
+        )
+        self.callback_handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
+        self.control = TrainerControl()
+        self.state = TrainerState(stateful_callbacks=self._stateful())
+        self.window, self.losses = Window(), list[float]()
+        self.run: Any = None
+        self.scheduler: Any = None
+        self.updates_per_epoch: int | None = None
+        """Optimizer steps of a pass over the data; None = the data have no length."""
+        self.max_steps = 0
+        self.eval_rows: Mapping[str, Any] = {}
+        """The evaluation sets by name; "" is that of a single one."""
+        self.accelerator = SimpleNamespace(
+            device=args.device, is_main_process=True, is_local_main_process=True, num_processes=1, process_index=0,
+            local_process_index=0, unwrap_model=lambda model, *_, **__: model, wait_for_everyone=lambda: None,
+            print=print,
+        )  # fmt: skip
+
+    def _stateful(self) -> list[Any]:
+        return [c for c in [*self.callback_handler.callbacks, self.control] if isinstance(c, ExportableState)]
+
+    def ready(self) -> None:
+        """Tells the callbacks that the trainer is there; the front has made models and learner."""
+        self.callback_handler.model = self.model
+        self.accelerator.device = self.worker.device
+        optim = self.worker.optim
+        told: Any = self.callback_handler
+        told.optimizer = None if optim is None else optim.optimizer
+        self.lending = Lending(self.model)
+        self.lending.lend()
+        self.tell("on_init_end")
+
+    def optim(self, optimizers: tuple[Any, Any], made_of: tuple[Any, Any] | None) -> OptimConfig | Callable[..., Any]:
+        """The optimizer: that of the arguments, or one that was given, with its schedule, or as a class.
+
+        Args: made_of: optimizer_cls_and_kwargs.
+        Raises: ConfigError: both; a schedule without an optimizer.
+        """
+        own, self.scheduler = optimizers
+        if made_of is not None:
+            if own is not None or self.scheduler is not None:
+                raise ConfigError("optimizers and optimizer_cls_and_kwargs can't both be; give one of them")
+            return factories.of_class(*made_of, self.args, self.max_steps or 1, partial(setattr, self, "scheduler"))
+        if own is not None:
+            return factories.given(own, self.scheduler, self.args.max_grad_norm)
+        if self.scheduler is not None:
+            raise ConfigError("optimizers has a schedule and no optimizer; give both, or set lr_scheduler_type")
+        return optimizer(self.args, self.max_steps or None)
+
+    # ---- what a user reads ---------------------------------------------------------------------------------------
+
+    @property
+    def role(self) -> Role:
+        """The role of the model in training."""
+        return next(iter(self.models.trainers))
+
+    @property
+    def worker(self) -> ModelWorker:
+        """What holds the model in training."""
+        return self.models.trainers[self.role].worker
+
+    @property
+    def model(self) -> Any:
+        """The model in training."""
+        return self.worker.module
+
+    @property
+    def ref_model(self) -> Any:
+        """The reference; None without one."""
+        workers = self.models.workers
+        return workers[Role.REFERENCE].module if Role.REFERENCE in workers else None
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer, over the fp32 masters."""
+        return self.callback_handler.optimizer
+
+    @property
+    def model_wrapped(self) -> Any:
+        """The model: nothing wraps it."""
+        return self.model
+
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.processing_class
+
+    def is_world_process_zero(self) -> bool:
+        """Whether this is the process that writes."""
+        return True
+
+    is_local_process_zero = is_world_process_zero
+
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Adds a callback, the last to be told."""
+        self.callback_handler.add_callback(callback)
+
+    def remove_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
+        """Removes a callback, or the first of a class."""
+        self.callback_handler.remove_callback(callback)
+
+    def pop_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> Any:
+        """Removes and returns a callback, or the first of a class."""
+        return self.callback_handler.pop_callback(callback)
+
+    # ---- what a front says -----------------------------------------------------------------------------------------
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a step of the learner."""
+        return 1
+
+    @property
+    def rows_per_update(self) -> int:
+        """Rows of an optimizer step, for samples per second."""
+        raise NotImplementedError
+
+    def train_rows(self) -> Any:
+        """The rows to train on. Raises ConfigError: there are none."""
+        raise NotImplementedError
+
+    def eval_sets(self, data: Any) -> Mapping[str, Any]:
+        """Evaluation data by name, as `measured` takes them; "" is the name of a single set."""
+        raise NotImplementedError
+
+    def measured(self, rows: Any) -> dict[str, float]:
+        """The metrics of an evaluation set, under TRL's names."""
+        raise NotImplementedError
+
+    def resume_from(self, folder: str | None) -> None:
+        """Sets what the next run resumes from; None = it begins anew."""
+        raise NotImplementedError
+
+    def note_step(self, row: Mapping[str, Any], step: BaseStep) -> None:
+        """Takes a step of the learner that is done. Args: row: what whet logs of it. step: its record."""
+        raise NotImplementedError
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
+        """Trains to max_steps or the end of the last epoch.
+
+        Args: resume_from_checkpoint: True = go on from the newest checkpoint in output_dir, or a checkpoint's folder.
+        Returns: optimizer steps, mean loss, and the numbers of the run.
+        Raises: CheckpointError: nothing to resume.
+        """
+        if kwargs:
+            raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
+        resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
+        checkpoints = self.models.checkpoints
+        if resume is not None:
+            checkpoints.root = resume.parent
+        elif checkpoints.root is not None:
+            checkpoints.root = Path(new_root(self.args.output_dir)).absolute()
+        self.resume_from(None if resume is None else str(resume))
+        self.state = TrainerState(stateful_callbacks=self._stateful())
+        self.window, self.losses, started = Window(), [], time.monotonic()
+        with self.lending.working():
+            self.learner.train(self.train_rows())
+        if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
+            self._load_best(Path(self.state.best_model_checkpoint))
+        return self._finish(time.monotonic() - started)
+
+    def _finish(self, seconds: float) -> TrainOutput:
+        steps = self.state.global_step
+        samples = steps * self.rows_per_update
+        metrics = {
+            "train_runtime": round(seconds, 4),
+            "train_samples_per_second": round(samples / max(seconds, 1e-9), 3),
+            "train_steps_per_second": round(steps / max(seconds, 1e-9), 3),
+            "total_flos": self.state.total_flos,
+            "train_loss": sum(self.losses) / max(len(self.losses), 1),
+        }
+        self.log(metrics)
+        self.tell("on_train_end")
+        return TrainOutput(steps, metrics["train_loss"], metrics)
+
+    def begin(self, *, resumed: bool) -> None:
+        """The state of a run that is open now."""
+        args, state = self.args, self.state
+        state.max_steps, state.train_batch_size = self.max_steps, args.per_device_train_batch_size
+        state.num_train_epochs = math.ceil(self.max_steps / self.updates_per_epoch) if self.updates_per_epoch else 1
+        state.compute_steps(args, self.max_steps)
+        self.control.should_training_stop = False
+        if resumed:
+            log.info("resumed after %d optimizer steps", state.global_step)
+
+    def set_epoch(self) -> None:
+        """The state's epoch, by its optimizer steps; of a stream the part of the run that is done."""
+        self.state.epoch = self.state.global_step / (self.updates_per_epoch or max(self.state.max_steps, 1))
+
+    def at_epoch_end(self) -> bool:
+        """Whether an epoch is over; of a stream, the run."""
+        return self.state.global_step % (self.updates_per_epoch or self.state.max_steps) == 0
+
+    def tell(self, event: str, **kwargs: Any) -> None:
+        """Tells the callbacks of an event; those of the user's have the model as transformers has it."""
+        with self.lending.lent() if self._is_heard(event) else nullcontext():
+            self.control = getattr(self.callback_handler, event)(self.args, self.state, self.control, **kwargs)
+
+    def _is_heard(self, event: str) -> bool:
+        """Whether a callback of the user's has a method of its own for an event."""
+        base = getattr(TrainerCallback, event)
+        own = [getattr(c, event) for c in self.callback_handler.callbacks if type(c) not in _USUAL]
+        return any(getattr(method, "__func__", method) is not base for method in own)
+
+    # ---- evaluation ----------------------------------------------------------------------------------------------
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Measures on the evaluation data; the result is logged, and on_evaluate told, for each set.
+
+        Args: eval_dataset: in place of the trainer's; the name of one of several, or data. ignore_keys: not used.
+            metric_key_prefix: of the names; the name of a set follows it.
+        Returns: the metrics of all sets.
+        """
+        sets = self.eval_rows
+        if isinstance(eval_dataset, str):
+            if eval_dataset not in sets:
+                raise ConfigError(f"there is no evaluation set {eval_dataset!r}; there are {', '.join(sets) or 'none'}")
+            sets = {eval_dataset: sets[eval_dataset]}
+        elif eval_dataset is not None:
+            sets = self.eval_sets(eval_dataset)
+        if not sets:
+            raise ConfigError("evaluation needs eval_dataset; give it to the trainer, or to evaluate()")
+        metrics: dict[str, float] = {}
+        for name, rows in sets.items():
+            with self.lending.working():
+                metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
+        return metrics
+
+    def _evaluated(self, rows: Any, prefix: str) -> dict[str, float]:
+        started = time.monotonic()
+        found = self.measured(rows)
+        seconds = time.monotonic() - started
+        found |= {
+            "runtime": round(seconds, 4),
+            "samples_per_second": round(len(rows) / max(seconds, 1e-9), 3),
+            "steps_per_second": round(1 / max(seconds, 1e-9), 3),
+            "num_tokens": float(self.state.num_input_tokens_seen),
+        }
+        metrics = {f"{prefix}_{name}": value for name, value in found.items()}
+        self.log(dict(metrics))
+        self.tell("on_evaluate", metrics=metrics)
+        return metrics
+
+    # ---- logs ----------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds a row to state.log_history, with epoch and step, and tells on_log. Args: start_time: not used."""
+        if self.state.epoch is not None:
+            logs["epoch"] = self.state.epoch
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.tell("on_log", logs=logs)
+
+    def log_window(self) -> None:
+        """Logs the means since the last time."""
+        self.log(self.window.take())
+
+    def note_best(self, metrics: Mapping[str, float]) -> None:
+        """Keeps the best value of metric_for_best_model."""
+        args, state = self.args, self.state
+        name = args.metric_for_best_model
+        if name is None:
+            return
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise ConfigError(f"metric_for_best_model={name!r} is not among {', '.join(sorted(metrics))}; name one")
+        value, best = metrics[name], state.best_metric
+        if best is None or (value > best if args.greater_is_better else value < best):
+            state.best_metric, state.best_global_step = value, state.global_step
+            if args.save_strategy == "best":
+                self.control.should_save = True
+
+    # ---- files ---------------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes model and tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.worker.export(folder, self.processing_class)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub("Model save")
+
+    def save_state(self) -> None:
+        """Writes trainer_state.json into output_dir."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints numbers, sorted. Args: split: of which they are: train, eval, ..."""
+        width = max(map(len, metrics), default=0)
+        print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes them to {split}_results.json in output_dir. Args: combined: and into all_results.json."""
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
+        if combined:
+            path = folder / "all_results.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**found, **metrics}, indent=4, sort_keys=True))
+
+    def save_weights(self) -> None:
+        """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
+        folder = checkpoint_at(self.args.output_dir, self.state.global_step)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
+        self._noted(folder)
+
+    def saved(self, whole: Path) -> None:
+        """A checkpoint was written. Args: whole: what a resume reads."""
+        self._noted(linked(whole, checkpoint_at(self.args.output_dir, self.state.global_step), self.role.value))
+
+    def _noted(self, folder: Path) -> None:
+        state = self.state
+        if state.best_global_step == state.global_step:
+            state.best_model_checkpoint = str(folder)
+        state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
+        state.save_to_json(str(folder / "trainer_state.json"))
+        best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
+        rotated(self.args.output_dir, self.args.save_total_limit, [folder, *best])
+        self.tell("on_save")
+
+    def _load_best(self, folder: Path) -> None:
+        log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
+        self.worker.load(best_state(folder, self.role.value))
+
+    def scheduler_state(self) -> dict[str, Any]:
+        """Of a schedule that was given."""
+        return {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+
+    def load_scheduler(self, state: Mapping[str, Any]) -> None:
+        """Restores it; what can't be stored (functions of the step) is as the schedule has it."""
+        if self.scheduler is not None and state:
+            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state})
+
+    def close(self) -> None:
+        """Frees what training has made besides the model."""
+        self.learner.close()
+
+
+def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a schedule's state can be stored: numbers, texts and lists of them."""
+
+    def simple(value: Any) -> bool:
+        return value is None or isinstance(value, int | float | str)
+
+    lists = {n: list(v) for n, v in state.items() if isinstance(v, list) and all(map(simple, v))}
+    return {**{n: v for n, v in state.items() if simple(v)}, **lists}
+
+
+def _reporting(names: Sequence[str]) -> list[Any]:
+    """The callbacks of loggers that transformers has."""
+    from transformers.integrations import integration_utils
+
+    wanted = integration_utils.get_available_reporting_integrations() if list(names) == ["all"] else list(names)
+    try:
+        return integration_utils.get_reporting_integration_callbacks(wanted)
+    except ValueError as error:
+        raise ConfigError(f"report_to={list(names)}: {error}") from error
