@@ -50,8 +50,9 @@ def math_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float 
     from math_verify import parse, verify  # pyright: ignore[reportMissingImports]
 
     alarmed = threading.current_thread() is threading.main_thread()
-    read = functools.partial(parse, parsing_timeout=PARSE_S if alarmed else None)
-    limit = VERIFY_S if alarmed else None
+    read_s: Any = PARSE_S if alarmed else None  # its annotation says int, and None is its "no limit"
+    read = functools.partial(parse, parsing_timeout=read_s)
+    limit: Any = VERIFY_S if alarmed else None
 
     def score(text: str, golds: list[str]) -> float:
         known = [found for found in map(read, map(_formula, golds)) if found]
