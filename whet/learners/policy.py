@@ -106,7 +106,7 @@ class PolicyLearner(RLLearner):
         data_shuffle_seed: int | None = None,
         *,
         data: DataConfig | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         need(algo_config, self.CONFIG, "algo_config")
