@@ -94,7 +94,8 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
 @pytest.mark.parametrize(
     ("rows", "kwargs", "given"),
     [
-        (TEXTS, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}, {}),
+        (TEXTS, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1, "warmup_steps": 2,
+                 "lr_scheduler_type": "constant"}, {}),
         (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
         full(ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
         (TALKS, {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 1},

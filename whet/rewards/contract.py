@@ -169,6 +169,7 @@ def call_rewards(
     *,
     timeout_s: float | None = 60.0,
     on_error: OnError = "raise",
+    nan_is_none: bool = False,
 ) -> tuple[dict[str, np.ndarray], dict[str, int]]:
     """Every reward function on the same trajectories.
 
@@ -180,7 +181,7 @@ def call_rewards(
 
     Args:
         fns: by name. inputs: what they are offered. timeout_s: for each; None = no deadline, on the caller's thread.
-        on_error: "raise", or "none": a failure counts as "not applicable".
+        on_error: "raise", or "none": a failure counts as "not applicable". nan_is_none: as of checked_rewards.
 
     Returns:
         float64 [N] per name, NaN = not applicable; and the number of failed entries per name.
@@ -207,7 +208,9 @@ def call_rewards(
     for name in fns:
         value = values[name]
         if not isinstance(value, RewardError):
-            rewards[name], errors[name] = checked_rewards(value, inputs.trajectory_ids, name=name, on_error=on_error)
+            rewards[name], errors[name] = checked_rewards(
+                value, inputs.trajectory_ids, name=name, on_error=on_error, nan_is_none=nan_is_none
+            )
         elif on_error == "raise":
             raise value
         else:

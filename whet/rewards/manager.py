@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -148,6 +148,9 @@ class RewardManager:
     (array([2., 0.]), {'exact_match': array([1., 0.])}, 0.5)
     """
 
+    NAN_IS_NONE: ClassVar[bool] = False
+    """Whether NaN says that a function does not apply, as None does; else it is an error."""
+
     def __init__(
         self,
         reward_fns: Any,
@@ -277,7 +280,9 @@ class RewardManager:
         if not whole.any():
             return {name: np.full(len(whole), math.nan) for name in self.fns}, {}
         seen = inputs if whole.all() else inputs.select(np.flatnonzero(whole))
-        found, errors = call_rewards(self.fns, seen, timeout_s=self.timeout_s, on_error=self.on_error)
+        found, errors = call_rewards(
+            self.fns, seen, timeout_s=self.timeout_s, on_error=self.on_error, nan_is_none=self.NAN_IS_NONE
+        )
         made = {name: np.full(len(whole), math.nan) for name in found}
         for name, values in found.items():
             made[name][whole] = values

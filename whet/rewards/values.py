@@ -38,7 +38,7 @@ OnError = Literal["raise", "none"]
 
 
 def checked_rewards(
-    value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise"
+    value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise", nan_is_none: bool = False
 ) -> tuple[np.ndarray, int]:
     """What a function returned, as numbers.
 
@@ -47,6 +47,7 @@ def checked_rewards(
             on any device and have a gradient, which is dropped.
         ids: [N] trajectory ids. name: of the function.
         on_error: "raise", or "none": what is wrong becomes NaN and is counted.
+        nan_is_none: NaN says what None says; False = it is wrong.
 
     Returns:
         float64 [N], NaN = not applicable (None); and how many were wrong.
@@ -70,7 +71,7 @@ def checked_rewards(
         return np.full(len(ids), math.nan), len(ids)
     rewards, wrong = np.full(len(ids), math.nan), 0
     for i, item in enumerate(items):
-        if item is None:
+        if item is None or (nan_is_none and _is_nan(item)):
             continue
         number = _number(item)
         if abs(number) <= LARGEST:
@@ -175,6 +176,14 @@ def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
         return items, None
     how = "more" if len(items) > count else "fewer"
     return [], f"a value {_kind(value)} with {how} entries than the {count} that its length says"
+
+
+def _is_nan(item: Any) -> bool:
+    """Whether an entry is a number, and that is NaN: what is not equal to itself."""
+    try:
+        return not isinstance(item, NO_NUMBERS) and bool(item != item)
+    except Exception:  # an array of several, or whatever its own methods may raise
+        return False
 
 
 def _number(item: Any) -> float:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from helpers import END, PAD, length_reward, rows, same, tiny_model, weights_of
@@ -185,12 +186,18 @@ def test_functions_of_every_kind_with_columns_state_and_logs_of_their_own(tmp_pa
     assert len(table) == 3
 
 
-def test_rewards_that_are_all_none_are_told_of_and_teach_nothing(tmp_path, caplog):
-    made = trainer(tmp_path, lambda completions, **_: [None] * len(completions))
+def test_rewards_that_are_all_none_or_nan_are_told_of_and_teach_nothing(tmp_path, caplog):
+    nan = math.nan
+    given = iter([[None, nan, np.float32("nan")], np.full(3, nan), torch.full((3,), nan)])
+    made = trainer(tmp_path, lambda **_: next(given), max_steps=3)
     before = weights_of(made.model)
     made.train()
-    assert "All reward functions returned None for the following kwargs" in caplog.text
+    assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
     assert same(before, weights_of(made.model))
+    for wrong in (math.inf, "nan"):
+        made = trainer(tmp_path, lambda wrong=wrong, **_: [wrong, 1.0, 2.0])
+        with pytest.raises(RewardError, match="row 0, generation 0"):
+            made.train()
 
 
 def test_conversations_and_columns_left_out(tmp_path):

@@ -81,7 +81,7 @@ class Arguments:
             if row.state == "refused" and value != row.default and value not in row.harmless:
                 raise ConfigError(f"{name}={value!r} is not taken: {row.note}")
             if row.kind is dict and isinstance(value, str):
-                setattr(self, name, json.loads(value))
+                setattr(self, name, _mapping(name, value))
         self._settle()
 
     def _take_compat(self) -> None:
@@ -153,6 +153,8 @@ class Arguments:
                 f"lr_scheduler_type={str(self.lr_scheduler_type)!r} goes by an evaluation, which schedules here do "
                 "not see; take one that goes by the step (cosine), or pass optimizers=(optimizer, scheduler)"
             )
+        if self.max_steps == 0:
+            raise ConfigError("max_steps=0 asks for no step; give the steps of the run, or -1: num_train_epochs decides")
         if self.log_level not in _LEVELS:
             raise lookup_error("log_level", self.log_level, _LEVELS)
         if self.load_best_model_at_end and self.save_only_model:
@@ -247,6 +249,17 @@ class Arguments:
         return {n: v if isinstance(v, bool | int | float | str) else str(v) for n, v in self.to_dict().items()}
 
 
+def _mapping(name: str, value: str) -> dict[str, Any]:
+    """What a command line gives for a field that is a dict. Raises ConfigError: it is no JSON object."""
+    try:
+        found = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}={value!r} is no JSON ({error}); give an object: '{{\"key\": 1}}'") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={value!r} is no JSON object; give one: '{{\"key\": 1}}'")
+    return found
+
+
 def _word(name: str, value: Any, kind: Any) -> Any:
     """A member of an enumeration of transformers."""
     known = [member.value for member in kind]
@@ -260,6 +273,7 @@ def dataclass_of(name: str, base: type[Arguments], doc: str) -> Any:
     made = []
     for field, row in {**base.TABLE, **base.OLD}.items():
         kind = row.kind or type(row.default)
+        kind = dict | str if kind is dict else kind  # transformers' parser takes the text, which is JSON
         optional = kind | None if row.default is None else kind
         metadata = {"help": f"{row.state}: {row.note}".replace("%", "%%")}
         if isinstance(row.default, list | dict):

@@ -106,7 +106,7 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
         weight_decay=args.weight_decay,
         schedule=schedule,
         schedule_kwargs=dict(args.lr_scheduler_kwargs or {}),
-        warmup_steps=args.get_warmup_steps(total or 0),
+        warmup_steps=0 if schedule == "constant" else args.get_warmup_steps(total or 0),  # there it takes no notice
         total_steps=total,
         max_grad_norm=args.max_grad_norm or 0.0,
     )

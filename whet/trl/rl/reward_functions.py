@@ -64,6 +64,7 @@ class RewardLog:
 class TRLRewards(RewardManager):
     """The rewards of a batch, the functions given what TRL gives them; `log` and `agents` are set by the trainer."""
 
+    NAN_IS_NONE = True
     log: RewardLog
     agents: Agents
 

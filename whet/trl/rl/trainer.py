@@ -25,12 +25,14 @@ from whet.trl.config.translate import loop, rollout, template_options
 from whet.trl.rl.completions import Completions
 from whet.trl.rl.learner import TRLLearner
 from whet.trl.rl.reward_functions import RewardLog, reward_functions
-from whet.trl.rl.rows import eval_sets, longest_prompt, rows_of
+from whet.trl.rl.rows import longest_prompt, rows_of
+from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
 from whet.trl.trainer.metrics import trl_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
 from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.task import TellingRLTask
 from whet.trl.trainer.trainer import Trainer
+from whet.trl.trainer.words import in_trl_words
 from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
@@ -54,6 +56,7 @@ class RLTrainer(Trainer):
         "compute_loss": f"{_LOSS}, or choose loss_type",
     }
 
+    @in_trl_words()
     def __init__(
         self,
         model: str | nn.Module,
@@ -81,6 +84,7 @@ class RLTrainer(Trainer):
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._rows = self._train_rows(train_dataset)
         self.eval_rows = self.eval_sets(eval_dataset)
+        check_evaluation(args, self.eval_rows)
         self._plan()
         functions = reward_functions(
             reward_funcs, reward_processing_classes, self.processing_class, args, self.agents.rewards
@@ -96,7 +100,7 @@ class RLTrainer(Trainer):
     def _train_rows(self, data: Any) -> Any:
         """The rows of train_dataset; of an environment that has its own data, empty prompts."""
         if data is not None:
-            return self._rows_of(data)
+            return self._rows_of(checked_set(data, "train_dataset"))
         if self.agents.environments is None:
             return None
         if isinstance(self.agents.environments.factory, Mapping) or self.args.max_steps <= 0:
@@ -214,7 +218,7 @@ class RLTrainer(Trainer):
 
     def eval_sets(self, data: Any) -> dict[str, list[dict[str, Any]]]:
         """Evaluation rows by name."""
-        return eval_sets(data, self._rows_of)
+        return named_sets(data, lambda rows, _: self._rows_of(rows))
 
     def measured(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         """Samples and scores an evaluation set."""

@@ -27,11 +27,13 @@ from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.translate import loop_fields
 from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
 from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
+from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
 from whet.trl.trainer.metrics import supervised_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
 from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.task import TellingSupervisedTask
 from whet.trl.trainer.trainer import Trainer
+from whet.trl.trainer.words import in_trl_words
 from whet.types import Example
 
 __all__ = ["SupervisedTrainer", "of_front"]
@@ -61,6 +63,7 @@ class SupervisedTrainer(Trainer):
         "compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
     }
 
+    @in_trl_words()
     def __init__(
         self,
         model: str | nn.Module,
@@ -83,8 +86,9 @@ class SupervisedTrainer(Trainer):
         super().__init__(model, args, processing_class, callbacks)
         prepare_tokenizer(self.processing_class, self.args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._rows = None if train_dataset is None else self._examples(train_dataset)
+        self._rows = None if train_dataset is None else self._examples(checked_set(train_dataset, "train_dataset"))
         self.eval_rows = self.eval_sets(eval_dataset)
+        check_evaluation(self.args, self.eval_rows)
         self._plan()
         given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
         self._module_dtype = module_dtype(self.args, given, optimizers)
@@ -153,11 +157,13 @@ class SupervisedTrainer(Trainer):
             role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
         )
 
-    def _examples(self, data: Any, *, evaluation: bool = False) -> list[Example] | Examples:
+    def _examples(self, data: Any, *, evaluation: str = "") -> list[Example] | Examples:
+        """The Examples of a data set. Args: evaluation: what one for evaluation is called."""
         args = self.args
         shuffle = args.seed if "shuffle_dataset" in args.TABLE and args.shuffle_dataset and not evaluation else None
         data = self.rows(data)
-        return examples_of(data, self.encoder(data), pack=self.pack(evaluation=evaluation), shuffle=shuffle)
+        pack = self.pack(evaluation=bool(evaluation))
+        return examples_of(data, self.encoder(data), pack=pack, shuffle=shuffle, of=evaluation)
 
     def _plan(self) -> None:
         """How many steps the run has."""
@@ -191,10 +197,7 @@ class SupervisedTrainer(Trainer):
 
     def eval_sets(self, data: Any) -> dict[str, list[Example]]:
         """Evaluation data as Examples, by name."""
-        if data is None:
-            return {}
-        named = data if isinstance(data, Mapping) else {"": data}
-        return {name: list(self._examples(one, evaluation=True)) for name, one in named.items()}
+        return named_sets(data, lambda rows, name: self._examples(rows, evaluation=name))
 
     def measured(self, rows: list[Example]) -> dict[str, float]:
         """The loss and its metrics over an evaluation set, weighed as a whole."""
