@@ -56,7 +56,7 @@ def trained(module, method, rows, folder, model, kwargs, **given):
 
 
 def check(method, rows, kwargs, tmp_path, *, given=lambda: {}, leave=(), weights=3e-5):
-    """Runs both; asserts that logs and weights are equal. Returns: whet's trainer."""
+    """Runs both; asserts that logs and weights are equal. Returns: both trainers."""
     model = tmp_path / "model"
     (reward_model() if method == "Reward" else tiny_model()).save_pretrained(model)
     ours, events = trained(whet.trl, method, rows, tmp_path / "whet", model, kwargs, **given())
@@ -74,7 +74,7 @@ def check(method, rows, kwargs, tmp_path, *, given=lambda: {}, leave=(), weights
     now, wanted = weights_of(ours.model), weights_of(theirs.model)
     for name, w in wanted.items():
         torch.testing.assert_close(now[name], w, rtol=weights, atol=weights, msg=lambda m, n=name: f"{n}: {m}")
-    return ours
+    return ours, theirs
 
 
 TEXTS = [{"text": f"{i} and {i * i} make {i + i * i}, said {'so ' * (i % 4)}"} for i in range(7)]
@@ -94,12 +94,24 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
 @pytest.mark.parametrize(
     ("rows", "kwargs", "given"),
     [
-        (TEXTS, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1, "warmup_steps": 2,
-                 "lr_scheduler_type": "constant"}, {}),
+        (
+            TEXTS,
+            {
+                "gradient_accumulation_steps": 2,
+                "max_steps": -1,
+                "num_train_epochs": 1,
+                "warmup_steps": 2,
+                "lr_scheduler_type": "constant",
+            },
+            {},
+        ),
         (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
         full(ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
-        (TALKS, {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 1},
-         {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-2, "betas": (0.8, 0.9)})}),
+        (
+            TALKS,
+            {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 1},
+            {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-2, "betas": (0.8, 0.9)})},
+        ),
         full([{"q": r["prompt"]} for r in ANSWERS], {}, {"formatting_func": lambda r: r["q"] + "?"}),
         full(IDS, {}, {}),
         (TEXTS, {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}, {}),
@@ -110,7 +122,12 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
 def test_sft(rows, kwargs, given, tmp_path):
     leave = BY_MICRO_BATCH if "gradient_accumulation_steps" in kwargs else ()
     leave = ("eval_",) if kwargs.get("packing") else leave  # there a mean over packs, or of nothing
-    check("SFT", rows, kwargs, tmp_path, given=lambda: given, leave=leave)
+    ours, theirs = check("SFT", rows, kwargs, tmp_path, given=lambda: given, leave=leave)
+    mine, row = ours.train_dataset, theirs.train_dataset
+    assert {*mine.column_names} <= {*row.column_names}
+    assert mine["input_ids"] == row["input_ids"]
+    for own, other in zip(mine["labels"], row["labels"], strict=True):  # of what comes first nothing is learned
+        assert own[1:] == other[1:]
 
 
 PAIRS = [{"prompt": f"{i}+{i}=", "chosen": f" {i + i}" + "!" * (i % 3), "rejected": f" {i * i}?"} for i in range(7)]

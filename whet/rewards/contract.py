@@ -21,7 +21,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -118,13 +118,20 @@ def function_name(fn: Any) -> str:
 
 
 def keywords(
-    fn: RewardFn, offered: Mapping[str, Any], by_name: Mapping[str, Any], *, name: str, kind: str = "reward function"
+    fn: RewardFn,
+    offered: Mapping[str, Any],
+    by_name: Mapping[str, Any],
+    *,
+    name: str,
+    kind: str = "reward function",
+    extras: Collection[str] = (),
 ) -> dict[str, Any]:
     """The arguments that a function is called with.
 
     Args:
         fn: the function. offered: what it gets where it names it or has **kwargs.
-        by_name: what it gets only where it names it; `offered` goes before. name, kind: for messages.
+        by_name: what it gets only where it names it; `offered` goes before. name, kind: for messages. extras: words
+            of `offered` that are no columns.
 
     Returns:
         Keyword -> value. What a partial has bound stays as bound.
@@ -151,12 +158,14 @@ def keywords(
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(f"{kind} {name} takes {parameter.name!r} as a positional-only argument; remove the '/'")
         if not known and parameter.default is parameter.empty:
-            near = nearest(parameter.name, {**offered, **by_name})
-            columns = [word for word in offered if word not in GIVEN]
+            always = [word for word in offered if word in GIVEN] + [word for word in extras if word not in GIVEN]
+            columns = [word for word in offered if word not in always]
+            alike = [word for word in always if word.startswith(parameter.name) or parameter.name.startswith(word)]
+            near = nearest(parameter.name, dict.fromkeys([*columns, *by_name, *alike]))
             raise ConfigError(
                 f"{kind} {name} needs {parameter.name!r}, which is not a column; your columns: "
                 f"{', '.join(columns) or 'none besides the prompt'}{near or '.'} Rename the argument or the column, or "
-                f"give it a default. Always offered: {', '.join(w for w in offered if w in GIVEN)}"
+                f"give it a default. Always offered: {', '.join(always)}"
             )
         if known and parameter.kind is not parameter.POSITIONAL_ONLY:
             given[parameter.name] = offered[parameter.name] if parameter.name in offered else by_name[parameter.name]
@@ -195,7 +204,7 @@ def call_rewards(
     """
     calls = {}
     for name, fn in fns.items():
-        given = keywords(fn, inputs.offered(), inputs.algo_fields, name=name)
+        given = keywords(fn, inputs.offered(), inputs.algo_fields, name=name, extras=inputs.extras.keys())
         calls[name] = functools.partial(fn, **{word: _own(word, value, inputs) for word, value in given.items()})
     together = _Loop({name: call for name, call in calls.items() if _is_async(call)}, timeout_s)
     limits = {name: None if isinstance(fn, RewardModel) else timeout_s for name, fn in fns.items()}

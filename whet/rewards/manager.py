@@ -201,7 +201,7 @@ class RewardManager:
             extras=extras or {},
         )
         for name, fn in self.fns.items():
-            keywords(fn, empty.offered(), self.algo_fields, name=name)
+            keywords(fn, empty.offered(), self.algo_fields, name=name, extras=empty.extras.keys())
 
     def __call__(
         self,

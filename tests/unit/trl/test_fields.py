@@ -112,7 +112,7 @@ def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
         (SFTConfig, {"packing": True, "packing_strategy": "bdf"}, "unknown packing_strategy 'bdf'; did you mean bfd"),
         (SFTConfig, {"truncation_mode": "keep_middle"}, "unknown truncation_mode"),
         (SFTConfig, {"train_sampling_strategy": "group_by_length"}, "nothing is padded"),
-        (SFTConfig, {"dataset_kwargs": {"add_special_tokens": False}}, "'add_special_tokens' is not taken"),
+        (SFTConfig, {"dataset_kwargs": {"add_special_token": False}}, "'add_special_token' is not taken"),
         (SFTConfig, {"label_smoothing_factor": 0.1}, "DPO has label_smoothing"),
         (DPOConfig, {"loss_type": "sigmod"}, "did you mean sigmoid"),
         (DPOConfig, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one for each"),
@@ -158,7 +158,7 @@ def test_a_command_line_and_a_subclass_read_the_fields():
     )
     assert (args.output_dir, args.beta, args.num_generations, args.reward_weights) == ("o", 0.1, 4, [1.0, 0.5])
     assert {name: getattr(args, name) for name in given} == given
-    with pytest.raises(ConfigError, match="deepspeed='x.json' is not taken: one process trains"):
+    with pytest.raises(ConfigError, match=r"deepspeed='x\.json' is not taken: one process trains"):
         parser.parse_args_into_dataclasses([*words, "--deepspeed", "x.json"])
 
     @dataclasses.dataclass

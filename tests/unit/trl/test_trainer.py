@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import datasets
 import numpy as np
+import pandas
 import pytest
 import torch
 from helpers import END, PAD, length_reward, rows, same, tiny_model, weights_of
@@ -183,6 +184,7 @@ def test_functions_of_every_kind_with_columns_state_and_logs_of_their_own(tmp_pa
     assert row["longest"] <= 6
     table = datasets.Dataset.from_parquet(str(tmp_path / "completions" / "completions_00002.parquet"))
     assert {"step", "prompt", "completion", "judge", "later", "upper", "advantage"} <= set(table.column_names)
+    assert table["step"][0] == 2
     assert len(table) == 3
 
 
@@ -257,6 +259,22 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
         ({"quantization_config": 1}, ConfigError, "for a model given by its name"),
         ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
         ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
+        (
+            {"data": datasets.DatasetDict(train=datasets.Dataset.from_list(rows(3)))},
+            DataError,
+            r"`train_dataset` must be a `Dataset` or `IterableDataset`, got `DatasetDict`; .*_dataset=data\['train'\]",
+        ),
+        ({"data": "rows.jsonl"}, DataError, "must be a `Dataset`.*, got `str`; load it first"),
+        ({"data": pandas.DataFrame({"prompt": ["a"]})}, DataError, "got `DataFrame`; make it one: Dataset.from_pandas"),
+        ({"data": ["a"] * 9}, DataError, "train_dataset: its rows are str"),
+        ({"eval_dataset": {"a": rows(2), "b": []}}, DataError, r"eval_dataset\['b'\] has no rows"),
+        (
+            {"eval_strategy": "steps"},
+            ConfigError,
+            "eval_strategy='steps' asks for evaluations, and there is no eval_da",
+        ),
+        ({"eval_on_start": True}, ConfigError, "eval_on_start=True asks for evaluations"),
+        ({"model": "meta"}, ConfigError, "lies on the meta device"),
         ({"data": iter(rows(3)), "max_steps": -1}, ConfigError, "set max_steps"),
         ({"model_init_kwargs": {"rope_scaling": 1}, "model": "folder"}, ConfigError, "rope_scaling"),
         ({"optimizers": (None, 1)}, ConfigError, "give both"),
@@ -266,6 +284,8 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
 def test_what_is_not_there_is_refused_by_name(given, kind, message, tmp_path):
+    if given.get("model") == "meta":
+        given = {"model": tiny_model().to("meta")}
     with pytest.raises(kind, match=message):
         trainer(tmp_path, **given)
 
@@ -300,6 +320,7 @@ def test_streams_and_sets_by_name(tmp_path):
     assert [row["step"] for row in logged] == [0, 2]
     assert made.evaluate()["eval_b_reward"] >= 0
     assert made.evaluate("a").keys() == made.evaluate(rows(1), metric_key_prefix="eval_a").keys()
+    assert made.evaluate()["epoch"] == made.state.epoch
     with pytest.raises(ConfigError, match="there is no evaluation set 'c'"):
         made.evaluate("c")
     with pytest.raises(ConfigError, match="needs eval_dataset"):
@@ -379,8 +400,11 @@ def test_a_regular_expression_holds_completions(tmp_path):
 
 
 class Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, model, processing_class, optimizer, **_):
+    rates: ClassVar[list] = []
+
+    def on_step_end(self, args, state, control, model, processing_class, optimizer, lr_scheduler, **_):
         assert isinstance(optimizer, torch.optim.Optimizer)
+        self.rates.append(lr_scheduler.get_last_lr()[0])
         control.should_training_stop = state.global_step == 2
         control.should_save = state.global_step == 1
 
@@ -388,6 +412,9 @@ class Stop(TrainerCallback):
 def test_flags_are_done_and_callbacks_come_and_go(tmp_path):
     made = trainer(tmp_path, callbacks=[Stop], max_steps=5, save_strategy="steps", save_steps=100)
     made.train()
+    assert Stop.rates == pytest.approx([0.08, 0.06])  # of the update that comes next, as transformers has it
+    assert list(made.state.log_history[0])[:3] == ["loss", "grad_norm", "learning_rate"]
+    assert made.lr_scheduler.state_dict()["last_epoch"] == 2
     assert made.state.global_step == 2
     assert (tmp_path / "checkpoint-1").is_dir()
     unsaved = trainer(tmp_path / "no", callbacks=[Stop], max_steps=5)
@@ -435,8 +462,9 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(limit, tmp_path):
         judged.append(1)
         return [float(i) - 10 * len(judged) for i in range(len(completions))]
 
-    made = trainer(tmp_path, judge, eval_dataset=rows(1), eval_strategy="steps", eval_steps=1, save_strategy="steps",
-                   save_steps=1, max_steps=3, load_best_model_at_end=True, metric_for_best_model="reward",
+    sets = rows(1) if limit == 1 else {"a": rows(2), "b": rows(1)}  # of several the last one's, as in TRL
+    made = trainer(tmp_path, judge, eval_dataset=sets, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+                   save_steps=1, max_steps=3, load_best_model_at_end=True, metric_for_best_model="eval_reward",
                    save_total_limit=limit, callbacks=[EarlyStoppingCallback(2)])  # fmt: skip
     made.train()
     assert made.state.best_global_step == 1
@@ -506,6 +534,15 @@ def test_numbers_are_shown_and_kept(tmp_path, capsys):
 
 def test_what_a_script_reads_of_the_trainer(tmp_path):
     made = trainer(tmp_path)
+    assert (made.num_generations, made.max_completion_length, made.is_fsdp_enabled) == (3, 6, False)
+    assert made.get_num_trainable_parameters() == sum(p.numel() for p in made.model.parameters())
+    for name, instead in (("get_train_dataloader", "give train_dataset"), ("_metrics", "state.log_history"),
+                          ("data_collator", "no loaders"), ("num_generation", "did you mean")):  # fmt: skip
+        with pytest.raises(AttributeError, match=f"{name}.*{instead}"):
+            getattr(made, name)
+    with pytest.raises(AttributeError, match="give the fields that it sets"):
+        made.args.set_training(batch_size=2)
+    assert made.args.parallel_mode.value == "not_parallel"
     assert made.accelerator.is_main_process
     assert made.accelerator.unwrap_model(made.model) is made.model
     assert made.is_world_process_zero()

@@ -14,11 +14,12 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from transformers import SchedulerType
+from transformers import SchedulerType, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.training_args import ParallelMode
 
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.trl.config.field import Table
@@ -52,9 +53,11 @@ class Arguments:
     compat = None
     """Whose metric names are logged besides; a field where there are defaults of earlier releases."""
 
-    if TYPE_CHECKING:  # the fields are made of the tables
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:  # the fields, for a type checker: they are made of the tables
+        """What is not there; of transformers' setters with what to do instead."""
+        if name.startswith("set_") and hasattr(TrainingArguments, name):
+            raise AttributeError(f"{type(self).__name__} has no {name}; give the fields that it sets by name")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         """Args: output_dir: where checkpoints go. given: the other fields, by name.
@@ -80,7 +83,7 @@ class Arguments:
             value = getattr(self, name)
             if row.state == "refused" and value != row.default and value not in row.harmless:
                 raise ConfigError(f"{name}={value!r} is not taken: {row.note}")
-            if row.kind is dict and isinstance(value, str):
+            if row.kind is dict and isinstance(value, str) and (row.state != "no effect" or value.startswith("{")):
                 setattr(self, name, _mapping(name, value))
         self._settle()
 
@@ -154,7 +157,9 @@ class Arguments:
                 "not see; take one that goes by the step (cosine), or pass optimizers=(optimizer, scheduler)"
             )
         if self.max_steps == 0:
-            raise ConfigError("max_steps=0 asks for no step; give the steps of the run, or -1: num_train_epochs decides")
+            raise ConfigError(
+                "max_steps=0 asks for no step; give the steps of the run, or -1: num_train_epochs decides"
+            )
         if self.log_level not in _LEVELS:
             raise lookup_error("log_level", self.log_level, _LEVELS)
         if self.load_best_model_at_end and self.save_only_model:
@@ -208,6 +213,11 @@ class Arguments:
     def should_save(self) -> bool:
         """Whether this process saves."""
         return True
+
+    @property
+    def parallel_mode(self) -> ParallelMode:
+        """That one process trains."""
+        return ParallelMode.NOT_PARALLEL
 
     @property
     def train_batch_size(self) -> int:

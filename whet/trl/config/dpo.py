@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 from whet.config import PreferenceConfig
@@ -12,6 +13,8 @@ from whet.trl.config.supervised import MODEL_FIELDS, NO_DROPOUT, SUPERVISED_FIEL
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 
 __all__ = ["DPO_FIELDS", "OLD_DPO_FIELDS", "DPOConfig"]
+
+log = logging.getLogger("whet")
 
 DPO_FIELDS: Table = {
     **MODEL_FIELDS,
@@ -61,6 +64,12 @@ class _DPO(SupervisedArguments):
     def _check(self) -> None:
         """What of its values is not there."""
         super()._check()
+        for name in OLD_DPO_FIELDS:
+            if getattr(self, name) is not None:
+                log.warning(
+                    "%s=%s is not read: max_length=%s is the limit of prompt and answer, as in later releases",
+                    *(name, getattr(self, name), self.max_length),
+                )
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
         make_preference_objective(self.to_whet())
 

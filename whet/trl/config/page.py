@@ -91,6 +91,16 @@ tools have answered; ids are appended and never made again, and only what the mo
 - The draws are whet's, by (seed, step, place): they are not TRL's of the same seed.
 - Completions whose advantage is 0 are not run; means of `entropy` are over the tokens that were.
 - Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name.
+- What TRL's trainers have as attributes of their own (`trainer.num_generations`, `trainer.beta`) is read of the
+  arguments, and not set there. Others (`data_collator`, `get_train_dataloader`) say what to use instead.
+- Callbacks are given `lr_scheduler` with `get_last_lr()` and `state_dict()`; `train_dataloader` and `eval_dataloader`
+  are None, since rows are packed as they are trained on.
+- A prompt that with `max_completion_length` goes beyond the model's context is an error at the start; TRL samples on,
+  at positions that the model has never seen.
+- With several evaluation sets every metric has its set's name, in TRL the loss alone. A `metric_for_best_model` without
+  one is the last set's, as there; `eval_loss` is refused at the start, as is a name that no evaluation could have.
+- A data set may be a list of dicts too. `save_model` writes no training_args.bin, which is a pickle.
+- `train_samples_per_second` counts what updates are made of; TRL's counts rows of the data where epochs end the run.
 
 - `lora_dropout` of a `peft_config` is taken as 0.0, since the sampler draws without it. The reference of an adapter is
   the base read with the adapter off: no second copy.
@@ -122,7 +132,10 @@ What is said above of callbacks, the last step, resuming, masters and overridden
 - `label_smoothing` acts on DPO's sigmoid loss too.
 - A new score head begins at 0, TRL's at random: the first scores are 0, and the first step is the same for every seed.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
-- `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's own, and the schedule the arguments'.
+- `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's own, and the schedule that of the
+  arguments.
+- SFT: `trainer.train_dataset` is the rows as `input_ids` with `labels`, as there; DPO's and the reward model's stay as
+  they were given.
 - `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and `data_collator` are refused, each with
   what to do instead. Nothing holds logits, and TRL has deprecated `compute_loss_func` itself.
 """

@@ -17,7 +17,7 @@ from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
-__all__ = ["Examples", "Formatted", "IdsOrPairs", "IdsOrRows", "Ready", "examples_of", "first_row"]
+__all__ = ["Examples", "Formatted", "IdsOrPairs", "IdsOrRows", "Ready", "as_dataset", "examples_of", "first_row"]
 
 
 @dataclass(frozen=True)
@@ -139,3 +139,25 @@ def examples_of(
     if not made:
         raise DataError(f"no row {f'of {of} is left' if of else 'is left to train on'}: {encode.told() or 'none came'}")
     return made
+
+
+def as_dataset(examples: list[Example]) -> Any:
+    """Examples as TRL's SFTTrainer holds its rows: a datasets.Dataset of input_ids and labels (-100 = not trained).
+
+    Of a pack the rows stand end to end, with their lengths in seq_lengths.
+    """
+    from datasets import Dataset
+
+    def ids(s: TrainSequence) -> list[int]:
+        return [*s.prefix.tolist(), *s.tokens.tolist()]
+
+    def labels(s: TrainSequence) -> list[int]:
+        return [-100] * len(s.prefix) + np.where(s.mask, s.tokens, -100).tolist()
+
+    rows: dict[str, list[Any]] = {
+        "input_ids": [[i for s in e.sequences for i in ids(s)] for e in examples],
+        "labels": [[i for s in e.sequences for i in labels(s)] for e in examples],
+    }
+    if any(len(e.sequences) > 1 for e in examples):
+        rows["seq_lengths"] = [[len(s.prefix) + len(s.tokens) for s in e.sequences] for e in examples]
+    return Dataset.from_dict(rows)

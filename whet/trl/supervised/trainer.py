@@ -199,6 +199,10 @@ class SupervisedTrainer(Trainer):
         """Evaluation data as Examples, by name."""
         return named_sets(data, lambda rows, name: self._examples(rows, evaluation=name))
 
+    def may_log(self, metric: str) -> bool:
+        """Whether it is one of supervised training."""
+        return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens"
+
     def measured(self, rows: list[Example]) -> dict[str, float]:
         """The loss and its metrics over an evaluation set, weighed as a whole."""
         learner = self.learner

@@ -28,7 +28,7 @@ splits: train_dataset=data['train']
         way = f'load it first: load_dataset("json", data_files={str(data)!r}, split="train")'
     elif hasattr(data, "iloc"):
         way = "make it one: Dataset.from_pandas(data)"
-    elif not isinstance(data, Iterable):
+    elif not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         way = "or give a list of dicts"
     elif isinstance(data, list | tuple) and data and not isinstance(data[0], Mapping):
         raise DataError(f"{name}: its rows are {type(data[0]).__name__}, and rows are dicts: a value for each column")

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,7 +35,7 @@ from transformers.utils import logging as transformers_logging
 
 from whet.config import OptimConfig, Role
 from whet.data.tokenizer import load_tokenizer
-from whet.errors import ConfigError
+from whet.errors import ConfigError, lookup_error
 from whet.learners.step import BaseStep
 from whet.run.push import check_hub
 from whet.train.checkpoints import Checkpoints
@@ -43,12 +43,14 @@ from whet.train.worker import ModelWorker
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.translate import optimizer
 from whet.trl.trainer import optimizers as factories
+from whet.trl.trainer.attributes import attribute
 from whet.trl.trainer.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
 from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.lending import Lending
-from whet.trl.trainer.metrics import Window
+from whet.trl.trainer.metrics import Window, best_metric
 from whet.trl.trainer.model import name_of
 from whet.trl.trainer.not_called import NOT_CALLED
+from whet.trl.trainer.words import in_trl_words
 
 __all__ = ["Trainer"]
 
@@ -80,6 +82,14 @@ class Trainer(Hub):
     """The RoleWorkers of the run: made by the front."""
     learner: Any
     """What trains them: made by the front."""
+
+    is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """An argument, as TRL's trainers have them as attributes, or an AttributeError with what to use instead."""
+            return attribute(self, name)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a subclass that overrides what nothing would call."""
@@ -141,6 +151,8 @@ class Trainer(Hub):
         optim = self.worker.optim
         told: Any = self.callback_handler
         told.optimizer = None if optim is None else optim.optimizer
+        told.lr_scheduler = factories.Rates(self) if self.scheduler is None else self.scheduler
+        best_metric(self.args, self.eval_rows, self.may_log)  # what it can't be is said here
         self.lending = Lending(self.model)
         self.lending.lend()
         self.tell("on_init_end")
@@ -191,6 +203,15 @@ class Trainer(Hub):
         return self.callback_handler.optimizer
 
     @property
+    def lr_scheduler(self) -> Any:
+        """The schedule: one that was given, or what tells the rates of whet's own."""
+        return self.callback_handler.lr_scheduler
+
+    def get_num_trainable_parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+
+    @property
     def model_wrapped(self) -> Any:
         """The model: nothing wraps it."""
         return self.model
@@ -238,6 +259,10 @@ class Trainer(Hub):
         """Evaluation data by name, as `measured` takes them; "" is the name of a single set."""
         raise NotImplementedError
 
+    def may_log(self, metric: str) -> bool:
+        """Whether an evaluation may have a metric of this name, which reward functions add to."""
+        return True
+
     def measured(self, rows: Any) -> dict[str, float]:
         """The metrics of an evaluation set, under TRL's names."""
         raise NotImplementedError
@@ -252,6 +277,7 @@ class Trainer(Hub):
 
     # ---- training ------------------------------------------------------------------------------------------------
 
+    @in_trl_words()
     def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
         """Trains to max_steps or the end of the last epoch.
 
@@ -321,6 +347,7 @@ class Trainer(Hub):
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
+    @in_trl_words()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -328,7 +355,7 @@ class Trainer(Hub):
 
         Args: eval_dataset: in place of the trainer's; the name of one of several, or data. ignore_keys: not used.
             metric_key_prefix: of the names; the name of a set follows it.
-        Returns: the metrics of all sets.
+        Returns: the metrics of all sets, and the epoch.
         """
         sets = self.eval_rows
         if isinstance(eval_dataset, str):
@@ -343,7 +370,7 @@ class Trainer(Hub):
         for name, rows in sets.items():
             with self.lending.working():
                 metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
-        return metrics
+        return metrics if self.state.epoch is None else {**metrics, "epoch": self.state.epoch}
 
     def _evaluated(self, rows: Any, prefix: str) -> dict[str, float]:
         started = time.monotonic()
@@ -376,12 +403,11 @@ class Trainer(Hub):
     def note_best(self, metrics: Mapping[str, float]) -> None:
         """Keeps the best value of metric_for_best_model."""
         args, state = self.args, self.state
-        name = args.metric_for_best_model
+        name = best_metric(args, self.eval_rows, self.may_log)
         if name is None:
             return
-        name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
-            raise ConfigError(f"metric_for_best_model={name!r} is not among {', '.join(sorted(metrics))}; name one")
+            raise lookup_error("metric_for_best_model", name, metrics)
         value, best = metrics[name], state.best_metric
         if best is None or (value > best if args.greater_is_better else value < best):
             state.best_metric, state.best_global_step = value, state.global_step

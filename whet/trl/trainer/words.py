@@ -15,27 +15,24 @@ from whet.run.interrupts import Stopped
 __all__ = ["in_trl_words", "translated"]
 
 _RESUME = "train(resume_from_checkpoint=True)"
-_PHRASES = (
-    (r"go on with the same program and resume=\"latest\" in its training configuration", f"go on with {_RESUME}"),
-    (r"nothing is saved: trainer\.run_dir is not set", 'nothing is saved to resume: save_strategy is "no", or '
-                                                       "save_only_model is set"),  # fmt: skip
-    (r"set trainer\.resume=latest to resume it", f"resume it with {_RESUME}"),
-    (r"resume with trainer\.resume=latest", f"resume with {_RESUME}"),
-    (r"trainer\.resume=latest", _RESUME),
-    (r"resume from (an earlier|another) step-\* folder", r'resume from \1 checkpoint: train(resume_from_checkpoint='
-                                                         '"output_dir/checkpoint-...")'),  # fmt: skip
-    (r" \(None = checkpoints/ in trainer\.run_dir\)", ""),
-    (r"trainer\.checkpoint_root_directory or trainer\.run_dir", "output_dir"),
-    (r"set rollout\.max_prompt_length to (\d+) with on_long_prompt drop or truncate_left, or lower "
-     r"max_tokens_to_generate", r"lower max_completion_length, leave longer prompts out, or set max_prompt_length=\1, "
-                                "which cuts them on the left"),
-    (r"rollout\.max_prompt_length to what is left with on_long_prompt drop or truncate_left", "max_prompt_length to "
-     "what is left, which cuts prompts on the left"),
-    (r" with data\.on_long=truncate or drop", ""),
-    (r"name columns by data\.\*_column", "rename them, or in SFT name the texts' by dataset_text_field"),
-    (r"text_column, or in prompt_column and response_column", "dataset_text_field"),
-    (r", or set on_empty to drop", ""),
-)  # fmt: skip
+_CUT = r" with on_long_prompt drop or truncate_left"
+_PHRASES = {
+    r'go on with the same program and resume="latest" in its training configuration': f"go on with {_RESUME}",
+    r"nothing is saved: trainer\.run_dir is not set": "nothing is saved to resume from: see save_strategy and "
+    "save_only_model",
+    r"set trainer\.resume=latest to resume it": f"resume it with {_RESUME}",
+    r"trainer\.resume=latest": _RESUME,
+    r"(from an earlier|from another) step-\* folder": r"\1 checkpoint: train(resume_from_checkpoint=folder)",
+    r" \(None = checkpoints/ in trainer\.run_dir\)": "",
+    r"trainer\.checkpoint_root_directory or trainer\.run_dir": "output_dir",
+    rf"set rollout\.max_prompt_length to (\d+){_CUT}, or lower max_tokens_to_generate": "lower max_completion_length, "
+    r"leave longer prompts out, or set max_prompt_length=\1, which cuts them on the left",
+    rf"rollout\.max_prompt_length to what is left{_CUT}": "max_prompt_length, which cuts prompts, to what is left",
+    r" with data\.on_long=truncate or drop": "",
+    r"name columns by data\.\*_column": "rename them, or in SFT name that of texts in dataset_text_field",
+    r"text_column, or in prompt_column and response_column": "dataset_text_field",
+    r", or set on_empty to drop": "",
+}
 """What a message says -> what it says here; the first ones first."""
 _NAMES = {
     "data.batch_size": "per_device_train_batch_size",
@@ -68,7 +65,7 @@ def translated(text: str) -> str:
     >>> translated("no room; raise rollout.max_tokens_to_generate, then resume with trainer.resume=latest")
     'no room; raise max_completion_length, then resume with train(resume_from_checkpoint=True)'
     """
-    for said, instead in _PHRASES:
+    for said, instead in _PHRASES.items():
         text = re.sub(said, instead, text)
     return _NAMED.sub(lambda found: _NAMES[found[1]], text)
 
