@@ -132,8 +132,7 @@ What is said above of callbacks, the last step, resuming, masters and overridden
 - `label_smoothing` acts on DPO's sigmoid loss too.
 - A new score head begins at 0, TRL's at random: the first scores are 0, and the first step is the same for every seed.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
-- `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's own, and the schedule that of the
-  arguments.
+- `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
 - SFT: `trainer.train_dataset` is the rows as `input_ids` with `labels`, as there; DPO's and the reward model's stay as
   they were given.
 - `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and `data_collator` are refused, each with

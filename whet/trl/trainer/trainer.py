@@ -474,9 +474,9 @@ class Trainer(Hub):
         return {} if self.scheduler is None else _plain(self.scheduler.state_dict())
 
     def load_scheduler(self, state: Mapping[str, Any]) -> None:
-        """Restores it."""
+        """Restores it; what can't be stored (functions of the step) is as the schedule has it."""
         if self.scheduler is not None and state:
-            self.scheduler.load_state_dict(dict(state))
+            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state})
 
     def close(self) -> None:
         """Frees what training has made besides the model."""
