@@ -161,7 +161,6 @@ class RLTrainer(Trainer):
     def _cluster(self, model: RoleConfig | nn.Module, optimizers: tuple[Any, Any]) -> RLCluster:
         args = self.args
         optim = self.optim(optimizers, None)
-        root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
         on_cpu = args.use_cpu and torch.cuda.is_available()
         return RLCluster(
             actor=model,
@@ -171,7 +170,7 @@ class RLTrainer(Trainer):
                 role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
                 rollout_engine="vllm" if args.use_vllm else "embedded",
                 rollout_config=rollout(args, self._longest(model)),
-                training_config=loop(args, self._steps or None, optim, root),
+                training_config=loop(args, self._steps or None, optim, self.resumable_root),
             ),
             module_dtype=module_dtype(args, model, optimizers),
         )

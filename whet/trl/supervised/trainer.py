@@ -137,9 +137,8 @@ class SupervisedTrainer(Trainer):
     def loop_config(self) -> SupervisedTrainingConfig:
         """The section trainer."""
         args = self.args
-        root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
         last = "drop" if args.dataloader_drop_last else "keep"
-        return SupervisedTrainingConfig(last_batch=last, **loop_fields(args, self.max_steps or None, root))
+        return SupervisedTrainingConfig(last_batch=last, **loop_fields(args, self.max_steps or None, self.resumable_root))
 
     def models_of(self, optim: Any, **roles: Any) -> SupervisedModels:
         """The models of a run. Args: optim: of the one that is trained. roles: the models by role."""

@@ -9,6 +9,7 @@ what happens.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -43,7 +44,7 @@ from whet.train.worker import ModelWorker
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.translate import optimizer
 from whet.trl.trainer import optimizers as factories
-from whet.trl.trainer.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
+from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotated, to_resume
 from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.lending import Lending
 from whet.trl.trainer.metrics import Window
@@ -141,6 +142,7 @@ class Trainer(Hub):
         optim = self.worker.optim
         told: Any = self.callback_handler
         told.optimizer = None if optim is None else optim.optimizer
+        self.models.checkpoints = FrontCheckpoints(self, self.resumable_root)
         self.lending = Lending(self.model)
         self.lending.lend()
         self.tell("on_init_end")
@@ -252,6 +254,11 @@ class Trainer(Hub):
 
     # ---- training ------------------------------------------------------------------------------------------------
 
+    @property
+    def resumable_root(self) -> str | None:
+        """Where checkpoints lie from which a run can be resumed; None = none are written."""
+        return None if self.args.save_strategy == "no" or self.args.save_only_model else self.args.output_dir
+
     def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
         """Trains to max_steps or the end of the last epoch.
 
@@ -262,11 +269,6 @@ class Trainer(Hub):
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
         resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
-        checkpoints = self.models.checkpoints
-        if resume is not None:
-            checkpoints.root = resume.parent
-        elif checkpoints.root is not None:
-            checkpoints.root = Path(new_root(self.args.output_dir)).absolute()
         self.resume_from(None if resume is None else str(resume))
         self.state = TrainerState(stateful_callbacks=self._stateful())
         self.window, self.losses, started = Window(), [], time.monotonic()
@@ -422,35 +424,42 @@ class Trainer(Hub):
         """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
         folder = checkpoint_at(self.args.output_dir, self.state.global_step)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        self.note_save(folder)
         Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
-        self._noted(folder)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        self.saved(folder)
 
-    def saved(self, whole: Path) -> None:
-        """A checkpoint was written. Args: whole: what a resume reads."""
-        self._noted(linked(whole, checkpoint_at(self.args.output_dir, self.state.global_step), self.role.value))
-
-    def _noted(self, folder: Path) -> None:
+    def note_save(self, folder: Path) -> None:
+        """The state that a checkpoint is to hold. Args: folder: of it."""
         state = self.state
         if state.best_global_step == state.global_step:
             state.best_model_checkpoint = str(folder)
         state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
-        state.save_to_json(str(folder / "trainer_state.json"))
+
+    def saved(self, folder: Path) -> None:
+        """A checkpoint was written: the oldest go, and callbacks are told."""
+        state = self.state
         best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
         rotated(self.args.output_dir, self.args.save_total_limit, [folder, *best])
         self.tell("on_save")
 
     def _load_best(self, folder: Path) -> None:
         log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
-        self.worker.load(best_state(folder, self.role.value))
+        self.models.checkpoints.load_best(folder)
 
-    def scheduler_state(self) -> dict[str, Any]:
-        """Of a schedule that was given."""
-        return {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+    def held(self) -> dict[str, Any]:
+        """What a resume needs of the trainer: its state, and that of a schedule that was given."""
+        schedule = {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+        return {"state": json.dumps(dataclasses.asdict(self.state)), "scheduler": schedule}
 
-    def load_scheduler(self, state: Mapping[str, Any]) -> None:
-        """Restores it."""
-        if self.scheduler is not None and state:
-            self.scheduler.load_state_dict(dict(state))
+    def take(self, held: Mapping[str, Any]) -> None:
+        """Restores what `held` gave; the best checkpoint is looked for in output_dir where that was moved."""
+        self.state = TrainerState(**json.loads(held["state"]))
+        best = self.state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / Path(best).name)
+        if self.scheduler is not None and held["scheduler"]:
+            self.scheduler.load_state_dict(dict(held["scheduler"]))
 
     def close(self) -> None:
         """Frees what training has made besides the model."""
