@@ -14,7 +14,7 @@ from whet.trl.config.reward import REWARD_FIELDS
 from whet.trl.config.rloo import RLOO_FIELDS
 from whet.trl.config.sft import OLD_SFT_FIELDS, SFT_FIELDS
 from whet.trl.config.supervised import SUPERVISED_FIELDS
-from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.trl.config.training import OLD_TRAINING_FIELDS, OWN_FIELDS, TRAINING_FIELDS
 
 __all__ = ["PAGES", "page"]
 
@@ -26,6 +26,7 @@ PAGES: dict[str, Table] = {
     "RewardConfig": REWARD_FIELDS,
     "From transformers.TrainingArguments": TRAINING_FIELDS,
     "Of these, otherwise in SFTConfig, DPOConfig and RewardConfig": SUPERVISED_FIELDS,
+    "Of whet's own, in all of them": OWN_FIELDS,
     "Fields of earlier releases": {**OLD_GRPO_FIELDS, **OLD_TRAINING_FIELDS},
     "Of SFT and DPO": {**OLD_SFT_FIELDS, **OLD_DPO_FIELDS},
 }

@@ -79,17 +79,15 @@ class SupervisedTrainer(Trainer):
         for name, value in refused.items():
             if value is not None:
                 raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
-        model = inner_model(model)
         super().__init__(model, args, processing_class, callbacks)
+        model = inner_model(model)
         prepare_tokenizer(self.processing_class, self.args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._rows = None if train_dataset is None else self._examples(train_dataset)
-        self.eval_rows = self.eval_sets(eval_dataset)
-        self._plan()
+        self._take_data()
         given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
         self._module_dtype = module_dtype(self.args, given, optimizers)
         self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
-        prepare_model(self.model, self.processing_class, self.args)
+        prepare_model(self.worker.module, self.processing_class, self.args)
         self.learner = self.make_learner()
         self.learner.make_task = lambda learner: TellingSupervisedTask(learner, self)
         self.ready()
@@ -158,6 +156,18 @@ class SupervisedTrainer(Trainer):
         data = self.rows(data)
         return examples_of(data, self.encoder(data), pack=self.pack(evaluation=evaluation), shuffle=shuffle)
 
+    def _take_data(self) -> None:
+        """The rows of the data sets, and how many steps the run has."""
+        if not self.has_read("train_dataset"):
+            self._rows = None if self.train_dataset is None else self._examples(self.train_dataset)
+        self.take_eval_data()
+        self._plan()
+
+    def take_up(self) -> None:
+        """Reads again what may have been set since."""
+        self._take_data()
+        self.learner.data = dataclasses.replace(self.learner.data, shuffle=self.data_config().shuffle)
+
     def _plan(self) -> None:
         """How many steps the run has."""
         args, steps = self.args, 0
@@ -204,7 +214,7 @@ class SupervisedTrainer(Trainer):
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""
-        self.models.config = dataclasses.replace(self.models.config, resume=folder)
+        self.models.config = dataclasses.replace(self.models.config, resume=folder, max_steps=self.max_steps or None)
 
     def note_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of an update."""

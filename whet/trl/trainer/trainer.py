@@ -44,17 +44,20 @@ from whet.train.worker import ModelWorker
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.translate import optimizer
 from whet.trl.trainer import optimizers as factories
+from whet.trl.trainer.changes import Read
 from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotated, to_resume
 from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.lending import Lending
 from whet.trl.trainer.metrics import Window
 from whet.trl.trainer.model import name_of
 from whet.trl.trainer.not_called import NOT_CALLED
+from whet.trl.trainer.peft_model import peft_model
 
 __all__ = ["Trainer"]
 
 log = logging.getLogger("whet")
 
+_UNREAD = object()
 _USUAL = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
 """Callbacks that don't call the model."""
 
@@ -81,6 +84,8 @@ class Trainer(Hub):
     """The RoleWorkers of the run: made by the front."""
     learner: Any
     """What trains them: made by the front."""
+    eval_dataset: Any
+    """As it was given, or set since."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a subclass that overrides what nothing would call."""
@@ -94,6 +99,8 @@ class Trainer(Hub):
     def __init__(
         self, model: str | nn.Module, args: Any, processing_class: Any, callbacks: Sequence[Any] | None
     ) -> None:
+        self._given_model = model
+        self._seen: dict[str, Any] = {}
         name = name_of(model)
         args = self.CONFIG(f"{name.rstrip('/').rpartition('/')[2]}-{self.METHOD}") if args is None else args
         if not isinstance(args, self.CONFIG):
@@ -137,13 +144,15 @@ class Trainer(Hub):
 
     def ready(self) -> None:
         """Tells the callbacks that the trainer is there; the front has made models and learner."""
-        self.callback_handler.model = self.model
+        self._model = peft_model(self.worker, self._given_model)
+        self.callback_handler.model = self._model
         self.accelerator.device = self.worker.device
         optim = self.worker.optim
         told: Any = self.callback_handler
         told.optimizer = None if optim is None else optim.optimizer
+        self._read = Read(self.args)
         self.models.checkpoints = FrontCheckpoints(self, self.resumable_root)
-        self.lending = Lending(self.model)
+        self.lending = Lending(self.worker.module)
         self.lending.lend()
         self.tell("on_init_end")
 
@@ -154,6 +163,7 @@ class Trainer(Hub):
         Raises: ConfigError: both; a schedule without an optimizer.
         """
         own, self.scheduler = optimizers
+        self._of_class = made_of is not None
         if made_of is not None:
             if own is not None or self.scheduler is not None:
                 raise ConfigError("optimizers and optimizer_cls_and_kwargs can't both be; give one of them")
@@ -178,8 +188,8 @@ class Trainer(Hub):
 
     @property
     def model(self) -> Any:
-        """The model in training."""
-        return self.worker.module
+        """The model in training; with an adapter PEFT's PeftModel around it."""
+        return self._model
 
     @property
     def ref_model(self) -> Any:
@@ -268,6 +278,7 @@ class Trainer(Hub):
         """
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
+        self._begin_anew()
         resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
         self.resume_from(None if resume is None else str(resume))
         self.state = TrainerState(stateful_callbacks=self._stateful())
@@ -277,6 +288,36 @@ class Trainer(Hub):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best(Path(self.state.best_model_checkpoint))
         return self._finish(time.monotonic() - started)
+
+    def _begin_anew(self) -> None:
+        """Takes up what was set since the trainer was made; the schedule begins at its beginning."""
+        self._read.check()
+        self.take_up()
+        root = self.resumable_root
+        self.models.checkpoints.root = None if root is None else Path(root).absolute()
+        held = self.worker.optim
+        if held is not None and held.config is not None:
+            held.begin_anew(optimizer(self.args, self.max_steps or None))
+            self.callback_handler.optimizer = held.optimizer
+        elif self._of_class and held is not None and held.updates:
+            raise ConfigError(
+                "optimizer_cls_and_kwargs: its schedule is at its end, and train() a second time would train nothing; "
+                "make another trainer of trainer.model, or give optimizers=(optimizer, scheduler)"
+            )
+
+    def has_read(self, name: str) -> bool:
+        """Whether an attribute is what it was the last time. Args: name: of it."""
+        before, self._seen[name] = self._seen.get(name, _UNREAD), getattr(self, name)
+        return before is self._seen[name]
+
+    def take_eval_data(self) -> None:
+        """Reads eval_dataset where it is another than before."""
+        if not self.has_read("eval_dataset"):
+            self.eval_rows = self.eval_sets(self.eval_dataset)
+
+    def take_up(self) -> None:
+        """Reads again what may have been set since: data, length, functions."""
+        raise NotImplementedError
 
     def _finish(self, seconds: float) -> TrainOutput:
         steps = self.state.global_step
@@ -332,6 +373,7 @@ class Trainer(Hub):
             metric_key_prefix: of the names; the name of a set follows it.
         Returns: the metrics of all sets.
         """
+        self.take_eval_data()
         sets = self.eval_rows
         if isinstance(eval_dataset, str):
             if eval_dataset not in sets:
