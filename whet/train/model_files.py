@@ -5,8 +5,9 @@
                       generation_config.json                                 of a language model's whole weights
     and               optimizer.safetensors, state.pt                        by the name of the parameter
 
-The last two may lie in a folder `whet` beside the weights, where others load these: some programs take every safetensors
-file of a folder for weights. An adapter is copied into the one that the run has made from its settings, so that it is never applied twice.
+The last two may lie in a folder `whet` beside the weights, where others load these: some programs take every
+safetensors file of a folder for weights. An adapter is copied into the one that the run has made from its settings, so
+that it is never applied twice.
 """
 
 from __future__ import annotations

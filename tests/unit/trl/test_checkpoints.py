@@ -107,7 +107,7 @@ def test_one_of_links_by_an_earlier_version_is_resumed_or_says_what_is_missing(r
 def test_an_output_dir_that_another_run_writes_or_that_is_a_file_is_refused(run, tmp_path):
     _, made = run
     made.models.checkpoints.open()
-    with pytest.raises(ConfigError, match="is in use by process .* set another output_dir"):
+    with pytest.raises(ConfigError, match=r"is in use by process .* set another output_dir"):
         trainer(run[0]).train()
     made.models.checkpoints.close()
     (tmp_path / "file").write_text("")

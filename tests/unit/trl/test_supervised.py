@@ -12,7 +12,8 @@ from whet.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConf
 
 KINDS = {"SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig), "Reward": (RewardTrainer, RewardConfig)}
 ARGUMENTS = ("callbacks", "compute_metrics", "compute_loss_func", "data_collator", "eval_dataset", "formatting_func",
-             "optimizer_cls_and_kwargs", "optimizers", "peft_config", "processing_class", "ref_model", "quantization_config")  # fmt: skip
+             "optimizer_cls_and_kwargs", "optimizers", "peft_config", "processing_class", "ref_model",
+             "quantization_config")  # fmt: skip
 SMALL = {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": False, "learning_rate": 1e-2,
          "logging_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}  # fmt: skip
 ANSWERS = [{"prompt": f"{i}+{i}=", "completion": str(i + i)} for i in range(4)]
@@ -146,6 +147,8 @@ class Stop(TrainerCallback):
 def test_evaluation_checkpoints_and_a_resumed_run(method, tmp_path):
     sets = {"a": ROWS[method][:1], "b": ROWS[method][1:3]}
     more = {"eval_dataset": sets, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    if method == "Reward":  # its schedule and its state are those of the class's
+        more["optimizer_cls_and_kwargs"] = (torch.optim.NAdam, {"lr": 1e-2})
     whole = trainer(tmp_path / "whole", method, max_steps=3, **more)
     whole.train()
     logged = [row["step"] for row in whole.state.log_history if "eval_a_loss" in row]

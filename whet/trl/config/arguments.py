@@ -22,8 +22,8 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.trl.config.field import Table
-from whet.trl.config.training import OWN_FIELDS
 from whet.trl.config.launch import launched
+from whet.trl.config.training import OWN_FIELDS
 
 __all__ = ["Arguments", "dataclass_of"]
 

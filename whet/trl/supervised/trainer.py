@@ -136,7 +136,9 @@ class SupervisedTrainer(Trainer):
         """The section trainer."""
         args = self.args
         last = "drop" if args.dataloader_drop_last else "keep"
-        return SupervisedTrainingConfig(last_batch=last, **loop_fields(args, self.max_steps or None, self.resumable_root))
+        return SupervisedTrainingConfig(
+            last_batch=last, **loop_fields(args, self.max_steps or None, self.resumable_root)
+        )
 
     def models_of(self, optim: Any, **roles: Any) -> SupervisedModels:
         """The models of a run. Args: optim: of the one that is trained. roles: the models by role."""

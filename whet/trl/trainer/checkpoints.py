@@ -6,14 +6,13 @@
                   run.pt, run.json, sums.json, whet/{optimizer.safetensors, state.pt}        what a resume needs besides
                   reference/                                                                 where it moves
 
-A folder is whole or absent, and of no other's: it may be copied, packed, moved and removed. Several runs may share an
-output_dir; as in transformers a run replaces checkpoints of its own steps, and what lies there besides stays. Folders of
-earlier versions, whose files are links into output_dir/.whet, are read.
+A folder is whole or absent, and leads to no other: it may be copied, packed, moved and removed. Several runs may share
+an output_dir; as in transformers a run replaces checkpoints of its own steps, and what lies there besides stays. Those
+of earlier versions, whose files are links into output_dir/.whet, are read.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shutil
@@ -102,9 +101,7 @@ class FrontCheckpoints(Checkpoints):
             whole, role = _whole(folder), self._front.role
             self.trainers[role].worker.load(self.place(whole, role.value))
         except CheckpointError as error:
-            raise CheckpointError(
-                f"load_best_model_at_end can't load {folder}: {error}; leave it as it is"
-            ) from error
+            raise CheckpointError(f"load_best_model_at_end can't load {folder}: {error}; leave it as it is") from error
 
 
 def checkpoint_at(output_dir: str | Path, step: int) -> Path:
@@ -152,7 +149,7 @@ def _whole(folder: Path) -> Path:
         raise CheckpointError(f"{folder} is not there; give a folder checkpoint-* of output_dir")
     if link.is_symlink():
         raise CheckpointError(
-            f"{folder} can't be resumed: an earlier version of whet has written it as links, and {os.readlink(link)}, "
+            f"{folder} can't be resumed: an earlier version of whet has written it as links, and {link.readlink()}, "
             "which they lead to, is gone; copy the .whet folder of its output_dir along, or go on from a model"
         )
     raise CheckpointError(

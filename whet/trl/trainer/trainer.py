@@ -44,7 +44,7 @@ from whet.train.worker import ModelWorker
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.translate import optimizer
 from whet.trl.trainer import optimizers as factories
-from whet.trl.trainer.changes import Read
+from whet.trl.trainer.changes import Read, TakesUp
 from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotated, to_resume
 from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.lending import Lending
@@ -57,12 +57,11 @@ __all__ = ["Trainer"]
 
 log = logging.getLogger("whet")
 
-_UNREAD = object()
 _USUAL = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
 """Callbacks that don't call the model."""
 
 
-class Trainer(Hub):
+class Trainer(Hub, TakesUp):
     """The base of the fronts.
 
     Args:
@@ -84,8 +83,6 @@ class Trainer(Hub):
     """The RoleWorkers of the run: made by the front."""
     learner: Any
     """What trains them: made by the front."""
-    eval_dataset: Any
-    """As it was given, or set since."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a subclass that overrides what nothing would call."""
@@ -264,11 +261,6 @@ class Trainer(Hub):
 
     # ---- training ------------------------------------------------------------------------------------------------
 
-    @property
-    def resumable_root(self) -> str | None:
-        """Where checkpoints lie from which a run can be resumed; None = none are written."""
-        return None if self.args.save_strategy == "no" or self.args.save_only_model else self.args.output_dir
-
     def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
         """Trains to max_steps or the end of the last epoch.
 
@@ -278,7 +270,7 @@ class Trainer(Hub):
         """
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
-        self._begin_anew()
+        self.begin_anew()
         resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
         self.resume_from(None if resume is None else str(resume))
         self.state = TrainerState(stateful_callbacks=self._stateful())
@@ -288,36 +280,6 @@ class Trainer(Hub):
         if self.args.load_best_model_at_end and self.state.best_model_checkpoint:
             self._load_best(Path(self.state.best_model_checkpoint))
         return self._finish(time.monotonic() - started)
-
-    def _begin_anew(self) -> None:
-        """Takes up what was set since the trainer was made; the schedule begins at its beginning."""
-        self._read.check()
-        self.take_up()
-        root = self.resumable_root
-        self.models.checkpoints.root = None if root is None else Path(root).absolute()
-        held = self.worker.optim
-        if held is not None and held.config is not None:
-            held.begin_anew(optimizer(self.args, self.max_steps or None))
-            self.callback_handler.optimizer = held.optimizer
-        elif self._of_class and held is not None and held.updates:
-            raise ConfigError(
-                "optimizer_cls_and_kwargs: its schedule is at its end, and train() a second time would train nothing; "
-                "make another trainer of trainer.model, or give optimizers=(optimizer, scheduler)"
-            )
-
-    def has_read(self, name: str) -> bool:
-        """Whether an attribute is what it was the last time. Args: name: of it."""
-        before, self._seen[name] = self._seen.get(name, _UNREAD), getattr(self, name)
-        return before is self._seen[name]
-
-    def take_eval_data(self) -> None:
-        """Reads eval_dataset where it is another than before."""
-        if not self.has_read("eval_dataset"):
-            self.eval_rows = self.eval_sets(self.eval_dataset)
-
-    def take_up(self) -> None:
-        """Reads again what may have been set since: data, length, functions."""
-        raise NotImplementedError
 
     def _finish(self, seconds: float) -> TrainOutput:
         steps = self.state.global_step
@@ -434,34 +396,6 @@ class Trainer(Hub):
 
     # ---- files ---------------------------------------------------------------------------------------------------
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes model and tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
-        folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.worker.export(folder, self.processing_class)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub("Model save")
-
-    def save_state(self) -> None:
-        """Writes trainer_state.json into output_dir."""
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
-
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Prints numbers, sorted. Args: split: of which they are: train, eval, ..."""
-        width = max(map(len, metrics), default=0)
-        print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes them to {split}_results.json in output_dir. Args: combined: and into all_results.json."""
-        folder = Path(self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
-        if combined:
-            path = folder / "all_results.json"
-            found = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps({**found, **metrics}, indent=4, sort_keys=True))
-
     def save_weights(self) -> None:
         """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
         folder = checkpoint_at(self.args.output_dir, self.state.global_step)
@@ -501,7 +435,8 @@ class Trainer(Hub):
         if best is not None and not Path(best).is_dir():
             self.state.best_model_checkpoint = str(Path(self.args.output_dir) / Path(best).name)
         if self.scheduler is not None and held["scheduler"]:
-            self.scheduler.load_state_dict(dict(held["scheduler"]))
+            own = self.scheduler.state_dict()  # what can't be stored (functions of the step) is as the schedule has it
+            self.scheduler.load_state_dict({**own, **held["scheduler"]})
 
     def close(self) -> None:
         """Frees what training has made besides the model."""
