@@ -1,6 +1,6 @@
 """The tasks of presets.py: the demo's, and the same one with answers six times as long.
 
-order: the demo's (whet/demo.py), completions of 11 to 15 bytes.
+order: the demo's (whet/demo/task.py), completions of 11 to 15 bytes.
 
 steps: the same prompts, each step written out: the expression, the operations to choose from, the expression with the
 chosen one in brackets, and that one carried out. 83 to 97 bytes, of which three decide as in the demo.
@@ -14,8 +14,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+from warm_start import Pupil, warm_start
+
 from whet import demo
-from whet.demo import Expression, carry_out, parsed, written
+from whet.demo.task import Expression, carry_out, parsed, written
 
 __all__ = ["TASKS", "Task"]
 
@@ -89,7 +91,7 @@ def valid_steps(prompt: str, completion: str) -> bool:
     return not expression[1]
 
 
-PUPIL = demo.Pupil(
+PUPIL = Pupil(
     demonstration=demonstration,
     valid=valid_steps,
     max_tokens=112,
@@ -104,7 +106,7 @@ TASKS = {
         train_rows=demo.train_rows,
         heldout_rows=demo.heldout_rows,
         reward=demo.reward,
-        warm_start=demo.warm_start,
+        warm_start=warm_start,
         max_prompt=16,
         max_tokens=26,
     ),
@@ -112,7 +114,7 @@ TASKS = {
         train_rows=demo.train_rows,
         heldout_rows=demo.heldout_rows,
         reward=demo.reward,
-        warm_start=functools.partial(demo.warm_start, pupil=PUPIL, steps=1500, batch_size=16),
+        warm_start=functools.partial(warm_start, pupil=PUPIL, steps=1500, batch_size=16),
         max_prompt=16,
         max_tokens=PUPIL.max_tokens,
     ),

@@ -97,8 +97,11 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
         (TEXTS, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}, {}),
         (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
         full(ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
-        (TALKS, {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 1},
-         {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-2, "betas": (0.8, 0.9)})}),
+        (
+            TALKS,
+            {"max_grad_norm": 0.5, "weight_decay": 0.1, "warmup_steps": 1},
+            {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 1e-2, "betas": (0.8, 0.9)})},
+        ),
         full([{"q": r["prompt"]} for r in ANSWERS], {}, {"formatting_func": lambda r: r["q"] + "?"}),
         full(IDS, {}, {}),
         (TEXTS, {"packing": True, "max_length": 40, "per_device_train_batch_size": 1}, {}),

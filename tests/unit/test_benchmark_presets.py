@@ -8,9 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import same
+from safetensors.torch import load_file
 
+from whet import demo
+
+FILE = "model.safetensors"
 FOLDER = Path(__file__).parents[2] / "benchmarks"
-NAMES = ("common", "learning_tasks", "presets")
+NAMES = ("common", "learning_tasks", "presets", "warm_start")
 
 
 @pytest.fixture
@@ -48,6 +53,19 @@ def test_the_long_task_is_three_to_five_times_the_demos_length_and_rewards_the_r
     for garbage in ("", "garbage", "=", "1+", "9" * 100, "-1"):
         assert set(task.reward(prompts, [garbage] * len(rows), answers)) == {0.0}
     assert not any(tasks.valid_steps(p, said[:-1]) for p, said in zip(prompts, gold, strict=True))
+
+
+def test_a_warm_start_is_made_once_and_is_the_same_for_a_seed(scripts, tmp_path):
+    def weights(folder, seed):
+        options = {"steps": 3, "demonstrations": 100, "batch_size": 8}
+        return load_file(Path(scripts["warm_start"].warm_start(str(tmp_path / folder), seed, **options), FILE))
+
+    one, two, three = weights("one", 0), weights("two", 0), weights("three", 1)
+    assert same(one, two) and not same(one, three)
+    assert not same(one, {n: w for n, w in demo.small_model(0).state_dict().items() if n in one})  # it has learned
+    stamp = (tmp_path / "one" / FILE).stat().st_mtime_ns
+    weights("one", 5)
+    assert (tmp_path / "one" / FILE).stat().st_mtime_ns == stamp  # used again, not made anew
 
 
 @pytest.fixture

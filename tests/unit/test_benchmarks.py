@@ -12,7 +12,7 @@ import pytest
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
     "common", "tasks", "sides", "machine", "grpo_step", "learning_curve", "train_sides", "train_step",
-    "floor", "rollout_sides", "rollout", "learning_tasks", "presets", "supervised_sides", "sft_step",
+    "floor", "rollout_sides", "rollout", "learning_tasks", "presets", "supervised_sides", "sft_step", "demo_seeds",
 )  # fmt: skip
 
 
@@ -56,6 +56,7 @@ def test_defaults_are_the_recorded_setting(scripts):
         ("rollout", ["--rounds", "0"], "at least 1"),
         ("presets", ["--out", "x", "--methods", "grpo,qrpo"], "--methods qrpo: known are grpo, grpo_without_kl"),
         ("presets", ["--out", "x", "--seeds", "0"], "at least 1"),
+        ("demo_seeds", ["--seeds", "0"], "at least 1"),
         ("sft_step", ["--kinds", "sft,rm"], "--kinds rm: known are sft, dpo"),
         ("sft_step", ["--batch", "1"], "at least 2"),
         ("presets", ["--out", "x", "--completions", "40"], "a multiple of 32"),

@@ -5,7 +5,7 @@ import pytest
 from helpers import same, weights_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from whet import demo
+from whet import Sampler, demo
 
 
 def by_python(prompt):
@@ -90,19 +90,18 @@ def test_the_reward_is_1_for_the_right_last_number_and_never_raises(said, reward
     assert demo.reward(prompts=["2*2+4*3="], completions=[said], answer=[16], mode="train") == [reward]
 
 
-# ---- the warm start ------------------------------------------------------------------------------------------------
+# ---- the pupil -----------------------------------------------------------------------------------------------------
 
 
-def test_a_warm_start_is_made_once_and_is_the_same_for_a_seed(tmp_path):
-    options = {"steps": 3, "demonstrations": 100, "batch_size": 8}
-    one = demo.warm_start(str(tmp_path / "one"), 0, **options)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(one), AutoTokenizer.from_pretrained(one)
-    assert tokenizer("1+2=").input_ids == list(b"1+2=") and model.config.vocab_size == 264
-    assert not same(weights_of(model), weights_of(demo.small_model(0)))  # it has learned something
-    stamp = (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns
-    assert demo.warm_start(one, 5, **options) == one
-    assert (tmp_path / "one" / "model.safetensors").stat().st_mtime_ns == stamp  # used again, not made anew
-    two = demo.warm_start(str(tmp_path / "two"), 0, **options)
-    assert same(weights_of(model), weights_of(AutoModelForCausalLM.from_pretrained(two)))
-    three = demo.warm_start(str(tmp_path / "three"), 1, **options)
-    assert not same(weights_of(model), weights_of(AutoModelForCausalLM.from_pretrained(three)))
+def test_the_pupil_calculates_rightly_in_an_order_of_his_own(tmp_path):
+    folder = demo.pupil(str(tmp_path / "one"), 0)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("1+2=").input_ids == list(b"1+2=")
+    assert same(
+        *(weights_of(AutoModelForCausalLM.from_pretrained(f)) for f in (folder, demo.pupil(str(tmp_path / "two"), 7)))
+    )
+    rows = demo.heldout_rows()[:64]
+    said = Sampler(folder)([r["prompt"] for r in rows], 32, temperature=1.0, seed=0).text
+    right = demo.reward([r["prompt"] for r in rows], said, [r["answer"] for r in rows])
+    assert sum(demo.valid_steps(r["prompt"], s) for r, s in zip(rows, said, strict=True)) >= 60
+    assert 0.1 < sum(right) / len(right) < 0.5

@@ -19,7 +19,7 @@ from whet.util.streams import bury, open_descriptors, unfailing, unread
 __all__ = ["explained", "main", "print_text"]
 
 COMMANDS = {
-    "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a few minutes",
+    "demo": "a small model learns by GRPO before your eyes: no GPU, no network, about a minute",
     "grpo": "train a policy by GRPO: --config run.yaml, key=value",
     "ppo": "train a policy by PPO, and a critic with it: --config run.yaml, key=value",
     "sft": "teach a model what the assistant says in conversations: --config run.yaml, key=value",

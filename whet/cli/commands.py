@@ -131,9 +131,9 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     recipe = recipe_path("demo.yaml")
     config = load_run(["--config", str(recipe), *words])
     say = _Say()
-    say("whet demo: GRPO teaches a small model the order of operations (about 4 minutes on 2 cores)")
+    say("whet demo: GRPO teaches a small model the order of operations (about a minute on 2 cores)")
     say("  task: 2*2+4*3= -> 4+4*3=4+12=16")
-    say("  Supervised warm start: correct steps in random order. The reward checks only the final number.")
+    say("  It begins as a pupil who calculates rightly, but in random order. The reward checks only the final number.")
     summary = grpo(config)
     folder = Path(summary["run_dir"])
     say("")
@@ -144,7 +144,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
         f"held-out accuracy (greedy, {summary['eval_prompts']} unseen prompts): "
         f"{summary['accuracy_before']:.1%} before GRPO, {summary['accuracy_after']:.1%} after"
     )
-    say(f"time: {summary['train_seconds']:.0f} s for warm start, training and evaluation")
+    say(f"time: {summary['train_seconds']:.0f} s for training and evaluation")
     say(f"run folder:  {folder}   (metrics.jsonl, completions/, curves.png, summary.json)")
     say(f"final model: {folder / 'final'}   (loads with transformers' from_pretrained)")
     further = f"model={folder / 'start'} algo.num_generations=16 trainer.max_steps=50"

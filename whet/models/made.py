@@ -25,7 +25,7 @@ def made_model(reference: str, folder: str, seed: int) -> str:
     Raises: ConfigError: no such function, it does not take these arguments, it raised, or it returned something else.
         An error of whet's own goes through.
 
-    Example: made_model("whet.demo:warm_start", "run/start", 0).
+    Example: made_model("whet.demo:pupil", "run/start", 0).
     """
     make = resolve_callable(reference, "model")
     _check_arguments(make, reference)

@@ -1,0 +1,31 @@
+"""The task, the model and the data of `make demo`, small enough for a CPU; what recipes/demo*.yaml name."""
+
+from whet.demo.model import pupil, small_model, untaught
+from whet.demo.task import (
+    demonstration,
+    demonstration_rows,
+    heldout_demonstrations,
+    heldout_preferences,
+    heldout_rows,
+    preference_rows,
+    reward,
+    train_rows,
+    valid_steps,
+    validation_rows,
+)
+
+__all__ = [
+    "demonstration",
+    "demonstration_rows",
+    "heldout_demonstrations",
+    "heldout_preferences",
+    "heldout_rows",
+    "preference_rows",
+    "pupil",
+    "reward",
+    "small_model",
+    "train_rows",
+    "untaught",
+    "valid_steps",
+    "validation_rows",
+]

@@ -1,0 +1,70 @@
+"""The demo's models: a random one, and the pupil that it became by `whet sft --config recipes/demo_sft.yaml`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+__all__ = ["pupil", "small_model", "untaught"]
+
+WEIGHTS = Path(__file__).with_name("pupil.safetensors")
+"""The pupil's weights in bfloat16."""
+
+
+def small_model(seed: int) -> Any:
+    """A random Qwen3 of 0.7 M parameters over bytes."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(seed)
+    # initializer_range: the usual 0.02 is far too small at this width, 1 / sqrt(128) learns several times faster
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=264,
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=4,
+            head_dim=32,
+            max_position_embeddings=128,
+            initializer_range=0.08,
+            rope_parameters={"rope_type": "default", "rope_theta": 100.0},
+            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=256,
+            pad_token_id=257,
+        )
+    )
+
+
+def untaught(folder: str, seed: int) -> str:
+    """Writes the random model with its tokenizer. Returns: the folder."""
+    from whet.data.tokenizer import byte_tokenizer
+
+    small_model(seed).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def pupil(folder: str, seed: int) -> str:
+    """Writes the model that can calculate but picks any operation next, with its tokenizer.
+
+    It is what recipes/demo_sft.yaml makes of `untaught`, kept in bfloat16, so that a demonstration of reinforcement
+    learning begins with it.
+
+    Args:
+        folder: where it is written.
+        seed: of a run; the pupil is the same for all.
+    Returns: the folder.
+    """
+    from safetensors.torch import load_file
+
+    from whet.data.tokenizer import byte_tokenizer
+
+    weights = load_file(WEIGHTS)
+    model = small_model(0)
+    model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})  # tied: saved once
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
