@@ -52,12 +52,13 @@ def test_a_checkpoint_is_a_folder_of_files_that_transformers_loads(run):
     assert json.loads(held) == json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
 
 
-def test_one_that_was_packed_and_moved_is_resumed(run, tmp_path):
+def test_one_that_was_packed_and_moved_is_resumed(run, tmp_path, monkeypatch):
     folder, made = run
+    monkeypatch.chdir(tmp_path)
     shutil.make_archive(str(tmp_path / "packed"), "tar", folder, "checkpoint-2")
     shutil.unpack_archive(tmp_path / "packed.tar", tmp_path / "new")
     (tmp_path / "new" / f".tmp-{'0' * 16}-checkpoint-4").mkdir()  # of a run that was killed while it saved
-    again = trainer(tmp_path / "new", save_total_limit=1)
+    again = trainer("new", save_total_limit=1)  # a relative name
     again.train(resume_from_checkpoint=True)
     assert same(weights_of(again.model), weights_of(made.model))
     assert [row["step"] for row in again.state.log_history] == [1, 2, 3, 4, 4]

@@ -57,18 +57,18 @@ refused, with the accumulation that makes the same step in one.
 - `trainer.model` is the module in training. With `peft_config` it is PEFT's `PeftModel` around that module, as in TRL:
   `save_pretrained` and `push_to_hub` write the adapter, `merge_and_unload`, `print_trainable_parameters` and
   `disable_adapter` are PEFT's own. The parameters that it shows are in the dtype that the model computes in.
-- What is trained are *masters*: copies of the parameters in fp32, also where the model computes in bf16. `save_model()`,
-  checkpoints and the `save_pretrained` of an adapter write the masters; `trainer.model.save_pretrained` of a whole model
-  in bf16 writes its parameters, rounded.
+- What is trained are *masters*: copies of the parameters in fp32, also where the model computes in bf16.
+  `save_model()`, checkpoints and the `save_pretrained` of an adapter write the masters; `trainer.model.save_pretrained`
+  of a whole model in bf16 writes its parameters, rounded.
 - `output_dir/checkpoint-N` is a folder of files, whole or absent, which leads to no other: it can be copied, packed and
   moved. transformers, PEFT and TRL load it as the model. What only a resume needs lies in its `run.pt` and `whet/`
   (optimizer and schedule). `output_dir` is locked while a run writes there. Checkpoints of earlier versions, which are
   links into `output_dir/.whet`, are resumed as long as that folder is there.
 - A run that is resumed from an earlier checkpoint than the last leaves the later ones until it writes them again, as
   in TRL: `resume_from_checkpoint=True` takes the one with the highest number.
-- The model runs on packed rows of many sequences, a *pass* at a time, whatever the batch. Memory goes by the tokens of a
-  pass: `max_tokens_per_microbatch=4096`, a field of whet's own in every configuration, is what to lower where memory is
-  short, and changes results by rounding alone. per_device_train_batch_size does not size it.
+- The model runs on packed rows of many sequences, a *pass* at a time, whatever the batch. Memory goes by the tokens of
+  a pass: `max_tokens_per_microbatch=4096`, a field of whet's own in every configuration, is what to lower where memory
+  is short, and changes results by rounding alone. per_device_train_batch_size does not size it.
 - `train()` a second time is a further run on the same weights, its schedule from the beginning, as in TRL. What is set
   on the trainer after it was made (`train_dataset`, `eval_dataset`, `reward_funcs`; of `args` the rate, the schedule,
   the length, when to log, evaluate and save) is taken up by `train()`; a changed rate begins the optimizer's moments

@@ -81,7 +81,7 @@ class FrontCheckpoints(Checkpoints):
             return None
         if run_of(folder) == self.run:
             return folder
-        self._front.note_save(folder)
+        self._front.note_save()
         state = {**state, "trl": self._front.held()}  # which knows now whether this one is the best
 
         def fill(place: Path) -> None:
@@ -118,7 +118,8 @@ def _saved(output_dir: str) -> list[Path]:
 def rotated(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
     """Removes the oldest checkpoints. Args: keep: how many stay; None = all. never: not removed."""
     folders = _saved(output_dir)
-    spare = [folder for folder in folders if folder not in never]
+    kept = {folder.absolute() for folder in never}
+    spare = [folder for folder in folders if folder.absolute() not in kept]
     excess = 0 if keep is None else len(folders) - max(keep, len(folders) - len(spare))
     for folder in spare[: max(excess, 0)]:
         if (folder / _LINK).is_symlink():

@@ -400,16 +400,16 @@ class Trainer(Hub, TakesUp):
         """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
         folder = checkpoint_at(self.args.output_dir, self.state.global_step)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        self.note_save(folder)
+        self.note_save()
         Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
         self.state.save_to_json(str(folder / "trainer_state.json"))
         self.saved(folder)
 
-    def note_save(self, folder: Path) -> None:
-        """The state that a checkpoint is to hold. Args: folder: of it."""
+    def note_save(self) -> None:
+        """The state that a checkpoint of now is to hold."""
         state = self.state
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(folder)
+            state.best_model_checkpoint = str(checkpoint_at(self.args.output_dir, state.global_step))
         state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
 
     def saved(self, folder: Path) -> None:
