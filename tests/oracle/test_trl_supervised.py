@@ -91,6 +91,23 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
 """Metrics that are means over an update's tokens, where TRL has means of those of its micro-batches."""
 
 
+def test_arguments_that_are_set_late_and_a_second_train_do_what_they_do_there(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    found = []
+    for module in (whet.trl, trl):
+        args = module.SFTConfig(str(tmp_path / "out"), **{**FIELDS, "eval_strategy": "no"})
+        made = module.SFTTrainer(str(tmp_path / "model"), args, train_dataset=datasets.Dataset.from_list(TEXTS),
+                                 processing_class=byte_tokenizer())  # fmt: skip
+        made.args.learning_rate, made.args.max_steps = 3e-3, 3
+        rows = [made.train() and made.state.log_history[:-1] for _ in range(2)]
+        assert [row["learning_rate"] for row in rows[1]] == pytest.approx([3e-3, 2e-3, 1e-3])
+        found.append(([row["loss"] for run in rows for row in run], weights_of(made.model)))
+    (losses, now), (expected, wanted) = found
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, w in wanted.items():
+        torch.testing.assert_close(now[name], w, rtol=3e-5, atol=3e-5)
+
+
 @pytest.mark.parametrize(
     ("rows", "kwargs", "given"),
     [

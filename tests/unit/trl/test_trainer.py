@@ -624,7 +624,7 @@ def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
         given, own = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM")), {}
     made = trainer(tmp_path / "out", model=given, beta=0.1, save_strategy="steps", save_steps=1, **own)
     made.train()
-    now = {name.replace(".base_layer", ""): p for name, p in made.model.named_parameters()}
+    now = {name.replace(".base_layer", ""): p for name, p in made.model.get_base_model().named_parameters()}
     assert all(torch.equal(now[name], p) for name, p in before.items())
     changed = [n for n, p in now.items() if "lora_B" in n and p.any()]
     assert len(changed) == 4
@@ -633,5 +633,17 @@ def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
     assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").exists()
     assert ("lora_dropout=0.1 is taken as 0.0" in caplog.text) == (by != "wrapped")
     made.save_model(str(tmp_path / "final"))
-    loaded = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "final")
-    assert loaded.peft_config["default"].r == 4
+    made.model.save_pretrained(tmp_path / "mine")  # as notebooks do
+    for folder in ("final", "mine"):
+        loaded = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / folder)
+        assert loaded.peft_config["default"].r == 4
+        assert same(weights_of(loaded), weights_of(made.model))
+    assert not (tmp_path / "mine" / "model.safetensors").exists()
+    assert made.model.get_nb_trainable_parameters()[0] == sum(p.numel() for n, p in now.items() if "lora_" in n)
+    if by == "wrapped":
+        assert made.model is given
+    ids = torch.tensor([[48, 49]])
+    before_merging = made.model(ids).logits
+    merged = made.model.merge_and_unload()
+    assert not [name for name, _ in merged.named_modules() if "lora" in name]
+    torch.testing.assert_close(merged(ids).logits, before_merging)

@@ -24,6 +24,7 @@ from transformers.training_args import ParallelMode
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.trl.config.field import Table
 from whet.trl.config.launch import launched
+from whet.trl.config.training import OWN_FIELDS
 
 __all__ = ["Arguments", "dataclass_of"]
 
@@ -49,6 +50,7 @@ class Arguments:
 
     TABLE: ClassVar[Table] = {}
     OLD: ClassVar[Table] = {}
+    OWN: ClassVar[Table] = OWN_FIELDS
     COMPAT: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     compat = None
     """Whose metric names are logged besides; a field where there are defaults of earlier releases."""
@@ -122,13 +124,7 @@ class Arguments:
         if self.output_dir is None:
             self.output_dir = "trainer_output"
         self.output_dir = str(Path(self.output_dir).expanduser())
-        for name, kind in (
-            ("eval_strategy", IntervalStrategy),
-            ("logging_strategy", IntervalStrategy),
-            ("save_strategy", SaveStrategy),
-            ("lr_scheduler_type", SchedulerType),
-        ):
-            setattr(self, name, _word(name, getattr(self, name), kind))
+        self.words()
         reports = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
         self.report_to = [] if reports == ["none"] else reports
         launched(self)
@@ -147,6 +143,16 @@ class Arguments:
         if self.greater_is_better is None and self.metric_for_best_model is not None:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         self._check()
+
+    def words(self) -> None:
+        """Members of transformers' enumerations in place of their words. Raises: ConfigError: an unknown word."""
+        for name, kind in (
+            ("eval_strategy", IntervalStrategy),
+            ("logging_strategy", IntervalStrategy),
+            ("save_strategy", SaveStrategy),
+            ("lr_scheduler_type", SchedulerType),
+        ):
+            setattr(self, name, _word(name, getattr(self, name), kind))
 
     def _check(self) -> None:
         if self.logging_strategy == "steps" and self.logging_steps <= 0:
@@ -281,7 +287,7 @@ def _word(name: str, value: Any, kind: Any) -> Any:
 def dataclass_of(name: str, base: type[Arguments], doc: str) -> Any:
     """A configuration's class: a dataclass with the fields of its tables, of which old ones are None by default."""
     made = []
-    for field, row in {**base.TABLE, **base.OLD}.items():
+    for field, row in {**base.TABLE, **base.OWN, **base.OLD}.items():
         kind = row.kind or type(row.default)
         kind = dict | str if kind is dict else kind  # transformers' parser takes the text, which is JSON
         optional = kind | None if row.default is None else kind

@@ -23,7 +23,7 @@ DPO_FIELDS: Table = {
     "truncation_mode": works("keep_start", "or keep_end; pairs with nothing trained left are dropped and counted"),
     "padding_free": inert(False, "nothing is padded in any case"),
     "precompute_ref_log_probs": works(False),
-    "precompute_ref_batch_size": inert(None, "passes go by the token budget", int),
+    "precompute_ref_batch_size": inert(None, "passes go by max_tokens_per_microbatch", int),
     "loss_type": works(["sigmoid"], "and whet's others that take pairs (docs/preference.md)", list[str]),
     "loss_weights": works(None, kind=list[float]),
     "ld_alpha": works(None, kind=float),

@@ -14,7 +14,7 @@ from whet.trl.config.reward import REWARD_FIELDS
 from whet.trl.config.rloo import RLOO_FIELDS
 from whet.trl.config.sft import OLD_SFT_FIELDS, SFT_FIELDS
 from whet.trl.config.supervised import SUPERVISED_FIELDS
-from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.trl.config.training import OLD_TRAINING_FIELDS, OWN_FIELDS, TRAINING_FIELDS
 
 __all__ = ["PAGES", "page"]
 
@@ -26,6 +26,7 @@ PAGES: dict[str, Table] = {
     "RewardConfig": REWARD_FIELDS,
     "From transformers.TrainingArguments": TRAINING_FIELDS,
     "Of these, otherwise in SFTConfig, DPOConfig and RewardConfig": SUPERVISED_FIELDS,
+    "Of whet's own, in all of them": OWN_FIELDS,
     "Fields of earlier releases": {**OLD_GRPO_FIELDS, **OLD_TRAINING_FIELDS},
     "Of SFT and DPO": {**OLD_SFT_FIELDS, **OLD_DPO_FIELDS},
 }
@@ -51,6 +52,28 @@ vLLM, a callback, a resumed run. The suite runs each with either import. `accele
 `torchrun script.py` work with one process; of what accelerate says, the CPU and bf16 are taken. Several processes are
 refused, with the accumulation that makes the same step in one.
 
+## The model, its checkpoints, memory
+
+- `trainer.model` is the module in training. With `peft_config` it is PEFT's `PeftModel` around that module, as in TRL:
+  `save_pretrained` and `push_to_hub` write the adapter, `merge_and_unload`, `print_trainable_parameters` and
+  `disable_adapter` are PEFT's own. The parameters that it shows are in the dtype that the model computes in.
+- What is trained are *masters*: copies of the parameters in fp32, also where the model computes in bf16.
+  `save_model()`, checkpoints and the `save_pretrained` of an adapter write the masters; `trainer.model.save_pretrained`
+  of a whole model in bf16 writes its parameters, rounded.
+- `output_dir/checkpoint-N` is a folder of files, whole or absent, which leads to no other: it can be copied, packed and
+  moved. transformers, PEFT and TRL load it as the model. What only a resume needs lies in its `run.pt` and `whet/`
+  (optimizer and schedule). `output_dir` is locked while a run writes there. Checkpoints of earlier versions, which are
+  links into `output_dir/.whet`, are resumed as long as that folder is there.
+- A run that is resumed from an earlier checkpoint than the last leaves the later ones until it writes them again, as
+  in TRL: `resume_from_checkpoint=True` takes the one with the highest number.
+- The model runs on packed rows of many sequences, a *pass* at a time, whatever the batch. Memory goes by the tokens of
+  a pass: `max_tokens_per_microbatch=4096`, a field of whet's own in every configuration, is what to lower where memory
+  is short, and changes results by rounding alone. per_device_train_batch_size does not size it.
+- `train()` a second time is a further run on the same weights, its schedule from the beginning, as in TRL. What is set
+  on the trainer after it was made (`train_dataset`, `eval_dataset`, `reward_funcs`; of `args` the rate, the schedule,
+  the length, when to log, evaluate and save) is taken up by `train()`; a changed rate begins the optimizer's moments
+  at 0. Another field of `args` that was changed raises, since it was read when the trainer was made.
+
 ## Tools, environments, rollouts of your own
 
 `tools`, `environment_factory` and `rollout_func` are as in TRL, `max_tool_calling_iterations` and
@@ -67,7 +90,8 @@ tools have answered; ids are appended and never made again, and only what the mo
 - Reward functions are given the environments themselves, and the other columns as copies.
 - Lengths of completions are of what the model said, as there; `num_tokens` counts the tools' tokens too.
 - `rollout_func` is called with every prompt once for each of its completions. Old log-probabilities are the trainer's;
-  the ones that it returns must be there, and are not used, since a ratio to them would be another policy's.
+  the ones that it returns are what `off_policy_mask_threshold` measures the distance to, as in TRL (None = not known),
+  and are not used otherwise, since a ratio to them would be another policy's.
 
 ## What is different on purpose: GRPO and RLOO
 

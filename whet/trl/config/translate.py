@@ -122,6 +122,7 @@ def loop_fields(args: Any, steps: int | None, root: str | None) -> dict[str, Any
         "seed": args.seed,
         "data_shuffle_seed": args.data_seed,
         "checkpoint_root_directory": root,
+        "max_tokens_per_microbatch": args.max_tokens_per_microbatch,
         "checkpointing_options": CheckpointingOptions(save_interval_steps=NEVER, max_to_keep=None),
         "pbar_description": None,
         "allow_config_change": True,

@@ -94,6 +94,11 @@ class SFTTrainer(SupervisedTrainer):
     def train_dataset(self, data: Any) -> None:
         self._given, self._shown = data, None
 
+    @property
+    def given_rows(self) -> Any:
+        """The data set to train on, as it was given or set since."""
+        return self._given
+
     def encoder(self, data: Any) -> RowEncoder:
         """Conversations, prompts with completions, texts or token ids; what of them is trained goes by the first row.
 

@@ -82,18 +82,15 @@ class SupervisedTrainer(Trainer):
         for name, value in refused.items():
             if value is not None:
                 raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
-        model = inner_model(model)
         super().__init__(model, args, processing_class, callbacks)
+        model = inner_model(model)
         prepare_tokenizer(self.processing_class, self.args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._rows = None if train_dataset is None else self._examples(checked_set(train_dataset, "train_dataset"))
-        self.eval_rows = self.eval_sets(eval_dataset)
-        check_evaluation(self.args, self.eval_rows)
-        self._plan()
+        self._take_data()
         given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
         self._module_dtype = module_dtype(self.args, given, optimizers)
         self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
-        prepare_model(self.model, self.processing_class, self.args)
+        prepare_model(self.worker.module, self.processing_class, self.args)
         self.learner = self.make_learner()
         self.learner.make_task = lambda learner: TellingSupervisedTask(learner, self)
         self.ready()
@@ -120,6 +117,11 @@ class SupervisedTrainer(Trainer):
         """The learner, made by `of_front`."""
         raise NotImplementedError
 
+    @property
+    def given_rows(self) -> Any:
+        """The data set to train on, as it was given or set since."""
+        return self.train_dataset
+
     # ---- making --------------------------------------------------------------------------------------------------
 
     def data_config(self, **fields: Any) -> SupervisedDataConfig:
@@ -141,9 +143,10 @@ class SupervisedTrainer(Trainer):
     def loop_config(self) -> SupervisedTrainingConfig:
         """The section trainer."""
         args = self.args
-        root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
         last = "drop" if args.dataloader_drop_last else "keep"
-        return SupervisedTrainingConfig(last_batch=last, **loop_fields(args, self.max_steps or None, root))
+        return SupervisedTrainingConfig(
+            last_batch=last, **loop_fields(args, self.max_steps or None, self.resumable_root)
+        )
 
     def models_of(self, optim: Any, **roles: Any) -> SupervisedModels:
         """The models of a run. Args: optim: of the one that is trained. roles: the models by role."""
@@ -164,6 +167,20 @@ class SupervisedTrainer(Trainer):
         data = self.rows(data)
         pack = self.pack(evaluation=bool(evaluation))
         return examples_of(data, self.encoder(data), pack=pack, shuffle=shuffle, of=evaluation)
+
+    def _take_data(self) -> None:
+        """The rows of the data sets, and how many steps the run has."""
+        if not self.has_read("given_rows"):
+            rows = self.given_rows
+            self._rows = None if rows is None else self._examples(checked_set(rows, "train_dataset"))
+        self.take_eval_data()
+        check_evaluation(self.args, self.eval_rows)
+        self._plan()
+
+    def take_up(self) -> None:
+        """Reads again what may have been set since."""
+        self._take_data()
+        self.learner.data = dataclasses.replace(self.learner.data, shuffle=self.data_config().shuffle)
 
     def _plan(self) -> None:
         """How many steps the run has."""
@@ -212,7 +229,7 @@ class SupervisedTrainer(Trainer):
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""
-        self.models.config = dataclasses.replace(self.models.config, resume=folder)
+        self.models.config = dataclasses.replace(self.models.config, resume=folder, max_steps=self.max_steps or None)
 
     def note_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of an update."""
