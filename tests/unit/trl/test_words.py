@@ -61,7 +61,7 @@ def damaged(folder):
 
 
 CASES = {
-    "long prompt": (lambda f: grpo(f, [{"prompt": "x" * 500}] * 4), "lower max_completion_length.*max_prompt_length="),
+    "long prompt": (lambda f: grpo(f, [{"prompt": "x" * 500}] * 4).train(), "lower max_completion.*max_prompt_length="),
     "long completion": (lambda f: grpo(f, max_completion_length=500), "max_completion_length=500 leaves no room"),
     "column of a reward": (lambda f: grpo(f, ANSWERED, lambda solution, **_: []).train(),
                            r"needs 'solution'.*your columns: answer\. Rename .*always offered: prompts.*trainer_state"),
