@@ -37,6 +37,7 @@ def run_page(text, name):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("whet.cli.commands.plot_curves", lambda *_: None)  # most of a tiny run's time; tested elsewhere
     run_page(page.read_text(), str(page))
 
 
@@ -52,6 +53,28 @@ def test_links_between_pages_lead_somewhere(page):
     links = [link.split("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text())]
     local = [link for link in links if link and "://" not in link and not link.startswith("mailto:")]
     assert [link for link in local if not (page.parent / link).exists()] == []
+
+
+def slugs(page):
+    """The anchors of a page: its headings as GitHub spells them."""
+    titles = re.findall(r"(?m)^#+ (.+)$", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_into_pages_lead_to_headings():
+    anchors = {page.resolve(): slugs(page) for page in PAGES}
+    for page in PAGES:
+        for path, anchor in re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", page.read_text()):
+            target = (page.parent / path).resolve() if path else page.resolve()
+            assert target not in anchors or anchor in anchors[target], f"{page.name}: {path}#{anchor}"
+
+
+def test_the_index_lists_every_page_and_pictures_are_small_and_shown():
+    text = "".join(page.read_text() for page in PAGES)
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert [page.name for page in PAGES if page.name != "README.md" and f"]({page.name})" not in index] == []
+    for picture in (ROOT / "docs" / "pictures").iterdir():
+        assert picture.stat().st_size < 150_000 and f"](pictures/{picture.name})" in text, picture.name
 
 
 @pytest.mark.parametrize("module", MODULES)

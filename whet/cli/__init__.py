@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
+from whet.cli.help import command_help, topic_of
 from whet.util.lines import fitted
 from whet.util.streams import bury, open_descriptors, unfailing, unread
 
@@ -41,23 +42,6 @@ _TRAIN = ("demo", *_RUNS)
 """The commands that train."""
 _FLAGS = {"print_config": ("chat", "eval", "generate", "push", *_RUNS), "profile": _TRAIN}
 """Flags (words without a value), besides --help, and the commands that take them."""
-_PROFILE = " --profile (trainer.profile=true) profiles the second step."
-_EXAMPLES = {
-    "generate": (
-        "\n\nExamples:\n  whet generate model=runs/a prompt='2*2+4*3='\n"
-        "  whet generate model=runs/a/final prompts=test.jsonl num_generations=4 out=completions.jsonl"
-    ),
-    "eval": (
-        "\n\nA run's configuration as --config stands for its own evaluation: the same data, sampling and rewards.\n\n"
-        "Examples:\n  whet eval model=runs/a data=test.jsonl reward=last_number\n"
-        "  whet eval --config runs/a/config.yaml model=runs/a num_generations=16 temperature=0.6"
-    ),
-    "push": "\n\nExample:\n  whet push runs/a repo=me/sums which=best dry_run=true",
-    "chat": (
-        "\n\nIn the chat: /reset, /set temperature=0.7, /quit; Ctrl-C stops an answer.\n\n"
-        "Example:\n  whet chat model=Qwen/Qwen3-0.6B max_tokens=1000"
-    ),
-}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -103,8 +87,8 @@ def _dispatch(command: str, words: list[str]) -> None:
         from whet.errors import lookup_error
 
         raise lookup_error("command", command, COMMANDS)
-    elif any(w in ("-h", "--help") for w in words):
-        print_text(_command_help(command))
+    elif (topic := topic_of(words)) is not None:
+        print_text(_command_help(command, words, topic))
     elif command == "data":
         _data(words)
     else:
@@ -143,7 +127,7 @@ def _run(command: str, words: list[str]) -> None:
         unfailing("stdout") if command in _TRAIN else nullcontext()
     ):  # a run continues, whether or not its output can be written
         setup_logging()
-        _say_what_loads(command, config)
+        _say_what_loads(command, config, words)
         _work(command, words, config)
 
 
@@ -165,13 +149,23 @@ def _data(words: list[str]) -> None:
     show_data(config, rows=int(given[-1]) if given else 3, say=print_text)
 
 
-def _say_what_loads(command: str, config: Any) -> None:
-    """A line before torch is imported and models are read, which takes seconds to minutes."""
-    if command in _RUNS or command == "eval":
-        import logging
+def _say_what_loads(command: str, config: Any, words: list[str]) -> None:
+    """A line before torch is imported and models are read, which takes seconds to minutes; and what a resumed run has
+    that was not given again.
+    """
+    import logging
 
+    log = logging.getLogger("whet")
+    if command in _RUNS or command == "eval":
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
-        logging.getLogger("whet").info("loading %s and %s", model, config.data.path)
+        log.info("loading %s and %s", model, config.data.path)
+    if command in _RUNS:
+        from whet.config.resumed import kept_of_run
+
+        kind, short = _kind(command)
+        if kept := kept_of_run(kind, words, short):
+            told = ", ".join(f"{key}={value!r} (default {usual!r})" for key, (value, usual) in kept.items())
+            log.info("resume: kept as the run has them, since not given: %s", told)
 
 
 def _work(command: str, words: list[str], config: Any) -> None:
@@ -262,9 +256,9 @@ def _config(command: str, words: list[str]) -> Any:
         return None
     kind, short = _kind(command)
     if command in _TRAIN:
-        from whet.config import load
+        from whet.config.resumed import load_resumable
 
-        return load(kind, words, short)
+        return load_resumable(kind, words, short)
     if command == "eval":
         from whet.config.evaluate import load_eval
 
@@ -307,42 +301,16 @@ def _check(command: str, config: Any) -> None:
 
 def _help() -> str:
     commands = "\n".join(f"  {command:9}{text}" for command, text in COMMANDS.items())
-    keys = "`whet grpo --help`, `whet sft --help` and so on list every key."
+    keys = "`whet grpo --help` and so on show the keys that are set first, `whet grpo --help all` every one."
     return f"usage: whet COMMAND [--config FILE] [key=value ...]\n\n{commands}\n\n{keys}"
 
 
-def _command_help(command: str) -> str:
-    if command == "data":
-        return (
-            f"usage: whet data [{'|'.join(_RUNS)}] [rows=N] [--config FILE ...] [key=value ...]\n\n"
-            f"{COMMANDS['data']}\n\n"
-            "Takes the keys of the command that would train on the rows, `whet grpo` unless another is named; of the\n"
-            "model only the tokenizer is loaded. rows=3 is how many rows are shown.\n\n"
-            "Examples:\n  whet data data=rows.jsonl model=FOLDER\n  whet data sft data=chats.jsonl model=FOLDER rows=1"
-        )
+def _command_help(command: str, words: list[str], topic: str) -> str:
     if command == "version":
         return f"usage: whet version\n\n{COMMANDS[command]}"
-    if command == "demo":
-        return (
-            f"usage: whet demo [key=value ...]\n\n{COMMANDS['demo']}\n\n"
-            "Takes the keys of `whet grpo` and --profile; seed=n is short for trainer.seed=n."
-        )
-    from whet.config import show
-
-    trains = command in _RUNS
-    keys = show(*_kind(command), hidden=("rollout.vllm.", "rollout.sglang."))
-    end = (
-        "\n\nalgo.preset=NAME is a published method, which the other keys of algo then change: docs/papers.md."
-        "\nKeys of vLLM and SGLang (rollout.vllm.*, rollout.sglang.*): docs/engines.md."
-    )
-    end = _EXAMPLES.get(command, "" if command in _SUPERVISED else end)
-    profile, note = (" [--profile]", _PROFILE) if trains else ("", "")
-    return (
-        f"usage: whet {command} [--config FILE ...] [--print_config]{profile} [key=value ...]\n\n"
-        f"{COMMANDS[command]}\n\n"
-        "Files are read first, in order; then key=value, with or without leading dashes. --print_config prints the\n"
-        f"resolved configuration as YAML and exits.{note}\n\nKeys:\n{keys}{end}"
-    )
+    of = {"data": words[0] if words[0] in _RUNS else "grpo", "demo": "grpo"}.get(command, command)
+    flags = "".join(f"[--{name}] " for name, takers in _FLAGS.items() if command in takers)
+    return command_help(command, COMMANDS[command], topic, *_kind(of), flags)
 
 
 def print_text(text: str, end: str = "\n") -> None:

@@ -35,7 +35,8 @@ from whet.learners.preference_objective import make_preference_objective, make_r
 from whet.observe.loggers import check_loggers
 from whet.observe.store import check_new
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
-from whet.rewards.manager import resolve_reward, resolve_reward_manager
+from whet.rewards.manager import resolve_reward_manager
+from whet.rewards.resolve import resolve_reward
 from whet.rollout import resolve_engine
 from whet.train.checkpoints import Checkpoints
 from whet.train.optimizers import check_optimizer

@@ -29,7 +29,6 @@ from whet.config import (
     SourceConfig,
     SupervisedRunConfig,
     check_complete,
-    dump_tree,
     load_run,
 )
 from whet.config.lora import LORA_LR
@@ -181,7 +180,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     )
     rows_as = rows_given(config.data)
     make = PPOLearner if isinstance(config, PPORunConfig) else GRPOLearner
-    learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=dump_tree(config))  # pyright: ignore
+    learner = make(cluster, algo, list(config.reward_names), data=rows_as, settings=config)  # pyright: ignore
     return learner, found.train, found.evaluation
 
 

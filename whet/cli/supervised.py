@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from whet.cli.commands import data, rows_given, train
 from whet.cli.settle import with_template
-from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig, dump_tree
+from whet.config import DPORunConfig, RMRunConfig, RoleConfig, SFTRunConfig
 from whet.config.run_supervised import SupervisedRunConfig, check_supervised
 from whet.data.tokenizer import load_tokenizer
 from whet.learners.preference import PreferenceLearner, RewardModelLearner
@@ -44,14 +44,14 @@ def _sft(config: SFTRunConfig) -> tuple[SFTLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
     config, rows, tokenizer = _settled(config)
     models = SupervisedModels(actor=config.actor, **_shared(config, tokenizer))
-    return SFTLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config)), *rows
+    return SFTLearner(models, config.algo, data=rows_given(config.data), settings=config), *rows
 
 
 def _rm(config: RMRunConfig) -> tuple[RewardModelLearner, Any, Any]:
     """The learner of a configuration, and its training and evaluation data."""
     config, rows, tokenizer = _settled(config)
     models = SupervisedModels(reward_model=config.reward_model, **_shared(config, tokenizer))
-    learner = RewardModelLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config))
+    learner = RewardModelLearner(models, config.algo, data=rows_given(config.data), settings=config)
     return learner, *rows
 
 
@@ -65,7 +65,7 @@ def _dpo(config: DPORunConfig) -> tuple[PreferenceLearner, Any, Any]:
     elif reads:
         reference = ACTOR
     models = SupervisedModels(actor=config.actor, reference=reference, **_shared(config, tokenizer))
-    learner = PreferenceLearner(models, config.algo, data=rows_given(config.data), settings=dump_tree(config))
+    learner = PreferenceLearner(models, config.algo, data=rows_given(config.data), settings=config)
     return learner, *rows
 
 

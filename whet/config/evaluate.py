@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from whet.config.base import check, config
 from whet.config.enums import Mode
-from whet.config.fields import Bool, Count, Float, Fn, Name, Seconds, Seed, Size, Temperature, Text
+from whet.config.fields import Bool, Count, Float, Fn, Name, Number, Seconds, Seed, Size, Temperature, Text
 from whet.config.loader import dump_tree, merged, tree
 from whet.config.model import RoleConfig
-from whet.config.rewards import ListedRewards
+from whet.config.rewards import ListedRewards, check_workers
 from whet.config.rollout import RolloutConfig
 from whet.config.run import SHORT, lacking
 from whet.config.run_sections import NEW_TOKENS, RunDataConfig, RunGRPOConfig, RunRolloutConfig
@@ -124,15 +124,18 @@ class EvalRunConfig(ListedRewards):
     """A completion passes where its reward is at least this; None = 1.0 where all rewards are 0 or 1, else there is no
     pass@k."""
     answer_fn: Name | Fn | None = None
-    """What majority@k votes on: boxed, last_number, whole (the text without white space around it), "file.py:function"
-    or "package.module:function", from a completion's text to its answer, None where there is none. None = the answer
-    that the reward function reads (its attribute `answer_fn`; boxed, exact_match and last_number have one), else whole.
-    """
+    """What majority@k votes on: boxed, last_number, number_match, whole (the text without white space around it),
+    "file.py:function" or "package.module:function", from a completion's text to its answer, None where there is none.
+    None = the answer that the reward function reads (its attribute `answer_fn`; boxed, exact_match, last_number and
+    number_match have one), else whole."""
     on_reward_error: Literal["raise", "none"] = "raise"
     """A reward function that fails: end the evaluation, or count as not applicable (None) for that batch, with a
     warning."""
     reward_timeout_s: Seconds | None = 60.0
     """Longest time of one call of a reward function, in seconds; None = no limit."""
+    reward_workers: Number = 0
+    """Processes that call the reward functions, and that are killed where one takes too long or crashes; 0 = they are
+    called in this process, which can end none."""
     out: Name | None = None
     """Folder of the results; None = evals/<date>-<time> for `whet eval`, and none from Python."""
     resume: Bool = False
@@ -145,6 +148,7 @@ class EvalRunConfig(ListedRewards):
             raise ConfigError("resume=true needs out=<the folder of the evaluation>; set it")
         if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
             raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None = no limit")
+        check_workers(self.reward_workers)
         generations = self.sampling.num_generations_eval or 1
         if generations > 1 and self.sampling.temperature == 0 and not self.sampling.generation_kwargs:
             raise ConfigError(
@@ -232,7 +236,9 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
         "reward": _weighted(run.get("reward"), algo.get("reward_weights")) or _of_environment(run, rollout),
     }
     kept = ("tokenizer", "reward_model", "rollout_engine")
-    limits = {name: trainer[name] for name in ("on_reward_error", "reward_timeout_s") if name in trainer}
+    limits = {
+        name: trainer[name] for name in ("on_reward_error", "reward_timeout_s", "reward_workers") if name in trainer
+    }
     return {**found, **{name: run[name] for name in kept if name in run}, **limits}
 
 

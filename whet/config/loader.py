@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from whet.config.fields import DEEPEST
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
 
-__all__ = ["diff", "dump", "dump_tree", "load", "merged", "read_yaml", "show", "tree"]
+__all__ = ["default_text", "diff", "dump", "dump_tree", "load", "merged", "read_yaml", "show", "tree"]
 
 T = TypeVar("T")
 
@@ -207,38 +208,64 @@ def _one_line(value: Any) -> str:
     return yaml.dump(dump_tree(value), Dumper=Dumper, default_flow_style=True, width=1000).removesuffix("...\n").strip()
 
 
-def show(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[str] = ()) -> str:
+def default_text(cls: type, key: str, short: Mapping[str, str] | None = None) -> str:
+    """A key's default as it is written on the command line; "..." where it has none.
+
+    Args: cls: a configuration class. key: dotted, or a shorthand. short: shorthand -> full key.
+    Raises: ConfigError: there is no such key.
+
+    >>> from whet.config import OptimConfig
+    >>> default_text(OptimConfig, "max_grad_norm"), default_text(OptimConfig, "lr")
+    ('1.0', '...')
+    """
+    key = (short or {}).get(key, key)
+    for name, field, _ in itertools.chain(leaves(cls), leaves(cls, optional=True)):
+        if name == key:
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            return "..." if default is None or default is dataclasses.MISSING else _one_line(default)
+    raise ConfigError(f"{cls.__name__} has no key {key!r}")
+
+
+def show(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[str] = (), only: str = "") -> str:
     """Help: every key with its default, its type and its docstring; then the shorthands.
 
     The keys of a section that is None by default follow it, with the defaults that they have once it is given; of a
     section whose class was listed before, the place of that list.
 
     Args: cls: a configuration class. short: shorthand -> full key. hidden: beginnings of names that are left out.
+        only: a key or section: nothing else is shown.
     """
     lines: list[str] = []
-    _show(cls, "", tuple(hidden), {}, lines)
+    inside = lambda key: not only or key == only or key.startswith(f"{only}.")
+    _show(cls, "", lambda key: inside(key) and not key.startswith(tuple(hidden)), {}, lines)
     if short:
-        lines += ["", "Shorthands:", *(f"  {key} = {target}" for key, target in short.items())]
+        lines += ["", "Shorthands:", *(f"  {key} = {target}" for key, target in short.items() if inside(target))]
     return "\n".join(lines)
 
 
-def _show(cls: type, prefix: str, hidden: tuple[str, ...], listed: dict[type, str], lines: list[str]) -> None:
+def _show(cls: type, prefix: str, wanted: Callable[[str], bool], listed: dict[type, str], lines: list[str]) -> None:
     """Adds the lines of a section's keys; `listed` has the prefix under which each class was listed first."""
     for key, field, owner in leaves(cls, prefix=prefix):
-        listed.setdefault(owner, key.removesuffix(field.name))
-        if key.startswith(hidden):
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        text = "(required)" if default is dataclasses.MISSING else _one_line(default)
-        lines.append(f"  {key}={text}  ({type_text(owner, field.name)})")
-        lines += [f"      {line}" for line in field_docs(owner).get(field.name, "").splitlines()]
-        named = choices(owner, field.name)
-        width = max(map(len, named), default=0)
-        lines += [f"        {name:{width}}  {when}" for name, when in named.items()]
+        if wanted(key):
+            listed.setdefault(owner, key.removesuffix(field.name))
+            lines += _lines(key, field, owner)
         section = section_at(owner, (field.name,))
         if section is None or type_text(owner, field.name) != f"{section.__name__} | None":
             continue
-        if section in listed:
+        if section not in listed:
+            _show(section, f"{key}.", wanted, listed, lines)
+        elif wanted(key):
             lines.append(f"      Keys: {key}.* as {listed[section]}* above.")
-        else:
-            _show(section, f"{key}.", hidden, listed, lines)
+
+
+def _lines(key: str, field: dataclasses.Field[Any], owner: type) -> list[str]:
+    """A key with its default and type, its docstring, and what it may be by name."""
+    default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+    text = "(required)" if default is dataclasses.MISSING else _one_line(default)
+    named = choices(owner, field.name)
+    width = max(map(len, named), default=0)
+    return [
+        f"  {key}={text}  ({type_text(owner, field.name)})",
+        *(f"      {line}" for line in field_docs(owner).get(field.name, "").splitlines()),
+        *(f"        {name:{width}}  {when}" for name, when in named.items()),
+    ]

@@ -9,10 +9,12 @@ from whet.errors import ConfigError
 if TYPE_CHECKING:
     from whet.config.model import RoleConfig
 
-__all__ = ["REWARD_MODEL", "ListedRewards"]
+__all__ = ["MOST_WORKERS", "REWARD_MODEL", "ListedRewards", "check_workers"]
 
 REWARD_MODEL = "reward_model"
 """The place of the reward model among the rewards: its section's own name."""
+MOST_WORKERS = 1024
+"""Processes of reward functions."""
 
 
 class ListedRewards:
@@ -43,3 +45,14 @@ class ListedRewards:
         if not isinstance(self.reward, dict):
             return None
         return tuple(self.reward.get(name, 1.0) for name in self.reward_names)
+
+
+def check_workers(count: int) -> None:
+    """Raises ConfigError where reward_workers is no number of processes.
+
+    >>> check_workers(-1)
+    Traceback (most recent call last):
+    whet.errors.ConfigError: reward_workers must be between 0 and 1024, got -1; 0 = no processes
+    """
+    if not 0 <= count <= MOST_WORKERS:
+        raise ConfigError(f"reward_workers must be between 0 and {MOST_WORKERS}, got {count}; 0 = no processes")

@@ -164,6 +164,7 @@ def check_complete(config: RunConfig) -> None:
 SHORT: dict[str, str] = {
     "model": "actor.model",
     "data": "data.path",
+    "reward_workers": "trainer.reward_workers",
     "data.chat_template_kwargs": "rollout.chat_template_kwargs",
     **{
         f"{role}.{f.name}": f"{role}.optim.{f.name}"

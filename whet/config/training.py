@@ -29,6 +29,7 @@ from whet.config.fields import (
     Tree,
 )
 from whet.config.model import OptimConfig
+from whet.config.rewards import check_workers
 from whet.config.rollout import RolloutConfig
 from whet.config.watching import Band, KeepBestOptions
 from whet.errors import ConfigError
@@ -355,6 +356,9 @@ class RLTrainingConfig(TrainingConfig):
     """A reward function that fails: end the run, or count as not applicable (None) for that batch, with a warning."""
     reward_timeout_s: Seconds | None = 60.0
     """Longest time of one call of a reward function, in seconds; None = no limit."""
+    reward_workers: Number = 0
+    """Processes that call the reward functions, and that are killed where one takes too long or crashes; 0 = they are
+    called in this process, which can end none."""
     warn_when: dict[Name, Band] | None = None
     """Warn, once and again where it got worse, when a metric leaves a band, in place of the usual bands of those
     metrics: warn_when.kl.above=2.0. The usual ones: docs/troubleshooting.md."""
@@ -373,6 +377,7 @@ class RLTrainingConfig(TrainingConfig):
             )
         if self.reward_timeout_s is not None and self.reward_timeout_s <= 0:
             raise ConfigError(f"reward_timeout_s must be positive, got {self.reward_timeout_s!r}; None = no limit")
+        check_workers(self.reward_workers)
         if self.train_micro_batch_size is not None:
             if self.mini_batch_size is None:
                 raise ConfigError(

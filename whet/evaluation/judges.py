@@ -16,8 +16,9 @@ from whet.errors import ConfigError
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.rewards.contract import function_name
-from whet.rewards.manager import RewardManager, with_reward_model
+from whet.rewards.manager import RewardManager
 from whet.rewards.model import RewardModel
+from whet.rewards.resolve import with_reward_model
 from whet.rollout.sampler import Sampler
 from whet.run.provenance import source_of, weights_digest
 from whet.train.worker import ModelWorker
@@ -37,7 +38,13 @@ def reward_manager(config: EvalRunConfig, sampler: Sampler, reward_fns: Any = No
     weights = config.reward_weights if reward_fns is None else None
     if config.reward_model is not None:
         given = with_reward_model(given, _reward_model(config, config.reward_model, sampler))
-    return RewardManager(given, weights, on_error=config.on_reward_error, timeout_s=config.reward_timeout_s)
+    return RewardManager(
+        given,
+        weights,
+        on_error=config.on_reward_error,
+        timeout_s=config.reward_timeout_s,
+        workers=config.reward_workers,
+    )
 
 
 def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) -> RewardModel:

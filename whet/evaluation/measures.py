@@ -16,8 +16,8 @@ import numpy as np
 from whet.errors import ConfigError, RewardError, lookup_error
 from whet.evaluation.estimators import Estimate, estimate, majority_at_k, pass_at_k
 from whet.rewards.contract import function_name
+from whet.rewards.library import ANSWERS, READ_BY
 from whet.rewards.manager import Rewarded
-from whet.rewards.text import ANSWERS, READ_BY
 from whet.util.refs import is_ref, resolve_callable
 
 __all__ = ["AnswerFn", "Answered", "answer_reader", "answered", "measure", "passes"]

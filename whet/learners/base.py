@@ -34,8 +34,9 @@ from whet.learners.report import engine_metrics, rewarded_metrics, total_metrics
 from whet.learners.rl_task import RLTask
 from whet.learners.step import Step
 from whet.metrics import flat
-from whet.rewards.manager import Rewarded, listed, resolve_reward_manager, with_reward_model
+from whet.rewards.manager import Rewarded, RewardManager, resolve_reward_manager
 from whet.rewards.metric_fns import call_metric_fns
+from whet.rewards.resolve import listed, with_reward_model
 from whet.rollout.options import check_trainable
 from whet.run.observer import Observer
 from whet.run.run import Run
@@ -74,7 +75,7 @@ class RLLearner:
             aggregation)}`.
         data_shuffle_seed: shuffles the mini-batches of each pass over a step's samples; None = in order.
         data: how rows become batches.
-        settings: the whole configuration as a tree, for the run folder; None = what the learner knows of it.
+        settings: the whole configuration, or its tree, for the run folder; None = what the learner knows of it.
         observers: told of each event of a run (run.observer.Observer).
     Raises: ConfigError: among others, where a subclass has stages of the form before Step.
     """
@@ -108,7 +109,7 @@ class RLLearner:
         data_shuffle_seed: int | None = None,
         *,
         data: DataConfig | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.rl_cluster = self.cluster = rl_cluster
@@ -139,6 +140,7 @@ class RLLearner:
             weights,
             on_error=self.config.on_reward_error,
             timeout_s=self.config.reward_timeout_s,
+            **({"workers": self.config.reward_workers} if self.config.reward_workers else {}),
             algo_fields={f.name: getattr(algo_config, f.name) for f in dataclasses.fields(algo_config)},
         )
 
@@ -190,7 +192,9 @@ class RLLearner:
         return Run(task, stream, self.cluster, self.config, observers=self.observers, perf_config=perf)
 
     def close(self) -> None:
-        """Frees the engine and the optimizers."""
+        """Frees the engine and the optimizers, and ends the workers of rewards."""
+        if isinstance(self.reward_manager, RewardManager):
+            self.reward_manager.close()
         self.cluster.close()
 
     # ---- the stages ----------------------------------------------------------------------------------------------

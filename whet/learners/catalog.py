@@ -59,8 +59,8 @@ _INTRO = """# Algorithms
 
 Each part is chosen on its own, by the field of `algo` that heads its table; a function, or "package.module:function",
 stands wherever a name does ([Extending](extending.md)). What a run has composed is logged at its start and written to
-`environment.json`. `whet grpo --help` shows the same names. Parameters are fields of `algo` too; one that the chosen
-function does not take is refused.
+`environment.json`. `whet grpo --help algo` shows the same names. Parameters are fields of `algo` too; one that the
+chosen function does not take is refused.
 
 A published method is a choice of all of them: `presets.dapo()` from Python, `algo.preset=dapo` in a file and on the
 command line, which the other keys then change. [Papers](papers.md) has each with the values of its source.

@@ -102,7 +102,7 @@ class PolicyLearner(RLLearner):
         data_shuffle_seed: int | None = None,
         *,
         data: DataConfig | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         raise_all(objective_checks(algo_config))

@@ -67,7 +67,7 @@ class PPOLearner(PolicyLearner):
         *,
         algo_config: PPOConfig | None = None,
         data: DataConfig | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         given = [c for c in (ppo_config, algo_config) if c is not None]

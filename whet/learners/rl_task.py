@@ -169,18 +169,22 @@ class RLTask(Task):
     # ---- what is written and compared ----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """The whole configuration as plain containers; from Python without models that were given as modules."""
+        """The whole configuration as plain containers."""
+        return dump_tree(self.sections())
+
+    def sections(self) -> Any:
+        """The whole configuration; from Python its sections, without models that were given as modules."""
         learner, cluster = self.learner, self.cluster
         if learner.settings is not None:
             return learner.settings
         roles = {role.value: worker.given for role, worker in cluster.workers.items()}
         return {
-            **{name: dump_tree(given) for name, given in roles.items() if given is not None},
-            "algo": dump_tree(learner.algo_config),
-            "data": dump_tree(learner.data),
-            "rollout": dump_tree(cluster.rollout_for(Mode.TRAIN)),
-            "rollout_engine": dump_tree(cluster.cluster_config.rollout_engine),
-            "trainer": dump_tree(learner.config),
+            **{name: given for name, given in roles.items() if given is not None},
+            "algo": learner.algo_config,
+            "data": learner.data,
+            "rollout": cluster.rollout_for(Mode.TRAIN),
+            "rollout_engine": cluster.cluster_config.rollout_engine,
+            "trainer": learner.config,
         }
 
     def compared(self) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class SupervisedLearner(Generic[C]):
         models: what is trained, and a reference where the loss compares with one.
         algo_config: the objective's.
         data: how rows become examples and steps.
-        settings: the whole configuration as a tree, for the run folder; None = what the learner knows of it.
+        settings: the whole configuration, or its tree, for the run folder; None = what the learner knows of it.
         observers: told of each event of a run (run.observer.Observer).
     """
 
@@ -56,7 +56,7 @@ class SupervisedLearner(Generic[C]):
         algo_config: C,
         *,
         data: SupervisedDataConfig | None = None,
-        settings: dict[str, Any] | None = None,
+        settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
         self.models = models

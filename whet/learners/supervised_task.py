@@ -165,16 +165,20 @@ class SupervisedTask(Task):
     # ---- what is written and compared ----------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
-        """The whole configuration as plain containers; from Python without models that were given as modules."""
+        """The whole configuration as plain containers."""
+        return dump_tree(self.sections())
+
+    def sections(self) -> Any:
+        """The whole configuration; from Python its sections, without models that were given as modules."""
         learner, models = self.learner, self.models
         if learner.settings is not None:
             return learner.settings
         roles = {role.section: worker.given for role, worker in models.workers.items()}
         return {
-            **{name: dump_tree(given) for name, given in roles.items() if given is not None},
-            "algo": dump_tree(learner.algo_config),
-            "data": dump_tree(learner.data),
-            "trainer": dump_tree(models.config),
+            **{name: given for name, given in roles.items() if given is not None},
+            "algo": learner.algo_config,
+            "data": learner.data,
+            "trainer": models.config,
         }
 
     def compared(self) -> dict[str, Any]:

@@ -51,6 +51,8 @@ _SUPERVISED: dict[str, tuple[str, ...]] = {
     "gradient norm": ("grad_norm",),
 }
 """The same of a run without rewards, whose loss says what is learned."""
+_SHARES = ("share cut at the limit",)
+"""Panels from 0 to 1, where the size says whether it matters."""
 _COLUMNS = 4
 """Panels in a row."""
 
@@ -125,6 +127,8 @@ def _panel(axes: Any, title: str, curves: Mapping[str, tuple[list[int], list[flo
         label = f"{mode} {line[-1]:.3g}"
         marker = "o" if mode == "eval" or len(values) == 1 else None
         axes.plot(steps, line, color=color, linewidth=1.8, marker=marker, markersize=3, label=label)
+    if title in _SHARES:
+        axes.set_ylim(-0.03, 1.03)
     axes.set_title(title)
     axes.set_xlabel("step", color="#68707c")
     axes.margins(x=0.02)

@@ -1,6 +1,7 @@
 """The run folder: complete without any logger, and readable after a kill at any moment.
 
-    config.yaml  environment.json  metrics.jsonl  completions/{train,eval}-000012.parquet  summary.json  .lock
+    config.yaml  config_full.yaml  environment.json  metrics.jsonl  summary.json  .lock
+    completions/{train,eval}-000012.parquet
 
 metrics.jsonl grows by a line per step and mode, {step, mode, version, name: value}; it is repaired when a run is
 resumed, and kept as it was where lines of it were damaged. Every other file is written whole or not at all.
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import dump
+from whet.config.brief import brief
+from whet.config.resumed import FULL
 from whet.errors import CheckpointError, ConfigError
 from whet.observe.completions import write_completions
 from whet.observe.files import (
@@ -140,8 +143,12 @@ class RunFolder:
     # ---- configuration and environment ---------------------------------------------------------------------------
 
     def write_config(self, config: Any) -> None:
-        """Writes config.yaml, which --config reads. Args: config: a configuration, or its tree."""
-        write_atomic(self.path / "config.yaml", dump(config).encode())
+        """Writes config.yaml, which --config reads, without what was not set and has no effect, and config_full.yaml.
+
+        Args: config: a configuration, its sections by their names, or its tree.
+        """
+        write_atomic(self.path / FULL, dump(config).encode())
+        write_atomic(self.path / "config.yaml", dump(brief(config)).encode())
 
     def write_json(self, name: str, value: Mapping[str, Any]) -> None:
         """Writes a JSON file: environment.json, summary.json. NaN becomes null."""

@@ -1,1 +1,21 @@
-"""Rewards: the contract of a reward function, its manager, and a few functions for text."""
+"""Rewards: the contract of a reward function, its manager, and functions for text, numbers, formulas and lengths."""
+
+from whet.rewards.functions import per_completion
+from whet.rewards.length import overlong, within_length
+from whet.rewards.maths import math_match
+from whet.rewards.numbers import number_match
+from whet.rewards.text import boxed, exact_match, format_match, fuzzy_match, last_number, text_of
+
+__all__ = [
+    "boxed",
+    "exact_match",
+    "format_match",
+    "fuzzy_match",
+    "last_number",
+    "math_match",
+    "number_match",
+    "overlong",
+    "per_completion",
+    "text_of",
+    "within_length",
+]

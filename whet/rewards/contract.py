@@ -4,8 +4,7 @@
 
 What is offered, one entry per completion: `prompts`, `completions`, `prompt_ids`, `completion_ids`, every column of the
 data set, `trajectory_ids` ("{row}_{generation}"); and once: `mode`. A function is given what its signature names, or
-all of it where it has **kwargs; fields of the algorithm's configuration only by name. Left out on purpose: worker
-processes.
+all of it where it has **kwargs; fields of the algorithm's configuration only by name. Worker processes: workers.py.
 """
 
 from __future__ import annotations
@@ -16,25 +15,25 @@ import copy
 import functools
 import inspect
 import logging
-import math
 import signal
 import threading
 import time
-import traceback
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from whet.data.prompts import GIVEN
 from whet.errors import ConfigError, RewardError, nearest
+from whet.rewards.functions import is_per_completion
 from whet.rewards.model import RewardModel
-from whet.rewards.values import OnError, checked_rewards, said
+from whet.rewards.values import Judged, OnError, checked_rewards, judged, raised, said, settled
+from whet.rewards.workers import Call, RewardWorkers
 
 __all__ = [
+    "Called",
     "OnError",
     "RewardFn",
     "RewardInputs",
@@ -172,60 +171,105 @@ def keywords(
     return given
 
 
+class Called(NamedTuple):
+    """What the functions gave for a batch of N."""
+
+    rewards: dict[str, np.ndarray]
+    """float64 [N] by name, NaN = not applicable."""
+    errors: dict[str, int]
+    """Failed entries by name."""
+    seconds: dict[str, float]
+    """Seconds by name."""
+
+
 def call_rewards(
     fns: Mapping[str, RewardFn],
     inputs: RewardInputs,
     *,
     timeout_s: float | None = 60.0,
     on_error: OnError = "raise",
+    workers: RewardWorkers | None = None,
     nan_is_none: bool = False,
-) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+) -> Called:
     """Every reward function on the same trajectories.
 
     Plain functions run one after the other, async ones all together on one event loop meanwhile. With a timeout a
     plain function runs in a thread of its own: Python can't end a thread, so one that hangs continues in the background
     (it ends with the process); and what must be on the main thread (signal, so math-verify's own alarm) needs
-    timeout_s=None. A reward model has no deadline. Gradient mode, CUDA device and context variables are those of the
-    caller.
+    timeout_s=None, or workers. A reward model has no deadline. Gradient mode, CUDA device and context variables are
+    those of the caller.
 
     Args:
         fns: by name. inputs: what they are offered. timeout_s: for each; None = no deadline, on the caller's thread.
-        on_error: "raise", or "none": a failure counts as "not applicable". nan_is_none: as of checked_rewards.
+        on_error: "raise", or "none": a failure counts as "not applicable".
+        workers: processes that call all but the reward models; None = they are called here. nan_is_none: as of
+            checked_rewards, of functions that are called here.
 
     Returns:
-        float64 [N] per name, NaN = not applicable; and the number of failed entries per name.
+        Rewards, failures and seconds by name.
 
     Raises:
         ConfigError: a function needs what is not offered. RewardError: it raised, hung, or returned something wrong.
 
     >>> x = RewardInputs(prompts=["a"], completions=["bc"], completion_ids=[[98, 99]], trajectory_ids=["0_0"])
-    >>> call_rewards({"length": lambda completions: [len(c) for c in completions]}, x)
+    >>> made = call_rewards({"length": lambda completions: [len(c) for c in completions]}, x)
+    >>> made.rewards, made.errors
     ({'length': array([2.])}, {'length': 0})
     """
-    calls = {}
-    for name, fn in fns.items():
-        given = keywords(fn, inputs.offered(), inputs.algo_fields, name=name, extras=inputs.extras.keys())
-        calls[name] = functools.partial(fn, **{word: _own(word, value, inputs) for word, value in given.items()})
-    together = _Loop({name: call for name, call in calls.items() if _is_async(call)}, timeout_s)
-    limits = {name: None if isinstance(fn, RewardModel) else timeout_s for name, fn in fns.items()}
-    plain = {name: call for name, call in calls.items() if not _is_async(call)}
-    values = {name: call_in_time(call, f"reward function {name}", limits[name]) for name, call in plain.items()}
-    late = {name: value for name, value in values.items() if inspect.isawaitable(value)}  # plain, but gave a coroutine
-    values |= _Loop({name: functools.partial(_same, value) for name, value in late.items()}, timeout_s).outcomes()
-    values |= together.outcomes()
+    words = {
+        n: keywords(fn, inputs.offered(), inputs.algo_fields, name=n, extras=inputs.extras.keys())
+        for n, fn in fns.items()
+    }
+    away = (
+        {} if workers is None else {n: _call(fn, words[n], inputs) for n, fn in fns.items() if n in workers.functions}
+    )
+    found: dict[str, Judged | RewardError] = {}
+    seconds: dict[str, float] = {}
+    if workers is not None and away:
+        made, seconds = workers.call(away, timeout_s=timeout_s, stop=on_error == "raise")
+        found.update(made)
+    values, spent = _called_here({n: fn for n, fn in fns.items() if n not in away}, words, inputs, timeout_s)
+    for name, value in values.items():
+        failed = isinstance(value, RewardError)
+        found[name] = value if failed else judged(value, inputs.trajectory_ids, name=name, nan_is_none=nan_is_none)
     rewards, errors = {}, {}
     for name in fns:
-        value = values[name]
-        if not isinstance(value, RewardError):
-            rewards[name], errors[name] = checked_rewards(
-                value, inputs.trajectory_ids, name=name, on_error=on_error, nan_is_none=nan_is_none
-            )
-        elif on_error == "raise":
-            raise value
-        else:
-            LOG.warning("%s; counted as not applicable", value)
-            rewards[name], errors[name] = np.full(len(inputs.prompts), math.nan), len(inputs.prompts)
-    return rewards, errors
+        rewards[name], errors[name] = settled(found[name], len(inputs.prompts), on_error)
+    return Called(rewards, errors, {name: {**seconds, **spent}[name] for name in fns})
+
+
+def _call(fn: RewardFn, words: Mapping[str, Any], inputs: RewardInputs) -> Call:
+    count = len(inputs.trajectory_ids)
+    each = [word for word in words if word in {*inputs.columns, *EACH} and len(words[word]) == count]
+    return Call(words=words, ids=inputs.trajectory_ids, each=each, per_completion=is_per_completion(fn))
+
+
+def _called_here(
+    fns: Mapping[str, RewardFn],
+    words: Mapping[str, Mapping[str, Any]],
+    inputs: RewardInputs,
+    timeout_s: float | None,
+) -> tuple[dict[str, Any], dict[str, float]]:
+    """What each returned, or the RewardError of its failure, and the seconds that it took, in this process."""
+    calls = {
+        name: functools.partial(fn, **{word: _own(word, value, inputs) for word, value in words[name].items()})
+        for name, fn in fns.items()
+    }
+    together = _Loop({name: call for name, call in calls.items() if _is_async(call)}, timeout_s)
+    values: dict[str, Any] = {}
+    seconds = {}
+    for name, call in calls.items():
+        if name not in together.calls:
+            begun = time.perf_counter()
+            limit = None if isinstance(fns[name], RewardModel) else timeout_s
+            values[name] = call_in_time(call, f"reward function {name}", limit)
+            seconds[name] = time.perf_counter() - begun
+    late = {name: value for name, value in values.items() if inspect.isawaitable(value)}  # plain, but gave a coroutine
+    for loop in (_Loop({name: functools.partial(_same, value) for name, value in late.items()}, timeout_s), together):
+        values |= loop.outcomes()
+        for name, spent in loop.seconds.items():
+            seconds[name] = seconds.get(name, 0.0) + spent
+    return values, seconds
 
 
 def _own(word: str, value: Any, inputs: RewardInputs) -> Any:
@@ -284,7 +328,7 @@ def call_in_time(call: Callable[[], Any], what: str, timeout_s: float | None) ->
         except users:
             raise
         except BaseException as error:
-            box.append(_raised(what, error))
+            box.append(raised(what, error, __file__))
 
     if timeout_s is None:
         run()
@@ -301,6 +345,8 @@ class _Loop:
     def __init__(self, calls: Mapping[str, Callable[[], Awaitable[Any]]], timeout_s: float | None) -> None:
         self.calls, self.timeout_s = calls, timeout_s
         self.box: dict[str, Any] = {}
+        self.seconds = dict.fromkeys(calls, 0.0 if timeout_s is None else timeout_s)
+        """That each took; the limit, where it is late."""
         self.started = time.monotonic()
         self.ended: BaseException | None = None
         self.thread = threading.Thread(target=_like_here(self._run), daemon=True)
@@ -318,13 +364,14 @@ class _Loop:
         await asyncio.gather(*(self._one(name, call) for name, call in self.calls.items()))
 
     async def _one(self, name: str, call: Callable[[], Awaitable[Any]]) -> None:
-        limit = asyncio.timeout(self.timeout_s)
+        limit, begun = asyncio.timeout(self.timeout_s), time.perf_counter()
         try:
             async with limit:
                 self.box[name] = await call()
+                self.seconds[name] = time.perf_counter() - begun
         except BaseException as error:  # none of them is the user's: signals reach the main thread alone
             what = f"reward function {name}"
-            self.box[name] = _hung(what, self.timeout_s) if limit.expired() else _raised(what, error)
+            self.box[name] = _hung(what, self.timeout_s) if limit.expired() else raised(what, error, __file__)
 
     def outcomes(self) -> dict[str, Any]:
         """What each returned, or the RewardError of its failure, once all are done or late."""
@@ -377,25 +424,10 @@ def _cancelled(error: BaseException | None) -> bool:
     return isinstance(error, asyncio.CancelledError)
 
 
-def _raised(what: str, error: BaseException) -> RewardError:
-    """The error for a function that raised."""
-    words = said(error)
-    text = f"{what} raised {type(error).__name__}: {words}"
-    frames = traceback.extract_tb(error.__traceback__)
-    if frames and frames[-1].filename != __file__:
-        text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
-    if isinstance(error, AttributeError) and "'list' object" in words:
-        text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
-    if "main thread" in words or "threaded environment" in words:
-        text += "; set trainer.reward_timeout_s=null to call it on the main thread"
-    failed = RewardError(text)
-    failed.__cause__ = error
-    return failed
-
-
 def _hung(what: str, timeout_s: float | None) -> RewardError:
     """The error for a function that is late."""
     return RewardError(
         f"{what} returned nothing within {timeout_s} s; its thread can't be ended and continues in "
-        "the background. Give it a limit of its own, or raise trainer.reward_timeout_s (async ones must never block)"
+        "the background. Give it a limit of its own, raise trainer.reward_timeout_s (async ones must never block), or "
+        "set trainer.reward_workers=1, which can kill it"
     )

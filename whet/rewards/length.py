@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-__all__ = ["overlong"]
+from whet.errors import ConfigError
+from whet.rewards.text import text_of
+
+__all__ = ["overlong", "within_length"]
 
 
 def overlong(
@@ -33,3 +37,36 @@ def overlong(
     free = max_response_length - overlong_buffer_length
     over = [min(max(len(ids) - free, 0), overlong_buffer_length) for ids in completion_ids]
     return [0.0 - overlong_buffer_penalty * n / overlong_buffer_length for n in over]
+
+
+def within_length(
+    completions: Sequence[Any],
+    completion_ids: Sequence[Sequence[int]],
+    *,
+    min_tokens: int = 1,
+    max_tokens: int = 512,
+    falloff_tokens: int = 256,
+) -> list[float]:
+    """1 for a completion within bounds of length, falling in a line to 0 outside of them.
+
+    r(y) = clip(1 − max(l − |y|, |y| − h, 0) / (f + 1), 0, 1), |y| the tokens of the completion, its stop token
+    included; 0 for one that says nothing.
+
+    Args:
+        completions [N]: texts or messages. completion_ids [N]: their tokens.
+        min_tokens: l. max_tokens: h. falloff_tokens: f, tokens outside of the bounds that are still worth something.
+    Returns: [N], between 0 and 1.
+    Raises: ConfigError: bounds that leave no length.
+
+    >>> lengths = [[0] * n for n in (80, 100, 105, 110, 80)]
+    >>> within_length(["a", "a", "a", "a", ""], lengths, max_tokens=100, falloff_tokens=9)
+    [1.0, 1.0, 0.5, 0.0, 0.0]
+    """
+    if not 0 <= min_tokens <= max_tokens or falloff_tokens < 0:
+        raise ConfigError(
+            f"min_tokens={min_tokens}, max_tokens={max_tokens}, falloff_tokens={falloff_tokens}: no length is within; "
+            "give 0 <= min_tokens <= max_tokens, and falloff_tokens of at least 0"
+        )
+    off = [max(min_tokens - len(ids), len(ids) - max_tokens, 0) for ids in completion_ids]
+    said = [bool(text_of(completion).strip()) for completion in completions]
+    return [max(0.0, 1.0 - n / (falloff_tokens + 1)) if some else 0.0 for n, some in zip(off, said, strict=True)]

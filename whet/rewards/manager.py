@@ -7,36 +7,34 @@ by its last fork). Left out on purpose: advantages, which are the estimator's bu
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 
-from whet.config.rewards import REWARD_MODEL
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
-from whet.rewards.contract import OnError, RewardFn, RewardInputs, call_rewards, function_name, keywords
-from whet.rewards.of_conversation import is_of_conversation, of_conversation
-from whet.rewards.text import REWARDS
+from whet.rewards.contract import Called, OnError, RewardInputs, call_rewards, keywords
+from whet.rewards.functions import named
+from whet.rewards.library import REWARDS
+from whet.rewards.maths import math_match
+from whet.rewards.model import RewardModel
+from whet.rewards.resolve import RESERVED, by_name, listed, resolve_reward, resolved
+from whet.rewards.workers import RewardWorkers
 from whet.types import Group
-from whet.util.refs import is_ref, resolve_ref
 
 __all__ = [
     "REWARD_MANAGERS",
     "RewardManager",
     "Rewarded",
-    "listed",
-    "resolve_reward",
     "resolve_reward_manager",
     "reward_metrics",
     "sample_std",
-    "with_reward_model",
 ]
 
-RESERVED = frozenset({"max", "mean", "min", "sum"})
-"""Names that no reward may have: rewards/<name> is a metric over all functions."""
+LOG = logging.getLogger("whet")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,6 +156,7 @@ class RewardManager:
         *,
         on_error: OnError = "raise",
         timeout_s: float | None = 60.0,
+        workers: int = 0,
         algo_fields: Mapping[str, Any] | None = None,
     ) -> None:
         """Args:
@@ -165,11 +164,12 @@ class RewardManager:
             weights: one number each; None = 1.
             on_error: "raise", or "none": a failure counts as "not applicable".
             timeout_s: of each call; None = no deadline, and plain functions run on the caller's thread.
+            workers: processes that call them, reward models aside; 0 = they are called in this one.
             algo_fields: fields of the algorithm's configuration, for functions that name them.
 
         Raises:
             ConfigError: no functions, an unknown name, a function named mean, sum, min or max, weights that don't
-                fit, an unknown on_error, a timeout of 0.
+                fit, an unknown on_error, a timeout of 0, with workers a function that another process can't import.
         """
         given = listed(reward_fns)
         if not given:
@@ -180,17 +180,32 @@ class RewardManager:
             raise lookup_error("on_error", on_error, ("raise", "none"))
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"timeout_s must be above 0, got {timeout_s}; None = no deadline")
-        self.fns = _named([resolve_reward(fn) for fn in given])
+        self.fns = by_name([resolve_reward(fn) for fn in given])
         self.weights = _weights(weights, list(self.fns))
         self.on_error: OnError = on_error
         self.timeout_s = timeout_s
         self.algo_fields = dict(algo_fields or {})
+        if not workers and math_match in self.fns.values():
+            LOG.warning(
+                "math_match without reward_workers: a formula such as 9^{9^{9^9}} stops training, and nothing can end "
+                "its call; set reward_workers=1 or more"
+            )
+        pairs = zip(given, self.fns.items(), strict=True)
+        away = {name: (one, fn) for one, (name, fn) in pairs if not isinstance(fn, RewardModel)} if workers else {}
+        there = {name: named(one, fn, name) for name, (one, fn) in away.items()}
+        self.workers = RewardWorkers(there, workers) if there else None
+
+    def close(self) -> None:
+        """Ends the worker processes; a later call starts them again."""
+        if self.workers is not None:
+            self.workers.close()
 
     def check(self, columns: Sequence[str], *, extras: Mapping[str, Any] | None = None) -> None:
-        """Checks before the first rollout that every function gets what it needs.
+        """Checks before the first rollout that every function gets what it needs, and starts the workers.
 
         Args: columns: of the data set, without the prompt. extras: further keywords that are offered.
-        Raises: ConfigError: a function needs an argument that is neither a column nor offered.
+        Raises: ConfigError: a function needs an argument that is neither a column nor offered, or a worker can't
+            import one.
         """
         empty = RewardInputs(
             prompts=[],
@@ -202,6 +217,8 @@ class RewardManager:
         )
         for name, fn in self.fns.items():
             keywords(fn, empty.offered(), self.algo_fields, name=name, extras=empty.extras.keys())
+        if self.workers is not None:
+            self.workers.start()
 
     def __call__(
         self,
@@ -226,7 +243,7 @@ class RewardManager:
             RewardError, ConfigError: as call_rewards does. DataError: no completions, or texts that don't match.
         """
         inputs = self.inputs(groups, texts, mode=mode, extras=extras or {})
-        made, errors = self._called(inputs, _whole(groups))
+        made, errors, seconds = self._called(inputs, _whole(groups))
         table = {**made, **{name: r for name, r in _table(groups).items() if name not in made}}  # what groups came with
         cut = {name: np.split(values, np.cumsum(_sizes(groups))[:-1]) for name, values in made.items()}
         filled = [
@@ -236,6 +253,7 @@ class RewardManager:
         weights = {name: self.weights.get(name, 1.0) for name in table}
         metrics = reward_metrics(table)
         metrics |= {f"rewards/{name}/errors": Sum(float(count)) for name, count in errors.items() if count}
+        metrics |= {f"time/rewards/{name}": Sum(spent) for name, spent in seconds.items()}
         return Rewarded(
             groups=filled,
             total=_weighted(table, weights),
@@ -272,21 +290,26 @@ class RewardManager:
             inputs=_inputs(groups, texts, mode, self.algo_fields, {}),
         )
 
-    def _called(self, inputs: RewardInputs, whole: np.ndarray) -> tuple[dict[str, np.ndarray], dict[str, int]]:
+    def _called(self, inputs: RewardInputs, whole: np.ndarray) -> Called:
         """What the functions give, as call_rewards has it; NaN for trajectories that are not whole.
 
         Args: whole: Bool [J], which of the trajectories the functions see.
         """
         if not whole.any():
-            return {name: np.full(len(whole), math.nan) for name in self.fns}, {}
+            return Called({name: np.full(len(whole), math.nan) for name in self.fns}, {}, {})
         seen = inputs if whole.all() else inputs.select(np.flatnonzero(whole))
-        found, errors = call_rewards(
-            self.fns, seen, timeout_s=self.timeout_s, on_error=self.on_error, nan_is_none=self.NAN_IS_NONE
+        found = call_rewards(
+            self.fns,
+            seen,
+            timeout_s=self.timeout_s,
+            on_error=self.on_error,
+            workers=self.workers,
+            nan_is_none=self.NAN_IS_NONE,
         )
-        made = {name: np.full(len(whole), math.nan) for name in found}
-        for name, values in found.items():
+        made = {name: np.full(len(whole), math.nan) for name in found.rewards}
+        for name, values in found.rewards.items():
             made[name][whole] = values
-        return made, errors
+        return found._replace(rewards=made)
 
 
 def reward_metrics(rewards: Mapping[str, np.ndarray]) -> dict[str, Metric]:
@@ -324,76 +347,13 @@ REWARD_MANAGERS: dict[str, Callable[..., RewardManager]] = {"sequence-level": Re
 """Reward managers by name: what is called with (reward_fns, weights, **options) and gives a callable like it."""
 
 
-def listed(reward_fns: Any) -> list[Any]:
-    """Reward functions as a list, of one or several.
-
-    >>> listed("exact_match"), listed(None)
-    (['exact_match'], [])
-    """
-    return [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
-
-
-def with_reward_model(reward_fns: Any, model: RewardFn) -> list[Any]:
-    """Reward functions and a reward model: where "reward_model" stands among them, else as the last.
-
-    >>> with_reward_model(["reward_model", "boxed"], len), with_reward_model("boxed", len)
-    ([<built-in function len>, 'boxed'], ['boxed', <built-in function len>])
-    """
-    given = listed(reward_fns)
-    return [model if fn == REWARD_MODEL else fn for fn in given] + ([] if REWARD_MODEL in given else [model])
-
-
-def resolve_reward(ref: Any) -> RewardFn:
-    """A reward function, by name, by reference or as it is; fn(messages, answer) as a function of a batch.
-
-    Args: ref: a callable, a name in REWARDS, "package.module:name" or "file.py:name".
-    Raises: ConfigError: an unknown name (with the nearest), or what is referred to can't be called.
-
-    >>> resolve_reward("exact_match").__name__
-    'exact_match'
-    """
-    found = _resolved(ref, "reward function", REWARDS)
-    return of_conversation(found) if is_of_conversation(found) else found
-
-
 def resolve_reward_manager(ref: Any) -> Callable[..., RewardManager]:
     """A reward manager's class (or factory), by name, by reference or as it is.
 
     >>> resolve_reward_manager("sequence-level").__name__
     'RewardManager'
     """
-    return _resolved(ref, "reward manager", REWARD_MANAGERS)
-
-
-def _resolved(ref: Any, kind: str, known: Mapping[str, Any]) -> Any:
-    if isinstance(ref, str):
-        if not is_ref(ref) and ref not in known:
-            if kind == "reward function" and ("/" in ref or Path(ref).is_dir()):
-                raise ConfigError(
-                    f"unknown reward function {ref!r}; if it is a reward model, give it as reward_model.model={ref}"
-                )
-            raise lookup_error(kind, ref, [*known, "package.module:name", "file.py:name"])
-        ref = known[ref] if ref in known else resolve_ref(ref, kind)
-    if not callable(ref):
-        raise ConfigError(f"a {kind} is a callable or its name, got {type(ref).__name__} {ref!r}")
-    return ref
-
-
-def _named(fns: Sequence[RewardFn]) -> dict[str, RewardFn]:
-    """Functions by name; the second of a name is name_2, the third name_3."""
-    named: dict[str, RewardFn] = {}
-    for fn in fns:
-        name = base = function_name(fn)
-        if name in RESERVED:
-            raise ConfigError(
-                f"a reward function is named {name!r}, but the metric rewards/{name} is over all functions; rename it"
-            )
-        count = 1
-        while name in named:
-            count += 1
-            name = f"{base}_{count}"
-        named[name] = fn
-    return named
+    return resolved(ref, "reward manager", REWARD_MANAGERS)
 
 
 def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> dict[str, float]:

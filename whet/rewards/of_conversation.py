@@ -6,13 +6,13 @@ prompt's messages and what was said since, tools and user included. A prompt of 
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from whet.types import Message
+if TYPE_CHECKING:
+    from whet.types import Message
 
 __all__ = ["conversation", "is_of_conversation", "of_conversation"]
 
@@ -61,6 +61,8 @@ def of_conversation(fn: Callable[..., Any]) -> Callable[..., Any]:
         return calls(prompts, completions, answer)
 
     async def judged_together(prompts: Sequence[Any], completions: Sequence[Any], answer: Sequence[Any]) -> list[Any]:
+        import asyncio  # here, since worker processes of rewards start without
+
         return list(await asyncio.gather(*calls(prompts, completions, answer)))
 
     is_async = inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__)
@@ -68,4 +70,5 @@ def of_conversation(fn: Callable[..., Any]) -> Callable[..., Any]:
     signature = inspect.signature(batched)
     functools.update_wrapper(batched, fn)
     batched.__signature__ = signature  # else that of `fn`, which it wraps
+    batched.per_completion = True
     return batched

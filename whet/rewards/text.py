@@ -1,20 +1,35 @@
 """Reward functions for text that need nothing but the standard library: 1.0 right, 0.0 wrong, None not applicable.
 
-All compare with the `answer` column: a text, a number, or a list of which any will do; None or "" = not applicable.
-The gold answer scores 1, the empty completion 0, and nothing that a model writes raises. Left out on purpose: symbolic
-comparison of formulas and the running of code.
+Those with an `answer` compare with that column: a text, a number, or a list of which any will do; None or "" = not
+applicable. The gold answer scores 1, the empty completion 0, and nothing that a model writes raises. Left out on
+purpose: the running of code. Formulas: maths.py. Numbers with fractions, units and powers of ten: numbers.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from whet.errors import DataError
+from whet.errors import ConfigError, DataError
+from whet.rewards.functions import per_completion
 
-__all__ = ["ANSWERS", "READ_BY", "REWARDS", "boxed", "exact_match", "last_number", "text_of", "unrewarded"]
+__all__ = [
+    "boxed",
+    "exact_match",
+    "format_match",
+    "fuzzy_match",
+    "last_box",
+    "last_number",
+    "read_box",
+    "read_number",
+    "scored",
+    "similarity",
+    "stripped",
+    "text_of",
+    "unrewarded",
+]
 
 NUMBER = re.compile(
     r"(?:(?<![\w)\]}])-)?"  # a sign, but not the minus of "5-3"
@@ -22,20 +37,24 @@ NUMBER = re.compile(
     r"(?:[eE][+-]?[0-9]{1,3}(?![0-9]))?"
 )
 """A decimal number as people and models write it."""
+FRACTION = re.compile(r"[-−]?[0-9][0-9,]*\s*/\s*[0-9][0-9,]*")
+R1_FORMAT = r"<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>"
+"""A thought and an answer, each once and in its tags."""
 
 
 def text_of(completion: Any) -> str:
     """The text of a completion: itself, or what the last message of a conversation says.
 
-    >>> text_of("4"), text_of([{"role": "assistant", "content": "4"}]), text_of([])
-    ('4', '4', '')
+    >>> text_of("4"), text_of([{"role": "assistant", "content": "4"}]), text_of([]), text_of(None)
+    ('4', '4', '', '')
     """
-    if isinstance(completion, str):
-        return completion
-    content = completion[-1]["content"] if len(completion) else ""
-    if isinstance(content, list | tuple):
-        content = "".join(part["text"] for part in content if part["type"] == "text")
-    return content or ""
+    if isinstance(completion, list | tuple):
+        completion = completion[-1] if completion else ""
+        completion = completion.get("content") if isinstance(completion, Mapping) else completion
+    if isinstance(completion, list | tuple):  # parts, of which some are pictures
+        said = (part.get("text") if isinstance(part, Mapping) else part for part in completion)
+        return "".join(part for part in said if isinstance(part, str))
+    return completion if isinstance(completion, str) else ""
 
 
 def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -47,7 +66,7 @@ def exact_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     >>> exact_match([" 4", "four", ""], [4, 4, 4])
     [1.0, 0.0, 0.0]
     """
-    return _judged(completions, answer, _stripped, _stripped)
+    return _judged(completions, answer, stripped, stripped)
 
 
 def last_number(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -60,7 +79,7 @@ def last_number(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     >>> last_number(["so 3 + 4 = 7.0.", "it is 5-7", "no idea"], ["7", "#### 7", 7])
     [1.0, 1.0, 0.0]
     """
-    return _judged(completions, answer, _last_number, _gold_number)
+    return _judged(completions, answer, read_number, _gold_number)
 
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -74,7 +93,70 @@ def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | Non
     >>> boxed([r"thus \boxed{\dfrac{1}{2}}", "1/2", r"\boxed{1,000.0}"], ["1/2", "1/2", 1000])
     [1.0, 0.0, 1.0]
     """
-    return _judged(completions, answer, _boxed, _gold_boxed)
+    return _judged(completions, answer, read_box, _gold_boxed)
+
+
+def fuzzy_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
+    """How alike the completion and the answer are, apart from case and white space; of several answers the nearest.
+
+    s = 2 L / (|a| + |b|), L the length of the longest common subsequence of the two texts, in characters: 1 where they
+    are the same, 0 where they share nothing.
+
+    Args: completions [N]: texts or messages. answer [N]: the column.
+    Returns: [N], between 0 and 1.
+    Source: the normalised indel similarity; agrees with rapidfuzz's fuzz.ratio / 100.
+
+    >>> fuzzy_match(["new  york", "Nwe York", ""], ["New York"] * 3)
+    [1.0, 0.875, 0.0]
+    """
+
+    def score(text: str, golds: list[str]) -> float:
+        said = _plain(text)
+        return max(similarity(said, _plain(gold)) for gold in golds) if said else 0.0
+
+    return scored(completions, answer, score)
+
+
+def similarity(a: str, b: str) -> float:
+    """2 L / (|a| + |b|), L the length of the longest common subsequence; 1 for two empty texts.
+
+    Source: Hyyrö, Bit-parallel LCS-length computation revisited (2004): a row of the table is one integer.
+
+    >>> similarity("abcd", "acbd"), similarity("a", "b")
+    (0.75, 0.0)
+    """
+    if not a or not b:
+        return float(a == b)
+    places: dict[str, int] = {}
+    for i, letter in enumerate(a):
+        places[letter] = places.get(letter, 0) | 1 << i
+    full = row = (1 << len(a)) - 1
+    for letter in b:
+        met = row & places.get(letter, 0)
+        row = ((row + met) | (row - met)) & full
+    return 2 * (len(a) - row.bit_count()) / (len(a) + len(b))
+
+
+@per_completion
+def format_match(completions: Sequence[Any], *, pattern: str = R1_FORMAT) -> list[float | None]:
+    r"""1 where the whole completion, without white space around it, has the form of a regular expression; else 0.
+
+    Args: completions [N]: texts or messages. pattern: Python's; the dot is any character, a line's end too. By default
+        <think> ... </think> <answer> ... </answer>.
+    Returns: [N].
+    Raises: ConfigError: no regular expression.
+
+    >>> format_match(["<think>2+2</think> <answer>4</answer>", "<answer>4</answer>", ""])
+    [1.0, 0.0, 0.0]
+    >>> format_match(["4.", "four"], pattern=r"[0-9]+\.?")
+    [1.0, 0.0]
+    """
+    try:
+        form = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        raise ConfigError(f"pattern {pattern!r} is no regular expression: {error}") from error
+    texts = [text_of(completion).strip() for completion in completions]
+    return [float(bool(text) and form.fullmatch(text) is not None) for text in texts]
 
 
 def unrewarded(completions: Sequence[Any], **_: Any) -> list[float | None]:
@@ -86,48 +168,70 @@ def unrewarded(completions: Sequence[Any], **_: Any) -> list[float | None]:
     return [None] * len(completions)
 
 
-REWARDS: dict[str, Callable[..., list[float | None]]] = {
-    "boxed": boxed,
-    "exact_match": exact_match,
-    "last_number": last_number,
-}
-"""Reward functions by name."""
+def scored(
+    completions: Sequence[Any], answer: Sequence[Any], score: Callable[[str, list[str]], float]
+) -> list[float | None]:
+    """What a function of a text and its golds says of each completion; None where there is no gold.
+
+    Args: completions [N]: texts or messages. answer [N]: the column. score: given at least one gold.
+
+    >>> scored(["a", "b"], [["a", "c"], None], lambda text, golds: float(text in golds))
+    [1.0, None]
+    """
+    scores: list[float | None] = []
+    for completion, accepted in zip(completions, answer, strict=True):
+        golds = accepted if isinstance(accepted, list | tuple) else [accepted]
+        golds = [str(one) for one in golds if one is not None and str(one).strip()]
+        scores.append(score(text_of(completion), golds) if golds else None)
+    return scores
 
 
 def _judged(
     completions: Sequence[Any], answer: Sequence[Any], read: Callable[[str], Any], gold: Callable[[str], Any]
 ) -> list[float | None]:
     """1.0 where the answer read from a completion is one of its golds; None where there is no gold."""
-    scores: list[float | None] = []
-    for completion, accepted in zip(completions, answer, strict=True):
-        golds = accepted if isinstance(accepted, list | tuple) else [accepted]
-        golds = [str(one) for one in golds if one is not None and str(one).strip()]
-        if not golds:
-            scores.append(None)
-            continue
-        said = read(text_of(completion))
-        scores.append(float(said is not None and said in [gold(one) for one in golds]))
-    return scores
+
+    def score(text: str, golds: list[str]) -> float:
+        said = read(text)
+        return float(said is not None and said in [gold(one) for one in golds])
+
+    return scored(completions, answer, score)
 
 
-def _stripped(text: str) -> str | None:
+def stripped(text: str) -> str | None:
+    """The text without white space around it; None = there is nothing.
+
+    >>> stripped(" 4 "), stripped(" ")
+    ('4', None)
+    """
     return text.strip() or None
 
 
-def _last_number(text: str) -> Decimal | None:
+def read_number(text: str) -> Decimal | None:
+    """The last number of a text; None = there is none.
+
+    >>> read_number("3 + 4 = 7.0.")
+    Decimal('7.0')
+    """
     found = NUMBER.findall(text.replace("−", "-"))
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
 def _gold_number(text: str) -> Decimal:
-    number = _last_number(text)
+    if FRACTION.fullmatch(text.strip()):
+        raise DataError(f"the answer {text!r} is a fraction, whose last number alone says little; use number_match")
+    number = read_number(text)
     if number is None:
         raise DataError(f"the answer {text!r} contains no number; use exact_match or boxed for such a column")
     return number
 
 
-def _boxed(text: str) -> str | Decimal | None:
-    r"""What the last \boxed{...} holds, in normal form; None where there is none, or it is not closed, or empty."""
+def last_box(text: str) -> str | None:
+    r"""What the last \boxed{...} holds; None where there is none, or it is not closed.
+
+    >>> last_box(r"\boxed{1}, so \boxed{x^{2}}.")
+    'x^{2}'
+    """
     start = text.rfind(r"\boxed{")
     if start < 0:
         return None
@@ -136,12 +240,22 @@ def _boxed(text: str) -> str | Decimal | None:
     for place in range(start, len(text)):
         depth += {"{": 1, "}": -1}.get(text[place], 0)
         if depth == 0:
-            return _normal(text[start:place]) or None
+            return text[start:place]
     return None
 
 
+def read_box(text: str) -> str | Decimal | None:
+    r"""What the last \boxed{...} holds, in normal form; None where there is none, or it is not closed, or empty.
+
+    >>> read_box(r"\boxed{\dfrac{1}{2}}")
+    '1/2'
+    """
+    held = last_box(text)
+    return None if held is None else _normal(held) or None
+
+
 def _gold_boxed(text: str) -> str | Decimal | None:
-    return _boxed(text) if r"\boxed{" in text else _normal(text)
+    return read_box(text) if r"\boxed{" in text else _normal(text)
 
 
 def _normal(latex: str) -> str | Decimal:
@@ -153,11 +267,5 @@ def _normal(latex: str) -> str | Decimal:
     return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else text
 
 
-ANSWERS: dict[str, Callable[[str], Any]] = {"boxed": _boxed, "last_number": _last_number, "whole": _stripped}
-"""What a text answers, by name: the last boxed formula, the last number, the text itself; None = nothing."""
-READ_BY: dict[Callable[..., Any], Callable[[str], Any]] = {
-    boxed: _boxed,
-    exact_match: _stripped,
-    last_number: _last_number,
-}
-"""What each of the reward functions above compares with the answer column."""
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split())

@@ -1,6 +1,7 @@
 """What reward functions give, as numbers, and any value as text. Nothing that a value does reaches the caller.
 
-Left out on purpose: text that looks like a number. "1" from a judge may be a score or a label; the function knows.
+Left out on purpose: text that looks like a number. "1" from a judge may be a score or a label; the function knows. And
+torch, which a value brings along where it needs it: worker processes of rewards start without.
 """
 
 from __future__ import annotations
@@ -9,15 +10,18 @@ import itertools
 import logging
 import math
 import reprlib
+import sys
+import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeGuard
 
 import numpy as np
-import torch
 
 from whet.errors import RewardError
 
-__all__ = ["OnError", "checked_rewards", "said", "shown"]
+__all__ = ["Judged", "OnError", "checked_rewards", "judged", "raised", "said", "settled", "shown"]
 
 LOG = logging.getLogger(__name__)
 LARGEST = 1e15
@@ -35,6 +39,30 @@ NO_NUMBERS = (
 """What `float` takes, in part or whole, and a reward is not."""
 OnError = Literal["raise", "none"]
 """A failing reward function stops the run, or counts as "not applicable"."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Judged:
+    """What a function gave for a batch, as numbers, and what of it was wrong.
+
+    Example: [1, None, "x"] is Judged(rewards=[1.0, nan, nan], wrong=1, problem="... returned 'x' for row 0 ...").
+    """
+
+    rewards: np.ndarray
+    """float64 [N], NaN = not applicable, or wrong."""
+    wrong: int = 0
+    """Entries that were no rewards."""
+    problem: str | None = None
+    """What was wrong; None = nothing."""
+
+    @classmethod
+    def failed(cls, problem: str, count: int) -> Judged:
+        """Of a function that gave nothing for so many completions.
+
+        >>> Judged.failed("reward function f raised ValueError: no", 2).wrong
+        2
+        """
+        return cls(rewards=np.full(count, math.nan), wrong=count, problem=problem)
 
 
 def checked_rewards(
@@ -58,6 +86,37 @@ def checked_rewards(
     >>> checked_rewards([1, None, True], ["0_0", "0_1", "0_2"], name="f")
     (array([ 1., nan,  1.]), 0)
     """
+    return settled(judged(value, ids, name=name, nan_is_none=nan_is_none), len(ids), on_error)
+
+
+def settled(found: Judged | RewardError, count: int, on_error: OnError) -> tuple[np.ndarray, int]:
+    """The rewards of a function and how many were wrong, which is an error or a warning.
+
+    Args: found: what it gave for so many completions, or its failure. on_error: as checked_rewards.
+    Raises: RewardError: something was wrong, and on_error says so.
+
+    >>> settled(Judged(rewards=np.ones(1)), 1, "raise")
+    (array([1.]), 0)
+    """
+    if isinstance(found, RewardError):
+        if on_error == "raise":
+            raise found
+        found = Judged.failed(str(found), count)
+    if found.problem is not None:
+        if on_error == "raise":
+            raise RewardError(found.problem)
+        LOG.warning("%s; %d such %s counted as not applicable", found.problem, found.wrong, _entry(found.wrong))
+    return found.rewards, found.wrong
+
+
+def judged(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = False) -> Judged:
+    """What a function returned, as numbers and what is wrong with them, the first entry of that kind named.
+
+    Args: as checked_rewards.
+
+    >>> judged(3, ["0_0", "0_1"], name="f").problem
+    "reward function f returned int '3'; return a list of 2 numbers, one per completion"
+    """
     problem = _shape_problem(value, len(ids))
     items: list[Any] = []
     if problem is None:
@@ -65,10 +124,7 @@ def checked_rewards(
     if problem is not None:
         problem = f"reward function {name} returned {problem}; return a list of {len(ids)} numbers, one per completion"
         problem += " (None entries mean: not applicable)" if value is None else ""
-        if on_error == "raise":
-            raise RewardError(problem)
-        LOG.warning("%s; counted as not applicable", problem)
-        return np.full(len(ids), math.nan), len(ids)
+        return Judged.failed(problem, len(ids))
     rewards, wrong = np.full(len(ids), math.nan), 0
     for i, item in enumerate(items):
         if item is None or (nan_is_none and _is_nan(item)):
@@ -78,16 +134,38 @@ def checked_rewards(
             rewards[i] = number
             continue
         row, _, generation = ids[i].rpartition("_")
-        problem = (
-            f"reward function {name} returned {shown(item)} for row {row}, generation {generation} (entry {i}), "
-            f"{_kind(item)}; return a finite number up to {LARGEST:g} in size, or None where it does not apply"
-        )
-        if on_error == "raise":
-            raise RewardError(problem)
+        if problem is None:
+            problem = (
+                f"reward function {name} returned {shown(item)} for row {row}, generation {generation} (entry {i}), "
+                f"{_kind(item)}; return a finite number up to {LARGEST:g} in size, or None where it does not apply"
+            )
         wrong += 1
-    if problem is not None:
-        LOG.warning("%s; %d such entries counted as not applicable", problem, wrong)
-    return rewards, wrong
+    return Judged(rewards=rewards, wrong=wrong, problem=problem)
+
+
+def raised(what: str, error: BaseException, own: str) -> RewardError:
+    """The error for a function that raised.
+
+    Args: what: raised it. error: with its traceback. own: the file that called it, which is not worth naming.
+
+    >>> print(raised("reward function f", ValueError("no"), __file__))
+    reward function f raised ValueError: no
+    """
+    words = said(error)
+    text = f"{what} raised {type(error).__name__}: {words}"
+    frames = traceback.extract_tb(error.__traceback__)
+    if frames and frames[-1].filename != own:
+        text += f" ({Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line})"
+    if isinstance(error, AttributeError) and "'list' object" in words:
+        text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
+    if "main thread" in words or "threaded environment" in words:
+        text += (
+            "; set trainer.reward_timeout_s=null to call it on the main thread, or trainer.reward_workers=1 to call it "
+            "on that of a process of its own"
+        )
+    failed = RewardError(text)
+    failed.__cause__ = error
+    return failed
 
 
 def said(error: BaseException) -> str:
@@ -119,9 +197,19 @@ def shown(value: Any) -> str:
         return f"<{'an' if name[:1].lower() in 'aeiou' else 'a'} {name} without words: {type(error).__name__}>"
 
 
+def _entry(count: int) -> str:
+    return "entry" if count == 1 else "entries"
+
+
+def _is_tensor(value: Any) -> TypeGuard[Any]:
+    """Whether a value is a tensor; without torch there are none."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
 def _kind(value: Any) -> str:
     """What a value is, for messages."""
-    if isinstance(value, torch.Tensor):
+    if _is_tensor(value):
         return f"a tensor of shape {_shape(value)} on {value.device}"
     if isinstance(value, np.ndarray):
         return f"an array of shape {_shape(value)}"
@@ -140,7 +228,7 @@ def _shape_problem(value: Any, count: int) -> str | None:
     """What is wrong with a returned value as a whole; None = nothing."""
     if value is None:
         return "None"
-    if isinstance(value, np.ndarray | torch.Tensor):
+    if isinstance(value, np.ndarray) or _is_tensor(value):
         return None if _shape(value) == [count] else f"shape {_shape(value)}, {_kind(value)}"
     listed = not isinstance(value, type | str | bytes | bytearray | memoryview | Mapping | set | frozenset)
     if not listed or not hasattr(value, "__len__"):
@@ -162,11 +250,11 @@ def _text(value: Any) -> str:
 
 def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
     """The entries of a list, array or tensor of the right length; and what is wrong, where they can't be read."""
-    what = _kind(value) if isinstance(value, np.ndarray | torch.Tensor) else f"a value {_kind(value)}"
+    what = _kind(value) if (isinstance(value, np.ndarray) or _is_tensor(value)) else f"a value {_kind(value)}"
     try:
-        if isinstance(value, torch.Tensor):
+        if _is_tensor(value):
             value = value.detach()
-            return (value if value.layout is torch.strided else value.to_dense()).tolist(), None
+            return (value if str(value.layout) == "torch.strided" else value.to_dense()).tolist(), None
         if isinstance(value, np.ndarray) and value.dtype.kind not in "mM":  # tolist makes numbers of durations
             return value.tolist(), None
         items = list(itertools.islice(value, count + 1))  # its length may be a lie
@@ -189,7 +277,7 @@ def _is_nan(item: Any) -> bool:
 def _number(item: Any) -> float:
     """An entry as a number; NaN where it is none."""
     try:
-        if isinstance(item, torch.Tensor):
+        if _is_tensor(item):
             item = item.detach().to_dense().item()
         elif isinstance(item, np.ndarray):
             item = item.item()

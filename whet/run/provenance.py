@@ -60,6 +60,7 @@ _FREE = (
     "trainer.resume",
     "trainer.allow_config_change",
     "trainer.final_dtype",
+    "trainer.reward_workers",
     "trainer.run_dir",
     "trainer.show_samples",
     "trainer.stop_when",

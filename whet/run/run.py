@@ -169,7 +169,7 @@ class Run(Giving):
         if c.resume is None:
             self.checkpoints.open(new=True)
         if self.folder is not None:
-            self.folder.write_config(self.settings)
+            self.folder.write_config(self.task.sections())
             passes = self.task.planned_passes(self.stream.batch_size)
             note_environment(self.folder, self.roles, passes, resumed=self.step > 0)
             self.rows = self.folder.rows()

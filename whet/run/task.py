@@ -77,6 +77,10 @@ class Task(Observer):
         """The whole configuration as plain containers: written to the run folder, compared on a resume."""
         raise NotImplementedError
 
+    def sections(self) -> Any:
+        """The same as a configuration, or as the sections of one by their names, where it comes from one."""
+        return self.settings()
+
     def compared(self) -> dict[str, Any]:
         """What a resume compares besides the settings."""
         return {}

@@ -23,6 +23,7 @@ from whet.config.training import (
     RLTrainingConfig,
     TrainingConfig,
 )
+from whet.tunix.script import SCRIPT
 
 __all__ = ["REQUIRED", "TUNIX_FIELDS", "Field", "page"]
 
@@ -299,9 +300,13 @@ TUNIX_FIELDS: dict[type, dict[str, Field]] = {
 }
 """Configuration class -> Tunix's field -> what it is here."""
 
-_INTRO = """# From Tunix
+_INTRO = f"""# From Tunix
 
-Names, defaults and error messages of Tunix's configuration are kept where whet has the thing. Below is every field.
+Names, defaults and error messages of Tunix's configuration are kept where whet has the thing. First a script, then
+every field.
+
+{SCRIPT}
+## Every field
 
 - *same*: name, default and meaning.
 - *other*: the default or the meaning differs, as the note says.
@@ -328,7 +333,7 @@ def page() -> str:
             else f"| `{name}` | {REQUIRED} | {field.state} | {field.note} |"
             for name, field in fields.items()
         ]
-        parts.append(f"## {cls.__name__}\n\n| field | default in Tunix | here | note |\n|---|---|---|---|")
+        parts.append(f"### {cls.__name__}\n\n| field | default in Tunix | here | note |\n|---|---|---|---|")
         parts[-1] += "\n" + "\n".join(rows) + "\n"
         if ours:
             parts.append(f"whet's own: {', '.join(f'`{n}`' for n in ours)}.\n")

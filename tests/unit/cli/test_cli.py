@@ -1,14 +1,18 @@
+import functools
 import io
 import os
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
 from whet._version import __version__
-from whet.cli import COMMANDS, main
-from whet.config import RunConfig
+from whet.cli import COMMANDS, _kind, main
+from whet.cli.help import FIRST
+from whet.config import SHORT, RunConfig, dump_tree, load_run
+from whet.config.base import leaves
 from whet.errors import ConfigError, DataError
 
 WHOLE = ["model=m", "data=d.jsonl", "reward=exact_match"]
@@ -66,17 +70,55 @@ def test_help_lists_every_command(words, capsys):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_help(command, capsys):
-    status = main([command, "--help"])
-    assert status == 0 and capsys.readouterr().out.strip()
+def test_the_help_of_a_command_is_one_screen_of_keys_that_there_are(command, capsys):
+    assert main([command, "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 0 < len(lines) <= 45 and max(map(len, lines)) <= 100
+    if command == "version":
+        return
+    kind, short = _kind({"data": "grpo", "demo": "grpo"}.get(command, command))
+    known = {key for key, *_ in leaves(kind)} | {key for key, *_ in leaves(kind, optional=True)} | {*short}
+    known |= {"algo.preset"} | ({"rows=3"} if command == "data" else {"seed"})
+    keys = [key for _, keys in FIRST[command] for key in keys]
+    assert [key for key in keys if key not in known and key.partition("=")[0] not in known] == []
+    assert all(any(line.startswith(f"  {key}") for line in lines) for key in keys)
+
+
+def test_the_help_of_the_demo_has_the_values_of_its_recipe():
+    config = dump_tree(load_run(["--config", str(Path(__file__).parents[3] / "recipes" / "demo.yaml")]))
+    for key, _, value in (key.partition("=") for key in FIRST["demo"][0][1]):
+        path = {"seed": "trainer.seed"}.get(key, SHORT.get(key, key)).split(".")
+        if path[-1] not in ("run_dir", "preset"):
+            assert functools.reduce(dict.__getitem__, path, config) == float(value), key
+
+
+def test_help_says_the_default_that_the_class_has(capsys):
+    main(["grpo", "--help"])
+    text = capsys.readouterr().out
+    for line in ("data.batch_size=8 ", "algo.num_generations=8 ", "rollout.temperature=1.0 ", "actor.lr=... "):
+        assert f"\n  {line}" in text
+    main(["ppo", "--help"])
+    assert "\n  algo.num_generations=1 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("command", "own"), [("grpo", "algo.loss_algo=grpo"), ("ppo", "algo.gae_lambda=0.95")])
-def test_the_help_of_what_trains_lists_keys_with_their_docstrings(command, own, capsys):
-    main([command, "--help"])
+def test_help_all_lists_every_key_with_its_docstring(command, own, capsys):
+    main([command, "--help", "all"])
     text = capsys.readouterr().out
-    assert f"\n  {own}  (" in text
+    assert f"\n  {own}  (" in text and "rollout.vllm.max_num_seqs=" not in text
     assert "  data.batch_size=8  (positive int)\n      Rows of one step: prompts, conversations or pairs." in text
+
+
+def test_help_of_a_section_or_key_shows_it_alone(capsys):
+    main(["grpo", "--help", "critic"])
+    text = capsys.readouterr().out
+    assert text.startswith("  critic=null") and "  critic.optim.lr=null" in text and "actor.model=" not in text
+    main(["grpo", "--help=rollout.vllm"])
+    assert "  rollout.vllm.max_num_seqs=" in capsys.readouterr().out
+    main(["grpo", "--help", "actor.lr"])
+    assert capsys.readouterr().out.startswith("  actor.optim.lr=null")
+    assert main(["grpo", "--help", "rolout"]) == 2
+    assert "--help rolout: no such section or key; did you mean rollout" in capsys.readouterr().err
 
 
 def test_the_version(capsys):

@@ -162,6 +162,15 @@ def test_conversations_train_in_process_and_one_that_is_stopped_says_the_command
     assert [row["step"] for row in rows] == [1, 2]
     table = pandas.read_parquet(tmp_path / "run" / "completions" / "train-000002.parquet")
     assert json.loads(table.prompt[0])[0]["role"] == "user"
+    folder = tmp_path / "run"
+    whole, short = (yaml.safe_load((folder / f"config{name}.yaml").read_text()) for name in ("_full", ""))
+    assert whole["algo"]["kl_loss_mode"] == "low_var_kl" and "kl_loss_mode" not in short["algo"]
+    capsys.readouterr()
+    assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.max_steps=3"]) == 0
+    said = capsys.readouterr().err
+    assert "resume: kept as the run has them, since not given: " in said and "trainer.seed=3 (default 0)" in said
+    assert main(["grpo", f"trainer.run_dir={folder}", "trainer.resume=latest", "trainer.seed=4"]) == 2
+    assert "trainer.seed: 3 -> 4" in capsys.readouterr().err
 
 
 def test_the_written_configuration_gives_the_same_run_again(tmp_path, words):
@@ -280,7 +289,7 @@ def test_ppo_has_a_critic_of_the_actors_model_and_a_reward_model_among_its_rewar
     assert {p.name for p in saved.iterdir() if p.is_dir()} == {"actor", "critic"}
     assert AutoModelForSequenceClassification.from_pretrained(saved / "critic").config.num_labels == 1
     config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
-    assert config["algo"]["advantage_estimator"] == "gae" and config["critic"]["model"] is None
+    assert config["algo"]["advantage_estimator"] == "gae" and "model" not in config["critic"]
     assert main(["ppo", *ppo, "trainer.max_steps=3", "trainer.resume=latest"]) == 0
 
 

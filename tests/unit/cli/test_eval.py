@@ -69,10 +69,10 @@ def test_a_reward_of_the_users_file_and_its_errors(words, tmp_path, capsys):
 def test_print_config_and_help(words, capsys):
     assert main([*words, "--print_config"]) == 0
     assert "reward: last_number" in capsys.readouterr().out
-    main(["eval", "--help"])
+    main(["eval", "--help", "all"])
     said = capsys.readouterr().out
     assert "  pass_threshold=null" in said and "num_generations = rollout.num_generations_eval" in said
-    main(["push", "--help"])
+    main(["push", "--help", "all"])
     assert "  private=true  (bool)" in capsys.readouterr().out
 
 

@@ -181,7 +181,7 @@ def test_settled_configurations_are_printed_and_read_back(tmp_path, capsys):
 
 def test_help_lists_keys_and_loads_no_torch():
     code = (
-        "import sys; from whet.cli import main; main(['generate', '--help']); main(['chat', '--help']); "
+        "import sys; from whet.cli import main; main(['generate', '--help', 'all']); main(['chat', '--help']); "
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -41,10 +41,10 @@ def test_a_runs_file_stands_for_its_evaluation(tmp_path):
         rollout={"temperature": 0.8, "max_tokens_to_generate": 99, "eval": {"top_p": 0.9}},
         data={"path": "train.jsonl", "eval_path": "test.jsonl", "prompt_column": "q", "batch_size": 128, "limit": 7},
         reward=["boxed", "f.py:g"],
-        trainer={"seed": 3, "reward_timeout_s": 5.0, "max_steps": 10},
+        trainer={"seed": 3, "reward_timeout_s": 5.0, "reward_workers": 2, "max_steps": 10},
     )
     made = load_eval([*words, "model=runs/a", "max_tokens=200"])
-    assert (made.model, made.seed, made.reward_timeout_s) == ("runs/a", 3, 5.0)
+    assert (made.model, made.seed, made.reward_timeout_s, made.reward_workers) == ("runs/a", 3, 5.0, 2)
     assert made.reward == {"boxed": 1.0, "f.py:g": 0.5} and made.reward_weights == (1.0, 0.5)
     sampling = made.sampling
     assert (sampling.temperature, sampling.top_p, sampling.max_tokens_to_generate) == (0.8, 0.9, 200)

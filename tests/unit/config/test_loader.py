@@ -81,7 +81,7 @@ def test_shorthands_work_on_the_command_line_and_in_files(tmp_path):
     ):
         assert (made.actor.model, made.data.path) == ("m", "d.jsonl")
         assert made.actor.optim == OptimConfig(lr=1e-5, betas=(0.9, 0.95))
-    assert set(SHORT) >= {"model", "data", "actor.lr", "critic.warmup_steps"}
+    assert set(SHORT) >= {"model", "data", "actor.lr", "critic.warmup_steps", "reward_workers"}
 
 
 def test_a_section_is_no_shorthand():

@@ -420,6 +420,7 @@ def test_the_run_folder_holds_everything(tmp_path, tokenizer):
         "checkpoints",
         "completions",
         "config.yaml",
+        "config_full.yaml",
         "environment.json",
         "final",
         "metrics.jsonl",
@@ -474,6 +475,19 @@ def test_a_failing_reward_can_count_as_not_applicable():
 
     run = learner(cluster(on_reward_error="none"), reward).train(rows(4))
     assert run.step == 1 and run.rows[0]["grad_norm"] == 0.0
+
+
+def test_reward_workers_judge_what_is_judged_here_otherwise():
+    answered = [{**row, "answer": "2"} for row in rows(4)]
+    here = learner(cluster(tiny_model()), "fuzzy_match").train(answered)
+    made = learner(cluster(tiny_model(), reward_workers=1), "fuzzy_match")
+    there = made.train(answered)
+    assert made.reward_manager.workers._workers
+    made.close()
+    assert not made.reward_manager.workers._workers
+    clock = ("time/", "perf/", "memory/")
+    kept = [[{k: v for k, v in row.items() if not k.startswith(clock)} for row in run.rows] for run in (here, there)]
+    assert kept[0] == kept[1] and here.rows[0].keys() == there.rows[0].keys() >= {"time/rewards/fuzzy_match"}
 
 
 def test_a_run_of_the_same_seed_is_the_same_and_of_another_is_not():

@@ -88,3 +88,17 @@ def test_the_page_shows_every_symptom_with_its_bound():
         (line,) = [line for line in table if line.startswith(f"| `{metric}`")]
         bounds = [f"{side} {bound:g}" for side, bound in (("below", band.below), ("above", band.above)) if bound]
         assert all(bound in line for bound in bounds) and f"{band.steps} steps" in line
+
+
+def test_the_page_has_the_words_that_a_run_says():
+    page = " ".join(PAGE.read_text().split())
+    row = {"completions/clipped_ratio": 0.84, "completions/clipped_scored_ratio": 0.07, "completions/max_length": 12.0}
+    said = [
+        cut(row),
+        apart({"sampling/sampling_logp_difference/mean": 0.3}),
+        beyond({"kl": 54.8}, metric="kl", band=BANDS["kl"]),
+        beyond({"entropy/token_mean": 0.012}, metric="entropy/token_mean", band=BANDS["entropy/token_mean"]),
+        beyond({"entropy/token_mean": 7.1}, metric="entropy/token_mean", band=BANDS["entropy/token_mean"]),
+    ]
+    messages = [found.message.split("; trainer.stop_when")[0] for found in said if found]
+    assert len(messages) == 5 and [message for message in messages if message not in page] == []

@@ -115,7 +115,7 @@ def test_a_function_may_change_its_own_lists():
         kwargs["answer"].clear()
         return [0, 0]
 
-    made, _ = call_rewards(
+    made, *_ = call_rewards(
         {"greedy": greedy, "count": lambda completions, answer: [len(completions), len(answer)]}, INPUTS
     )
     assert made["count"].tolist() == [2.0, 2.0]
@@ -140,7 +140,7 @@ def test_numbers_of_any_kind_become_float64(value):
 
 
 def test_none_means_not_applicable():
-    rewards, errors = call(returns([None, 2]))
+    rewards, errors, _ = call(returns([None, 2]))
     assert math.isnan(rewards["f"][0]) and rewards["f"][1] == 2.0 and errors == {"f": 0}
 
 
@@ -168,7 +168,7 @@ def test_none_means_not_applicable():
 def test_what_is_no_reward_is_named_or_counted(value, says, failed):
     with pytest.raises(RewardError, match=says):
         call(returns(value))
-    rewards, errors = call(returns(value), on_error="none")
+    rewards, errors, _ = call(returns(value), on_error="none")
     assert errors == {"f": failed} and np.isnan(rewards["f"]).sum() == failed
 
 
@@ -185,7 +185,7 @@ def test_exceptions_are_named_with_their_cause_or_counted(timeout_s, asynchronou
     with pytest.raises(RewardError, match="f raised KeyError: 'gold'") as error:
         call(fn, timeout_s=timeout_s)
     assert isinstance(error.value.__cause__, KeyError)
-    rewards, errors = call(fn, timeout_s=timeout_s, on_error="none")
+    rewards, errors, _ = call(fn, timeout_s=timeout_s, on_error="none")
     assert errors == {"f": 2} and np.isnan(rewards["f"]).all()
 
 
@@ -211,7 +211,7 @@ def test_async_functions_run_together():
         return [scale, scale]
 
     fns = {"one": one, "two": Two(), "three": functools.partial(scaled, scale=3), "plain": returns([4, 4])}
-    made, _ = call_rewards(fns, INPUTS, timeout_s=5.0)
+    made, *_ = call_rewards(fns, INPUTS, timeout_s=5.0)
     assert list(made) == ["one", "two", "three", "plain"]
     assert [v[0] for v in made.values()] == [1, 2, 3, 4]
 
@@ -257,7 +257,7 @@ def test_a_late_function_is_named_and_the_others_can_go_on():
             call_rewards({"hangs": hangs}, INPUTS, timeout_s=0.2)
         with pytest.raises(RewardError, match=r"sleeps returned nothing within 0.1 s"):
             call_rewards({"sleeps": sleeps}, INPUTS, timeout_s=0.1)
-        made, errors = call_rewards(fns, INPUTS, timeout_s=0.2, on_error="none")
+        made, errors, _ = call_rewards(fns, INPUTS, timeout_s=0.2, on_error="none")
         assert errors == {"hangs": 2, "sleeps": 2, "fine": 0} and made["fine"].tolist() == [1.0, 1.0]
     finally:
         release.set()
@@ -320,7 +320,7 @@ def test_what_is_counted_is_also_logged(caplog):
     call_rewards({"a": raises, "b": returns([1]), "c": returns([math.nan, "x"])}, INPUTS, on_error="none")
     said = " | ".join(record.getMessage() for record in caplog.records)
     assert len(caplog.records) == 3
-    for words in ("raised ValueError: gold", "returned 1 rewards", "returned 'x' for row 7", "2 such entries"):
+    for words in ("raised ValueError: gold", "returned 1 rewards", "returned nan for row 7", "2 such entries"):
         assert words in said
 
 
@@ -349,7 +349,7 @@ def test_what_a_function_changes_reaches_neither_the_record_nor_another_function
         assert completion_ids == [[1, 2], [3]] and meta == [{"a": [1]}] * 2
         return [1, 1]
 
-    made, _ = call_rewards({"vandal": vandal, "witness": witness}, inputs)
+    made, *_ = call_rewards({"vandal": vandal, "witness": witness}, inputs)
     assert made["witness"].tolist() == [1, 1]
     assert chat[0]["content"] == "q" and meta == {"a": [1]} and inputs.completions[0][0]["content"] == "x"
     assert inputs.completion_ids == [[1, 2], [3]]

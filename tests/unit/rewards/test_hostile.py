@@ -85,7 +85,7 @@ def test_numbers_in_other_boxes_are_numbers_and_nothing_warns(value):
 
 
 def test_an_array_of_objects_may_hold_none():
-    rewards, errors = call(lambda completions: np.array([None, 2], dtype=object))
+    rewards, errors, _ = call(lambda completions: np.array([None, 2], dtype=object))
     assert np.isnan(rewards["f"][0]) and rewards["f"][1] == 2.0 and errors == {"f": 0}
 
 
@@ -126,7 +126,7 @@ def test_what_is_no_number_is_named_with_its_place_and_type_or_counted(case):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if not hasattr(value, "__next__"):
-            _, errors = call(lambda completions: value, on_error="none", timeout_s=None)
+            _, errors, _ = call(lambda completions: value, on_error="none", timeout_s=None)
             assert errors == {"f": failed}
         with pytest.raises(RewardError, match=rf"^reward function f.*{says}"):
             call(lambda completions: value)
@@ -187,7 +187,7 @@ def test_what_ends_the_event_loop_is_named_for_every_function_that_it_took_along
     with pytest.raises(RewardError, match=rf"ends, other.*{kind.__name__}: stop") as error:
         call_rewards({"ends": ends, "other": other}, INPUTS, timeout_s=timeout_s)
     assert isinstance(error.value.__cause__, kind)
-    _, errors = call_rewards({"ends": ends, "other": other}, INPUTS, timeout_s=timeout_s, on_error="none")
+    _, errors, _ = call_rewards({"ends": ends, "other": other}, INPUTS, timeout_s=timeout_s, on_error="none")
     assert errors == {"ends": 2, "other": 2}
     gc.collect()
     assert "Traceback" not in capfd.readouterr().err

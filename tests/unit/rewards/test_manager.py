@@ -12,10 +12,10 @@ from whet.rewards.manager import (
     REWARD_MANAGERS,
     Rewarded,
     RewardManager,
-    resolve_reward,
     resolve_reward_manager,
     reward_metrics,
 )
+from whet.rewards.resolve import resolve_reward
 from whet.types import Completion, Group, Prompt, TokenBatch
 
 NAN = math.nan
@@ -246,9 +246,8 @@ def test_parts_judged_apart_are_the_batch_judged_together():
     parts = [manager(groups[:1], texts[:1]), manager(groups[1:], texts[1:])]
     joined = Rewarded.cat(parts)
     np.testing.assert_array_equal(joined.total, whole.total)
-    assert {n: m.value for n, m in joined.metrics.items()} == pytest.approx(
-        {n: m.value for n, m in whole.metrics.items()}, nan_ok=True
-    )
+    known = [{n: m.value for n, m in made.metrics.items() if not n.startswith("time/")} for made in (joined, whole)]
+    assert known[0] == pytest.approx(known[1], nan_ok=True) and joined.metrics["time/rewards/spread"].value > 0
     assert joined.weights == whole.weights
     assert set(joined.names) == set(whole.names) and joined.texts == whole.texts
     assert joined.inputs.offered() == whole.inputs.offered()

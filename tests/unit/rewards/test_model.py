@@ -12,8 +12,9 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.models.load import load_model, save_model
-from whet.rewards.manager import RewardManager, resolve_reward
+from whet.rewards.manager import RewardManager
 from whet.rewards.model import RewardModel
+from whet.rewards.resolve import resolve_reward
 from whet.types import Group
 
 

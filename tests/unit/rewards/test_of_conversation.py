@@ -4,7 +4,8 @@ import pytest
 from helpers import completion, prompt
 
 from whet.rewards.contract import function_name, keywords
-from whet.rewards.manager import RewardManager, resolve_reward
+from whet.rewards.manager import RewardManager
+from whet.rewards.resolve import resolve_reward
 from whet.types import Group
 
 CHAT = [{"role": "user", "content": "2+2="}]

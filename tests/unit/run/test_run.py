@@ -566,4 +566,4 @@ def test_settings_from_python_name_what_has_no_section(make):
     assert {"algo", "data", "rollout", "trainer"} <= found.keys() and found["rollout_engine"] == "mock"
     made.settings = {"trainer": {"seed": object}}
     run.settings = run.task.settings()
-    assert run._compared()["trainer"] == {"seed": repr(object)}  # what a checkpoint can hold
+    assert run._compared()["trainer"] == {"seed": "builtins:object"}  # what a checkpoint can hold

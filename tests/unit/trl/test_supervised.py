@@ -209,7 +209,7 @@ def test_an_adapter_is_trained_with_its_dropout_and_the_reference_is_its_base(tm
     made.train()
     assert made.state.log_history[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)  # the base is the reference
     assert made.state.log_history[1]["rewards/margins"] != pytest.approx(0, abs=1e-5)
-    now = {name.replace(".base_layer", ""): p for name, p in made.worker.module.named_parameters()}
+    now = {name.replace(".base_layer", ""): p for name, p in made.model.get_base_model().named_parameters()}
     assert all(torch.equal(now[name], p) for name, p in before.items())
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
 

@@ -10,7 +10,7 @@ from whet.config.base import config
 from whet.config.fields import Bool, Float, Fn, Name, Text
 from whet.errors import ConfigError, nearest
 
-__all__ = ["CorrectionFields"]
+__all__ = ["OF_MASK", "CorrectionFields"]
 
 _LEVELS = ("token", "sequence", "geometric")
 _POSITIVE = (
@@ -20,7 +20,7 @@ _POSITIVE = (
     "rejection_threshold",
     "sampler_is_threshold",
 )
-_OF_MASK = {
+OF_MASK = {
     "dppo_threshold": ("dppo-tv", "dppo-kl"),
     "dppo_threshold_high": ("dppo-tv", "dppo-kl"),
     "kl_mask_threshold": ("sampler-kl",),
@@ -125,7 +125,7 @@ class CorrectionFields(AlgorithmConfig):
                 "sampler_is_normalize=True divides by a mean of the whole step, which weights of the current policy "
                 "have not: leave it off, or sampler_is_current"
             )
-        for field, masks in _OF_MASK.items():
+        for field, masks in OF_MASK.items():
             if not set(masks) & set(self.loss_masks):
                 check_effect(self, field, needs=f"loss_masks=[{' or '.join(masks)}]")
         if "top-entropy" in self.loss_masks and self.top_entropy_quantile == 1:

@@ -34,7 +34,8 @@ PAGES: dict[str, Table] = {
 
 _INTRO = """# From TRL
 
-A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer or RewardTrainer runs with its import changed:
+A script for TRL's GRPOTrainer, RLOOTrainer, SFTTrainer, DPOTrainer or RewardTrainer runs with its import changed
+([three minutes of it](trl-start.md)):
 
 ```python skip
 from whet.trl import GRPOConfig, GRPOTrainer

@@ -1,0 +1,82 @@
+"""A resumed run's configuration: what is not given now is as the run has it in its config_full.yaml.
+
+So a run goes on under a release whose defaults have changed, and neither a forgotten key nor a new default changes what
+it computes. What is given is compared with the checkpoint, as ever: run/provenance.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from whet.config.base import check, section_at
+from whet.config.engines import nested
+from whet.config.loader import dump_tree, read_yaml, tree
+
+__all__ = ["FULL", "kept_of_run", "load_resumable"]
+
+T = TypeVar("T")
+
+FULL = "config_full.yaml"
+"""The file of a run folder with every key of its configuration."""
+_OF_NOW = ("trainer.allow_config_change", "trainer.resume", "trainer.run_dir")
+"""Keys that say how the run goes on, and not what it is."""
+
+
+def load_resumable(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> T:
+    """A checked configuration from command-line words; with trainer.resume=latest, on top of what the run has.
+
+    Args: cls: of a run's configuration. argv, short: see `loader.tree`.
+    Raises: ConfigError: every problem at once, a line each.
+    """
+    given = tree(argv, short)
+    return check(cls, _filled(cls, given, _of_run(given), "", {}), short=short)
+
+
+def kept_of_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
+    """What `load_resumable` took from the run that is not this release's default: key -> (value, default)."""
+    given, kept = tree(argv, short), {}
+    _filled(cls, given, _of_run(given), "", kept)
+    return kept
+
+
+def _of_run(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole configuration of the run that is to go on; {} where there is none."""
+    trainer = given.get("trainer")
+    if not isinstance(trainer, Mapping) or trainer.get("resume") != "latest":
+        return {}
+    folder = trainer.get("run_dir")
+    if not isinstance(folder, str) or not (Path(folder) / FULL).is_file():
+        return {}
+    return read_yaml(Path(folder) / FULL)
+
+
+def _filled(
+    cls: type, given: Mapping[str, Any], run: Mapping[str, Any], prefix: str, kept: dict[str, tuple[Any, Any]]
+) -> dict[str, Any]:
+    """What is given of a section, and the rest as the run has it. A key that this release has not is left out.
+
+    Args: cls: of the section. given: of it now. run: of it in the run. prefix: of its keys. kept: is added to.
+    """
+    found = nested(given) if prefix == "rollout." else dict(given)
+    for field in dataclasses.fields(cls):  # pyright: ignore[reportArgumentType]
+        name, key = field.name, prefix + field.name
+        if name not in run or key in _OF_NOW or name in _other_names(found):
+            continue
+        section, own = section_at(cls, (name,)), found.get(name, {})
+        if section is not None and isinstance(run[name], Mapping) and isinstance(own, Mapping):
+            if "preset" not in own:  # which gives every key of its section
+                found[name] = _filled(section, own, run[name], f"{key}.", kept)
+        elif name not in found:
+            found[name] = run[name]
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            if (usual := dump_tree(default)) != run[name]:
+                kept[key] = (run[name], usual)
+    return found
+
+
+def _other_names(given: Mapping[str, Any]) -> tuple[str, ...]:
+    """Fields that are given by another name."""
+    return ("max_tokens_per_microbatch",) if "max_seq_token_per_tpu" in given else ()

@@ -1,0 +1,49 @@
+"""The rewards that whet has, by name, and what of a completion they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from whet.rewards.length import within_length
+from whet.rewards.maths import math_match
+from whet.rewards.numbers import number_match, read_value
+from whet.rewards.text import (
+    boxed,
+    exact_match,
+    format_match,
+    fuzzy_match,
+    last_number,
+    read_box,
+    read_number,
+    stripped,
+)
+
+__all__ = ["ANSWERS", "READ_BY", "REWARDS"]
+
+REWARDS: dict[str, Callable[..., list[Any]]] = {
+    "boxed": boxed,
+    "exact_match": exact_match,
+    "format_match": format_match,
+    "fuzzy_match": fuzzy_match,
+    "last_number": last_number,
+    "math_match": math_match,
+    "number_match": number_match,
+    "within_length": within_length,
+}
+"""Reward functions by name."""
+ANSWERS: dict[str, Callable[[str], Any]] = {
+    "boxed": read_box,
+    "last_number": read_number,
+    "number_match": read_value,
+    "whole": stripped,
+}
+"""What a text answers, by name: the last boxed formula, the last number, the boxed or last number with its fractions
+and powers, the text itself; None = nothing."""
+READ_BY: dict[Callable[..., Any], Callable[[str], Any]] = {
+    boxed: read_box,
+    exact_match: stripped,
+    last_number: read_number,
+    number_match: read_value,
+}
+"""What each of the reward functions above compares with the answer column."""

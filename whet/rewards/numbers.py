@@ -1,0 +1,110 @@
+"""Numbers as people and models write them: thousands, fractions, mixed numbers, powers of ten, units, in any digits.
+
+Left out on purpose: arithmetic (2^5, 3 + 4), which maths.py reads, and decimal commas, which look like thousands.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+from whet.errors import DataError
+from whet.rewards.text import last_box, scored
+
+__all__ = ["number_match", "read_value"]
+
+MOST_DIGITS = 1000
+"""A longer number is none: Python takes its time with them."""
+_DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
+NUMBER = re.compile(
+    rf"""(?<![A-Za-z_^0-9.])                                 # not the 2 of H2O, x_2, cm^2
+    (?P<sign>(?:(?<![0-9A-Za-z)\]}}])[-+])?)\s?              # a sign, but not the minus of "5-3"
+    (?:(?P<whole>{_DIGITS})\s+(?P<part>{_DIGITS})\s?/\s?(?P<of>{_DIGITS})
+      |(?P<value>{_DECIMAL})(?:[eE](?P<e>[-+]?[0-9]{{1,3}})(?![0-9]))?
+       (?:\s?/\s?(?P<over>{_DECIMAL})|\s?[*×x]\s?10\s?\^\s?\(?(?P<ten>[-+]?[0-9]{{1,3}})\)?)?
+    )(?![0-9]|\s?\^|[eE][-+]?[0-9])                          # not the 5 of 5^2 or of 5e9999""",
+    re.VERBOSE,
+)
+"""A number: 1,234.5, -3/4, 1 1/2, 6.02 × 10^23."""
+_LATEX = (
+    (re.compile(r"\\[dt]?frac\s*\{\s*([^{}]*?)\s*\}\s*\{\s*([^{}]*?)\s*\}"), r" \1/\2"),
+    (re.compile(r"\\[dt]?frac\s*([0-9])\s*([0-9])"), r" \1/\2"),
+    (re.compile(r"\\(?:times|cdot)(?![a-zA-Z])"), "×"),
+    (re.compile(r"\{,\}"), ","),
+    (re.compile(r"\\[,!;:]|\\(?:left|right)(?![a-zA-Z])"), ""),
+    (re.compile(r"\^\s*\{\s*([-+]?[0-9]+)\s*\}"), r"^\1"),
+    (re.compile(r"([_^])\s*\{[^{}]*\}"), r"\1"),
+)
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺", "0123456789-+")
+_EXPONENT = re.compile("[⁻⁺]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+")
+
+
+def number_match(completions: Sequence[Any], answer: Sequence[Any], *, tolerance: float = 0.0) -> list[float | None]:
+    r"""1 where the number that the completion ends in, or boxes, equals the answer's.
+
+    Of a text with \boxed{...} the last box counts, of another the last number. Read are thousands (1,234), decimals,
+    fractions (3/4, \frac{3}{4}, 1 1/2, ½), powers of ten (6.02 × 10^23, 1e3), in any script's digits. What is around it
+    is a unit and not read: $5, 5 km, 5 m^2, 5% are 5.
+
+    Args: completions [N]: texts or messages. answer [N]: the column; a worked solution ("... #### 1,000") will do.
+        tolerance: t; numbers are equal where |said − gold| ≤ t · |gold|. 0 = exactly.
+    Returns: [N].
+    Raises: DataError: an answer without a number.
+
+    >>> number_match(["it is 3/4 of them", r"\boxed{0.75} m^2, not 2", "0.7501", ""], ["3/4"] * 4)
+    [1.0, 1.0, 0.0, 0.0]
+    >>> number_match(["about 3.14"], ["3.14159"], tolerance=1e-3)
+    [1.0]
+    """
+    allowed = Fraction(tolerance)
+
+    def score(text: str, golds: list[str]) -> float:
+        said = read_value(text)
+        wanted = [_gold(gold) for gold in golds]
+        return float(said is not None and any(abs(said - gold) <= allowed * abs(gold) for gold in wanted))
+
+    return scored(completions, answer, score)
+
+
+def read_value(text: str) -> Fraction | None:
+    r"""The number that a text ends in, or boxes; None = there is none.
+
+    >>> read_value(r"about $1{,}234.5$ km"), read_value("6.02 × 10²"), read_value("H2O")
+    (Fraction(2469, 2), Fraction(602, 1), None)
+    """
+    held = last_box(text)
+    text = _EXPONENT.sub(lambda raised: "^" + raised[0].translate(_RAISED), text if held is None else held)
+    text = unicodedata.normalize("NFKC", text.replace("½", " ½")).replace("−", "-").replace("⁄", "/")
+    text = re.sub(r"[^\W_a-zA-Z0-9]", lambda digit: str(unicodedata.decimal(digit[0], digit[0])), text)
+    for form, plain in _LATEX:
+        text = form.sub(plain, text)
+    found = None
+    for found in NUMBER.finditer(text):  # noqa: B007  (the last one)
+        pass
+    return None if found is None or len(found[0]) > MOST_DIGITS else _value(found)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    sign = -1 if found["sign"] == "-" else 1
+    number = {
+        name: Fraction(held.replace(",", ""))
+        for name in ("whole", "part", "of", "value", "over")
+        if (held := found[name])
+    }
+    if "whole" in number:
+        return sign * (number["whole"] + number["part"] / number["of"]) if number["of"] else None
+    if not number.get("over", 1):
+        return None
+    exponent = int(found["e"] or 0) + int(found["ten"] or 0)
+    return sign * number["value"] / number.get("over", 1) * Fraction(10) ** exponent
+
+
+def _gold(text: str) -> Fraction:
+    number = read_value(text)
+    if number is None:
+        raise DataError(f"the answer {text!r} contains no number; use exact_match or math_match for such a column")
+    return number

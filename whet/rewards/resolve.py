@@ -1,0 +1,100 @@
+"""Reward functions as they are given: one or several, by name, by reference or as they are; and what each is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from whet.config.rewards import REWARD_MODEL
+from whet.errors import ConfigError, lookup_error
+from whet.rewards.contract import RewardFn, function_name
+from whet.rewards.library import REWARDS
+from whet.rewards.maths import math_match, need_math_verify
+from whet.rewards.of_conversation import is_of_conversation, of_conversation
+from whet.util.refs import is_ref, resolve_ref
+
+__all__ = ["RESERVED", "by_name", "listed", "resolve_reward", "resolved", "with_reward_model"]
+
+RESERVED = frozenset({"max", "mean", "min", "sum"})
+"""Names that no reward may have: rewards/<name> is a metric over all functions."""
+
+
+def listed(reward_fns: Any) -> list[Any]:
+    """Reward functions as a list, of one or several.
+
+    >>> listed("exact_match"), listed(None)
+    (['exact_match'], [])
+    """
+    return [reward_fns] if isinstance(reward_fns, str) or callable(reward_fns) else list(reward_fns or ())
+
+
+def with_reward_model(reward_fns: Any, model: RewardFn) -> list[Any]:
+    """Reward functions and a reward model: where "reward_model" stands among them, else as the last.
+
+    >>> with_reward_model(["reward_model", "boxed"], len), with_reward_model("boxed", len)
+    ([<built-in function len>, 'boxed'], ['boxed', <built-in function len>])
+    """
+    given = listed(reward_fns)
+    return [model if fn == REWARD_MODEL else fn for fn in given] + ([] if REWARD_MODEL in given else [model])
+
+
+def resolve_reward(ref: Any) -> RewardFn:
+    """A reward function, by name, by reference or as it is; fn(messages, answer) as a function of a batch.
+
+    Args: ref: a callable, a name in REWARDS, "package.module:name" or "file.py:name".
+    Raises: ConfigError: an unknown name (with the nearest), what is referred to can't be called, or math-verify, which
+        it needs, is not there.
+
+    >>> resolve_reward("exact_match").__name__
+    'exact_match'
+    """
+    found = resolved(ref, "reward function", REWARDS)
+    if found is math_match:
+        need_math_verify()
+    return of_conversation(found) if is_of_conversation(found) else found
+
+
+def resolved(ref: Any, kind: str, known: Mapping[str, Any]) -> Any:
+    """What a name, a reference or a callable stands for.
+
+    Args: ref: as resolve_reward. kind: what is looked for, for messages. known: things by name.
+    Raises: ConfigError: an unknown name (with the nearest), or what is referred to can't be called.
+
+    >>> resolved("last", "reader", {"last": len})
+    <built-in function len>
+    """
+    if isinstance(ref, str):
+        if not is_ref(ref) and ref not in known:
+            if kind == "reward function" and ("/" in ref or Path(ref).is_dir()):
+                raise ConfigError(
+                    f"unknown reward function {ref!r}; if it is a reward model, give it as reward_model.model={ref}"
+                )
+            raise lookup_error(kind, ref, [*known, "package.module:name", "file.py:name"])
+        ref = known[ref] if ref in known else resolve_ref(ref, kind)
+    if not callable(ref):
+        raise ConfigError(f"a {kind} is a callable or its name, got {type(ref).__name__} {ref!r}")
+    return ref
+
+
+def by_name(fns: Sequence[RewardFn]) -> dict[str, RewardFn]:
+    """Functions by name; the second of a name is name_2, the third name_3.
+
+    Raises: ConfigError: a name that is a metric's of all functions.
+
+    >>> list(by_name([len, len]))
+    ['len', 'len_2']
+    """
+    named: dict[str, RewardFn] = {}
+    for fn in fns:
+        name = base = function_name(fn)
+        if name in RESERVED:
+            raise ConfigError(
+                f"a reward function is named {name!r}, but the metric rewards/{name} is over all functions; rename it"
+            )
+        count = 1
+        while name in named:
+            count += 1
+            name = f"{base}_{count}"
+        named[name] = fn
+    return named
