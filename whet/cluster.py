@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from whet.config import ClusterConfig, Mode, RLTrainingConfig, Role, RoleConfig, RolloutConfig
+from whet.config.base import need
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, raise_all
@@ -82,6 +83,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         perf_config: Any = None,
         module_dtype: str | None = None,
     ) -> None:
+        need(cluster_config, ClusterConfig, "cluster_config")
         super().__init__(
             cluster_config.training_config,
             role_to_mesh=cluster_config.role_to_mesh,
@@ -160,8 +162,8 @@ class RLCluster(RoleWorkers, TunixVerbs):
         budget = self.cluster_config.token_budget(device, positions)
         if budget > usual and not self._workers:
             log.info(
-                "max_tokens_per_microbatch raised from the default %d to %d to fit the longest sequence "
-                "(max_prompt_length + max_tokens_to_generate, or the model's positions)",
+                "trainer.max_tokens_per_microbatch raised from the default %d to %d to fit the longest sequence "
+                "(rollout.max_prompt_length + rollout.max_tokens_to_generate, or the model's positions)",
                 usual,
                 budget,
             )

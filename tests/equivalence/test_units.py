@@ -138,7 +138,7 @@ def test_scores_are_those_of_each_sequence_alone(shape):
         got = make(loaded, **split).scores(batch)
         torch.testing.assert_close(got, want, atol=1e-12, rtol=0)
         assert not got.requires_grad
-    with pytest.raises(DataError, match=f"over the token budget max_tokens_per_microbatch={longest - 1}"):
+    with pytest.raises(DataError, match=f"over the token budget trainer.max_tokens_per_microbatch={longest - 1}"):
         make(loaded, max_tokens=longest - 1).scores(batch)
     worker = make(loaded, max_tokens=10_000)
     before = worker.values(batch)  # of the state before each token, as ever

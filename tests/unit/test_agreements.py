@@ -121,10 +121,10 @@ def test_a_tunix_rollout_is_given_a_chat_with_its_special_tokens():
     c = cluster(engine=Asked, rollout={"max_prompt_length": 100})
     chat = [{"role": "user", "content": "é\n ,"}]
     out = c.generate([chat])
-    assert c.rollout._rollout.prompts == [
+    assert c.rollout.rollout.prompts == [
         c.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
     ]
-    assert c.rollout._rollout.prompts[0].startswith("<|im_start|>user") and out.text == ["hi"]
+    assert c.rollout.rollout.prompts[0].startswith("<|im_start|>user") and out.text == ["hi"]
 
 
 def test_a_prompts_text_leaves_out_what_the_tokenizer_puts_before_every_text():

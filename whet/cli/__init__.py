@@ -84,8 +84,11 @@ def _dispatch(command: str, words: list[str]) -> None:
 
         print_text(f"whet {__version__}")
     elif command not in COMMANDS:
-        from whet.errors import lookup_error
+        from whet.errors import ConfigError, lookup_error
 
+        if "=" in command or command.endswith((".yaml", ".yml")):
+            whole = " ".join(["whet grpo", command, *words])
+            raise ConfigError(f"{command!r} is no command; name one first, e.g. {whole}")
         raise lookup_error("command", command, COMMANDS)
     elif (topic := topic_of(words)) is not None:
         print_text(_command_help(command, words, topic))
@@ -212,9 +215,10 @@ def _kind(command: str) -> tuple[Any, Any]:
 
         return PushConfig, {}
     if command in ("chat", "generate"):
-        from whet.config.generate import ChatConfig, GenerateConfig
+        from whet.config.generate import ChatConfig, GenerateConfig, sampled_short
 
-        return (GenerateConfig if command == "generate" else ChatConfig), {}
+        kind = GenerateConfig if command == "generate" else ChatConfig
+        return kind, sampled_short(kind)
     if command in _SUPERVISED:
         kind = {"sft": config.SFTRunConfig, "rm": config.RMRunConfig, "dpo": config.DPORunConfig}[command]
         return kind, config.shorthands(kind)

@@ -21,7 +21,7 @@ import numpy as np
 
 from whet.cli.generate import OutputError, open_sampler, sampling_keys, show
 from whet.config.base import check
-from whet.config.generate import ChatConfig, check_model
+from whet.config.generate import ChatConfig, check_model, sampled_short
 from whet.config.loader import tree
 from whet.errors import ConfigError, DataError, WhetError, lookup_error
 from whet.rollout.base import Sampling
@@ -146,7 +146,7 @@ class Chat:
         own = {f.name: getattr(self.config, f.name) for f in dataclasses.fields(self.config)}
         live = sorted(own.keys() & {"max_tokens", "seed", *sampling_keys(self.config)})
         parts = _words(words)
-        given = tree(["=".join(parts)] if len(parts) == 2 and "=" not in words else parts)
+        given = tree(["=".join(parts)] if len(parts) == 2 and "=" not in words else parts, sampled_short(ChatConfig))
         if wrong := given.keys() - live:
             raise lookup_error("setting", min(wrong), live)
         config = check(ChatConfig, {**own, **given})

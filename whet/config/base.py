@@ -34,11 +34,22 @@ __all__ = [
     "explain",
     "field_docs",
     "leaves",
+    "need",
     "section_at",
     "type_text",
 ]
 
 T = TypeVar("T")
+
+_EXPECTED = {
+    "dict_type": "expected keys with their values, {key: value}",
+    "list_type": "expected a list, [a, b]",
+    "string_type": "expected text",
+    "tuple_type": "expected a list, [a, b]",
+}
+"""What pydantic says of a type -> in whet's words."""
+_USUAL = {True: ("preset", "model", "path", "name", "log_dir", "metric"), False: ("lr", "r", "temperature")}
+"""The field of a section that a lone value was meant for: of a text, and of anything else."""
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -84,10 +95,30 @@ def check(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | N
     Returns: the instance.
     Raises: ConfigError: every unknown key, missing key and wrong value at once, a line each.
     """
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"a configuration is a mapping of keys, got {shown(tree, 80)} ({type(tree).__name__})")
     try:
         return adapter(cls).validate_python(dict(tree))
     except ValidationError as error:
         raise explain(cls, error, tree, short=short) from None
+
+
+def need(value: Any, cls: type[T], name: str) -> T:
+    """The value, of a class. Args: name: what it is given as. Raises: ConfigError: it is something else.
+
+    >>> from whet.config import OptimConfig
+    >>> need([OptimConfig()], OptimConfig, "optim")
+    Traceback (most recent call last):
+    whet.errors.ConfigError: optim is of class list, and must be of OptimConfig; give the object without the brackets
+    """
+    if isinstance(value, cls):
+        return value
+    fix = f"write {cls.__name__}(key=value, ...)"
+    if isinstance(value, list | tuple) and len(value) == 1:
+        fix = "give the object without the brackets"
+    elif isinstance(value, Mapping):
+        fix = f"write {cls.__name__}(**it)"
+    raise ConfigError(f"{name} is of class {type(value).__name__}, and must be of {cls.__name__}; {fix}")
 
 
 def explain(
@@ -155,46 +186,93 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
     key = ".".join([root, *path] if root else path) or "the configuration"
     first = items[0]
     if "error" in (first.get("ctx") or {}) and len(items) == 1:
-        message = str(first["ctx"]["error"])
-        return "\n".join(_under(cls, path, key, line) for line in message.splitlines()) if path else message
+        usual = _default_said(section_at(cls, path[:-1]), path) if first["input"] is None else ""
+        message = f"{first['ctx']['error']}{usual}{_mended(first['input'], first['type'])}"
+        lines = [_under(cls, path, key, line, whole=not root) if path else line for line in message.splitlines()]
+        return "\n".join(lines)
     if first["type"] == "unexpected_keyword_argument":
         return _unknown(cls, path, key, root, short, first["input"])
     if first["type"] == "missing" and isinstance(first["loc"][-1], str):
         return f"{key} is required"
     if first["type"].startswith("dataclass") and len(items) == 1:
-        some = next(f.name for f in dataclasses.fields(section_at(cls, path)))
-        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {shown(first['input'])}"
+        return _not_a_section(section_at(cls, path), key, root, first["input"])
     owner = section_at(cls, path[:-1])
     if len(items) > 1 and owner and path[-1] in (f.name for f in dataclasses.fields(owner)):
         return f"{key}: expected {type_text(owner, path[-1])}, got {shown(first['input'])}"
     if owner and first["type"] in ("missing", "too_long"):  # of a list that has a length of its own
         length = len(typing.get_args(_hints(owner)[path[-1]]))
         return f"{key}: expected {length} values, got {len(first['input'])}: {shown(first['input'])}"
-    said = dict.fromkeys(f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
-    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}"
+    said = dict.fromkeys(_EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
+    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}{_mended(first['input'], first['type'])}"
 
 
-def _under(cls: type, path: tuple[str, ...], key: str, message: str) -> str:
-    """A section's own message under its key; one that begins with a field's name continues the path to it."""
+def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
+    """What to say of a value where a section's keys are due."""
+    names = [f.name for f in dataclasses.fields(section)]
+    if not root and "preset" in _refused(section):
+        names.append("preset")
+    usual = _USUAL[isinstance(value, str)]
+    some = next((name for name in usual if name in names), names[0])
+    if not root:
+        return f"{key} is a section: give its keys, e.g. {key}.{some}, got {shown(value)}{_mended(value, '')}"
+    name = section.__name__
+    fix = f"give the {name} without the brackets" if isinstance(value, list | tuple) else f"write {name}({some}=...)"
+    return f"{key} takes the class {name}, or a dict of its fields, got {shown(value, 80)}; {fix}"
+
+
+def _default_said(section: Any, path: tuple[str, ...]) -> str:
+    """What to do about a None where a field takes none: its plain default; "" where it has none."""
+    field = next((f for f in dataclasses.fields(section) if path and f.name == path[-1]), None) if section else None
+    if field is None or not isinstance(field.default, str | int | float):
+        return ""
+    return f"; leave it out for its default, {field.default!r}"
+
+
+def _mended(value: Any, kind: str) -> str:
+    """What to write in place of a value that is nearly what was meant; "" = nothing is known."""
+    if value == "None":
+        return "; nothing is null in YAML"
+    if kind == "string_type" and isinstance(value, bool | int | float):
+        text = f'"{shown(value, 40)}"'
+        return f"; quote it: '{text}' on a command line, {text} in a file"
+    if kind in ("", "dict_type") and isinstance(value, str) and re.match(r"\w+:\S", value):
+        return f"; a colon that ends a key has a blank behind it: {value.replace(':', ': ', 1)}"
+    if kind in ("", "dict_type") and isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return "; its keys have no dashes before them"
+    return ""
+
+
+def _refused(section: type) -> dict[str, str]:
+    """Keywords that a section does not have, with the reason."""
+    return {k: v for c in reversed(section.__mro__) for k, v in vars(c).get("REFUSED", {}).items()}
+
+
+def _under(cls: type, path: tuple[str, ...], key: str, message: str, *, whole: bool) -> str:
+    """A section's own message under its key; one that begins with a field's name continues the path to it.
+
+    Args: whole: further fields that it names have the path too. Those of one word are left alone: they may be words.
+    """
     section = section_at(cls, path)
     names = [f.name for f in dataclasses.fields(section)] if section else []
     if (word := re.match(r"(\w+)(?=[ .:=])", message)) and word[0] in names:
-        return f"{key}.{message}"
+        first, rest = word[0], message[word.end() :]
+        if whole:
+            told = "|".join(name for name in names if "_" in name)
+            rest = re.sub(rf"(?<![\w.\"'])({told})(?=[ ,;:)=]|$)", rf"{key}.\1", rest)
+        return f"{key}.{first}{rest}"
     return f"{key} {message}" if message.startswith(("must ", "is ", "holds ")) else f"{key}: {message}"
 
 
 def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mapping[str, str], value: Any) -> str:
     """An unknown keyword, from Python, or key: with what it is called here, or else the nearest that there is."""
     section = section_at(cls, path[:-1])
-    bases = reversed(section.__mro__) if section else ()
-    refused = {k: v for c in bases for k, v in vars(c).get("REFUSED", {}).items()}
-    if path[-1] in refused:
+    if section and path[-1] in (refused := _refused(section)):
         return f"{key}: {refused[path[-1]]}"
     inside = [f.name for f in dataclasses.fields(section)] if section else []
     if root:
         own = owner(path[-1], inside)
         return f"unknown keyword {key}{f'; did you mean {own}?' if own else nearest(path[-1], inside)}"
-    keys = [k for k, *_ in leaves(cls, True)]
+    keys = _keys(cls)
     whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
     given = {leaf: meant(leaf, {*whole, *short}) for leaf in leaves_of(path, value)}
     if any(given.values()):
@@ -206,6 +284,12 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
     near = nearest(path[-1], inside, prefix=".".join((*path[:-1], "")))
     near = near or (f"; did you mean {' or '.join(same[:3])}?" if same else nearest(key, [*keys, *short]))
     return f"unknown key {key}{near}"
+
+
+@functools.cache
+def _keys(cls: type) -> tuple[str, ...]:
+    """Every dotted key below a class."""
+    return tuple(key for key, *_ in leaves(cls, True))
 
 
 def section_at(cls: type, path: tuple[str, ...]) -> Any:

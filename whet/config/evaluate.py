@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import field
 from typing import Any, Literal
@@ -10,12 +11,14 @@ from typing import Any, Literal
 from whet.config.base import check, config
 from whet.config.enums import Mode
 from whet.config.fields import Bool, Count, Float, Fn, Name, Number, Seconds, Seed, Size, Temperature, Text
+from whet.config.lengths import length_short
 from whet.config.loader import dump_tree, merged, tree
 from whet.config.model import RoleConfig
 from whet.config.rewards import ListedRewards, check_workers
 from whet.config.rollout import RolloutConfig
 from whet.config.run import SHORT, lacking
 from whet.config.run_sections import NEW_TOKENS, RunDataConfig, RunGRPOConfig, RunRolloutConfig
+from whet.config.words import is_file
 from whet.errors import ConfigError
 
 __all__ = ["EVAL_SHORT", "EvalDataConfig", "EvalRolloutConfig", "EvalRunConfig", "check_eval", "load_eval"]
@@ -178,8 +181,8 @@ EVAL_SHORT: dict[str, str] = {
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",
-    "max_tokens": "rollout.max_tokens_to_generate",
     "num_generations": "rollout.num_generations_eval",
+    **length_short("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
 }
 """Shorthand -> full key of an EvalRunConfig."""
 
@@ -197,6 +200,10 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
     for word in rest:
         if word == "--config":
             files += [word, next(rest, "")]
+        elif is_file(word):
+            files += ["--config", word]
+        elif word.startswith("--") and "=" not in word:
+            words += [word, *itertools.islice(rest, 1)]
         elif word.startswith("--config="):
             files.append(word)
         else:

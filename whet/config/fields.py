@@ -142,6 +142,8 @@ def _name(value: str) -> str:
         raise ValueError(f"must not be empty, got {value!r}; leave the key out")
     if "\0" in value:
         raise ValueError(f"must not hold a NUL character, got {shown(value)}")
+    if value == "None":
+        raise ValueError("is the text 'None'; nothing is null in YAML, None in Python")
     return _text(value)
 
 
@@ -209,6 +211,7 @@ SPOKEN = {
     "Fn": "callable",
     "Int": "int",
     "Items": "list",
+    "Meshes": "dict[Role, DeviceMesh]",
     "Name": "str",
     "Number": "int",
     "Recompute": "none | selective | full",

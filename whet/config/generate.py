@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, Literal, TypeVar
 
+from pydantic import model_validator
+
 from whet.config.base import check, config
 from whet.config.fields import (
     Bool,
@@ -21,11 +23,12 @@ from whet.config.fields import (
     Text,
     Tree,
 )
+from whet.config.lengths import length_short, with_own_name
 from whet.config.loader import tree
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 
-__all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_model", "load_sampled"]
+__all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_model", "load_sampled", "sampled_short"]
 
 TEXTS = ("prompt", "system_prompt")
 """Keys whose values are taken literally, colons and brackets included, and not as YAML."""
@@ -78,6 +81,12 @@ class SampledConfig:
     """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, given: Any) -> Any:
+        """Reads every name of the completions' length."""
+        return with_own_name(given, "max_tokens")
 
     @property
     def searches(self) -> bool:
@@ -177,7 +186,17 @@ def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
             texts[key] = (*texts.get(key, ()), text)
         else:
             texts[key] = text
-    return check(cls, {**tree(rest), **texts})
+    short = sampled_short(cls)
+    return check(cls, {**tree(rest, short), **texts}, short=short)
+
+
+def sampled_short(cls: type[SampledConfig]) -> dict[str, str]:
+    """Shorthand -> full key of `whet generate` or `whet chat`.
+
+    >>> sampled_short(ChatConfig)["max_tokens_to_generate"]
+    'max_tokens'
+    """
+    return length_short("max_tokens", "max_prompt_length" if issubclass(cls, GenerateConfig) else "")
 
 
 def check_model(config: SampledConfig) -> None:

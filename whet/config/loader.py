@@ -18,6 +18,7 @@ import yaml
 
 from whet.config.base import check, choices, field_docs, leaves, section_at, type_text
 from whet.config.fields import DEEPEST
+from whet.config.words import is_file, meant_by, rest_of_value
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
 
@@ -40,45 +41,64 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if found is None:
         return {}
     if not isinstance(found, dict):
-        raise ConfigError(f"{path}: a configuration is a mapping of keys, got {type(found).__name__}")
+        fix = "write `key: value` lines, sections indented below their name"
+        if isinstance(found, list):
+            fix = "take the dashes away: `key: value` lines, sections indented below their name"
+        elif isinstance(found, str) and ":" in found:
+            fix = f"a colon that ends a key has a blank behind it, in {shown(found, 60)}"
+        raise ConfigError(f"{path}: a configuration is a mapping of keys, got {type(found).__name__}; {fix}")
     return found
 
 
 def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[str, Any]:
     """The nested dict that command-line words stand for: files first, then key=value in order.
 
-    Args: argv: `--config FILE`, `key=value`, `--key=value`, `--key value`. short: shorthand -> full key; a key that
-        is also a section (`data`) is a shorthand only for a plain value.
+    Args: argv: `--config FILE`, `FILE.yaml`, `key=value`, `--key=value`, `--key value`. short: shorthand -> full key; a
+        key that is also a section (`data`) is a shorthand only for a plain value.
     Raises: ConfigError: a key without a value, a key given both short and in full, a value where a section is.
 
     >>> tree(["actor.lr=1e-6", "--data", "train.jsonl"], {"actor.lr": "actor.optim.lr", "data": "data.path"})
     {'actor': {'optim': {'lr': 1e-06}}, 'data': {'path': 'train.jsonl'}}
     """
+    if isinstance(argv, str | Mapping):
+        raise ConfigError(f"expected a list of words, e.g. ['model=a/b', 'data=rows.jsonl'], got {shown(argv, 80)}")
     short = short or {}
     files: dict[str, Any] = {}
     pairs: dict[str, Any] = {}
-    words = iter(argv)
-    for word in words:
+    words = iter(enumerate(argv))
+    for place, word in words:
         key, equals, text = word.removeprefix("--").partition("=")
-        if not equals:
+        if is_file(word):
+            key, text = "config", word
+        elif not equals:
             if not word.startswith("--"):
-                raise ConfigError(f"{word!r}: expected key=value or --config FILE")
-            value = next(words, None)
-            if value is None or value.startswith("--"):
-                raise ConfigError(f"{key}: no value; write {key}=VALUE")
-            text = value
+                raise ConfigError(f"{word!r}: expected key=value or --config FILE{meant_by(argv, place, short)}")
+            _, text = next(words, (0, ""))
+            if not text or text.startswith("--"):
+                fix = "--config FILE" if key == "config" else f"{key}=VALUE"
+                raise ConfigError(f"{key}: no value; write {fix}")
         if key == "config":
+            if not text:
+                raise ConfigError("config: no file; write --config FILE")
             files = merged(files, _expand(read_yaml(text), short))
             continue
         parts = key.replace("-", "_").split(".")
         if "" in parts or len(parts) > DEEPEST:
             raise ConfigError(f"{shown(word, 60)}: expected key=value, where a key is names joined by single dots")
         plain = parts[-2:] in EXPRESSIONS and text[:1] not in "'\""
-        node: Any = text if plain or not text else parse(text, key)
+        node: Any = text if plain or not text else _value(key, text, argv[place + 1 :])
         for part in reversed(parts):
             node = {part: node}
         pairs = merged(pairs, _expand(node, short))
     return merged(files, pairs)
+
+
+def _value(key: str, text: str, after: Sequence[str]) -> Any:
+    """What the text of a word stands for. Args: after: the words behind it."""
+    try:
+        return parse(text, key)
+    except ConfigError as error:
+        raise ConfigError(f"{error}{rest_of_value(key, text, after)}") from None
 
 
 def load(cls: type[T], argv: Sequence[str], short: Mapping[str, str] | None = None) -> T:
@@ -113,6 +133,9 @@ def _expand(given: Mapping[str, Any], short: Mapping[str, str]) -> dict[str, Any
         if target.startswith(f"{key}.") and (value is None or isinstance(value, Mapping)):
             continue
         del node[name]
+        for depth in range(len(parents), 0, -1):  # a section that had nothing else
+            if _at(full, parents[:depth]) == {}:
+                del _at(full, parents[: depth - 1])[parents[depth - 1]]  # pyright: ignore[reportOptionalSubscript]
         *parents, name = target.split(".")
         there = _at(full, parents)
         if there is not None and name in there:
@@ -239,7 +262,11 @@ def show(cls: type, short: Mapping[str, str] | None = None, *, hidden: Sequence[
     inside = lambda key: not only or key == only or key.startswith(f"{only}.")
     _show(cls, "", lambda key: inside(key) and not key.startswith(tuple(hidden)), {}, lines)
     if short:
-        lines += ["", "Shorthands:", *(f"  {key} = {target}" for key, target in short.items() if inside(target))]
+        full: dict[str, list[str]] = {}
+        for key, target in short.items():
+            if inside(target) and not key.startswith("rollout."):
+                full.setdefault(target, []).append(key)
+        lines += ["", "Shorthands:", *(f"  {', '.join(keys)} = {target}" for target, keys in full.items())]
     return "\n".join(lines)
 
 

@@ -34,6 +34,7 @@ from whet.config.fields import (
     Text,
     Tree,
 )
+from whet.config.lengths import with_own_name
 from whet.config.synonyms import owner
 from whet.errors import ConfigError, nearest
 
@@ -63,6 +64,8 @@ unevaluatedProperties uniqueItems writeOnly xml
 SCHEMA_WORDS = frozenset(_WORDS.split())
 """Keywords of JSON schema, of all its drafts, and OpenAPI's annotations."""
 
+LENGTH = "max_tokens_to_generate"
+"""The name of the longest completion here; its others are read too."""
 _SHARED = "the rollout reads the trainer's own weights; choose their dtype with actor.dtype"
 
 
@@ -231,11 +234,14 @@ class RolloutConfig:
     @model_validator(mode="before")
     @classmethod
     def _flat_names(cls, given: Any) -> Any:
-        """Reads Tunix's names of the engines' fields."""
+        """Reads Tunix's names of the engines' fields, and every name of the completions' length."""
+        given = with_own_name(given, LENGTH)
         words = given.kwargs if isinstance(given, ArgsKwargs) else given
-        if not isinstance(words, Mapping) or not FLAT.keys() & words.keys():
+        if not isinstance(words, Mapping):
             return given
-        found = nested(words)
+        found = nested(words) if FLAT.keys() & words.keys() else dict(words)
+        if "eval" in found:
+            found["eval"] = with_own_name(found["eval"], LENGTH)
         return ArgsKwargs((), found) if isinstance(given, ArgsKwargs) else found
 
     def __getattr__(self, name: str) -> Any:

@@ -13,6 +13,7 @@ from pydantic_core import ArgsKwargs
 from whet.config.algo.presets import preset
 from whet.config.base import config, section_at
 from whet.config.fields import Bool, Float, Name
+from whet.config.lengths import length_short
 from whet.config.loader import dump_tree, load, merged
 from whet.config.lora import lora_short
 from whet.config.model import OptimConfig, RoleConfig
@@ -172,6 +173,7 @@ SHORT: dict[str, str] = {
         for f in dataclasses.fields(OptimConfig)
     },
     **lora_short(("actor", "critic")),
+    **length_short("rollout.max_tokens_to_generate", "rollout.max_prompt_length"),
 }
 """Shorthand -> full key of a RunConfig."""
 

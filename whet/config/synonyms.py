@@ -1,6 +1,7 @@
 """What TRL, transformers, verl, RL2, Tunix and engines call what whet has a key for: said before spelling is compared.
 
-Left out on purpose: accepting these names. A key has one name, and a configuration is read by others than who wrote it.
+Left out on purpose: accepting these names. A key has one name, and a configuration is read by others than who wrote it;
+where whet itself has several for a length, each is taken (whet.config.lengths).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 __all__ = ["NOTES", "SECTIONS", "SYNONYMS", "leaves_of", "meant", "owner"]
 
-_GENERATED = ("rollout.max_tokens_to_generate", "max_tokens")
+_GENERATED = ("rollout.max_tokens_to_generate", "max_tokens", "data.max_length")
 _COMPLETIONS = ("algo.num_generations", "rollout.num_generations_eval", "num_generations")
 _MICRO = ("trainer.max_tokens_per_microbatch",)
 _EPOCHS, _STEPS, _ROWS = ("trainer.num_epochs",), ("trainer.max_steps",), ("data.batch_size", "batch_size")
@@ -33,11 +34,11 @@ _ALL: dict[tuple[str, ...], str] = {
     ("actor.attention",): "attn_implementation",
     ("actor.quantization",): "load_in_4bit use_qlora",
     ("actor.lora",): "use_peft use_lora peft_config",
-    ("actor.lora.r",): "lora_r lora_rank",
-    ("actor.lora.lora_alpha",): "lora_alpha",
-    ("actor.lora.lora_dropout",): "lora_dropout",
+    ("actor.lora.r",): "lora_r lora_rank rank",
+    ("actor.lora.lora_alpha",): "lora_alpha alpha",
+    ("actor.lora.lora_dropout",): "lora_dropout dropout",
     ("actor.lora.target_modules",): "lora_target_modules",
-    ("model",): "model_name_or_path model_name model_path model_id pretrained",
+    ("model", "actor.model"): "model_name_or_path model_name model_path model_id pretrained",
     ("reference.model",): "ref_model ref_model_path reference_model",
     ("reward_model.model",): "reward_model_path reward_model_name_or_path",
     ("tokenizer",): "tokenizer_name tokenizer_path processing_class",
@@ -55,7 +56,7 @@ _ALL: dict[tuple[str, ...], str] = {
     ("data.chosen_column",): "chosen_key",
     ("data.rejected_column",): "rejected_key",
     ("data.train_on",): "assistant_only_loss completion_only_loss train_on_responses_only",
-    ("data.max_length", *_GENERATED): "max_seq_length max_seq_len max_length",
+    ("data.max_length", *_GENERATED[:2]): "max_seq_length max_seq_len max_length",
     _ROWS: "per_device_train_batch_size train_batch_size global_batch_size prompts_per_rollout rollout_batch_size",
     _MICRO: "gradient_accumulation_steps micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu "
     "ppo_max_token_len_per_gpu max_length_per_device max_token_len_per_gpu",
@@ -74,9 +75,10 @@ _ALL: dict[tuple[str, ...], str] = {
     ("trainer.metrics_logging_options.run_name",): "experiment_name wandb_run_name",
     ("trainer.resume",): "resume_from_checkpoint load_ckpt_from resume_mode",
     ("trainer.data_shuffle_seed",): "data_seed",
-    ("rollout.max_prompt_length", "max_prompt_length"): "prompt_length max_prompt_len",
+    ("rollout.max_prompt_length", "max_prompt_length", "data.max_length"): "prompt_length max_prompt_len "
+    "max_prompt_length",
     _GENERATED: "max_tokens max_new_tokens max_completion_length max_response_length response_length max_gen_len "
-    "total_generation_steps",
+    "total_generation_steps max_tokens_to_generate max_generation_steps",
     _COMPLETIONS: "num_generations n n_samples group_size responses_per_prompt num_return_sequences",
     ("rollout.eos_tokens", "eos_tokens"): "stop_token_ids eos_token_id",
     ("rollout.stop", "stop"): "stop_strings stop_sequences",
@@ -100,7 +102,26 @@ _ALL: dict[tuple[str, ...], str] = {
     ("algo.loss_type", "algo.policy_loss_fn"): "loss_type loss_fn loss_mode",
     ("algo.label_smoothing",): "label_smoothing_factor",
 }
-SYNONYMS: dict[str, tuple[str, ...]] = {word: keys for keys, words in _ALL.items() for word in words.split()}
+
+
+def _places(section: str, word: str) -> tuple[str, ...]:
+    """The keys of a word: whet generate has those of rollout and data without their section."""
+    return (f"{section}.{word}", word) if section in ("rollout", "data") else (f"{section}.{word}",)
+
+
+_OWN = {
+    "actor": "model",
+    "actor.optim": "betas weight_decay warmup_ratio warmup_steps max_grad_norm",
+    "algo": "beta epsilon epsilon_high kl_loss_mode loss_agg_mode num_iterations scale_rewards sampler_is",
+    "data": "system_prompt prompt_column apply_chat_template",
+    "rollout": "temperature top_p top_k min_p repetition_penalty min_tokens eos_tokens chat_template_kwargs",
+    "trainer": "max_steps num_epochs seed run_dir loggers eval_every_n_steps mini_batch_size",
+}
+"""Keys of whet's that are often given outside of their section, or to another class."""
+SYNONYMS: dict[str, tuple[str, ...]] = {
+    **{word: _places(section, word) for section, words in _OWN.items() for word in words.split()},
+    **{word: keys for keys, words in _ALL.items() for word in words.split()},
+}
 """A name -> whet's keys for it; the first that a command has is the one that it is told. actor stands for the section
 of the model that is trained, whatever its name."""
 SECTIONS: dict[str, tuple[str, ...]] = {

@@ -6,11 +6,12 @@ together.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from pydantic import InstanceOf, model_validator
+from pydantic import InstanceOf, field_validator, model_validator
 from pydantic_core import ArgsKwargs
 
 from whet.config.base import config
@@ -28,6 +29,7 @@ from whet.config.fields import (
     Text,
     Tree,
 )
+from whet.config.meshes import Meshes
 from whet.config.model import OptimConfig
 from whet.config.rewards import check_workers
 from whet.config.rollout import RolloutConfig
@@ -268,8 +270,9 @@ class TrainingConfig:
             return usual if longest <= usual else -(-longest // 128) * 128
         if given < longest:
             raise ConfigError(
-                f"max_tokens_per_microbatch={given} is smaller than the longest sequence, {longest} tokens "
-                f"(max_prompt_length + max_tokens_to_generate); set it to {longest} or more, or leave it out"
+                f"trainer.max_tokens_per_microbatch={given} is smaller than the longest sequence, {longest} tokens "
+                f"(rollout.max_prompt_length + rollout.max_tokens_to_generate); set it to {longest} or more, or leave "
+                "it out"
             )
         return given
 
@@ -434,8 +437,8 @@ class ClusterConfig:
     whet.errors.ConfigError: rollout_config is a dict without Mode.TRAIN; give it an entry for training
     """
 
-    role_to_mesh: dict[Role, Any] | None = None
-    """Device mesh of each role; None or {} = all on this process's device."""
+    role_to_mesh: Meshes | None = None
+    """Torch's DeviceMesh of each role, of one device; None or {} = all on this process's device."""
     role_to_logical_axis_rule: dict[Role, Any] | None = None
     """Must be None: parameters are sharded by mesh axis, there are no logical axes."""
     rollout_engine: Name | Fn = "embedded"
@@ -447,6 +450,17 @@ class ClusterConfig:
     """The loop."""
     rollout_config: InstanceOf[RolloutConfig] | dict[Mode, RolloutConfig] = field(default_factory=RolloutConfig)
     """Sampling: one for both modes (with its `eval`), or one for each."""
+
+    @field_validator("rollout_config", mode="before")
+    @classmethod
+    def _by_mode(cls, given: Any) -> Any:
+        """Refuses the fields of a RolloutConfig where its entries for the modes are due."""
+        if isinstance(given, list | tuple):
+            raise ConfigError("is a list; give the RolloutConfig without the brackets")
+        fields = {f.name for f in dataclasses.fields(RolloutConfig)} - {"eval"}  # which is a mode too
+        if isinstance(given, Mapping) and given and fields.issuperset(given):
+            raise ConfigError("is a dict of modes to RolloutConfigs; for both modes write RolloutConfig(**it)")
+        return given
 
     REFUSED: ClassVar[dict[str, str]] = {
         "gc_collect_after_weight_sync": "weights are written in place, nothing is left to collect; leave it out",

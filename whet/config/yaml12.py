@@ -36,6 +36,13 @@ _SCALARS = {
 """Tag -> what it looks like, and the characters that it begins with."""
 
 
+_FIXES = {
+    "cannot start any token": "; indent with blanks, not with tabs",
+    "mapping values are not allowed here": "; is a blank missing behind a colon above, or an indent wrong?",
+}
+"""What the library says -> what to do."""
+
+
 class _Loader(yaml.SafeLoader):
     """YAML 1.2's scalars, within limits. An error names the text and, where it is a file, the line."""
 
@@ -76,9 +83,11 @@ class _Loader(yaml.SafeLoader):
         """A mapping whose keys are all different."""
         node = super().compose_mapping_node(anchor)
         first: dict[tuple[str, str], Any] = {}
-        for key, _ in node.value:
+        for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 continue
+            if node.flow_style and _has_swallowed(key, value):
+                raise self.refuse(key.start_mark, _without_blank(node.value, None if self.lines else self.where))
             if (key.tag, key.value) in first:
                 line = first[key.tag, key.value].start_mark.line + 1
                 also = f" (first on line {line})" if self.lines else ""
@@ -154,7 +163,26 @@ def parse(text: str, where: str, *, lines: bool = False) -> Any:
         finally:
             loader.dispose()
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: not YAML: {' '.join(str(error).split())}") from None
+        said = " ".join(str(error).split())
+        fix = next((fix for words, fix in _FIXES.items() if words in said), "")
+        raise ConfigError(f"{where}: not YAML: {said}{fix}") from None
+
+
+def _has_swallowed(key: Any, value: Any) -> bool:
+    """Whether a key of a mapping in braces holds its value too, since no blank stands between them."""
+    plain = isinstance(value, yaml.ScalarNode) and (value.value, value.style) == ("", None)
+    return plain and key.style is None and ":" in key.value
+
+
+def _without_blank(pairs: list[tuple[Any, Any]], where: str | None) -> str:
+    """What to say of keys that hold their values. Args: where: the key on a command line; None = in a file."""
+    keys = [key.value for key, value in pairs if isinstance(key, yaml.ScalarNode) and _has_swallowed(key, value)]
+    parts = [key.rpartition(":") for key in keys]
+    right = ", ".join(
+        f"{key}: VALUE" if name.endswith(".py") else f"{name}: {value}" for key, (name, _, value) in zip(keys, parts)
+    )
+    fix = f"{{{right}}}" if where is None else f"'{where}={{{right}}}', in quotes"
+    return f"{keys[0]!r} has no value: a colon that ends a key has a blank behind it; write {fix}"
 
 
 def read_text(path: str | Path) -> str:

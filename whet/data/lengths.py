@@ -121,7 +121,7 @@ class Lengths:
             cut = cut_at_end if self.data.on_long == "truncate" else cut_at_start
             return [cut(s, limit) for s in sequences]
         if self.data.on_long == "error" and not self.deferred:
-            raise DataError(f"row {row} has {longest} tokens, over max_length {limit}; {self._way_on(longest)}")
+            raise DataError(f"row {row} has {longest} tokens, over data.max_length {limit}; {self._way_on(longest)}")
         return None
 
     def check_all(self) -> None:
@@ -132,10 +132,10 @@ class Lengths:
     def told(self) -> str:
         """How many rows were over the limit, the longest, and the 95th percentile of all; "" where none was."""
         limit = self.data.max_length
-        return "" if limit is None else self.spread.told_over(limit, "max_length")
+        return "" if limit is None else self.spread.told_over(limit, "data.max_length")
 
     def _way_on(self, longest: int) -> str:
-        return f"raise max_length to {longest}, or set on_long to truncate (cut the end off) or drop"
+        return f"raise it to {longest}, or set data.on_long to truncate (cut the end off) or drop"
 
 
 def cut_at_end(sequence: TrainSequence, limit: int) -> TrainSequence | None:

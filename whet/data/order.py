@@ -182,7 +182,7 @@ class PromptStream:
         """Prompts of a batch."""
         if self.kind != "batches":
             if asked is None:
-                raise ConfigError("batch_size is needed: the data are rows, not ready-made batches")
+                raise ConfigError("data.batch_size is needed: the data are rows, not ready-made batches")
             return asked
         size = len(first[find_prompt_column(first, self.prompt_column)])
         if size == 0:
@@ -199,8 +199,8 @@ class PromptStream:
             )
         if self.once and (self.num_epochs or 1) > 1:
             raise ConfigError(
-                f"num_epochs {self.num_epochs}, but the data are an iterator that can be read once; give a list or an "
-                "object whose __iter__ starts again, or num_epochs=1"
+                f"trainer.num_epochs {self.num_epochs}, but the data are an iterator that can be read once; give a "
+                "list or an object whose __iter__ starts again, or trainer.num_epochs=1"
             )
         if self.kind != "rows":
             return
@@ -209,8 +209,8 @@ class PromptStream:
         rows = len(self.source)
         if rows == 0 or (rows < self.batch_size and self.last_batch == "drop"):
             raise DataError(
-                f"{rows} {self.what} don't fill one batch of {self.batch_size}; set batch_size to {max(rows, 1)} or "
-                f"less, last_batch='keep', or give more {self.what}"
+                f"{rows} {self.what} don't fill one batch of {self.batch_size}; set data.batch_size to {max(rows, 1)} "
+                f"or less, trainer.last_batch='keep', or give more {self.what}"
             )
 
     @property
@@ -321,12 +321,12 @@ class PromptStream:
         if count < used:
             raise CheckpointError(
                 f"the data end after {count} {what}, and the checkpoint had read {used} of this pass over them; resume "
-                "with the same data, or start a new run in another run_dir"
+                "with the same data, or start a new run in another trainer.run_dir"
             )
         if expected not in (None, self.read_digest):
             raise CheckpointError(
                 f"the first {used} {what} are not those that the run had read before the checkpoint: one was changed, "
-                "reordered, added or removed; resume with the same data, or start a new run in another run_dir"
+                "reordered, added or removed; resume with the same data, or start a new run in another trainer.run_dir"
             )
         return items
 
@@ -342,8 +342,8 @@ class PromptStream:
                 yield from self._read()
             if self.batch == 0:
                 raise DataError(
-                    f"epoch {self.epoch} gave no batch of {self.batch_size} {self.what}; use a smaller batch_size, "
-                    "last_batch='keep', or data that can be read again"
+                    f"epoch {self.epoch} gave no batch of {self.batch_size} {self.what}; use a smaller "
+                    "data.batch_size, trainer.last_batch='keep', or data that can be read again"
                 )
             self.epoch, self.batch, self.used, self.read_digest = self.epoch + 1, 0, 0, 0
             if self.kind != "rows" and isinstance(self.encode, RowEncoder) and (told := self.encode.told()):

@@ -298,7 +298,7 @@ def _check_lengths(work: _Work, max_tokens: int) -> None:
     prefix, completion = int(work.prefix_lengths[i]), int(work.batch.lengths[i])
     raise DataError(
         f"sequence {i} has {prefix} + {completion} = {prefix + completion} tokens of prompt and completion, over the "
-        f"token budget max_tokens_per_microbatch={max_tokens}; set trainer.max_tokens_per_microbatch="
+        f"token budget trainer.max_tokens_per_microbatch={max_tokens}; set trainer.max_tokens_per_microbatch="
         f"{prefix + completion} or more"
     )
 

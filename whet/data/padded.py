@@ -16,7 +16,7 @@ from torch import Tensor
 from whet.errors import DataError
 from whet.types import TokenBatch, TrainExample
 
-__all__ = ["completion_mask", "left_padded", "padded_batch", "prompt_mask", "unpacked"]
+__all__ = ["check_ids", "completion_mask", "left_padded", "padded_batch", "prompt_mask", "unpacked"]
 
 
 def left_padded(rows: Sequence[np.ndarray], pad_id: int) -> np.ndarray:
@@ -77,6 +77,14 @@ def padded_batch(
         advantages=torch.zeros(len(prompts)),
     )
     return TokenBatch.from_padded(example), mask
+
+
+def check_ids(batch: TokenBatch, num_ids: int, name: str) -> TokenBatch:
+    """The batch. Raises DataError: an id that its model does not know. Args: num_ids: it knows. name: the model's."""
+    highest = max(int(x.max()) for x in (batch.prefixes, batch.tokens))
+    if highest >= num_ids:
+        raise DataError(f"token id {highest} is outside the {num_ids} ids that {name} knows; take its own tokenizer")
+    return batch
 
 
 def unpacked(column: Tensor, mask: Tensor) -> Tensor:

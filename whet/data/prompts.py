@@ -102,22 +102,22 @@ class PromptEncoder:
         on_long_prompt: LongPrompt = "error",
         on_template_change: Literal["error", "accept"] = "error",
         on_answered: Answered = "error",
+        sections: bool = False,
     ) -> None:
         """Args:
             tokenizer: of transformers.
             prompt_column: None = prompt, prompts, messages or question, the first that is there.
-            apply_chat_template: texts become one user turn; messages always go through the template.
+            apply_chat_template: texts become a user turn; messages always go through it.
             chat_template_kwargs: further arguments of the template, e.g. {"enable_thinking": False}, which is the
                 default; templates ignore what they don't know. A chat_template among them is taken for the tokenizer's.
             tools: descriptions of tools, for the template; None = none.
-            system_prompt: put before messages that have no system turn; texts need apply_chat_template for it. None or
-                "" = off.
+            system_prompt: put before messages that have no system turn. None or "" = off.
             max_prompt_length: tokens, template included; None = no limit.
             on_long_prompt: "error"; "truncate_left": the last max_prompt_length tokens stay; "drop".
-            on_template_change: what to do where the template changes or leaves out what a prompt says, e.g. blanks at
-                its end: "error", or "accept" it, which is counted.
+            on_template_change: where the template changes or leaves out what a prompt says: "error", or "accept" it.
             on_answered: what to do with a conversation whose last turn is the assistant's: "error"; "take_off": that
                 turn's text is the column answer, unless the row has one; "continue": the turn stays open.
+            sections: messages name its arguments as keys of the sections data and rollout.
 
         Raises:
             ConfigError: an unknown on_long_prompt, on_template_change or on_answered, a limit below 1, a template asked
@@ -139,6 +139,7 @@ class PromptEncoder:
         self.template = ChatTemplate(tokenizer, {**(chat_template_kwargs or {}), **told})
         self.system_prompt = system_prompt or None
         self.max_prompt_length = max_prompt_length
+        self._data, self._rollout = ("data.", "rollout.") if sections else ("", "")
         self.on_long_prompt = on_long_prompt
         self.on_template_change = on_template_change
         self.on_answered = on_answered
@@ -167,7 +168,7 @@ class PromptEncoder:
             chat_template_kwargs=rollout.chat_template_kwargs,
             max_prompt_length=rollout.max_prompt_length,
             on_long_prompt=rollout.on_long_prompt,
-            **{**of_data, **options},
+            **{"sections": True, **of_data, **options},
         )
 
     def __call__(self, row: Mapping[str, Any], number: int = 0) -> Prompt | None:
@@ -196,8 +197,8 @@ class PromptEncoder:
         if limit is not None and len(tokens) > limit:
             if self.on_long_prompt == "error" and not self._all:
                 raise DataError(
-                    f"row {number}: the prompt has {len(tokens)} tokens, over max_prompt_length {limit}; "
-                    f"{_way_on(len(tokens))}"
+                    f"row {number}: the prompt has {len(tokens)} tokens, over {self._rollout}max_prompt_length "
+                    f"{limit}; {self._way_on(len(tokens))}"
                 )
             if self.on_long_prompt != "truncate_left":
                 self.counts["dropped"] += 1
@@ -220,12 +221,15 @@ class PromptEncoder:
         finally:
             self._all = False
         if self.on_long_prompt == "error" and (over := self.told_over()):
-            raise DataError(f"{over}; {_way_on(self.spread.longest)}")
+            raise DataError(f"{over}; {self._way_on(self.spread.longest)}")
 
     def told_over(self) -> str:
         """How many prompts were over the limit, the longest, and what 95 % of all have; "" where none was."""
         limit = self.max_prompt_length
-        return "" if limit is None else self.spread.told_over(limit, "max_prompt_length")
+        return "" if limit is None else self.spread.told_over(limit, f"{self._rollout}max_prompt_length")
+
+    def _way_on(self, length: int) -> str:
+        return f"raise it to {length}, or set {self._rollout}on_long_prompt to truncate_left or drop"
 
     def told_fate(self) -> str:
         """What was done with prompts over the limit."""
@@ -278,14 +282,14 @@ class PromptEncoder:
         if self.is_plain(source):
             if self.system_prompt is not None:
                 raise ConfigError(
-                    f"row {number} is plain text, which has no system turn; set apply_chat_template=True for "
-                    "system_prompt, or put it in the text"
+                    f"row {number} is plain text, which has no system turn; set {self._data}apply_chat_template=True "
+                    f"for {self._data}system_prompt, or put it in the text"
                 )
             if "tools" in self.template.options or "tools" in own:
                 where = "leave the column out" if "tools" in own else "leave TOOL out of the environment"
                 raise ConfigError(
                     f"row {number} is plain text, and tools are told of by a chat template; set "
-                    f"apply_chat_template=True, or {where}"
+                    f"{self._data}apply_chat_template=True, or {where}"
                 )
             return list(self.tokenizer(source, verbose=False).input_ids)
         messages = self.messages(source)
@@ -294,8 +298,8 @@ class PromptEncoder:
         if changed := changed or self._tools_left_out(messages, written, number):
             if self.on_template_change == "error":
                 raise DataError(
-                    f"row {number}: {changed}; change the row, take another chat template (or chat_template_kwargs), "
-                    "or accept it by on_template_change=accept"
+                    f"row {number}: {changed}; change the row, take another chat template (or "
+                    f"{self._rollout}chat_template_kwargs), or accept it by {self._data}on_template_change=accept"
                 )
             self.counts["changed"] += 1
         return list(self.tokenizer(written.text, add_special_tokens=False, verbose=False).input_ids)
@@ -315,10 +319,6 @@ class PromptEncoder:
             raise DataError(
                 f"column {taken[0]!r} has the name of an argument that reward or metric functions are given; rename it"
             )
-
-
-def _way_on(length: int) -> str:
-    return f"raise it to {length}, or set on_long_prompt to truncate_left or drop"
 
 
 def _source(value: Any, name: str, number: int) -> str | list[Message]:

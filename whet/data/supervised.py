@@ -153,7 +153,7 @@ class RowEncoder:
             why = f"its turns are of {', '.join(sorted(roles))}" if roles else "its answer is empty"
             raise DataError(
                 f"row {number} has nothing to train: {read.empty or why}, and what is trained is what the assistant "
-                "says; leave the row out, or set on_empty to drop"
+                "says; leave the row out, or set data.on_empty to drop"
             )
         self.counts["empty"] += 1
 
@@ -238,7 +238,7 @@ class RowEncoder:
             if self.data.on_template_change == "error":
                 raise DataError(
                     f"row {number}: {changed}; change the row, take another chat template (or chat_template_kwargs), "
-                    "or accept it by on_template_change=accept"
+                    "or accept it by data.on_template_change=accept"
                 )
             self.counts["changed"] += 1
         return [encode_rendering(self.template, messages, one, number) for one in made]

@@ -80,7 +80,7 @@ def _check_interact(script: Script) -> None:
     fn = script.interact
     if not callable(fn):
         raise ConfigError(
-            f"environment {script.name!r} has no interact(messages), which max_turns above 1 calls; write it"
+            f"environment {script.name!r} has no interact(messages), which rollout.max_turns above 1 calls; write it"
         )
     if inspect.iscoroutinefunction(fn) or inspect.iscoroutinefunction(type(fn).__call__):
         raise ConfigError(f"interact of {script.name!r} is async; in this release it is a plain function")

@@ -262,8 +262,8 @@ class _Work:
         self.sampling = sampler.fitted(sampling, self.prompts, given=False)
         if short := sum(s.max_tokens < c.max_tokens_to_generate for s in self.sampling):
             log.warning(
-                "%d of %d prompts leave less than max_tokens_to_generate=%d of the %s tokens of the context; their "
-                "completions end there",
+                "%d of %d prompts leave less than rollout.max_tokens_to_generate=%d of the %s tokens of the context; "
+                "their completions end there",
                 short,
                 len(self.prompts),
                 c.max_tokens_to_generate,
@@ -278,6 +278,7 @@ class _Work:
             _, rows = hold_out(rows, c.eval_fraction, c.eval_fraction_seed)
         script = None if rollout.env_path is None else load_script(rollout.env_path)
         encode = self.sampler.encoder(
+            sections=True,
             tools=None if script is None else script.tools,
             prompt_column=c.prompt_column,
             apply_chat_template=c.apply_chat_template,
@@ -292,7 +293,9 @@ class _Work:
             prompts = [p for i, row in enumerate(each(rows, str(named))) if (p := encode(row, i)) is not None]
         dropped = encode.counts["dropped"]
         if not prompts:
-            raise DataError(f"all {dropped} prompts are over max_prompt_length={rollout.max_prompt_length}; raise it")
+            raise DataError(
+                f"all {dropped} prompts are over rollout.max_prompt_length={rollout.max_prompt_length}; raise it"
+            )
         if over := encode.told_over():
             log.warning("%s; %s", over, encode.told_fate())
         return prompts, dropped

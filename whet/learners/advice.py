@@ -22,8 +22,8 @@ def advise(config: PolicyConfig) -> None:
     c, mode = config, config.keywords["kl_loss_mode"]
     if c.beta and c.kl_type == "loss" and mode in ("kl", "k1") and not c.use_bias_correction_kl:
         log.warning(
-            "kl_loss_mode=%r with beta=%s: the gradient of k1 is that of log pi alone, so it does not pull towards the "
-            "reference; kl_loss_mode='low_var_kl' does",
+            "algo.kl_loss_mode=%r with algo.beta=%s: the gradient of k1 is that of log pi alone, so it does not pull "
+            "towards the reference; algo.kl_loss_mode='low_var_kl' does",
             mode,
             c.beta,
         )
@@ -34,6 +34,6 @@ def advise(config: PolicyConfig) -> None:
     of_sequences = c.importance_sampling_level in ("sequence", "sequence-sum") or c.loss_name == "gmpo"
     if of_sequences and c.loss_agg_mode == "token-mean":
         log.warning(
-            "loss_agg_mode='token-mean' with a ratio of whole sequences: longer completions count more; the papers "
-            "mean sequence-mean-token-mean"
+            "algo.loss_agg_mode='token-mean' with a ratio of whole sequences: longer completions count more; the "
+            "papers mean sequence-mean-token-mean"
         )

@@ -51,13 +51,13 @@ def check_fill(learner: Sampler, config: SelectionFields, max_steps: int | None)
         return
     if max_steps is None:
         raise ConfigError(
-            "dynamic_sampling takes as many prompts as a step needs, so the data do not say how many steps there are; "
-            "set trainer.max_steps"
+            "algo.dynamic_sampling takes as many prompts as a step needs, so the data do not say how many steps there "
+            "are; set trainer.max_steps"
         )
     if "first" not in inspect.signature(learner.rollout).parameters:
         raise ConfigError(
             f"{type(learner).__name__}.rollout does not take `first`, the place of its first prompt in the step, "
-            "without which a further batch would draw the same random numbers; dynamic_sampling needs it"
+            "without which a further batch would draw the same random numbers; algo.dynamic_sampling needs it"
         )
 
 

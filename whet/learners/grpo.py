@@ -27,6 +27,7 @@ class GRPOLearner(PolicyLearner):
     Example: GRPOLearner(cluster, GRPOConfig(num_generations=8, beta=0.0), reward_fns=[exact]).train(rows)
     """
 
+    CONFIG = GRPOConfig
     algo_config: GRPOConfig
 
     def check(self, rl_cluster: RLCluster) -> None:
@@ -39,8 +40,8 @@ def check_drawn(rollout: RolloutConfig) -> None:
     """Raises ConfigError where all completions of a group would be the same."""
     if rollout.temperature == 0:
         raise ConfigError(
-            "rollout.temperature=0 draws the same completion num_generations times: all completions of a group are "
-            "equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
+            "rollout.temperature=0 draws the same completion algo.num_generations times: all completions of a group "
+            "are equal, and nothing is learned; set one above 0 (1.0), and eval: {temperature: 0.0} for evaluation"
         )
 
 

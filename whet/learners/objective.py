@@ -147,8 +147,8 @@ def check_of_tokens(config: PolicyConfig) -> None:
     """Raises ConfigError: sampler_is weighs whole sequences, for a loss that multiplies the weights of their tokens."""
     if isinstance(config.sampler_is, str) and config.sampler_is in CORRECTIONS and config.sampler_is != "token":
         raise ConfigError(
-            f"sampler_is={config.sampler_is!r} gives each token the weight of its sequence, and policy loss "
-            f"{config.loss_name!r} multiplies the weights of all its tokens: take sampler_is='token'"
+            f"algo.sampler_is={config.sampler_is!r} gives each token the weight of its sequence, and policy loss "
+            f"{config.loss_name!r} multiplies the weights of all its tokens: take algo.sampler_is='token'"
         )
 
 

@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PolicyConfig, Role
+from whet.config.base import need
 from whet.errors import ConfigError, EngineError, raise_all
 from whet.learners.advice import advise
 from whet.learners.base import RLLearner
@@ -91,6 +92,9 @@ class PolicyLearner(RLLearner):
     Raises: ConfigError: beta is not 0 and the cluster has no reference; an unknown loss, estimator or aggregation.
     """
 
+    CONFIG: ClassVar[type[PolicyConfig]] = PolicyConfig
+    """What algo_config is, or a class derived from it."""
+
     algo_config: PolicyConfig
 
     def __init__(
@@ -105,6 +109,7 @@ class PolicyLearner(RLLearner):
         settings: Any = None,
         observers: Sequence[Observer] = (),
     ) -> None:
+        need(algo_config, self.CONFIG, "algo_config")
         raise_all(objective_checks(algo_config))
         super().__init__(
             rl_cluster,
@@ -150,21 +155,22 @@ class PolicyLearner(RLLearner):
         check_fill(self, c, self.config.max_steps)
         if self.needs_reference and Role.REFERENCE not in rl_cluster.workers:
             raise ConfigError(
-                f"beta={c.beta}, force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
-                "RLCluster(reference=...), or set beta=0.0 and force_compute_kl=False"
+                f"algo.beta={c.beta}, algo.force_compute_kl={c.force_compute_kl}: the KL needs a reference model; pass "
+                "RLCluster(reference=...), or set algo.beta=0.0 and algo.force_compute_kl=False"
             )
         if c.sync_ref_model and rl_cluster.worker(Role.REFERENCE).loaded.is_view:
             raise ConfigError(
-                "sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
-                "off); give RLCluster(reference=...) a model of its own, or set sync_ref_model=False"
+                "algo.sync_ref_model=True moves the reference, which here is a view of the actor (its adapter switched "
+                "off); give RLCluster(reference=...) a model of its own, or set algo.sync_ref_model=False"
             )
         if self.needs_teacher:
             check_teacher(rl_cluster, self.teacher_column or "", c.loss_name)
         compares = c.sampler_is is not None or self.objective.has(off_policy_mask, sampler_kl_mask, sampler_rejection)
         if compares and not rl_cluster.rollout.caps.logprobs:
             raise ConfigError(
-                f"sampler_is={c.sampler_is!r}, loss_masks={list(c.loss_masks)}: the engine reports no logprobs to "
-                "compare with; set sampler_is=None and leave out off-policy, sampler-kl and sampler-rejection"
+                f"algo.sampler_is={c.sampler_is!r}, algo.loss_masks={list(c.loss_masks)}: the engine reports no "
+                "logprobs to compare with; set algo.sampler_is=None and leave out off-policy, sampler-kl and "
+                "sampler-rejection"
             )
         advise(c)
 
@@ -226,17 +232,17 @@ class PolicyLearner(RLLearner):
             raise EngineError(
                 f"the rollout has tokens from policy version(s) {', '.join(map(str, stale))}, the actor is at "
                 f"{self.cluster.actor.version}, and the engine reports no logprobs; the engine must record the version "
-                "passed to update(), or set use_rollout_logps=False to recompute the logprobs"
+                "passed to update(), or set algo.use_rollout_logps=False to recompute the logprobs"
             )
         if updates > 1:
             raise EngineError(
                 "old_per_token_logps is not available for off-policy RL: the engine reports no logprobs and "
-                f"{updates} updates follow each rollout; set use_rollout_logps=False to recompute them"
+                f"{updates} updates follow each rollout; set algo.use_rollout_logps=False to recompute them"
             )
         if sampled_kl:
             raise EngineError(
-                f"kl_type={c.kl_type!r} and target_kl={c.target_kl!r} take the KL of the policy that sampled, and the "
-                "engine reports no logprobs; set use_rollout_logps=False to recompute them"
+                f"algo.kl_type={c.kl_type!r} and algo.target_kl={c.target_kl!r} take the KL of the policy that "
+                "sampled, and the engine reports no logprobs; set algo.use_rollout_logps=False to recompute them"
             )
         return "nowhere"
 
@@ -324,13 +330,14 @@ class PolicyLearner(RLLearner):
         labels = labels_of("entropy", self.cluster.actor_trainer.reductions)
         if self.algo_config.use_adaptive_entropy and labels.get(MEASURED_ENTROPY) != "mean":
             raise ConfigError(
-                f"use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has taken "
+                f"algo.use_adaptive_entropy goes by the metric {MEASURED_ENTROPY}, which with_rl_metrics_to_log has "
+                "taken "
                 f'away: {dict(labels)}; add "{MEASURED_ENTROPY}": "mean" to what entropy is logged as'
             )
         if self.control.moves and "control" not in self.state():
             raise ConfigError(
-                f"{type(self).__name__}.state() leaves out the coefficients that move (target_kl, "
-                "use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
+                f"{type(self).__name__}.state() leaves out the coefficients that move (algo.target_kl, "
+                "algo.use_adaptive_entropy); return {**super().state(), ...}, and call super().restore(state)"
             )
         return super().new_run(train_ds, eval_ds)
 

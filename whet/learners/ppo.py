@@ -22,6 +22,7 @@ from torch import Tensor
 
 from whet.cluster import RLCluster
 from whet.config import DataConfig, PPOConfig, Role
+from whet.config.base import need
 from whet.errors import ConfigError
 from whet.learners.objective import advantage_inputs, resolve_name, with_fields
 from whet.learners.policy import PolicyLearner, trained
@@ -55,6 +56,7 @@ class PPOLearner(PolicyLearner):
     Example: PPOLearner(cluster, PPOConfig(beta=0.0), reward_fns=[exact]).train(rows)
     """
 
+    CONFIG = PPOConfig
     algo_config: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(
@@ -73,7 +75,7 @@ class PPOLearner(PolicyLearner):
         given = [c for c in (ppo_config, algo_config) if c is not None]
         if len(given) != 1:
             raise ConfigError("PPOLearner takes ppo_config= or algo_config=, which are the same: give one of them")
-        config = given[0]
+        config = need(given[0], PPOConfig, "ppo_config" if algo_config is None else "algo_config")
         self.shares_trunk = Role.CRITIC not in rl_cluster.workers
         if self.shares_trunk and rl_cluster.actor.loaded.score_head is None:
             raise ConfigError(
@@ -82,8 +84,8 @@ class PPOLearner(PolicyLearner):
             )
         if self.shares_trunk and config.critic_warmup_steps:
             raise ConfigError(
-                f"critic_warmup_steps={config.critic_warmup_steps} trains the critic alone, and this one shares the "
-                "actor's trunk; set 0, or give the critic a model of its own"
+                f"algo.critic_warmup_steps={config.critic_warmup_steps} trains the critic alone, and this one shares "
+                "the actor's trunk; set 0, or give the critic a model of its own"
             )
         for name, usual in (("critic_updates", 1), ("value_loss_agg_mode", "token-mean")):
             if self.shares_trunk and getattr(config, name) != usual:

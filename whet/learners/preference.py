@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from whet.config import Mode, PreferenceConfig, RewardModelConfig, Role
+from whet.config.base import need
 from whet.config.model import REWARD_LR
 from whet.data.pairs import LabelledEncoder, PreferenceEncoder, ScoredPairEncoder
 from whet.errors import ConfigError, DataError
@@ -50,7 +51,7 @@ class RewardModelLearner(SupervisedLearner[RewardModelConfig]):
     usual_lr = REWARD_LR
 
     def __init__(self, models: SupervisedModels, algo_config: RewardModelConfig | None = None, **options: Any) -> None:
-        c = algo_config or RewardModelConfig()
+        c = need(algo_config or RewardModelConfig(), RewardModelConfig, "algo_config")
         super().__init__(models, c, **options)
         if models.role is not Role.REWARD:
             raise ConfigError("training a reward model needs one; give SupervisedModels(reward_model=...), not actor=")
@@ -76,7 +77,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
     """
 
     def __init__(self, models: SupervisedModels, algo_config: PreferenceConfig | None = None, **options: Any) -> None:
-        c = algo_config or PreferenceConfig()
+        c = need(algo_config or PreferenceConfig(), PreferenceConfig, "algo_config")
         super().__init__(models, c, **options)
         self.objective = make_preference_objective(c)
         self.needs = self.objective.needs
@@ -84,8 +85,8 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         self._check_reference()
         if self.needs.mismatched_pass and self.data.batch_size < 2:
             raise ConfigError(
-                f"data.batch_size=1: loss_type={', '.join(self.objective.losses)} measures a KL on each prompt with "
-                "another row's answer, so a step needs two rows at least; raise it, or take apo_zero_unpaired"
+                f"data.batch_size=1: algo.loss_type={', '.join(self.objective.losses)} measures a KL on each prompt "
+                "with another row's answer, so a step needs two rows at least; raise it, or take apo_zero_unpaired"
             )
         self._running: dict[str, float] = {}
         self._ahead: tuple[Run, SupervisedTask] | None = None
@@ -101,21 +102,23 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             raise ConfigError("preference training trains a policy; give SupervisedModels(actor=...)")
         if self.needs.reference and not there:
             raise ConfigError(
-                f"loss_type={', '.join(self.objective.losses)} compares with a reference, and there is none; give "
+                f"algo.loss_type={', '.join(self.objective.losses)} compares with a reference, and there is none; give "
                 "SupervisedModels(reference=...), usually the actor's own model, or set algo.reference_free=true"
             )
         if there and not self.needs.reference:
             raise ConfigError(
-                f"the reference would be loaded and never read: loss_type={', '.join(self.objective.losses)} compares "
-                "with none; leave it out"
+                f"the reference would be loaded and never read: algo.loss_type={', '.join(self.objective.losses)} "
+                "compares with none; leave it out"
             )
         if c.precompute_ref_log_probs and self.needs.mismatched_pass:
             raise ConfigError(
-                "precompute_ref_log_probs can't know the mismatched rows of each step, which "
-                f"loss_type={', '.join(self.objective.losses)} reads the reference on; leave it out"
+                "algo.precompute_ref_log_probs can't know the mismatched rows of each step, which "
+                f"algo.loss_type={', '.join(self.objective.losses)} reads the reference on; leave it out"
             )
         if c.sync_ref_model and self.models.worker(Role.REFERENCE).loaded.is_view:
-            raise ConfigError("sync_ref_model moves a reference of its own, and this one is the base of an adapter")
+            raise ConfigError(
+                "algo.sync_ref_model moves a reference of its own, and this one is the base of an adapter"
+            )
 
     @property
     def knows_run(self) -> bool:
@@ -135,8 +138,8 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         if self.algo_config.precompute_ref_log_probs:
             if run.stream is not None and run.stream.kind != "rows":  # pyright: ignore[reportAttributeAccessIssue]
                 raise ConfigError(
-                    "precompute_ref_log_probs reads all rows before the first step, and a stream has no end that is "
-                    "known; set data.streaming=false, or leave it out"
+                    "algo.precompute_ref_log_probs reads all rows before the first step, and a stream has no end that "
+                    "is known; set data.streaming=false, or leave it out"
                 )
             assert isinstance(run.task, SupervisedTask)
             self._ahead = run, run.task
@@ -147,14 +150,14 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         names = ", ".join(self.objective.losses)
         if self.needs.mismatched_pass and len(examples) < 2:
             raise DataError(
-                f"there is 1 row to train on, and loss_type={names} measures a KL on each prompt with another row's "
-                "answer; give it two rows at least, or take apo_zero_unpaired"
+                f"there is 1 row to train on, and algo.loss_type={names} measures a KL on each prompt with another "
+                "row's answer; give it two rows at least, or take apo_zero_unpaired"
             )
         labels = [label for example in examples for label in example.columns["label"]]
         if len(set(labels)) == 1:
             log.warning(
-                "all %d answers are labelled %s: loss_type=%s learns from good answers against bad ones, and raises or "
-                "lowers all of them here; give it both, or train good answers with whet sft",
+                "all %d answers are labelled %s: algo.loss_type=%s learns from good answers against bad ones, and "
+                "raises or lowers all of them here; give it both, or train good answers with whet sft",
                 len(labels),
                 bool(labels[0]),
                 names,
@@ -212,7 +215,7 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
         except KeyError:
             raise ConfigError(
                 "these rows were not there when the reference was read, and its memory has been freed since; give them "
-                "to train() as eval_ds, or leave precompute_ref_log_probs out"
+                "to train() as eval_ds, or leave algo.precompute_ref_log_probs out"
             ) from None
 
     def _read_ahead(self) -> dict[bytes, list[Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from whet.config import SFTConfig
+from whet.config.base import need
 from whet.config.model import SFT_LR
 from whet.data.supervised import SFTEncoder
 from whet.learners.objective import check_call, resolve_name, with_fields
@@ -31,7 +32,7 @@ class SFTLearner(SupervisedLearner[SFTConfig]):
     usual_lr = SFT_LR
 
     def __init__(self, models: SupervisedModels, algo_config: SFTConfig | None = None, **options: Any) -> None:
-        c = algo_config or SFTConfig()
+        c = need(algo_config or SFTConfig(), SFTConfig, "algo_config")
         super().__init__(models, c, **options)
         self._loss = with_fields(resolve_name(c.loss_type, SFT_LOSSES, "SFT loss"), c)
         check_call(self._loss, "loss_type", ("x",))

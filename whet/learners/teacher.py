@@ -21,28 +21,29 @@ def check_teacher(cluster: RLCluster, column: str, loss: object) -> None:
     """
     if Role.TEACHER not in cluster.workers:
         raise ConfigError(
-            f"policy_loss_fn={loss!r} learns from a teacher; pass RLCluster(teacher=...), or set teacher.model"
+            f"algo.policy_loss_fn={loss!r} learns from a teacher; pass RLCluster(teacher=...), or set teacher.model"
         )
     if column != "divergence":
         return
     own, teacher = cluster.actor, cluster.worker(Role.TEACHER)
     if not own.support.plain:
         raise ConfigError(
-            f"policy_loss_fn={loss!r} compares whole distributions, and the rollout draws from a part of one "
+            f"algo.policy_loss_fn={loss!r} compares whole distributions, and the rollout draws from a part of one "
             "(top_k, top_p, min_p, a penalty, forbidden tokens or a constraint), which teacher and policy would cut "
             "differently; leave those off, or set rollout.logprob_support=full"
         )
     if own.loaded.packable != teacher.loaded.packable:
         padded = own.loaded if teacher.loaded.packable else teacher.loaded
         raise ConfigError(
-            f"policy_loss_fn={loss!r} runs the teacher in the policy's own forward passes, and {padded.name} alone "
-            f"trains padded ({'; '.join(padded.reasons)}); policy_loss_fn='distillation' needs no common passes"
+            f"algo.policy_loss_fn={loss!r} runs the teacher in the policy's own forward passes, and {padded.name} "
+            f"alone trains padded ({'; '.join(padded.reasons)}); algo.policy_loss_fn='distillation' needs no common "
+            "passes"
         )
     for worker in (own, teacher):
         if not worker.loaded.lm_head.linear:
             raise ConfigError(
-                f"policy_loss_fn={loss!r} needs a linear head, and that of {worker.loaded.name} is not; "
-                "policy_loss_fn='distillation' compares the sampled tokens"
+                f"algo.policy_loss_fn={loss!r} needs a linear head, and that of {worker.loaded.name} is not; "
+                "algo.policy_loss_fn='distillation' compares the sampled tokens"
             )
 
 

@@ -114,7 +114,7 @@ def _of_head(module: PreTrainedModel, head: Head, hidden: Tensor, temperature: f
 def _no_linear_head(module: PreTrainedModel) -> ConfigError:
     return ConfigError(
         f"{type(module).__name__} has no linear head, so that its whole distribution can't be compared chunk by chunk; "
-        "policy_loss_fn='distillation' compares the sampled tokens"
+        "algo.policy_loss_fn='distillation' compares the sampled tokens"
     )
 
 

@@ -346,7 +346,7 @@ def find_checkpoint(resume: str, root: Path | None) -> Path | None:
             raise CheckpointError(f"resume={resume!r} is not a checkpoint: {missing} is missing; give a step-* folder")
         return path
     if root is None:
-        raise CheckpointError("resume='latest' needs a run_dir or a checkpoint_root_directory to look in")
+        raise CheckpointError("resume='latest' needs a trainer.run_dir or a checkpoint_root_directory to look in")
     pointer = root / "latest"
     try:
         name = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""

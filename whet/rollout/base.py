@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
+from whet.config.lengths import one_length
 from whet.errors import EngineError, lookup_error
 from whet.ops.support import Support
 from whet.types import FinishReason
@@ -97,6 +98,9 @@ class Sampling:
     """Options of transformers' generate, (name, value) with tuples for lists: for the hf engine alone."""
     return_logits: bool = False
     """Keep the raw logits of each drawn token (float32 [C, V]): for inspection, not for training."""
+
+
+Sampling.__init__ = one_length("max_tokens")(Sampling.__init__)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def support_of(sampling: Sampling) -> Support:

@@ -88,7 +88,6 @@ def make_engine(
         options are asked for, with the reason.
     """
     from whet.rollout import engine_name, resolve_engine
-    from whet.rollout.compat import BaseRolloutAdapter, prompt_text
 
     spec = engine_name(spec)
     if spec == "embedded" and not loaded.packable:
@@ -110,18 +109,29 @@ def make_engine(
     elif spec in OWN_WEIGHTS:
         options |= {"config": config, "samplings": samplings}
     if spec not in ("embedded", *OWN_WEIGHTS) and config.kv_cache_tokens is not None:
-        log.warning("kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens)
+        log.warning(
+            "rollout.kv_cache_tokens=%d has no effect: this engine does not bound its cache", config.kv_cache_tokens
+        )
     kind = made.func if isinstance(made, functools.partial) else made
     if inspect.isclass(kind) and not callable(inspect.getattr_static(kind, "submit", None)):
-        inner = made(rollout_actor=loaded.module, tokenizer=tokenizer, mesh=mesh, rollout_config=config)
-        return BaseRolloutAdapter(inner, decode=functools.partial(prompt_text, tokenizer), rollout_config=config)
+        return _of_tunix(made, loaded, tokenizer, mesh, config)
     engine = made(loaded, **options)
     if missing := [n for n in dir(RolloutEngine) if n[0] != "_" and not hasattr(engine, n)]:
         raise ConfigError(
-            f"the engine {type(engine).__name__} has no {', '.join(missing)}; whet.rollout.simple.QueueEngine is a "
-            "base class where you only write poll"
+            f"the engine {type(engine).__name__} has no {', '.join(missing)}; whet.rollout.simple.SimpleEngine is a "
+            "base class where you only write complete, QueueEngine one where you only write poll"
         )
     return engine
+
+
+def _of_tunix(made: Any, loaded: LoadedModel, tokenizer: Any, mesh: Any, config: RolloutConfig) -> RolloutEngine:
+    """A rollout class of Tunix's form, called with Tunix's arguments, as an engine."""
+    from whet.rollout.compat import BaseRolloutAdapter, TokenizerAdapter, prompt_text
+
+    module = loaded.module
+    inner = made(rollout_actor=module, tokenizer=TokenizerAdapter(tokenizer), mesh=mesh, rollout_config=config)
+    decode = functools.partial(prompt_text, tokenizer)
+    return BaseRolloutAdapter(inner, decode=decode, module=module, rollout_config=config)
 
 
 def _warn_unused(spec: Any, config: RolloutConfig) -> None:

@@ -2,6 +2,7 @@
 
 Such a class takes text and returns text, tokens and perhaps logprobs, for a whole batch at once. So prompt ids are
 decoded here, special tokens and all, and what comes back is cut at the stop token and stamped with the policy version.
+A call has a seed of its own, rollout_config.seed, made of its first prompt's address: steps differ, and runs repeat.
 Left out on purpose: addressed draws and aborting, which that interface has no arguments for; sampling fields
 that it does not have are refused, not dropped.
 """
@@ -12,17 +13,22 @@ import dataclasses
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, Protocol
 
 import numpy as np
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from whet.data.tokenizer import pad_token_id
 from whet.errors import EngineError
+from whet.models.modes import evaluating, native_attention
+from whet.ops.uniform import address_key
 from whet.rollout.base import EngineCaps, Output, Request, Sampling
 from whet.rollout.simple import QueueEngine
 
-__all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput", "prompt_text"]
+__all__ = ["BaseRollout", "BaseRolloutAdapter", "RolloutOutput", "TokenizerAdapter", "prompt_text"]
 
 
 BEYOND = {
@@ -71,6 +77,8 @@ class BaseRolloutAdapter(QueueEngine):
     Args:
         rollout: an object, or a class or functools.partial, called without arguments.
         decode: prompt ids -> text, special tokens kept (`prompt_text`).
+        module: the policy, which generate may call: it is as it was loaded meanwhile, without whet's attention,
+            gradients and dropout.
         rollout_config: given to generate with the Sampling's values set (a dataclass with Tunix's field names); None =
             a plain object with these names. Its return_logprobs says whether logprobs come back: where they do not,
             they are 0 and caps.logprobs is False.
@@ -83,12 +91,14 @@ class BaseRolloutAdapter(QueueEngine):
         rollout: BaseRollout | Callable[[], BaseRollout],
         *,
         decode: Callable[[Sequence[int]], str],
+        module: nn.Module | None = None,
         rollout_config: Any = None,
     ) -> None:
         super().__init__("BaseRollout")
         build = isinstance(rollout, type | functools.partial)
-        self._rollout: BaseRollout = rollout() if build else rollout  # pyright: ignore
-        self._decode, self._config = decode, rollout_config
+        self.rollout: BaseRollout = rollout() if build else rollout  # pyright: ignore
+        """The object that generates."""
+        self._decode, self._config, self._module = decode, rollout_config, module
         logprobs = rollout_config is not None and bool(rollout_config.return_logprobs)
         self.caps = EngineCaps(logprobs=logprobs, stop_strings=False)
 
@@ -119,9 +129,13 @@ class BaseRolloutAdapter(QueueEngine):
         sampling = self._queue[0].sampling
         batch = [r for r in self._queue if r.sampling == sampling]
         self._queue = deque(r for r in self._queue if r.sampling != sampling)
-        out = self._rollout.generate(
-            [self._decode(r.tokens.tolist()) for r in batch], rollout_config=tunix_config(sampling, self._config)
-        )
+        texts = [self._decode(r.tokens.tolist()) for r in batch]
+        config = tunix_config(sampling, self._config, seed=address_key(*batch[0].address) % 2**31)
+        with ExitStack() as lent:
+            if self._module is not None:
+                for way in (torch.no_grad(), native_attention(self._module), evaluating(self._module)):
+                    lent.enter_context(way)
+            out = self.rollout.generate(texts, rollout_config=config)
         if len(out.tokens) != len(batch):
             raise EngineError(f"generate returned {len(out.tokens)} completions for {len(batch)} prompts")
         if self.caps.logprobs and out.logprobs is None:
@@ -150,7 +164,45 @@ class BaseRolloutAdapter(QueueEngine):
 
     def _take(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Weights go to update_params."""
-        self._rollout.update_params(weights)
+        self.rollout.update_params(weights)
+
+
+class TokenizerAdapter:
+    """A tokenizer of transformers with what Tunix's has besides: bos_id(), eos_id() and pad_id().
+
+    >>> from whet.data.tokenizer import byte_tokenizer
+    >>> adapter = TokenizerAdapter(byte_tokenizer())
+    >>> adapter.encode("hi"), adapter.eos_id(), adapter("hi").input_ids
+    ([104, 105], 256, [104, 105])
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def bos_id(self) -> int | None:
+        """The id that begins a text; None = the tokenizer has none."""
+        return self.tokenizer.bos_token_id
+
+    def eos_id(self) -> int | None:
+        """The id that ends a text; None = the tokenizer has none."""
+        return self.tokenizer.eos_token_id
+
+    def pad_id(self) -> int:
+        """The padding id, or the end id."""
+        eos = self.eos_id()
+        return pad_token_id(self.tokenizer, () if eos is None else (eos,))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The tokenizer's own call."""
+        return self.tokenizer(*args, **kwargs)
+
+    def __len__(self) -> int:
+        """Its ids."""
+        return len(self.tokenizer)
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the tokenizer's."""
+        return getattr(self.tokenizer, name)
 
 
 def prompt_text(tokenizer: Any, ids: Sequence[int]) -> str:
@@ -169,10 +221,10 @@ def prompt_text(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(list(ids[first:]), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-def tunix_config(sampling: Sampling, config: Any = None) -> Any:
+def tunix_config(sampling: Sampling, config: Any = None, seed: int | None = None) -> Any:
     """A Sampling under Tunix's field names.
 
-    Args: sampling: of a request. config: a dataclass to copy; None = a plain object.
+    Args: sampling: of a request. config: a dataclass to copy; None = a plain object. seed: of the call.
     Returns: the copy, or the object, with the Sampling's values.
 
     >>> tunix_config(Sampling(max_tokens=5, top_k=0)).top_k is None
@@ -184,9 +236,10 @@ def tunix_config(sampling: Sampling, config: Any = None) -> Any:
         "top_p": sampling.top_p,
         "top_k": sampling.top_k or None,
         "eos_tokens": tuple(sampling.stop_ids) or None,
+        "seed": seed,
     }
     if config is not None:
         known = {f.name for f in dataclasses.fields(config)}
         beyond = {theirs: vars(sampling)[n] for n, theirs in BEYOND.items() if theirs in known}
         return dataclasses.replace(config, **values, **beyond)
-    return SimpleNamespace(**values, seed=None, return_logprobs=False)
+    return SimpleNamespace(**values, return_logprobs=False)

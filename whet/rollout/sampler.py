@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.config.base import config
 from whet.config.fields import Count
+from whet.config.lengths import one_length
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
@@ -185,6 +186,7 @@ class Sampler:
 
     # ---- the call ------------------------------------------------------------------------------------------------
 
+    @one_length("max_generation_steps")
     def __call__(
         self,
         input_strings: str | Sequence[str] | list[Message] | Sequence[list[Message]],
@@ -211,7 +213,7 @@ class Sampler:
 
         Args:
             input_strings: texts, or lists of messages, which take the chat template.
-            max_generation_steps: tokens; None = 256, or the rest of the context length.
+            max_generation_steps: tokens, also as max_tokens; None = 256, or the rest of the context length.
             max_prompt_length: tokens; None = what the model takes.
             echo: text and tokens begin with the prompt's.
             temperature, top_p, top_k, forbidden_tokens, eos_tokens: as in RolloutConfig; eos_tokens None = the model's.
@@ -248,6 +250,7 @@ class Sampler:
 
     # ---- its parts -----------------------------------------------------------------------------------------------
 
+    @one_length("max_generation_steps")
     def sampling(
         self,
         *,

@@ -1,4 +1,4 @@
-"""What engines share that have a queue and no batch of their own: all of the protocol but poll.
+"""What engines share that have a queue and no batch of their own: all of the protocol but poll, or all but the draws.
 
 Left out on purpose: requests in flight between two polls; an engine with those has bookkeeping of its own.
 """
@@ -6,14 +6,21 @@ Left out on purpose: requests in flight between two polls; an engine with those 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import ClassVar
 
-from torch import Tensor
+import numpy as np
+import torch
+from torch import Tensor, nn
 
 from whet.errors import EngineError
-from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, aborted
+from whet.models.modes import evaluating, max_positions, native_attention
+from whet.models.types import LoadedModel
+from whet.ops.uniform import address_key, uniform
+from whet.rollout.base import EngineCaps, EngineStats, Output, PartialOutput, Request, Sampling, aborted
+from whet.rollout.requests import check_request
 
-__all__ = ["QueueEngine"]
+__all__ = ["QueueEngine", "SimpleEngine"]
 
 
 class QueueEngine:
@@ -105,3 +112,89 @@ class QueueEngine:
         """Forgets what waits; the engine can't be used again."""
         self._queue.clear()
         self._closed = True
+
+
+class SimpleEngine(QueueEngine):
+    """An engine of which a subclass writes the sampling alone: `complete`, from a request's prompt to its end.
+
+    It reads the policy's own module, `self.module`, which is as it was loaded while `complete` runs: without whet's
+    attention, gradients and dropout. Requests come one after the other; what makes a batch of them writes `poll`.
+
+    Args: model: the policy. decode: not used; other engines take it.
+
+    >>> class Ends(SimpleEngine):
+    ...     def complete(self, request):
+    ...         return [request.sampling.stop_ids[0]], [-1.0]
+    >>> from whet.demo import small_model
+    >>> engine, sampling = Ends(small_model(seed=0)), Sampling(stop_ids=(2,))
+    >>> engine.submit([Request(id=0, tokens=np.array([5]), sampling=sampling, group=0, address=(0, 0, 0, 0))])
+    >>> [(o.tokens.tolist(), o.finish_reason) for o in engine.poll()]
+    [([2], 'stop')]
+    """
+
+    caps = EngineCaps(shared_weights=True, addressed=True, stop_strings=False, abort=True, sleep=True)
+    samples: ClassVar[tuple[str, ...]] = ("temperature",)
+    """The fields of Sampling that `complete` goes by, besides max_tokens and stop_ids: any other that is set is
+    refused, since the trainer would take the draws for those of another distribution."""
+
+    def __init__(self, model: LoadedModel | nn.Module, *, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        super().__init__(type(self).__name__, max_batch=1)
+        self.module = model.module if isinstance(model, LoadedModel) else model
+        self._vocabulary = int(self.module.get_input_embeddings().weight.shape[0])  # pyright: ignore
+        self._positions = max_positions(self.module)
+
+    def complete(self, request: Request) -> tuple[Sequence[int], Sequence[float]]:
+        """A completion's tokens and their logprobs, up to its first stop id (which is part of it) or max_tokens."""
+        raise NotImplementedError(f"{type(self).__name__} must write complete(self, request)")
+
+    def draws(self, request: Request) -> Tensor:
+        """The uniform numbers in [0, 1) of a request's tokens, float64 [max_tokens]: the same in any order and run."""
+        count = request.sampling.max_tokens
+        return uniform(
+            torch.full((count,), address_key(*request.address)), torch.arange(count) + request.draw + request.offset
+        )
+
+    def _check(self, request: Request) -> None:
+        """Raises EngineError for a request that could never be served, or asks for what `complete` does not do."""
+        check_request(request, vocabulary=self._vocabulary, positions=self._positions, decodes=False)
+        own = {"max_tokens", "stop_ids", "logprob_support", *self.samples}
+        for name, value in vars(request.sampling).items():
+            if name not in own and value != vars(Sampling())[name]:
+                raise EngineError(
+                    f"request {request.id}: {name}={value!r}, and {self._kind} samples by {', '.join(self.samples)}; "
+                    f"leave it out, or let complete() follow it and add {name!r} to {self._kind}.samples"
+                )
+
+    def poll(self, timeout_s: float | None = None) -> list[Output]:
+        """The next request, completed; [] = nothing in flight. Raises EngineError: `complete` broke a rule."""
+        self._awake()
+        if not self._queue:
+            return []
+        request = self._queue.popleft()
+        with torch.no_grad(), native_attention(self.module), evaluating(self.module):
+            tokens, logprobs = self.complete(request)
+        return self._count([request], [self._output(request, tokens, logprobs)])
+
+    def _output(self, request: Request, tokens: Sequence[int], logprobs: Sequence[float]) -> Output:
+        """What complete() made, checked."""
+        sampling, name = request.sampling, f"{self._kind}.complete() of request {request.id}"
+        ids, made = np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32)
+        if ids.ndim != 1 or ids.shape != made.shape:
+            raise EngineError(f"{name}: tokens {list(ids.shape)} and logprobs {list(made.shape)}; give one for each")
+        if not 1 <= len(ids) <= sampling.max_tokens:
+            raise EngineError(f"{name} made {len(ids)} tokens; make 1 to max_tokens={sampling.max_tokens}")
+        if not bool((made <= 0).all()):  # NaN too
+            wrong = made[~(made <= 0)][0]
+            raise EngineError(f"{name} gave the logprob {wrong}; it is the log of a probability: at most 0")
+        stops = np.flatnonzero(np.isin(ids, sampling.stop_ids))
+        if len(stops) and stops[0] < len(ids) - 1:
+            raise EngineError(f"{name} continues after the stop id {ids[stops[0]]}; end with it")
+        if not len(stops) and len(ids) < sampling.max_tokens:
+            raise EngineError(f"{name} ended after {len(ids)} of {sampling.max_tokens} tokens without a stop id")
+        return Output(
+            id=request.id,
+            tokens=ids,
+            logprobs=made,
+            versions=np.full(len(ids), self.version, np.int32),
+            finish_reason="stop" if len(stops) else "length",
+        )

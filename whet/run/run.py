@@ -148,15 +148,16 @@ class Run(Giving):
         assert self.stream is not None
         if self.ranks.size > 1 and (c.run_dir or self.checkpoints.root or c.resume):
             raise ConfigError(
-                f"a run of {self.ranks.size} processes writes no files in this release, and run_dir={c.run_dir!r}, "
-                f"checkpoint folder {self.checkpoints.root}, resume={c.resume!r}; leave these out, or use one process"
+                f"a run of {self.ranks.size} processes writes no files in this release, and "
+                f"trainer.run_dir={c.run_dir!r}, checkpoint folder {self.checkpoints.root}, resume={c.resume!r}; leave "
+                "these out, or use one process"
             )
         self.settings = self.task.settings()
         self.task.prepare()
         if not self.task.has_evaluation and c.eval_every_n_steps:
             log.warning(
-                "eval_every_n_steps=%d has no effect: there is no evaluation data; give train() eval_ds, or set "
-                "data.eval_path, data.eval_split or data.eval_fraction",
+                "trainer.eval_every_n_steps=%d has no effect: there is no evaluation data; give train() eval_ds, or "
+                "set data.eval_path, data.eval_split or data.eval_fraction",
                 c.eval_every_n_steps,
             )
         if self.checkpoints.root is not None or c.resume is not None:

@@ -10,7 +10,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from whet.config import Role
-from whet.errors import TrainingError, lookup_error
+from whet.data.padded import check_ids
+from whet.errors import DataError, TrainingError, lookup_error
 from whet.metrics import Mean, Sum, merge
 from whet.ops import token_weights, unit_weights
 from whet.ops.weighting import Weighting
@@ -310,7 +311,7 @@ class RoleTrainer:
         """One optimizer step for every `accumulate` batches of a data set; a remainder makes a last, smaller one."""
         metrics: Metrics = {}
         held: list[TokenBatch] = []
-        for item in batches:
+        for item in _listed(batches):
             held.append(self._batch(self._data_hooks.load_next_train_batch(self) or item))
             if len(held) == self.accumulate:
                 metrics = merge(metrics, self.update(TokenBatch.cat(held)))
@@ -320,7 +321,7 @@ class RoleTrainer:
     def evaluate(self, batches: Iterable[Any]) -> Metrics:
         """The loss and its metrics over a data set, without an update."""
         metrics: Metrics = {}
-        for item in batches:
+        for item in _listed(batches):
             self._hooks.on_eval_step_start(self)
             found = self.measure(self._batch(self._data_hooks.load_next_eval_batch(self) or item))
             self._hooks.on_eval_step_end(self, found)
@@ -337,8 +338,20 @@ class RoleTrainer:
         return self._prefixed(found)
 
     def _batch(self, item: Any) -> TokenBatch:
-        item = self._input_fn(item)
-        return item if isinstance(item, TokenBatch) else TokenBatch.from_padded(item, version=self.worker.version)
+        item, loaded = self._input_fn(item), self.worker.loaded
+        if not isinstance(item, TokenBatch):
+            item = TokenBatch.from_padded(item, version=self.worker.version)
+        return check_ids(item, loaded.num_ids, loaded.name)
+
+
+def _listed(batches: Any) -> Iterable[Any]:
+    """A data set of batches. Raises DataError for a single one, or for its arrays by name."""
+    if isinstance(batches, Mapping | TrainExample | TokenBatch) or not isinstance(batches, Iterable):
+        raise DataError(
+            f"expected TrainExamples or TokenBatches, one for each mini-batch, got {type(batches).__name__}; give a "
+            "list, e.g. [TrainExample(...)]"
+        )
+    return batches
 
 
 def lower_rate(role: Role = Role.ACTOR) -> str:

@@ -19,9 +19,10 @@ from torch import nn
 
 from whet.config import OptimConfig, Role, RoleConfig, TrainingConfig
 from whet.config.lora import LORA_LR
+from whet.config.meshes import checked_meshes
 from whet.data.plans import Plans
 from whet.data.tokenizer import check_same_ids, load_tokenizer
-from whet.errors import ConfigError
+from whet.errors import ConfigError, shown
 from whet.models.load import load_model
 from whet.models.precision import compute_dtype
 from whet.models.recompute import checkpoint_activations
@@ -84,7 +85,7 @@ class RoleWorkers:
         require_single_process()
         super().__init__()  # of a mixin
         self._loop, self._offload, self._module_dtype = config, offload_to_cpu, module_dtype
-        self._meshes = dict(role_to_mesh or {})
+        self._meshes = checked_meshes(role_to_mesh)
         self.trace = Trace()
         found = None if config.resume is None else Checkpoints(config.checkpoint_root, {}).find(config.resume)
         noted = None if found is None else Checkpoints.state(found, needs=(self.ENTRY,))
@@ -274,7 +275,9 @@ class RoleWorkers:
         for worker in self._workers.values():
             budget = self._loop.token_budget(worker.device.type, longest)
             if budget > worker.max_tokens:
-                log.info("max_tokens_per_microbatch raised from %d to %d to fit the data", worker.max_tokens, budget)
+                log.info(
+                    "trainer.max_tokens_per_microbatch raised from %d to %d to fit the data", worker.max_tokens, budget
+                )
                 worker.max_tokens = budget
 
     def advance(self, worker: ModelWorker) -> None:
@@ -351,6 +354,12 @@ def check_loading(config: TrainingConfig, models: Iterable[Any], optimizers: Ite
 
     Args: config: of the loop. models: as they were given, None among them. optimizers: likewise.
     """
+    for model in models:
+        if not isinstance(model, nn.Module | str | RoleConfig | None):
+            raise ConfigError(
+                f"a model is a {type(model).__name__}, {shown(model, 80)}; give a module, a folder or a hub name as "
+                "text, or a RoleConfig"
+            )
     named = [m.model if isinstance(m, RoleConfig) else m for m in models]
     optims = [m.optim for m in models if isinstance(m, RoleConfig)]
     return [

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor
 
 from whet.config import Mode, Role, RolloutConfig
-from whet.data.padded import padded_batch, unpacked
+from whet.config.lengths import one_length
+from whet.data.padded import check_ids, padded_batch, unpacked
 from whet.data.prompts import PromptEncoder
 from whet.observe.trace import Trace
 from whet.ops import Support
@@ -108,6 +109,7 @@ class TunixVerbs:
         """The rollout configuration of a mode: `rollout_for`."""
         return self.rollout_for(mode)
 
+    @one_length("max_generation_steps")
     def generate(
         self,
         prompts: Sequence[str] | Sequence[list[Message]],
@@ -127,7 +129,7 @@ class TunixVerbs:
             mode: whose rollout configuration.
             micro_batch_size: prompts given to the engine at once; the draws don't depend on it.
             trace_tags: noted in the trace.
-            max_generation_steps: instead of max_tokens_to_generate.
+            max_generation_steps: instead of max_tokens_to_generate, and by that name too.
             seed: two calls with the same seed draw the same; without one, and with none in the configuration, each call
                 draws for itself.
             return_logits: give the logits of each token.
@@ -174,6 +176,7 @@ class TunixVerbs:
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
         support = None if temperature is None else Support(temperature=temperature, full=True)
+        check_ids(batch, self.worker(role).loaded.num_ids, f"the {role.value}")
         stats = self.worker(role).logprobs(batch, support=support, max_sequences=micro_batch_size)
         assert stats.logprobs is not None
         return unpacked(stats.logprobs, mask)
@@ -216,6 +219,7 @@ class TunixVerbs:
         """The critic's values of the states before each completion token: [B, C], 0 at padding."""
         eos = [eos_id] if isinstance(eos_id, int) else list(eos_id)
         batch, mask = padded_batch(prompt_tokens, completion_tokens, pad_id, eos)
+        check_ids(batch, self.worker(Role.CRITIC).loaded.num_ids, "the critic")
         return unpacked(self.worker(Role.CRITIC).values(batch), mask)
 
     def update_actor(

@@ -68,7 +68,7 @@ def test_a_wrong_keyword_names_the_nearest():
 
 def test_a_wrong_type_names_the_path_and_the_value():
     refused("OptimConfig.lr: expected a number, got 'fast'", OptimConfig, lr="fast")
-    refused("RolloutConfig.stop.1: input should be a valid string, got 3", RolloutConfig, stop=["a", 3])
+    refused("RolloutConfig.stop.1: expected text, got 3", RolloutConfig, stop=["a", 3])
     refused("expected OptimConfig | str | callable | None, got 4.5", RLTrainingConfig, actor_optimizer=4.5)
 
 

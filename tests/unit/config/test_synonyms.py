@@ -61,6 +61,9 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "temperature", "did you mean rollout.temperature?"),
         ("sft", "actor.optim.lrr", "unknown key actor.optim.lrr; did you mean actor.optim.lr?"),
         ("eval", "max_new_tokens", "did you mean rollout.max_tokens_to_generate?"),
+        ("generate", "rollout.temperature", "unknown key rollout.temperature; did you mean temperature?"),
+        ("grpo", "actor.temperature", "unknown key actor.temperature; did you mean rollout.temperature?"),
+        ("sft", "max_tokens", "unknown key max_tokens; did you mean data.max_length?"),
     ],
 )
 def test_an_answer_names_the_whole_path(command, word, said):
@@ -71,9 +74,13 @@ def test_from_python_the_answer_is_a_keyword_or_the_class_that_has_it():
     for made, said in (
         (lambda: config.OptimConfig(learning_rate=1.0), "unknown keyword OptimConfig.learning_rate; did you mean lr?"),
         (lambda: config.GRPOConfig(learning_rate=1.0), "GRPOConfig.learning_rate; did you mean OptimConfig.lr?"),
-        (lambda: config.RolloutConfig(max_tokens=1), "did you mean max_tokens_to_generate?"),
-        (lambda: config.RolloutConfig(eval={"max_tokens": 1}), "did you mean eval.max_tokens_to_generate?"),
+        (lambda: config.RolloutConfig(max_new_tokens=1), "did you mean max_tokens_to_generate?"),
+        (lambda: config.RolloutConfig(eval={"max_new_tokens": 1}), "did you mean eval.max_tokens_to_generate?"),
         (lambda: config.GRPOConfig(kl_coef=1.0), "did you mean beta?"),
+        (lambda: config.GRPOConfig(temperature=1.0), "GRPOConfig.temperature; did you mean RolloutConfig.temperature?"),
+        (lambda: config.RolloutConfig(max_steps=1), "did you mean RLTrainingConfig.max_steps?"),
+        (lambda: config.RunConfig(model="m"), "unknown keyword RunConfig.model; did you mean RoleConfig.model?"),
+        (lambda: config.RoleConfig(lora={"rank": 8}), "unknown keyword RoleConfig.lora.rank; did you mean r?"),
     ):
         with pytest.raises(ConfigError) as error:
             made()

@@ -182,7 +182,7 @@ def test_rows_of_a_dropped_prompt_leave_no_ready_made_batch():
 
 
 def test_fewer_prompts_than_a_batch_never_train_nothing():
-    with pytest.raises(DataError, match=r"3 prompts don't fill one batch of 4; set batch_size to 3 or less"):
+    with pytest.raises(DataError, match=r"3 prompts don't fill one batch of 4; set data.batch_size to 3 or less"):
         PromptStream(rows(3), batch_size=4)
     assert len(list(PromptStream(rows(3), batch_size=4, last_batch="keep"))) == 1
     with pytest.raises(DataError, match="epoch 0 gave no batch of 4"):

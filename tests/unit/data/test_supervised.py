@@ -348,7 +348,7 @@ def test_drop_leaves_long_rows_out_and_counts_them(tokenizer):
         "empty": 0,
     }
     assert encode.told() == (
-        "1 of 2 rows is over max_length 8: the longest has 9 tokens, 95 % of all rows have 9 or fewer "
+        "1 of 2 rows is over data.max_length 8: the longest has 9 tokens, 95 % of all rows have 9 or fewer "
         "(0 cut at the end, 1 left out)"
     )
 
@@ -356,7 +356,7 @@ def test_drop_leaves_long_rows_out_and_counts_them(tokenizer):
 def test_a_long_row_is_an_error_that_names_it_and_the_ways_on(tokenizer):
     encode = SFTEncoder(tokenizer, SupervisedDataConfig(max_length=8))
     with pytest.raises(
-        DataError, match=r"row 3 has 9 tokens, over max_length 8; raise max_length to 9, or set on_long"
+        DataError, match=r"row 3 has 9 tokens, over data.max_length 8; raise it to 9, or set data.on_long"
     ):
         encode(LONG, 3)
 
@@ -369,8 +369,8 @@ def test_all_rows_together_give_one_message_with_how_many_the_longest_and_the_95
             for row in rows:
                 encode(row)
     assert str(error.value) == (
-        "20 of 100 rows are over max_length 81: the longest has 101 tokens, 95 % of all rows have 97 or fewer; raise "
-        "max_length to 101, or set on_long to truncate (cut the end off) or drop"
+        "20 of 100 rows are over data.max_length 81: the longest has 101 tokens, 95 % of all rows have 97 or fewer; "
+        "raise it to 101, or set data.on_long to truncate (cut the end off) or drop"
     )
     encode = SFTEncoder(tokenizer, SupervisedDataConfig(max_length=81, on_long="truncate"))
     with encode.all_rows():

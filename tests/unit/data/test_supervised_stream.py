@@ -190,7 +190,7 @@ def test_rows_that_were_left_out_do_not_count_and_long_ones_are_told_of_together
     assert [x.row for batch in kept for x in batch] == [0, 2]
     assert kept.describe() == "2 rows in data-set order, 1 batches of 2 an epoch"
     assert [r.message for r in caplog.records] == [kept.encode.told()]
-    with pytest.raises(DataError, match=r"^2 of 4 rows are over max_length 5: the longest has 10 tokens"):
+    with pytest.raises(DataError, match=r"^2 of 4 rows are over data.max_length 5: the longest has 10 tokens"):
         stream(tokenizer, rows, data=SupervisedDataConfig(max_length=5))
     with pytest.raises(DataError, match=r"^row 1 has 10 tokens"):  # of a stream there is no last row
         list(stream(tokenizer, iter(rows), data=SupervisedDataConfig(max_length=5), num_epochs=1))

@@ -284,7 +284,7 @@ def test_the_context_bounds_the_completion(measured, caplog):
 @pytest.mark.parametrize(
     ("keys", "error", "said"),
     [
-        ({"rollout": {"max_prompt_length": 2}}, DataError, "over max_prompt_length 2"),
+        ({"rollout": {"max_prompt_length": 2}}, DataError, "over rollout.max_prompt_length 2"),
         ({"rollout": {"max_prompt_length": 2, "on_long_prompt": "drop"}}, DataError, "all 7 prompts are over"),
         ({"reward": None}, ConfigError, "an evaluation needs reward"),
         ({"reward": "exact_macth"}, ConfigError, "did you mean exact_match"),

@@ -83,7 +83,7 @@ class Silent(HFEngine):
 
 def test_a_silent_engine_is_refused_with_the_way_out():
     silent = functools.partial(cluster, reference=tiny_model(1), engine=Silent)
-    with pytest.raises(EngineError, match=r"kl_type='reward' .*reports no logprobs; set use_rollout_logps=False"):
+    with pytest.raises(EngineError, match=r"kl_type='reward' .*reports no logprobs; set algo.use_rollout_logps=False"):
         learner(silent(), kl_type="reward").train(rows(4))
     assert learner(silent(), kl_type="reward", use_rollout_logps=False).train(rows(4)).step == 1
 

@@ -268,14 +268,16 @@ def test_a_lone_row_has_the_kl_of_the_step_before(folder):
 def test_labels_without_contrast_are_told(folder, caplog):
     good = [{**row, "label": True} for row in LABELLED[:3]]
     learner("kto", folder).new_run(good)
-    assert "all 3 answers are labelled True: loss_type=kto learns from good answers against bad ones" in caplog.text
+    assert "all 3 answers are labelled True: algo.loss_type=kto learns from good answers against bad" in caplog.text
     caplog.clear()
     run = learner("kto", folder).new_run(LABELLED)
     assert "labelled" not in caplog.text
     assert run.task.expected_metrics() == ("loss", "rewards/accuracies")
-    with pytest.raises(DataError, match="there is 1 row to train on, and loss_type=kto measures a KL"):
+    with pytest.raises(DataError, match=r"there is 1 row to train on, and algo\.loss_type=kto measures a KL"):
         learner("kto", folder).new_run(good[:1])
-    with pytest.raises(ConfigError, match=r"data.batch_size=1: loss_type=kto measures a KL .*a step needs two rows"):
+    with pytest.raises(
+        ConfigError, match=r"data.batch_size=1: algo.loss_type=kto .*a step needs two rows"
+    ):
         learner("kto", folder, batch_size=1)
 
 
@@ -283,7 +285,7 @@ def test_what_does_not_fit_is_refused(folder):
     models = lambda **roles: SupervisedModels(tokenizer=byte_tokenizer(), config=loop(), **roles)
     with pytest.raises(ConfigError, match="loss_type=sigmoid compares with a reference, and there is none"):
         PreferenceLearner(models(actor=folder))
-    with pytest.raises(ConfigError, match="would be loaded and never read: loss_type=simpo compares with none"):
+    with pytest.raises(ConfigError, match=r"would be loaded and never read: algo\.loss_type=simpo compares with none"):
         PreferenceLearner(models(actor=folder, reference=folder), PreferenceConfig(loss_type="simpo"))
     with pytest.raises(ConfigError, match="preference training trains a policy"):
         PreferenceLearner(models(reward_model=folder))

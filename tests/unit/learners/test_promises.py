@@ -74,7 +74,7 @@ def test_prompts_over_the_limit_are_counted_in_the_log(caplog):
     caplog.set_level(logging.INFO, "whet")
     long = [*rows(4), {"prompt": "x" * 100}]
     learner(cluster(rollout={"on_long_prompt": "drop"}, max_steps=1)).train(long, eval_ds=long)
-    assert caplog.text.count("rows is over max_prompt_length 64: the longest has ") == 2
+    assert caplog.text.count("rows is over rollout.max_prompt_length 64: the longest has ") == 2
     assert caplog.text.count("(0 cut on the left, 1 left out)") == 2
 
 

@@ -81,7 +81,7 @@ def test_vespo_takes_a_correction_of_tokens_alone(monkeypatch):
     config = GRPOConfig(policy_loss_fn="vespo", sampler_is="token", beta=0.0)
     monkeypatch.setitem(CORRECTIONS, "sequence", CORRECTIONS["token"])
     object.__setattr__(config, "sampler_is", "sequence")
-    with pytest.raises(ConfigError, match="multiplies the weights of all its tokens: take sampler_is='token'"):
+    with pytest.raises(ConfigError, match=r"multiplies the weights of all its tokens: take algo\.sampler_is='token'"):
         make_objective(config)
 
 

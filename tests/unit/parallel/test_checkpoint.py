@@ -192,7 +192,7 @@ def test_a_path_is_taken_as_it_is_and_must_be_a_checkpoint(tmp_path):
     assert find_checkpoint(str(folder), None) == folder
     with pytest.raises(CheckpointError, match=r"is not a checkpoint: .*run\.pt is missing; give a step-\* folder"):
         find_checkpoint(str(tmp_path), None)
-    with pytest.raises(CheckpointError, match="needs a run_dir"):
+    with pytest.raises(CheckpointError, match=r"needs a trainer\.run_dir"):
         find_checkpoint("latest", None)
 
 

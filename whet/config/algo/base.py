@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from dataclasses import field
 from typing import Any, ClassVar
 
+from pydantic import model_validator
+
 from whet.config.algo.names import CHOICES
 from whet.config.base import config
 from whet.config.fields import Bool, Count, Float, Fn, Name, Size
+from whet.config.lengths import with_own_name
 from whet.errors import ConfigError
 
 __all__ = ["AlgorithmConfig", "OverlongBuffer"]
@@ -35,6 +38,12 @@ class OverlongBuffer:
     """The most that is taken off."""
     max_response_length: Size = 20480
     """Where it is reached, in tokens; usually rollout.max_tokens_to_generate."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names(cls, given: Any) -> Any:
+        """Reads every name of the completions' length."""
+        return with_own_name(given, "max_response_length")
 
     def __post_init__(self) -> None:
         """Checks the ranges."""

@@ -150,8 +150,8 @@ class Scheduler:
         if self.kv_cache_tokens is not None and row + new > self.kv_cache_tokens:
             raise EngineError(
                 f"request {request.id} can never fit: {len(request.tokens)} prompt tokens (a row of {row}) + {new} new "
-                f"tokens = {row + new}, the cache holds {self.kv_cache_tokens}; raise kv_cache_tokens, or shorten the "
-                "prompt or max_tokens"
+                f"tokens = {row + new}, the cache holds {self.kv_cache_tokens}; raise rollout.kv_cache_tokens, or "
+                "shorten the prompt or max_tokens"
             )
 
     def add(self, seqs: Sequence[SequenceState]) -> None:

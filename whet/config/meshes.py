@@ -1,0 +1,59 @@
+"""Device meshes, as scripts of Tunix pass them: what each role's may be in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator
+
+from whet.config.enums import Role
+from whet.errors import ConfigError, lookup_error, shown
+
+__all__ = ["Meshes", "checked_meshes"]
+
+_RULE = "a mesh is torch's DeviceMesh of one device, e.g. init_device_mesh('cuda', (1,))"
+_FIX = "leave role_to_mesh out: a GPU is taken if there is one"
+
+
+def checked_meshes(role_to_mesh: Any) -> dict[Role, Any]:
+    """The mesh of each role that has one.
+
+    Args: role_to_mesh: a mapping of roles, or their names, to meshes; None = none.
+    Raises: ConfigError: it is no mapping, a role is unknown, or a mesh is none or of several devices.
+
+    >>> checked_meshes({"actor": None}), checked_meshes(None)
+    ({}, {})
+    >>> checked_meshes({"actor": "cuda"})
+    Traceback (most recent call last):
+    whet.errors.ConfigError: the mesh of actor is 'cuda' (str); a mesh is torch's DeviceMesh of one device, e.g. \
+init_device_mesh('cuda', (1,)); leave role_to_mesh out: a GPU is taken if there is one
+    """
+    if role_to_mesh is None:
+        return {}
+    if not isinstance(role_to_mesh, Mapping):
+        kind = type(role_to_mesh).__name__
+        raise ConfigError(
+            f"the meshes are {shown(role_to_mesh, 80)} ({kind}), and must be a dict of Role to mesh; {_RULE}; {_FIX}"
+        )
+    roles = [role.value for role in Role]
+    if unknown := [key for key in role_to_mesh if key not in roles]:
+        raise lookup_error("role of a mesh", unknown[0], roles)
+    for role, mesh in role_to_mesh.items():
+        _check(f"the mesh of {Role(role).value}", mesh)
+    return {Role(role): mesh for role, mesh in role_to_mesh.items() if mesh is not None}
+
+
+def _check(name: str, mesh: Any) -> None:
+    """Raises ConfigError for what is no mesh of one device."""
+    if mesh is None:
+        return
+    if not hasattr(mesh, "device_type"):
+        kind = f"{type(mesh).__module__}.{type(mesh).__name__}".removeprefix("builtins.")
+        raise ConfigError(f"{name} is {shown(mesh, 80)} ({kind}); {_RULE}; {_FIX}")
+    if callable(vars(type(mesh)).get("size")) and mesh.size() != 1:
+        raise ConfigError(f"{name} has {mesh.size()} devices, and one process trains on one; {_RULE}; {_FIX}")
+
+
+Meshes = Annotated[dict[Role, Any], BeforeValidator(checked_meshes)]
+"""The device mesh of each role."""

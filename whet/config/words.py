@@ -1,0 +1,70 @@
+"""Words of the command line that are not key=value: what they are, or what was meant.
+
+A word that ends in .yaml or .yml is a file of settings, as after --config: it could be nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["is_file", "meant_by", "rest_of_value"]
+
+_ROWS = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+_KEY = re.compile(r"(?:--)?[A-Za-z_]\w*(?:[.-]\w+)*")
+_CLOSING = {"[": "]", "{": "}"}
+
+
+def is_file(word: str) -> bool:
+    """Whether a word of the command line is a file of settings.
+
+    >>> is_file("run.yaml"), is_file("a=run.yaml"), is_file("--run.yaml")
+    (True, False, False)
+    """
+    return word.endswith((".yaml", ".yml")) and "=" not in word and not word.startswith("-")
+
+
+def meant_by(words: Sequence[str], place: int, short: Mapping[str, str]) -> str:
+    """The end of a message about a word that is neither key=value nor a flag: what to write in its place.
+
+    Args: words: all of them. place: of that one. short: the command's shorthands.
+
+    >>> meant_by(["model", "=", "a/b"], 0, {}), meant_by(["a.jsonl"], 0, {"data": "data.path"})
+    ('; write model=a/b, without blanks', '; did you mean data=a.jsonl?')
+    """
+    word, after = words[place], [*words[place + 1 :], "", ""]
+    before = words[place - 1] if place else ""
+    if before.endswith("=") and before != "=":
+        return f"; write {before}{word}, without a blank"
+    if after[0] == "=" and after[1]:
+        return f"; write {word}={after[1]}, without blanks"
+    if word.startswith("-"):
+        return f"; write --config {after[0] or 'FILE'}" if is_file(after[0]) else "; options have two dashes"
+    key, colon, value = word.partition(":")
+    if colon and value and _KEY.fullmatch(key) and not key.endswith(".py"):
+        return f"; write {key}={value}"
+    if short and word.endswith(_ROWS):
+        return f"; did you mean {'data' if 'data' in short else 'prompts'}={word}?"
+    if short and ("/" in word or Path(word).is_dir()):
+        return f"; did you mean model={word}?"
+    if not _KEY.fullmatch(word):
+        return ""
+    value = after[0] if after[0] and "=" not in after[0] and not after[0].startswith("--") else "VALUE"
+    return f"; write {word}={value}"
+
+
+def rest_of_value(key: str, text: str, words: Sequence[str]) -> str:
+    """The end of a message about a value that the shell has cut at its blanks; "" where it is not.
+
+    Args: key, text: of the word. words: those that follow.
+
+    >>> rest_of_value("rollout.eval", "{temperature:", ["0.0}", "a=1"])
+    "; a value with blanks is quoted: 'rollout.eval={temperature: 0.0}'"
+    """
+    whole = text
+    for word in ("", *words):
+        whole = f"{whole} {word}".strip()
+        if all(whole.count(a) == whole.count(b) for a, b in _CLOSING.items()):
+            return f"; a value with blanks is quoted: '{key}={whole}'" if whole != text else ""
+    return ""
