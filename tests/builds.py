@@ -1,6 +1,7 @@
 """What the tests of native kernels build with."""
 
 import functools
+import os
 import platform
 import stat
 import tempfile
@@ -8,9 +9,24 @@ import tempfile
 import pytest
 
 from whet.native import build
+from whet.util.cpu import cpu_facts
 
-BUILDS = {"whole": (), "no bf16 instructions": ("-mno-avx512bf16",), "256 bits": ("-mno-avx512f", "-mno-avx512bf16")}
-"""Flags by which a processor with everything stands for one with less."""
+
+def builds(has, full):
+    """Flags by which a processor stands for those with less; none that takes away what it lacks anyway.
+
+    Args: has: the processor's flags. full: all, in place of the two that differ most.
+    """
+    lesser = {"no bf16 instructions": ("-mno-avx512bf16",), "256 bits": ("-mno-avx512f", "-mno-avx512bf16")}
+    kept = {}
+    if "avx512_bf16" in has and full:
+        kept["no bf16 instructions"] = lesser["no bf16 instructions"]
+    if "avx512f" in has:
+        kept["256 bits"] = lesser["256 bits"]
+    return {"whole": ()} | kept
+
+
+BUILDS = builds(cpu_facts()["flags"], full=bool(os.environ.get("WHET_CHECK_FULL")))
 
 
 @functools.cache

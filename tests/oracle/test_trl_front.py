@@ -228,7 +228,8 @@ def trained(module, method, folder, seen, **kwargs):
 
     def letters(completions, answer, trainer_state, **_):
         seen.append((completions, answer, trainer_state.global_step))
-        return [None if i == 4 else float(sum(map(ord, c)) % 7) for i, c in enumerate(completions)]
+        unscored = {3: math.nan, 4: None}
+        return [unscored.get(i, float(sum(map(ord, c)) % 7)) for i, c in enumerate(completions)]
 
     def length(completion_ids, log_metric, **_):
         log_metric("ids", float(sum(map(len, completion_ids))))

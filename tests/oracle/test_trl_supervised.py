@@ -56,7 +56,7 @@ def trained(module, method, rows, folder, model, kwargs, **given):
 
 
 def check(method, rows, kwargs, tmp_path, *, given=lambda: {}, leave=(), weights=3e-5):
-    """Runs both; asserts that logs and weights are equal. Returns: whet's trainer."""
+    """Runs both; asserts that logs and weights are equal. Returns: both trainers."""
     model = tmp_path / "model"
     (reward_model() if method == "Reward" else tiny_model()).save_pretrained(model)
     ours, events = trained(whet.trl, method, rows, tmp_path / "whet", model, kwargs, **given())
@@ -74,7 +74,7 @@ def check(method, rows, kwargs, tmp_path, *, given=lambda: {}, leave=(), weights
     now, wanted = weights_of(ours.model), weights_of(theirs.model)
     for name, w in wanted.items():
         torch.testing.assert_close(now[name], w, rtol=weights, atol=weights, msg=lambda m, n=name: f"{n}: {m}")
-    return ours
+    return ours, theirs
 
 
 TEXTS = [{"text": f"{i} and {i * i} make {i + i * i}, said {'so ' * (i % 4)}"} for i in range(7)]
@@ -91,10 +91,37 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
 """Metrics that are means over an update's tokens, where TRL has means of those of its micro-batches."""
 
 
+def test_arguments_that_are_set_late_and_a_second_train_do_what_they_do_there(tmp_path):
+    tiny_model().save_pretrained(tmp_path / "model")
+    found = []
+    for module in (whet.trl, trl):
+        args = module.SFTConfig(str(tmp_path / "out"), **{**FIELDS, "eval_strategy": "no"})
+        made = module.SFTTrainer(str(tmp_path / "model"), args, train_dataset=datasets.Dataset.from_list(TEXTS),
+                                 processing_class=byte_tokenizer())  # fmt: skip
+        made.args.learning_rate, made.args.max_steps = 3e-3, 3
+        rows = [made.train() and made.state.log_history[:-1] for _ in range(2)]
+        assert [row["learning_rate"] for row in rows[1]] == pytest.approx([3e-3, 2e-3, 1e-3])
+        found.append(([row["loss"] for run in rows for row in run], weights_of(made.model)))
+    (losses, now), (expected, wanted) = found
+    assert losses == pytest.approx(expected, rel=1e-6)
+    for name, w in wanted.items():
+        torch.testing.assert_close(now[name], w, rtol=3e-5, atol=3e-5)
+
+
 @pytest.mark.parametrize(
     ("rows", "kwargs", "given"),
     [
-        (TEXTS, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}, {}),
+        (
+            TEXTS,
+            {
+                "gradient_accumulation_steps": 2,
+                "max_steps": -1,
+                "num_train_epochs": 1,
+                "warmup_steps": 2,
+                "lr_scheduler_type": "constant",
+            },
+            {},
+        ),
         (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
         full(ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
         (
@@ -112,7 +139,12 @@ BY_MICRO_BATCH = ("mean_token_accuracy", "entropy")
 def test_sft(rows, kwargs, given, tmp_path):
     leave = BY_MICRO_BATCH if "gradient_accumulation_steps" in kwargs else ()
     leave = ("eval_",) if kwargs.get("packing") else leave  # there a mean over packs, or of nothing
-    check("SFT", rows, kwargs, tmp_path, given=lambda: given, leave=leave)
+    ours, theirs = check("SFT", rows, kwargs, tmp_path, given=lambda: given, leave=leave)
+    mine, row = ours.train_dataset, theirs.train_dataset
+    assert {*mine.column_names} <= {*row.column_names}
+    assert mine["input_ids"] == row["input_ids"]
+    for own, other in zip(mine["labels"], row["labels"], strict=True):  # of what comes first nothing is learned
+        assert own[1:] == other[1:]
 
 
 PAIRS = [{"prompt": f"{i}+{i}=", "chosen": f" {i + i}" + "!" * (i % 3), "rejected": f" {i * i}?"} for i in range(7)]

@@ -143,6 +143,14 @@ def test_what_is_trained_where_no_distribution_says_it(more, strategy, trained):
     assert rows == trained
 
 
+def test_a_batch_of_which_nothing_is_trained_is_told_of(caplog):
+    data = batch()
+    data["log_probs", "full"].fill_(float("nan"))
+    data["advantage"].fill_(float("nan"))  # which nothing reads
+    assert GRPOLoss(Policy())(data).loss == 0
+    assert "no token of the batch is trained, so the loss is 0" in caplog.text
+
+
 def test_keys_are_named_as_the_user_likes():
     data, policy = batch(), Policy()
     want = GRPOLoss(policy, kl_to_ref_coeff=0.1)(data)
@@ -222,6 +230,11 @@ def test_gamma_and_clip_value_may_be_left_at_none():
             r"\[3, 5\], those recorded .* \[3, 3\]",
         ),
         (lambda d: d.set(("next", "ref_log_probs", "full"), torch.zeros(B, 3)), ValueError, "of the same tokens"),
+        (
+            lambda d: d["advantage"][0].fill_(float("nan")),
+            ValueError,
+            "trained tokens have an advantage .* every weight",
+        ),
     ],
 )
 def test_data_that_do_not_fit_are_named(spoil, kind, says):

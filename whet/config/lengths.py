@@ -57,7 +57,7 @@ def one_length(own: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def wrap(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            return function(*args, **with_own_name(kwargs, own))
+            return function(*args, **with_own_name(kwargs, own))  # pyright: ignore[reportCallIssue]
 
         return call
 

@@ -128,6 +128,11 @@ class RLLearner:
         self.environment = environment_of(rl_cluster)
         if not reward_fns and self.environment is not None and Role.REWARD not in rl_cluster.workers:
             reward_fns = self.environment.reward_fn
+        self.take_rewards(reward_fns)
+
+    def take_rewards(self, reward_fns: Any) -> None:
+        """Takes the reward functions, in place of those before. Args: reward_fns: as the constructor takes them."""
+        algo_config = self.algo_config
         manager = resolve_reward_manager(algo_config.reward_manager)
         reward_fns, weights = reward_functions(self._with_reward_model(reward_fns), algo_config)
         self.reward_manager = manager(

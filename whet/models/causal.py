@@ -48,9 +48,12 @@ def check_causal(module: PreTrainedModel, name: str) -> None:
         size = _gradient(module, probe_tokens(module.config.vocab_size, sizes.get("max_position_embeddings"))[:TOKENS])
     except Exception as error:  # a model's own code may raise anything
         said = str(error).strip().splitlines() or ["without a word"]
+        dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in module.parameters()})
+        several = f"its parameters are {' and '.join(dtypes)}: bring them to one, model.to(dtype)"
+        sizes_of = "the sizes in its config.json must fit each other, and its forward must give logits for input_ids"
         raise ConfigError(
             f"{name!r} ({module.config.model_type}) can't run {TOKENS} tokens: {type(error).__name__}: {said[0]:.200}; "
-            "the sizes in its config.json must fit each other, and its forward must give logits for input_ids"
+            f"{several if len(dtypes) > 1 else sizes_of}"
         ) from error
     half = len(size) // 2
     if size.isfinite().all() and size[half:].max() > SHARE * size[:half].max():

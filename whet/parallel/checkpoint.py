@@ -47,6 +47,7 @@ __all__ = [
     "save_state",
     "saved",
     "step_of",
+    "summed",
     "sweep",
     "verify",
     "write_folder",
@@ -119,15 +120,10 @@ def publish(
     final = root / f"step-{step:06d}"
     tmp = temporary(final)
 
-    def noted(folder: Path) -> None:
-        write(folder)
-        if run is not None:
-            (folder / _RUN).write_text(json.dumps({"run": run, "step": step}) + "\n")
-
     try:
         root.mkdir(parents=True, exist_ok=True)
         if not _is_there(final, run):
-            _filled(tmp, lambda folder: _summed(folder, noted))
+            _filled(tmp, lambda folder: summed(folder, write, run=run, step=step))
             tmp.rename(final)
             _fsync(root)
     except BaseException as e:
@@ -203,9 +199,11 @@ def _of_the_disk(error: BaseException) -> bool:
     return type(error) in (Exception, RuntimeError) and _FULL.search(str(error)) is not None
 
 
-def _summed(folder: Path, write: Callable[[Path], None]) -> None:
-    """Fills a folder, and notes the checksum of every file."""
+def summed(folder: Path, write: Callable[[Path], None], *, run: str | None, step: int) -> None:
+    """Fills a folder of a step, and notes who has written it and the checksum of every file."""
     write(folder)
+    if run is not None:
+        (folder / _RUN).write_text(json.dumps({"run": run, "step": step}) + "\n")
     sums = {p.relative_to(folder).as_posix(): _sum(p) for p in sorted(folder.rglob("*")) if p.is_file()}
     (folder / _SUMS).write_text(json.dumps({"format": SUMS_FORMAT, "sums": sums}, indent=1) + "\n")
 

@@ -18,7 +18,7 @@ import logging
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -117,13 +117,20 @@ def function_name(fn: Any) -> str:
 
 
 def keywords(
-    fn: RewardFn, offered: Mapping[str, Any], by_name: Mapping[str, Any], *, name: str, kind: str = "reward function"
+    fn: RewardFn,
+    offered: Mapping[str, Any],
+    by_name: Mapping[str, Any],
+    *,
+    name: str,
+    kind: str = "reward function",
+    extras: Collection[str] = (),
 ) -> dict[str, Any]:
     """The arguments that a function is called with.
 
     Args:
         fn: the function. offered: what it gets where it names it or has **kwargs.
-        by_name: what it gets only where it names it; `offered` goes before. name, kind: for messages.
+        by_name: what it gets only where it names it; `offered` goes before. name, kind: for messages. extras: words
+            of `offered` that are no columns.
 
     Returns:
         Keyword -> value. What a partial has bound stays as bound.
@@ -150,12 +157,14 @@ def keywords(
         if parameter.kind is parameter.POSITIONAL_ONLY and parameter.default is parameter.empty:
             raise ConfigError(f"{kind} {name} takes {parameter.name!r} as a positional-only argument; remove the '/'")
         if not known and parameter.default is parameter.empty:
-            near = nearest(parameter.name, {**offered, **by_name})
-            columns = [word for word in offered if word not in GIVEN]
+            always = [word for word in offered if word in GIVEN] + [word for word in extras if word not in GIVEN]
+            columns = [word for word in offered if word not in always]
+            alike = [word for word in always if word.startswith(parameter.name) or parameter.name.startswith(word)]
+            near = nearest(parameter.name, dict.fromkeys([*columns, *by_name, *alike]))
             raise ConfigError(
                 f"{kind} {name} needs {parameter.name!r}, which is not a column; your columns: "
                 f"{', '.join(columns) or 'none besides the prompt'}{near or '.'} Rename the argument or the column, or "
-                f"give it a default. Always offered: {', '.join(w for w in offered if w in GIVEN)}"
+                f"give it a default. Always offered: {', '.join(always)}"
             )
         if known and parameter.kind is not parameter.POSITIONAL_ONLY:
             given[parameter.name] = offered[parameter.name] if parameter.name in offered else by_name[parameter.name]
@@ -180,6 +189,7 @@ def call_rewards(
     timeout_s: float | None = 60.0,
     on_error: OnError = "raise",
     workers: RewardWorkers | None = None,
+    nan_is_none: bool = False,
 ) -> Called:
     """Every reward function on the same trajectories.
 
@@ -192,7 +202,8 @@ def call_rewards(
     Args:
         fns: by name. inputs: what they are offered. timeout_s: for each; None = no deadline, on the caller's thread.
         on_error: "raise", or "none": a failure counts as "not applicable".
-        workers: processes that call all but the reward models; None = they are called here.
+        workers: processes that call all but the reward models; None = they are called here. nan_is_none: as of
+            checked_rewards, of functions that are called here.
 
     Returns:
         Rewards, failures and seconds by name.
@@ -205,7 +216,10 @@ def call_rewards(
     >>> made.rewards, made.errors
     ({'length': array([2.])}, {'length': 0})
     """
-    words = {n: keywords(fn, inputs.offered(), inputs.algo_fields, name=n) for n, fn in fns.items()}
+    words = {
+        n: keywords(fn, inputs.offered(), inputs.algo_fields, name=n, extras=inputs.extras.keys())
+        for n, fn in fns.items()
+    }
     away = (
         {} if workers is None else {n: _call(fn, words[n], inputs) for n, fn in fns.items() if n in workers.functions}
     )
@@ -217,7 +231,7 @@ def call_rewards(
     values, spent = _called_here({n: fn for n, fn in fns.items() if n not in away}, words, inputs, timeout_s)
     for name, value in values.items():
         failed = isinstance(value, RewardError)
-        found[name] = value if failed else judged(value, inputs.trajectory_ids, name=name)
+        found[name] = value if failed else judged(value, inputs.trajectory_ids, name=name, nan_is_none=nan_is_none)
     rewards, errors = {}, {}
     for name in fns:
         rewards[name], errors[name] = settled(found[name], len(inputs.prompts), on_error)

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -146,6 +146,9 @@ class RewardManager:
     (array([2., 0.]), {'exact_match': array([1., 0.])}, 0.5)
     """
 
+    NAN_IS_NONE: ClassVar[bool] = False
+    """Whether NaN says that a function does not apply, as None does; else it is an error."""
+
     def __init__(
         self,
         reward_fns: Any,
@@ -213,7 +216,7 @@ class RewardManager:
             extras=extras or {},
         )
         for name, fn in self.fns.items():
-            keywords(fn, empty.offered(), self.algo_fields, name=name)
+            keywords(fn, empty.offered(), self.algo_fields, name=name, extras=empty.extras.keys())
         if self.workers is not None:
             self.workers.start()
 
@@ -295,7 +298,14 @@ class RewardManager:
         if not whole.any():
             return Called({name: np.full(len(whole), math.nan) for name in self.fns}, {}, {})
         seen = inputs if whole.all() else inputs.select(np.flatnonzero(whole))
-        found = call_rewards(self.fns, seen, timeout_s=self.timeout_s, on_error=self.on_error, workers=self.workers)
+        found = call_rewards(
+            self.fns,
+            seen,
+            timeout_s=self.timeout_s,
+            on_error=self.on_error,
+            workers=self.workers,
+            nan_is_none=self.NAN_IS_NONE,
+        )
         made = {name: np.full(len(whole), math.nan) for name in found.rewards}
         for name, values in found.rewards.items():
             made[name][whole] = values

@@ -66,7 +66,7 @@ class Judged:
 
 
 def checked_rewards(
-    value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise"
+    value: Any, ids: Sequence[str], *, name: str, on_error: OnError = "raise", nan_is_none: bool = False
 ) -> tuple[np.ndarray, int]:
     """What a function returned, as numbers.
 
@@ -75,6 +75,7 @@ def checked_rewards(
             on any device and have a gradient, which is dropped.
         ids: [N] trajectory ids. name: of the function.
         on_error: "raise", or "none": what is wrong becomes NaN and is counted.
+        nan_is_none: NaN says what None says; False = it is wrong.
 
     Returns:
         float64 [N], NaN = not applicable (None); and how many were wrong.
@@ -85,7 +86,7 @@ def checked_rewards(
     >>> checked_rewards([1, None, True], ["0_0", "0_1", "0_2"], name="f")
     (array([ 1., nan,  1.]), 0)
     """
-    return settled(judged(value, ids, name=name), len(ids), on_error)
+    return settled(judged(value, ids, name=name, nan_is_none=nan_is_none), len(ids), on_error)
 
 
 def settled(found: Judged | RewardError, count: int, on_error: OnError) -> tuple[np.ndarray, int]:
@@ -108,7 +109,7 @@ def settled(found: Judged | RewardError, count: int, on_error: OnError) -> tuple
     return found.rewards, found.wrong
 
 
-def judged(value: Any, ids: Sequence[str], *, name: str) -> Judged:
+def judged(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = False) -> Judged:
     """What a function returned, as numbers and what is wrong with them, the first entry of that kind named.
 
     Args: as checked_rewards.
@@ -126,7 +127,7 @@ def judged(value: Any, ids: Sequence[str], *, name: str) -> Judged:
         return Judged.failed(problem, len(ids))
     rewards, wrong = np.full(len(ids), math.nan), 0
     for i, item in enumerate(items):
-        if item is None:
+        if item is None or (nan_is_none and _is_nan(item)):
             continue
         number = _number(item)
         if abs(number) <= LARGEST:
@@ -263,6 +264,14 @@ def _entries(value: Any, count: int) -> tuple[list[Any], str | None]:
         return items, None
     how = "more" if len(items) > count else "fewer"
     return [], f"a value {_kind(value)} with {how} entries than the {count} that its length says"
+
+
+def _is_nan(item: Any) -> bool:
+    """Whether an entry is a number, and that is NaN: what is not equal to itself."""
+    try:
+        return not isinstance(item, NO_NUMBERS) and bool(item != item)
+    except Exception:  # an array of several, or whatever its own methods may raise
+        return False
 
 
 def _number(item: Any) -> float:

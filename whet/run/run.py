@@ -254,8 +254,7 @@ class Run(Giving):
     def _end_early(self) -> None:
         """Saves what is done; raises what an observer has raised, or that a signal has asked for the end."""
         self.save()
-        root = self.checkpoints.root
-        stopped = Stopped(self.step, None if root is None else root / f"step-{self.step:06d}")
+        stopped = Stopped(self.step, self.checkpoints.of_step(self.step))
         self.observers.check(str(stopped))
         raise stopped
 

@@ -200,6 +200,11 @@ DEFECTS: tuple[tuple[str, str], ...] = (
         "absent; `whet sft` names or counts each row that has nothing to train",
     ),
     ("a reward that is missing, or NaN, fails late or not at all", "DataError when the trajectory is given"),
+    (
+        "an advantage that is NaN gives NaN gradients, a batch of which nothing is trained a loss of 0 or NaN, both in "
+        "silence",
+        "DataError for an advantage of a trained token that is not finite; a warning, and a loss of 0",
+    ),
 )
 """What TorchRL 0.14.1 does, and what whet does in its place. Each was seen by running it, or read in its source."""
 

@@ -96,7 +96,7 @@ def read_tokens(data: TensorDictBase, scored: Scored, keys: Any, *, compat: str)
     recorded logprob other than 0.
 
     Raises: MissingKeyError: no advantage, no recorded logprobs. HasGradientError: those have a gradient. DataError:
-        shapes that do not fit.
+        shapes that do not fit; an advantage of a trained token that is not finite.
     """
     advantages = padded(data, keys.advantage, 0.0)
     sampled = _sampled(data, keys, scored.logprobs)
@@ -113,7 +113,9 @@ def read_tokens(data: TensorDictBase, scored: Scored, keys: Any, *, compat: str)
     else:
         mask = scored.mask & sampled.isfinite()
         sampled = _without_placeholder(sampled, mask, scored.logprobs)
-    return Tokens(mask, scored.logprobs, sampled, _per_token(advantages, mask))
+    tokens = Tokens(mask, scored.logprobs, sampled, _per_token(advantages, mask))
+    _check_trained(tokens.advantages[mask], keys)
+    return tokens
 
 
 def reference_logprobs(data: TensorDictBase, key: Any, tokens: Tokens, *, side: str, value: float) -> Tensor:
@@ -126,6 +128,21 @@ def reference_logprobs(data: TensorDictBase, key: Any, tokens: Tokens, *, side: 
             "of the same tokens, [B, T] or [B, T, 1]"
         )
     return found[tokens.mask].detach()
+
+
+def _check_trained(advantages: Tensor, keys: Any) -> None:
+    """Raises DataError for an advantage that would make every weight NaN; a warning where nothing is trained."""
+    if not len(advantages):
+        log.warning(
+            "no token of the batch is trained, so the loss is 0: the mask of the actor or of the data is False "
+            "everywhere, or no logprob was recorded"
+        )
+    elif bad := int((~advantages.isfinite()).sum()):
+        raise DataError(
+            f"{bad} of the {len(advantages)} trained tokens have an advantage ({keys.advantage!r}) that is NaN or "
+            "infinite, and one update with it makes every weight NaN; leave their rows out, or set it to 0: a group of "
+            "one reward, or a reward that is NaN, is what mostly makes it"
+        )
 
 
 def _sampled(data: TensorDictBase, keys: Any, current: Tensor) -> Tensor:

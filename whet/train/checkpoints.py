@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,25 +126,35 @@ class Checkpoints:
         if self.root is None:
             return None
 
-        def write(folder: Path) -> None:
-            for role, trainer in self.trainers.items():
-                (folder / role.value).mkdir()
-                trainer.worker.save(folder / role.value)
-                tokenizer.save_pretrained(folder / role.value)
-            for role in replaced:
-                (folder / role.value).mkdir()
-                self.only_read[role].save(folder / role.value)
-            updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
-            skipped = {role.value: trainer.skipped for role, trainer in self.trainers.items()}
-            own = {"updates": updates, "skipped": skipped, "moved": [role.value for role in replaced]}
-            write_state({**state, **own, "format": RUN_FORMAT}, folder / "run.pt")
-
-        replaced = [role for role, worker in self.only_read.items() if worker.replaced]
-
+        write = partial(self.fill, state=state, tokenizer=tokenizer)
         folder = publish(self.root, step, write, run=self.run, keep=keep, spared=self._aside.values())
         for name in self._aside:
             self._point(name)
         return folder
+
+    def fill(self, folder: Path, *, state: Mapping[str, Any], tokenizer: Any) -> None:
+        """Writes a checkpoint's files, but for what a folder of checkpoints adds. Args: folder: empty."""
+        replaced = [role for role, worker in self.only_read.items() if worker.replaced]
+        for role, trainer in self.trainers.items():
+            place = self.place(folder, role.value)
+            place.mkdir(exist_ok=True)
+            trainer.worker.save(place)
+            tokenizer.save_pretrained(place)
+        for role in replaced:
+            (folder / role.value).mkdir()
+            self.only_read[role].save(folder / role.value)
+        updates = {role.value: trainer.train_steps for role, trainer in self.trainers.items()}
+        skipped = {role.value: trainer.skipped for role, trainer in self.trainers.items()}
+        own = {"updates": updates, "skipped": skipped, "moved": [role.value for role in replaced]}
+        write_state({**state, **own, "format": RUN_FORMAT}, folder / "run.pt")
+
+    def place(self, folder: Path, role: str) -> Path:
+        """Where the files of a trained role lie. Args: folder: the checkpoint, which may be still to be filled."""
+        return folder / role
+
+    def of_step(self, step: int) -> Path | None:
+        """The folder of a step's checkpoint, which may be still to be written; None = none are."""
+        return None if self.root is None else self.root / f"step-{step:06d}"
 
     def set_aside(self, name: str, step: int | None) -> bool:
         """Keeps the checkpoint of a step, whatever their number, in place of the one that was kept as `name` before.
@@ -199,7 +210,7 @@ class Checkpoints:
         earlier = state.get("health", {}).get("skipped", {})  # where earlier versions had it, if at all
         skipped = state.get("skipped", earlier)
         for role, trainer in self.trainers.items():
-            trainer.load(folder / role.value, skipped=skipped.get(role.value, 0))
+            trainer.load(self.place(folder, role.value), skipped=skipped.get(role.value, 0))
             if trainer.train_steps != updates[role.value]:
                 raise CheckpointError(
                     f"{folder / 'run.pt'} says {updates[role.value]} updates of the {role.value}, its optimizer's "
@@ -238,8 +249,9 @@ class Checkpoints:
             )
         workers = {role.value: trainer.worker for role, trainer in self.trainers.items()}
         for role, worker in workers.items():
-            worker.files.check(folder / role)
-        verify(folder, ["run.pt", *(f"{role}/{name}" for role, w in workers.items() for name in w.files.names)])
+            worker.files.check(self.place(folder, role))
+        own = [path for role, worker in workers.items() for path in worker.files.paths(self.place(folder, role))]
+        verify(folder, ["run.pt", *(path.relative_to(folder).as_posix() for path in own)])
 
     @staticmethod
     def state(folder: Path, needs: Collection[str] = ()) -> dict[str, Any]:

@@ -2,9 +2,12 @@
 
     whole weights     model.safetensors, config.json                         under the module's own names
     an adapter        adapter_model.safetensors, adapter_config.json         PEFT's format: no weight of the base
+                      generation_config.json                                 of a language model's whole weights
     and               optimizer.safetensors, state.pt                        by the name of the parameter
 
-An adapter is copied into the one that the run has made from its settings, so that it is never applied twice.
+The last two may lie in a folder `whet` beside the weights, where others load these: some programs take every
+safetensors file of a folder for weights. An adapter is copied into the one that the run has made from its settings, so
+that it is never applied twice.
 """
 
 from __future__ import annotations
@@ -26,7 +29,11 @@ from whet.parallel import load_state, read_state, save_state, write_state
 from whet.parallel.formats import STATE_FORMAT, check_format
 from whet.train.optim import Optim
 
-__all__ = ["ModelFiles"]
+__all__ = ["ModelFiles", "set_apart"]
+
+APART = "whet"
+"""The folder beside the weights that may hold what is no model's."""
+_RESUMED = ("optimizer.safetensors", "state.pt")
 
 
 class ModelFiles:
@@ -39,11 +46,11 @@ class ModelFiles:
         self.loaded, self.optim = loaded, optim
         self.adapted = loaded.adapter is not None
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """What a checkpoint has of it."""
+    def paths(self, folder: Path) -> list[Path]:
+        """What a checkpoint has of it, in its folder."""
         weights = (ADAPTER_WEIGHTS, ADAPTER_CONFIG) if self.adapted else ("model.safetensors", "config.json")
-        return (*weights, *(("state.pt",) if self.optim is None else ("optimizer.safetensors", "state.pt")))
+        rest = _RESUMED[1:] if self.optim is None else _RESUMED
+        return [*(folder / name for name in weights), *(_rest(folder) / name for name in rest)]
 
     def write(self, folder: Path, version: int) -> None:
         """Writes everything that a resumed worker needs. Args: version: of the policy."""
@@ -55,6 +62,8 @@ class ModelFiles:
             config = copy.deepcopy(self.loaded.module.config)
             config.dtype = self.loaded.saved_dtype  # the model's own; what lies here is its fp32 masters
             config.save_pretrained(folder)
+            if self.loaded.module.can_generate():  # as it is: transformers' save_pretrained refuses some that run
+                self.loaded.module.generation_config.to_json_file(folder / "generation_config.json")  # pyright: ignore
         state: dict[str, Any] = {"format": STATE_FORMAT, "version": version}
         if self.optim is not None:
             state["optim"] = self.optim.save(folder / "optimizer.safetensors")
@@ -73,7 +82,7 @@ class ModelFiles:
     def read(self, folder: Path) -> int:
         """Restores what `write` wrote. Returns: the version. Raises CheckpointError where it doesn't fit this model."""
         self.check(folder)
-        path = folder / "state.pt"
+        path = _rest(folder) / "state.pt"
         state = read_state(path, needs=("version",) if self.optim is None else ("version", "optim"))
         check_format(path, state.get("format", 1), STATE_FORMAT, weights=folder)
         masters = None if self.optim is None else self.optim.masters_by_name()
@@ -82,7 +91,7 @@ class ModelFiles:
         else:
             load_state(self.loaded.module, folder / "model.safetensors", masters)
         if self.optim is not None:
-            self.optim.load(folder / "optimizer.safetensors", state["optim"])
+            self.optim.load(_rest(folder) / "optimizer.safetensors", state["optim"])
         return state["version"]
 
     def _read_adapter(self, path: Path) -> None:
@@ -119,3 +128,16 @@ class ModelFiles:
         finally:
             for name, data in held.items():
                 params[name].data = data
+
+
+def set_apart(folder: Path) -> None:
+    """Puts what is no model's of a model's folder into the folder beside the weights."""
+    (folder / APART).mkdir()
+    for name in _RESUMED:
+        if (folder / name).exists():
+            (folder / name).rename(folder / APART / name)
+
+
+def _rest(folder: Path) -> Path:
+    """Where optimizer and state of a model lie."""
+    return folder / APART if (folder / APART).is_dir() else folder

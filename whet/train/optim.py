@@ -77,6 +77,25 @@ class Optim:
         self._taken_up = False
         self.total_updates: int | None = None if self.config is None else self.config.total_steps
 
+    def begin_anew(self, config: OptimConfig) -> None:
+        """Another run on these weights: the schedule begins at its beginning. The moments are kept where the settings
+        are the same but for the number of updates, and are 0 otherwise.
+
+        Args: config: of the new run.
+        Raises: ConfigError: a factory has made the optimizer; a schedule that can't be stepped.
+        """
+        if self.config is None:
+            raise ConfigError("the optimizer is a user's own, whose schedule whet can't begin again")
+        _check_schedule(config)
+        same = dataclasses.replace(config, total_steps=self.config.total_steps) == self.config
+        self.config, self.total_updates = config, config.total_steps
+        self.schedule, self._taken_up, self.updates = None, False, 0
+        if not same:
+            self.optimizer = make_optimizer(self.masters, config)
+            self.made = settings_of(self.optimizer)
+        for group, made in zip(self.optimizer.param_groups, self.made, strict=True):
+            set_setting(group, "lr", made["lr"])
+
     def take_usual_rate(self, lr: float) -> bool:
         """Takes a learning rate where the configuration gives none, before the first update. Returns: if it did."""
         if self.config is None or self.config.lr is not None:

@@ -275,9 +275,7 @@ def test_labels_without_contrast_are_told(folder, caplog):
     assert run.task.expected_metrics() == ("loss", "rewards/accuracies")
     with pytest.raises(DataError, match=r"there is 1 row to train on, and algo\.loss_type=kto measures a KL"):
         learner("kto", folder).new_run(good[:1])
-    with pytest.raises(
-        ConfigError, match=r"data.batch_size=1: algo.loss_type=kto .*a step needs two rows"
-    ):
+    with pytest.raises(ConfigError, match=r"data.batch_size=1: algo.loss_type=kto .*a step needs two rows"):
         learner("kto", folder, batch_size=1)
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import platform
 import subprocess
 import sys
 
@@ -477,7 +476,7 @@ FP32, BF16 = "in torch.float32 differ from torch's on this machine", "in torch.b
     ],
 )
 def test_kernels_that_compute_something_else_are_not_used(fresh, cache, rewrite, monkeypatch, old, new, reason):
-    lesser = BUILDS["256 bits"] if platform.machine() == "x86_64" else ()  # which rounds by itself
+    lesser = BUILDS.get("256 bits", ())  # which rounds by itself
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-O0", *lesser))  # in less time
     rewrite(old, new)
     assert reason in str(layer_kernels())

@@ -1,6 +1,8 @@
 """Tools, environments and rollout_func: what TRL's own tests of agents check, on a tiny model with bytes."""
 
 import asyncio
+import copy
+import functools
 import math
 from dataclasses import replace
 
@@ -298,6 +300,27 @@ def test_rollout_func_makes_the_completions_and_its_columns_reach_the_rewards(tm
     assert given[0] == (["AB", "AC", "AD"], [0.0, 1.0, 2.0], ["x"] * 3, [1, 1, 1])
     assert masks[0] == [True, False, True] * 3
     assert made.state.log_history[0]["completions/mean_length"] == 2.0
+
+
+def test_the_off_policy_mask_goes_by_the_logprobs_of_rollout_func(tmp_path):
+    sampled = [[-1.0, None, -1.0], [-9.0, -9.0, -9.0], [-9.0, -9.0, -9.0]]  # the first is far above the policy's
+    fn = functools.partial(rolled, logprobs=sampled, env_mask=[[1, 0, 1]] * 3)
+    made = trainer(tmp_path, lambda score, **_: score, data=rows(1), rollout_func=fn, max_steps=1,
+                   off_policy_mask_threshold=0.5, max_grad_norm=0.0)  # fmt: skip
+    model = copy.deepcopy(made.model)
+    answers = rolled(["x"] * 3, None)["completion_ids"]
+    prompt = list(rows(1)[0]["prompt"].encode())
+    total = 0.0
+    for answer, advantage in zip(answers, (0.0, 0.0, 1.0), strict=True):  # the worst is masked, the middle's is 0
+        logprobs = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        chosen = logprobs[torch.arange(3), torch.tensor(answer)]
+        assert -8.5 < float(chosen.detach().min()) < float(chosen.detach().max()) < -1.5  # between what is sampled
+        total = total - advantage / (1 + 1e-4) * (chosen[0] + chosen[2])
+    (total / 6).backward()  # over all 6 tokens of the model
+    norm = torch.linalg.vector_norm(torch.stack([p.grad.norm() for p in model.parameters()]))
+    model.zero_grad()
+    made.train()
+    assert made.state.log_history[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-4)
 
 
 @pytest.mark.parametrize(

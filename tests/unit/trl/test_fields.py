@@ -1,6 +1,7 @@
 """GRPOConfig: every field of TRL's, with its default; what is refused says why; the rules of batches."""
 
 import dataclasses
+import json
 
 import pytest
 from transformers import HfArgumentParser
@@ -89,6 +90,9 @@ def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given
         ({"vllm_device": "cuda:1"}, "the engine is where the trainer is"),
         ({"tp_size": 2}, "one process trains"),
         ({"compat": "0.15"}, "unknown compat"),
+        ({"max_steps": 0}, "max_steps=0 asks for no step.*-1"),
+        ({"generation_kwargs": "{top_k: 5}"}, r"generation_kwargs='{top_k: 5}' is no JSON .*double quotes"),
+        ({"generation_kwargs": "[1]"}, r"generation_kwargs=.* is no JSON object"),
     ],
 )  # fmt: skip
 def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
@@ -108,7 +112,7 @@ def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
         (SFTConfig, {"packing": True, "packing_strategy": "bdf"}, "unknown packing_strategy 'bdf'; did you mean bfd"),
         (SFTConfig, {"truncation_mode": "keep_middle"}, "unknown truncation_mode"),
         (SFTConfig, {"train_sampling_strategy": "group_by_length"}, "nothing is padded"),
-        (SFTConfig, {"dataset_kwargs": {"add_special_tokens": False}}, "'add_special_tokens' is not taken"),
+        (SFTConfig, {"dataset_kwargs": {"add_special_token": False}}, "'add_special_token' is not taken"),
         (SFTConfig, {"label_smoothing_factor": 0.1}, "DPO has label_smoothing"),
         (DPOConfig, {"loss_type": "sigmod"}, "did you mean sigmoid"),
         (DPOConfig, {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0]}, "one for each"),
@@ -144,10 +148,18 @@ def test_what_a_step_is_made_of(micro, accumulate, steps, passes, group, expecte
 
 
 def test_a_command_line_and_a_subclass_read_the_fields():
-    (args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses(
-        ["--output_dir", "o", "--beta", "0.1", "--num_generations", "4", "--reward_weights", "1", "0.5"]
+    words = ["--output_dir", "o", "--beta", "0.1", "--num_generations", "4", "--reward_weights", "1", "0.5"]
+    given = {"model_init_kwargs": {"dtype": "float32"}, "generation_kwargs": {"top_k": 5}, "lr_scheduler_kwargs": {},
+             "chat_template_kwargs": {"enable_thinking": False}, "accelerator_config": {"split_batches": True},
+             "gradient_checkpointing_kwargs": {"use_reentrant": False}}  # fmt: skip
+    parser = HfArgumentParser(GRPOConfig)
+    (args,) = parser.parse_args_into_dataclasses(
+        words + [word for name, value in given.items() for word in (f"--{name}", json.dumps(value))]
     )
     assert (args.output_dir, args.beta, args.num_generations, args.reward_weights) == ("o", 0.1, 4, [1.0, 0.5])
+    assert {name: getattr(args, name) for name in given} == given
+    with pytest.raises(ConfigError, match=r"deepspeed='x\.json' is not taken: one process trains"):
+        parser.parse_args_into_dataclasses([*words, "--deepspeed", "x.json"])
 
     @dataclasses.dataclass
     class Mine(GRPOConfig):

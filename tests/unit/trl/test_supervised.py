@@ -4,7 +4,7 @@ import datasets
 import pytest
 import torch
 from helpers import same, tiny_model, weights_of
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, TrainerCallback, TrainingArguments
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import ConfigError, DataError
@@ -87,6 +87,10 @@ def test_rows_that_teach_nothing_are_left_out_and_counted(tmp_path, caplog):
     assert len(trainer(tmp_path, rows=[*ANSWERS, {"prompt": "a", "completion": " "}]).train_rows()) == 4
     assert caplog.text.count("rows with nothing to train, left out: 1") == 2
     assert SFTConfig(max_seq_length=7).max_length == 7
+    SFTConfig(dataset_kwargs={"add_special_tokens": False, "append_concat_token": False, "skip_prepare_dataset": True})
+    assert "dataset_kwargs: add_special_tokens, append_concat_token is not read" in caplog.text
+    assert DPOConfig(max_prompt_length=512).max_length == 1024
+    assert "max_prompt_length=512 is not read: max_length=1024 is the limit of prompt and answer" in caplog.text
 
 
 def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
@@ -115,6 +119,21 @@ def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
         ("SFT", {"dataloader_drop_last": True, "gradient_accumulation_steps": 9}, ConfigError, "leaves nothing of 4"),
         ("DPO", {"rows": [{"prompt": "a", "chosen": "b"}]}, DataError, "chosen and rejected"),
         ("DPO", {"args": 1}, ConfigError, "no field 'args'"),
+        ("DPO", {"rows": {"train": PAIRS}}, DataError, "`train_dataset` must be a `Dataset`.*, got `dict`"),
+        ("SFT", {"eval_dataset": []}, DataError, "eval_dataset has no rows"),
+        ("SFT", {"eval_strategy": "epoch"}, ConfigError, "eval_strategy='epoch' asks for .* no eval_dataset"),
+        (
+            "SFT",
+            {"eval_dataset": {"a": ANSWERS, "b": ANSWERS}, "metric_for_best_model": "eval_loss"},
+            ConfigError,
+            "several evaluation sets; name one's: eval_a_loss or eval_b_loss",
+        ),
+        (
+            "DPO",
+            {"eval_dataset": PAIRS, "metric_for_best_model": "eval_acuracy"},
+            ConfigError,
+            "is no metric of an eval",
+        ),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
@@ -141,6 +160,20 @@ def test_streams_are_read_as_they_are_trained_on_and_packed_alike(tmp_path):
 class Stop(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         control.should_training_stop = state.global_step == 1
+
+
+def test_plain_training_arguments_are_taken_as_in_trl(tmp_path):
+    pytest.importorskip("accelerate")
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to="none", max_steps=3, warmup_steps=2, optim="sgd",
+                             lr_scheduler_type="cosine", save_strategy="no", hub_token="x")  # fmt: skip
+    made = SFTTrainer(tiny_model(), args, train_dataset=ANSWERS, processing_class=byte_tokenizer())
+    found = {
+        name: getattr(made.args, name) for name in ("max_steps", "warmup_steps", "optim", "hub_token", "max_length")
+    }
+    assert found == {"max_steps": 3, "warmup_steps": 2, "optim": "sgd", "hub_token": "x", "max_length": 1024}
+    assert made.args.lr_scheduler_type == "cosine"
+    with pytest.raises(ConfigError, match=r"TrainingArguments; take whet\.trl's DPOConfig"):
+        DPOTrainer(tiny_model(), args=args, train_dataset=PAIRS, processing_class=byte_tokenizer())
 
 
 @pytest.mark.parametrize("method", KINDS)
@@ -176,7 +209,7 @@ def test_an_adapter_is_trained_with_its_dropout_and_the_reference_is_its_base(tm
     made.train()
     assert made.state.log_history[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)  # the base is the reference
     assert made.state.log_history[1]["rewards/margins"] != pytest.approx(0, abs=1e-5)
-    now = {name.replace(".base_layer", ""): p for name, p in made.model.named_parameters()}
+    now = {name.replace(".base_layer", ""): p for name, p in made.model.get_base_model().named_parameters()}
     assert all(torch.equal(now[name], p) for name, p in before.items())
     assert (tmp_path / "checkpoint-2" / "adapter_model.safetensors").exists()
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import datasets
+import numpy as np
+import pandas
 import pytest
 import torch
 from helpers import END, PAD, length_reward, rows, same, tiny_model, weights_of
@@ -182,15 +184,22 @@ def test_functions_of_every_kind_with_columns_state_and_logs_of_their_own(tmp_pa
     assert row["longest"] <= 6
     table = datasets.Dataset.from_parquet(str(tmp_path / "completions" / "completions_00002.parquet"))
     assert {"step", "prompt", "completion", "judge", "later", "upper", "advantage"} <= set(table.column_names)
+    assert table["step"][0] == 2
     assert len(table) == 3
 
 
-def test_rewards_that_are_all_none_are_told_of_and_teach_nothing(tmp_path, caplog):
-    made = trainer(tmp_path, lambda completions, **_: [None] * len(completions))
+def test_rewards_that_are_all_none_or_nan_are_told_of_and_teach_nothing(tmp_path, caplog):
+    nan = math.nan
+    given = iter([[None, nan, np.float32("nan")], np.full(3, nan), torch.full((3,), nan)])
+    made = trainer(tmp_path, lambda **_: next(given), max_steps=3)
     before = weights_of(made.model)
     made.train()
-    assert "All reward functions returned None for the following kwargs" in caplog.text
+    assert caplog.text.count("All reward functions returned None for the following kwargs") == 3
     assert same(before, weights_of(made.model))
+    for wrong in (math.inf, "nan"):
+        made = trainer(tmp_path, lambda wrong=wrong, **_: [wrong, 1.0, 2.0])
+        with pytest.raises(RewardError, match="row 0, generation 0"):
+            made.train()
 
 
 def test_conversations_and_columns_left_out(tmp_path):
@@ -250,6 +259,22 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
         ({"quantization_config": 1}, ConfigError, "for a model given by its name"),
         ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
         ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
+        (
+            {"data": datasets.DatasetDict(train=datasets.Dataset.from_list(rows(3)))},
+            DataError,
+            r"`train_dataset` must be a `Dataset` or `IterableDataset`, got `DatasetDict`; .*_dataset=data\['train'\]",
+        ),
+        ({"data": "rows.jsonl"}, DataError, "must be a `Dataset`.*, got `str`; load it first"),
+        ({"data": pandas.DataFrame({"prompt": ["a"]})}, DataError, "got `DataFrame`; make it one: Dataset.from_pandas"),
+        ({"data": ["a"] * 9}, DataError, "train_dataset: its rows are str"),
+        ({"eval_dataset": {"a": rows(2), "b": []}}, DataError, r"eval_dataset\['b'\] has no rows"),
+        (
+            {"eval_strategy": "steps"},
+            ConfigError,
+            "eval_strategy='steps' asks for evaluations, and there is no eval_da",
+        ),
+        ({"eval_on_start": True}, ConfigError, "eval_on_start=True asks for evaluations"),
+        ({"model": "meta"}, ConfigError, "lies on the meta device"),
         ({"data": iter(rows(3)), "max_steps": -1}, ConfigError, "set max_steps"),
         ({"model_init_kwargs": {"rope_scaling": 1}, "model": "folder"}, ConfigError, "rope_scaling"),
         ({"optimizers": (None, 1)}, ConfigError, "give both"),
@@ -259,6 +284,8 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
 def test_what_is_not_there_is_refused_by_name(given, kind, message, tmp_path):
+    if given.get("model") == "meta":
+        given = {"model": tiny_model().to("meta")}
     with pytest.raises(kind, match=message):
         trainer(tmp_path, **given)
 
@@ -293,6 +320,7 @@ def test_streams_and_sets_by_name(tmp_path):
     assert [row["step"] for row in logged] == [0, 2]
     assert made.evaluate()["eval_b_reward"] >= 0
     assert made.evaluate("a").keys() == made.evaluate(rows(1), metric_key_prefix="eval_a").keys()
+    assert made.evaluate()["epoch"] == made.state.epoch
     with pytest.raises(ConfigError, match="there is no evaluation set 'c'"):
         made.evaluate("c")
     with pytest.raises(ConfigError, match="needs eval_dataset"):
@@ -372,8 +400,11 @@ def test_a_regular_expression_holds_completions(tmp_path):
 
 
 class Stop(TrainerCallback):
-    def on_step_end(self, args, state, control, model, processing_class, optimizer, **_):
+    rates: ClassVar[list] = []
+
+    def on_step_end(self, args, state, control, model, processing_class, optimizer, lr_scheduler, **_):
         assert isinstance(optimizer, torch.optim.Optimizer)
+        self.rates.append(lr_scheduler.get_last_lr()[0])
         control.should_training_stop = state.global_step == 2
         control.should_save = state.global_step == 1
 
@@ -381,6 +412,9 @@ class Stop(TrainerCallback):
 def test_flags_are_done_and_callbacks_come_and_go(tmp_path):
     made = trainer(tmp_path, callbacks=[Stop], max_steps=5, save_strategy="steps", save_steps=100)
     made.train()
+    assert Stop.rates == pytest.approx([0.08, 0.06])  # of the update that comes next, as transformers has it
+    assert list(made.state.log_history[0])[:3] == ["loss", "grad_norm", "learning_rate"]
+    assert made.lr_scheduler.state_dict()["last_epoch"] == 2
     assert made.state.global_step == 2
     assert (tmp_path / "checkpoint-1").is_dir()
     unsaved = trainer(tmp_path / "no", callbacks=[Stop], max_steps=5)
@@ -428,8 +462,9 @@ def test_the_best_model_is_kept_and_loaded_at_the_end(limit, tmp_path):
         judged.append(1)
         return [float(i) - 10 * len(judged) for i in range(len(completions))]
 
-    made = trainer(tmp_path, judge, eval_dataset=rows(1), eval_strategy="steps", eval_steps=1, save_strategy="steps",
-                   save_steps=1, max_steps=3, load_best_model_at_end=True, metric_for_best_model="reward",
+    sets = rows(1) if limit == 1 else {"a": rows(2), "b": rows(1)}  # of several the last one's, as in TRL
+    made = trainer(tmp_path, judge, eval_dataset=sets, eval_strategy="steps", eval_steps=1, save_strategy="steps",
+                   save_steps=1, max_steps=3, load_best_model_at_end=True, metric_for_best_model="eval_reward",
                    save_total_limit=limit, callbacks=[EarlyStoppingCallback(2)])  # fmt: skip
     made.train()
     assert made.state.best_global_step == 1
@@ -499,6 +534,15 @@ def test_numbers_are_shown_and_kept(tmp_path, capsys):
 
 def test_what_a_script_reads_of_the_trainer(tmp_path):
     made = trainer(tmp_path)
+    assert (made.num_generations, made.max_completion_length, made.is_fsdp_enabled) == (3, 6, False)
+    assert made.get_num_trainable_parameters() == sum(p.numel() for p in made.model.parameters())
+    for name, instead in (("get_train_dataloader", "give train_dataset"), ("_metrics", "state.log_history"),
+                          ("data_collator", "no loaders"), ("num_generation", "did you mean")):  # fmt: skip
+        with pytest.raises(AttributeError, match=f"{name}.*{instead}"):
+            getattr(made, name)
+    with pytest.raises(AttributeError, match="give the fields that it sets"):
+        made.args.set_training(batch_size=2)
+    assert made.args.parallel_mode.value == "not_parallel"
     assert made.accelerator.is_main_process
     assert made.accelerator.unwrap_model(made.model) is made.model
     assert made.is_world_process_zero()
@@ -580,7 +624,7 @@ def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
         given, own = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM")), {}
     made = trainer(tmp_path / "out", model=given, beta=0.1, save_strategy="steps", save_steps=1, **own)
     made.train()
-    now = {name.replace(".base_layer", ""): p for name, p in made.model.named_parameters()}
+    now = {name.replace(".base_layer", ""): p for name, p in made.model.get_base_model().named_parameters()}
     assert all(torch.equal(now[name], p) for name, p in before.items())
     changed = [n for n, p in now.items() if "lora_B" in n and p.any()]
     assert len(changed) == 4
@@ -589,5 +633,17 @@ def test_an_adapter_is_trained_and_its_base_is_not(by, tmp_path, caplog):
     assert (tmp_path / "out" / "checkpoint-2" / "adapter_model.safetensors").exists()
     assert ("lora_dropout=0.1 is taken as 0.0" in caplog.text) == (by != "wrapped")
     made.save_model(str(tmp_path / "final"))
-    loaded = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / "final")
-    assert loaded.peft_config["default"].r == 4
+    made.model.save_pretrained(tmp_path / "mine")  # as notebooks do
+    for folder in ("final", "mine"):
+        loaded = peft.PeftModel.from_pretrained(tiny_model(), tmp_path / folder)
+        assert loaded.peft_config["default"].r == 4
+        assert same(weights_of(loaded), weights_of(made.model))
+    assert not (tmp_path / "mine" / "model.safetensors").exists()
+    assert made.model.get_nb_trainable_parameters()[0] == sum(p.numel() for n, p in now.items() if "lora_" in n)
+    if by == "wrapped":
+        assert made.model is given
+    ids = torch.tensor([[48, 49]])
+    before_merging = made.model(ids).logits
+    merged = made.model.merge_and_unload()
+    assert not [name for name, _ in merged.named_modules() if "lora" in name]
+    torch.testing.assert_close(merged(ids).logits, before_merging)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -132,7 +133,7 @@ class Agents:
         self, rows: Mapping[str, Any], i: int, generation: int, end_ids: Sequence[int], version: int
     ) -> Completion:
         tokens = np.asarray(rows["completion_ids"][i], np.int32)
-        given = [0.0 if x is None else float(x) for x in rows["logprobs"][i]]
+        given = [math.nan if x is None else float(x) for x in rows["logprobs"][i]]  # not known
         mask = np.ones(len(tokens), bool) if "env_mask" not in rows else np.asarray(rows["env_mask"][i], bool)
         if not len(tokens) == len(given) == len(mask) or not mask.any():
             raise DataError(

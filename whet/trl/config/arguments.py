@@ -14,15 +14,17 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
-from transformers import SchedulerType
+from transformers import SchedulerType, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy, SaveStrategy
+from transformers.training_args import ParallelMode
 
 from whet.errors import ConfigError, lookup_error, nearest
 from whet.trl.config.field import Table
 from whet.trl.config.launch import launched
+from whet.trl.config.training import OWN_FIELDS
 
 __all__ = ["Arguments", "dataclass_of"]
 
@@ -48,13 +50,16 @@ class Arguments:
 
     TABLE: ClassVar[Table] = {}
     OLD: ClassVar[Table] = {}
+    OWN: ClassVar[Table] = OWN_FIELDS
     COMPAT: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     compat = None
     """Whose metric names are logged besides; a field where there are defaults of earlier releases."""
 
-    if TYPE_CHECKING:  # the fields are made of the tables
-
-        def __getattr__(self, name: str) -> Any: ...
+    def __getattr__(self, name: str) -> Any:  # the fields, for a type checker: they are made of the tables
+        """What is not there; of transformers' setters with what to do instead."""
+        if name.startswith("set_") and hasattr(TrainingArguments, name):
+            raise AttributeError(f"{type(self).__name__} has no {name}; give the fields that it sets by name")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __init__(self, output_dir: str | None = None, **given: Any) -> None:
         """Args: output_dir: where checkpoints go. given: the other fields, by name.
@@ -80,8 +85,8 @@ class Arguments:
             value = getattr(self, name)
             if row.state == "refused" and value != row.default and value not in row.harmless:
                 raise ConfigError(f"{name}={value!r} is not taken: {row.note}")
-            if row.kind is dict and isinstance(value, str):
-                setattr(self, name, json.loads(value))
+            if row.kind is dict and isinstance(value, str) and (row.state != "no effect" or value.startswith("{")):
+                setattr(self, name, _mapping(name, value))
         self._settle()
 
     def _take_compat(self) -> None:
@@ -119,13 +124,7 @@ class Arguments:
         if self.output_dir is None:
             self.output_dir = "trainer_output"
         self.output_dir = str(Path(self.output_dir).expanduser())
-        for name, kind in (
-            ("eval_strategy", IntervalStrategy),
-            ("logging_strategy", IntervalStrategy),
-            ("save_strategy", SaveStrategy),
-            ("lr_scheduler_type", SchedulerType),
-        ):
-            setattr(self, name, _word(name, getattr(self, name), kind))
+        self.words()
         reports = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
         self.report_to = [] if reports == ["none"] else reports
         launched(self)
@@ -145,6 +144,16 @@ class Arguments:
             self.greater_is_better = not self.metric_for_best_model.endswith("loss")
         self._check()
 
+    def words(self) -> None:
+        """Members of transformers' enumerations in place of their words. Raises: ConfigError: an unknown word."""
+        for name, kind in (
+            ("eval_strategy", IntervalStrategy),
+            ("logging_strategy", IntervalStrategy),
+            ("save_strategy", SaveStrategy),
+            ("lr_scheduler_type", SchedulerType),
+        ):
+            setattr(self, name, _word(name, getattr(self, name), kind))
+
     def _check(self) -> None:
         if self.logging_strategy == "steps" and self.logging_steps <= 0:
             raise ConfigError(f"logging_steps={self.logging_steps!r} must be positive; or logging_strategy='no'")
@@ -152,6 +161,10 @@ class Arguments:
             raise ConfigError(
                 f"lr_scheduler_type={str(self.lr_scheduler_type)!r} goes by an evaluation, which schedules here do "
                 "not see; take one that goes by the step (cosine), or pass optimizers=(optimizer, scheduler)"
+            )
+        if self.max_steps == 0:
+            raise ConfigError(
+                "max_steps=0 asks for no step; give the steps of the run, or -1: num_train_epochs decides"
             )
         if self.log_level not in _LEVELS:
             raise lookup_error("log_level", self.log_level, _LEVELS)
@@ -208,6 +221,11 @@ class Arguments:
         return True
 
     @property
+    def parallel_mode(self) -> ParallelMode:
+        """That one process trains."""
+        return ParallelMode.NOT_PARALLEL
+
+    @property
     def train_batch_size(self) -> int:
         """Completions of a micro-step."""
         return self.per_device_train_batch_size
@@ -247,6 +265,17 @@ class Arguments:
         return {n: v if isinstance(v, bool | int | float | str) else str(v) for n, v in self.to_dict().items()}
 
 
+def _mapping(name: str, value: str) -> dict[str, Any]:
+    """What a command line gives for a field that is a dict. Raises ConfigError: it is no JSON object."""
+    try:
+        found = json.loads(value)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{name}={value!r} is no JSON ({error}); give an object: '{{\"key\": 1}}'") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{name}={value!r} is no JSON object; give one: '{{\"key\": 1}}'")
+    return found
+
+
 def _word(name: str, value: Any, kind: Any) -> Any:
     """A member of an enumeration of transformers."""
     known = [member.value for member in kind]
@@ -258,8 +287,9 @@ def _word(name: str, value: Any, kind: Any) -> Any:
 def dataclass_of(name: str, base: type[Arguments], doc: str) -> Any:
     """A configuration's class: a dataclass with the fields of its tables, of which old ones are None by default."""
     made = []
-    for field, row in {**base.TABLE, **base.OLD}.items():
+    for field, row in {**base.TABLE, **base.OWN, **base.OLD}.items():
         kind = row.kind or type(row.default)
+        kind = dict | str if kind is dict else kind  # transformers' parser takes the text, which is JSON
         optional = kind | None if row.default is None else kind
         metadata = {"help": f"{row.state}: {row.note}".replace("%", "%%")}
         if isinstance(row.default, list | dict):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 from whet.config import PreferenceConfig
@@ -13,6 +14,8 @@ from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 
 __all__ = ["DPO_FIELDS", "OLD_DPO_FIELDS", "DPOConfig"]
 
+log = logging.getLogger("whet")
+
 DPO_FIELDS: Table = {
     **MODEL_FIELDS,
     "disable_dropout": NO_DROPOUT,
@@ -20,7 +23,7 @@ DPO_FIELDS: Table = {
     "truncation_mode": works("keep_start", "or keep_end; pairs with nothing trained left are dropped and counted"),
     "padding_free": inert(False, "nothing is padded in any case"),
     "precompute_ref_log_probs": works(False),
-    "precompute_ref_batch_size": inert(None, "passes go by the token budget", int),
+    "precompute_ref_batch_size": inert(None, "passes go by max_tokens_per_microbatch", int),
     "loss_type": works(["sigmoid"], "and whet's others that take pairs (docs/preference.md)", list[str]),
     "loss_weights": works(None, kind=list[float]),
     "ld_alpha": works(None, kind=float),
@@ -61,6 +64,12 @@ class _DPO(SupervisedArguments):
     def _check(self) -> None:
         """What of its values is not there."""
         super()._check()
+        for name in OLD_DPO_FIELDS:
+            if getattr(self, name) is not None:
+                log.warning(
+                    "%s=%s is not read: max_length=%s is the limit of prompt and answer, as in later releases",
+                    *(name, getattr(self, name), self.max_length),
+                )
         self.loss_type = [self.loss_type] if isinstance(self.loss_type, str) else list(self.loss_type)
         make_preference_objective(self.to_whet())
 

@@ -16,6 +16,7 @@ STATES: Mapping[str, str] = {
     "no effect": "accepted; the note says why whet has nothing to do for it",
     "refused": "a value other than the default raises ConfigError, which says why and what to use instead",
     "old": "of TRL's and transformers' releases of 2025; read as the note says",
+    "own": "whet's own: TRL has no such field",
 }
 """The states, each with what it means."""
 

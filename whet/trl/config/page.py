@@ -14,7 +14,7 @@ from whet.trl.config.reward import REWARD_FIELDS
 from whet.trl.config.rloo import RLOO_FIELDS
 from whet.trl.config.sft import OLD_SFT_FIELDS, SFT_FIELDS
 from whet.trl.config.supervised import SUPERVISED_FIELDS
-from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
+from whet.trl.config.training import OLD_TRAINING_FIELDS, OWN_FIELDS, TRAINING_FIELDS
 
 __all__ = ["PAGES", "page"]
 
@@ -26,6 +26,7 @@ PAGES: dict[str, Table] = {
     "RewardConfig": REWARD_FIELDS,
     "From transformers.TrainingArguments": TRAINING_FIELDS,
     "Of these, otherwise in SFTConfig, DPOConfig and RewardConfig": SUPERVISED_FIELDS,
+    "Of whet's own, in all of them": OWN_FIELDS,
     "Fields of earlier releases": {**OLD_GRPO_FIELDS, **OLD_TRAINING_FIELDS},
     "Of SFT and DPO": {**OLD_SFT_FIELDS, **OLD_DPO_FIELDS},
 }
@@ -52,6 +53,28 @@ vLLM, a callback, a resumed run. The suite runs each with either import. `accele
 `torchrun script.py` work with one process; of what accelerate says, the CPU and bf16 are taken. Several processes are
 refused, with the accumulation that makes the same step in one.
 
+## The model, its checkpoints, memory
+
+- `trainer.model` is the module in training. With `peft_config` it is PEFT's `PeftModel` around that module, as in TRL:
+  `save_pretrained` and `push_to_hub` write the adapter, `merge_and_unload`, `print_trainable_parameters` and
+  `disable_adapter` are PEFT's own. The parameters that it shows are in the dtype that the model computes in.
+- What is trained are *masters*: copies of the parameters in fp32, also where the model computes in bf16.
+  `save_model()`, checkpoints and the `save_pretrained` of an adapter write the masters; `trainer.model.save_pretrained`
+  of a whole model in bf16 writes its parameters, rounded.
+- `output_dir/checkpoint-N` is a folder of files, whole or absent, which leads to no other: it can be copied, packed and
+  moved. transformers, PEFT and TRL load it as the model. What only a resume needs lies in its `run.pt` and `whet/`
+  (optimizer and schedule). `output_dir` is locked while a run writes there. Checkpoints of earlier versions, which are
+  links into `output_dir/.whet`, are resumed as long as that folder is there.
+- A run that is resumed from an earlier checkpoint than the last leaves the later ones until it writes them again, as
+  in TRL: `resume_from_checkpoint=True` takes the one with the highest number.
+- The model runs on packed rows of many sequences, a *pass* at a time, whatever the batch. Memory goes by the tokens of
+  a pass: `max_tokens_per_microbatch=4096`, a field of whet's own in every configuration, is what to lower where memory
+  is short, and changes results by rounding alone. per_device_train_batch_size does not size it.
+- `train()` a second time is a further run on the same weights, its schedule from the beginning, as in TRL. What is set
+  on the trainer after it was made (`train_dataset`, `eval_dataset`, `reward_funcs`; of `args` the rate, the schedule,
+  the length, when to log, evaluate and save) is taken up by `train()`; a changed rate begins the optimizer's moments
+  at 0. Another field of `args` that was changed raises, since it was read when the trainer was made.
+
 ## Tools, environments, rollouts of your own
 
 `tools`, `environment_factory` and `rollout_func` are as in TRL, `max_tool_calling_iterations` and
@@ -68,7 +91,8 @@ tools have answered; ids are appended and never made again, and only what the mo
 - Reward functions are given the environments themselves, and the other columns as copies.
 - Lengths of completions are of what the model said, as there; `num_tokens` counts the tools' tokens too.
 - `rollout_func` is called with every prompt once for each of its completions. Old log-probabilities are the trainer's;
-  the ones that it returns must be there, and are not used, since a ratio to them would be another policy's.
+  the ones that it returns are what `off_policy_mask_threshold` measures the distance to, as in TRL (None = not known),
+  and are not used otherwise, since a ratio to them would be another policy's.
 
 ## What is different on purpose: GRPO and RLOO
 
@@ -92,6 +116,16 @@ tools have answered; ids are appended and never made again, and only what the mo
 - The draws are whet's, by (seed, step, place): they are not TRL's of the same seed.
 - Completions whose advantage is 0 are not run; means of `entropy` are over the tokens that were.
 - Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name.
+- What TRL's trainers have as attributes of their own (`trainer.num_generations`, `trainer.beta`) is read of the
+  arguments, and not set there. Others (`data_collator`, `get_train_dataloader`) say what to use instead.
+- Callbacks are given `lr_scheduler` with `get_last_lr()` and `state_dict()`; `train_dataloader` and `eval_dataloader`
+  are None, since rows are packed as they are trained on.
+- A prompt that with `max_completion_length` goes beyond the model's context is an error at the start; TRL samples on,
+  at positions that the model has never seen.
+- With several evaluation sets every metric has its set's name, in TRL the loss alone. A `metric_for_best_model` without
+  one is the last set's, as there; `eval_loss` is refused at the start, as is a name that no evaluation could have.
+- A data set may be a list of dicts too. `save_model` writes no training_args.bin, which is a pickle.
+- `train_samples_per_second` counts what updates are made of; TRL's counts rows of the data where epochs end the run.
 
 - `lora_dropout` of a `peft_config` is taken as 0.0, since the sampler draws without it. The reference of an adapter is
   the base read with the adapter off: no second copy.
@@ -124,6 +158,8 @@ What is said above of callbacks, the last step, resuming, masters and overridden
 - A new score head begins at 0, TRL's at random: the first scores are 0, and the first step is the same for every seed.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
 - `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
+- SFT: `trainer.train_dataset` is the rows as `input_ids` with `labels`, as there; DPO's and the reward model's stay as
+  they were given.
 - `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and `data_collator` are refused, each with
   what to do instead. Nothing holds logits, and TRL has deprecated `compute_loss_func` itself.
 """

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from typing import Any, ClassVar
+
+from transformers import TrainingArguments
 
 from whet.config import SFTConfig as Algorithm
 from whet.errors import ConfigError, lookup_error
@@ -13,14 +17,17 @@ from whet.trl.config.field import Table, inert, old, other, works
 from whet.trl.config.supervised import MODEL_FIELDS, SUPERVISED_FIELDS, TEMPLATE_FIELDS, SupervisedArguments
 from whet.trl.config.training import OLD_TRAINING_FIELDS, TRAINING_FIELDS
 
-__all__ = ["OLD_SFT_FIELDS", "SFT_FIELDS", "SFTConfig"]
+__all__ = ["OLD_SFT_FIELDS", "SFT_FIELDS", "SFTConfig", "of_training_arguments"]
+
+log = logging.getLogger("whet")
 
 SFT_FIELDS: Table = {
     **MODEL_FIELDS,
     **TEMPLATE_FIELDS,
     "learning_rate": works(2e-5),
     "dataset_text_field": works("text"),
-    "dataset_kwargs": other(None, "skip_prepare_dataset, with rows of input_ids; others are refused", dict),
+    "dataset_kwargs": other(None, "skip_prepare_dataset, with rows of input_ids; add_special_tokens and "
+                                  "append_concat_token are not read, as in TRL; others are refused", dict),
     "max_length": works(1024, "None = no limit", int),
     "truncation_mode": works("keep_start", "or keep_end; rows with nothing trained left are dropped and counted"),
     "shuffle_dataset": other(False, "an order drawn once, from whet's own generator"),
@@ -41,6 +48,8 @@ OLD_SFT_FIELDS: Table = {
 }
 """Field of an earlier TRL -> how it is read."""
 
+_NOT_READ = {"add_special_tokens", "append_concat_token"}
+"""Of dataset_kwargs, in scripts of 2024."""
 _PACKING = ("bfd", "bfd_split")
 
 
@@ -68,7 +77,12 @@ class _SFT(SupervisedArguments):
         if self.packing and self.max_length is None:
             raise ConfigError("When packing is enabled, `max_length` can't be `None`: it is the length of a pack")
         given = set(self.dataset_kwargs or {}) - {"skip_prepare_dataset"}
-        if given:
+        if given & _NOT_READ:
+            log.warning(
+                "dataset_kwargs: %s is not read, as in later releases of TRL: special tokens are the tokenizer's",
+                ", ".join(sorted(given & _NOT_READ)),
+            )
+        if given := given - _NOT_READ:
             raise ConfigError(
                 f"dataset_kwargs: {sorted(given)[0]!r} is not taken; give rows as they are to be trained on, or rows "
                 "of input_ids and labels"
@@ -90,3 +104,13 @@ SFTConfig: type[_SFT] = dataclass_of(
     whet.errors.ConfigError: When packing is enabled, `max_length` can't be `None`: it is the length of a pack
     """,
 )
+
+
+def of_training_arguments(args: Any) -> Any:
+    """An SFTConfig of plain TrainingArguments, which TRL's SFTTrainer takes too; anything else as it is."""
+    if not isinstance(args, TrainingArguments):
+        return args
+    given = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init and f.name in SFTConfig.TABLE}
+    if not given["fsdp"]:
+        del given["fsdp_config"]  # of which transformers makes a dict of defaults
+    return SFTConfig(**{name: getattr(value, "value", value) for name, value in given.items()})

@@ -12,8 +12,8 @@ ON_LONG = {"keep_start": "truncate", "keep_end": "truncate_left"}
 """truncation_mode -> what becomes of rows over max_length."""
 
 SUPERVISED_FIELDS: Table = {
-    "per_device_train_batch_size": works(8, "rows, with accumulation of an update; how many run in one pass is the "
-                                            "token budget's to say"),
+    "per_device_train_batch_size": works(8, "rows, with accumulation of an update; how many run through the model at "
+                                            "once is max_tokens_per_microbatch's to say"),
     "num_train_epochs": works(3.0),
     "max_steps": works(-1),
     "gradient_accumulation_steps": other(1, "one update, weighed as a whole: where losses are means over rows, TRL "

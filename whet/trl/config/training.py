@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from whet.trl.config.field import Table, inert, old, other, refused, works
+from whet.trl.config.field import Field, Table, inert, old, other, refused, works
 
-__all__ = ["OLD_TRAINING_FIELDS", "TRAINING_FIELDS"]
+__all__ = ["OLD_TRAINING_FIELDS", "OWN_FIELDS", "TRAINING_FIELDS"]
 
 _ONE = "one process trains; several are not there yet"
 _ROWS = "rows are read in this process as they are needed; no workers copy them"
@@ -12,10 +12,22 @@ _HUB = "checkpoints are not sent; what save_model() and push_to_hub() send is on
 _ROLLOUT = "between two updates of one rollout it is rounded up to the end of the rollout"
 _NO_COMPILE = "nothing is compiled: training runs on kernels of its own"
 
+OWN_FIELDS: Table = {
+    "max_tokens_per_microbatch": Field(
+        None,
+        "own",
+        "tokens, of prompts and answers, that run through the model at once in training: what sizes its memory, and "
+        "changes no result; lower it where memory is short. None = 16384, on a CPU 2048, or the longest sequence",
+        int,
+    ),
+}
+"""Fields that TRL has not."""
 TRAINING_FIELDS: Table = {
     "output_dir": works(None, 'None = "trainer_output"', str),
     "per_device_train_batch_size": other(
-        8, "completions, with accumulation of an update; how many run in one pass is the token budget's to say"
+        8,
+        "completions, with accumulation of an update; how many run through the model at once is "
+        "max_tokens_per_microbatch's to say",
     ),
     "num_train_epochs": works(3.0, "a part of an epoch is rounded up to whole rollouts"),
     "max_steps": other(-1, "optimizer steps, rounded up to whole rollouts"),
@@ -60,7 +72,7 @@ TRAINING_FIELDS: Table = {
     "neftune_noise_alpha": refused(None, "noise in training alone would make sampler and trainer two policies", float),
     "torch_empty_cache_steps": inert(None, "memory is given back after each phase", int),
     "auto_find_batch_size": refused(
-        False, "no batch has to be found: max_tokens_per_microbatch sizes the passes; lower it where memory is short"
+        False, "memory goes by max_tokens_per_microbatch, not by the batch; lower that where memory is short"
     ),
     "logging_strategy": works("steps"),
     "logging_steps": other(10, f"optimizer steps; {_ROLLOUT}. Below 1 a share of all steps", float),

@@ -106,7 +106,7 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
         weight_decay=args.weight_decay,
         schedule=schedule,
         schedule_kwargs=dict(args.lr_scheduler_kwargs or {}),
-        warmup_steps=args.get_warmup_steps(total or 0),
+        warmup_steps=0 if schedule == "constant" else args.get_warmup_steps(total or 0),  # there it takes no notice
         total_steps=total,
         max_grad_norm=args.max_grad_norm or 0.0,
     )
@@ -122,6 +122,7 @@ def loop_fields(args: Any, steps: int | None, root: str | None) -> dict[str, Any
         "seed": args.seed,
         "data_shuffle_seed": args.data_seed,
         "checkpoint_root_directory": root,
+        "max_tokens_per_microbatch": args.max_tokens_per_microbatch,
         "checkpointing_options": CheckpointingOptions(save_interval_steps=NEVER, max_to_keep=None),
         "pbar_description": None,
         "allow_config_change": True,

@@ -42,7 +42,7 @@ class Completions:
             return
         import pandas
 
-        table = pandas.DataFrame({"step": [str(step)] * len(self.columns["prompt"]), **self.columns})
+        table = pandas.DataFrame({"step": [step] * len(self.columns["prompt"]), **self.columns})
         if self.args.log_unique_prompts:
             table = table[~table["prompt"].astype(str).duplicated()]
         folder = Path(self.args.output_dir) / "completions"

@@ -13,12 +13,12 @@ from whet.rollout.base import Output, Request
 from whet.rollout.driver import Episode
 from whet.types import Completion, Group
 
-__all__ = ["generated", "is_replaced"]
+__all__ = ["generated", "replaced"]
 
 
-def is_replaced(module: nn.Module) -> bool:
-    """Whether the instance has a `generate` of its own."""
-    return "generate" in vars(module)
+def replaced(*modules: nn.Module) -> nn.Module | None:
+    """The first of a model's forms (PEFT's, its own) whose instance has a `generate` of its own; None = none has."""
+    return next((module for module in modules if "generate" in vars(module)), None)
 
 
 def generated(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from whet.config import Mode
 from whet.data.prompts import PromptEncoder
@@ -17,13 +17,13 @@ from whet.learners.grpo import GRPOLearner
 from whet.learners.report import spread, total_metrics
 from whet.learners.step import Step
 from whet.metrics import flat
-from whet.ops import high_entropy_mask
+from whet.ops import high_entropy_mask, off_policy_mask
 from whet.rollout.driver import Episode, single_turns
 from whet.run.run import Run
 from whet.trl.agents.agents import Agents
 from whet.trl.agents.chat import read_turn
 from whet.trl.config.batches import Batches
-from whet.trl.rl.generate import generated, is_replaced
+from whet.trl.rl.generate import generated, replaced
 from whet.types import Group, LossInputs, Prompt, TokenBatch
 
 __all__ = ["TRLLearner"]
@@ -65,14 +65,18 @@ class TRLLearner(GRPOLearner):
         if self.agents.rollout_func is not None:
             return self.parsed(self.agents.called(self.front, prompts, number, self.cluster.eos_ids))
         prompts, play = self.agents.begun(self, prompts, number, mode, first)
-        if is_replaced(self.cluster.actor.module):
-            return self.parsed(self._generated(prompts, number, play, (step, first), mode))
+        if (own := self._own_generate()) is not None:
+            return self.parsed(self._generated(own, prompts, number, play, (step, first), mode))
         return self.parsed(
             self.cluster.sample(prompts, num_generations=number, step=step, first=first, mode=mode, play=play)
         )
 
+    def _own_generate(self) -> nn.Module | None:
+        """The model, where a user has replaced `generate` on it."""
+        return replaced(self.front.model, self.cluster.actor.module)
+
     def _generated(
-        self, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
+        self, model: nn.Module, prompts: Sequence[Prompt], number: int, play: Any, place: tuple[int, int], mode: Mode
     ) -> list[Group]:
         config, sampling = self.cluster.rollout_for(mode), self.cluster.sampling(mode)
         names = {
@@ -87,7 +91,7 @@ class TRLLearner(GRPOLearner):
             episodes = [Episode(prompt, (0, step, first + i, g), play(sampling))
                         for i, prompt in enumerate(prompts) for g in range(number)]  # fmt: skip
         return generated(
-            self.cluster.actor.module,
+            model,
             episodes,
             number,
             end_ids=self.cluster.eos_ids,
@@ -130,12 +134,17 @@ class TRLLearner(GRPOLearner):
 
     def score(self, step: Step) -> Step:
         """As PolicyLearner.score; what the engine has not sampled has no logprobs of its own, so the trainer's are
-        taken.
+        taken. The off-policy mask alone goes by those that rollout_func gave: it asks how far the sampler is away.
         """
-        if is_replaced(self.cluster.actor.module) or self.agents.rollout_func is not None:
-            batch = step.need_batch()
-            step = step.replace(batch=batch.replace(sampler_logprobs=self.cluster.actor.logprobs(batch).logprobs))
-        return super().score(step)
+        by_function = self.agents.rollout_func is not None
+        if not by_function and self._own_generate() is None:
+            return super().score(step)
+        batch = step.need_batch()
+        own = batch.replace(sampler_logprobs=self.cluster.actor.logprobs(batch).logprobs)
+        step = super().score(step.replace(batch=own))
+        if by_function and self.objective.has(off_policy_mask):
+            step = step.replace(batch=step.need_batch().replace(sampler_logprobs=batch.sampler_logprobs))
+        return step
 
     # ---- updates -------------------------------------------------------------------------------------------------
 

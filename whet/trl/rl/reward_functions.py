@@ -11,6 +11,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -64,8 +65,16 @@ class RewardLog:
 class TRLRewards(RewardManager):
     """The rewards of a batch, the functions given what TRL gives them; `log` and `agents` are set by the trainer."""
 
+    NAN_IS_NONE = True
     log: RewardLog
     agents: Agents
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """As RewardManager; a lambda is called as it calls itself."""
+        super().__init__(*args, **kwargs)
+        own = {name: name.replace("lambda", "<lambda>", 1) if _is_lambda(fn) else name for name, fn in self.fns.items()}
+        self.fns = {own[name]: fn for name, fn in self.fns.items()}
+        self.weights = {own[name]: weight for name, weight in self.weights.items()}
 
     def check(self, columns: Sequence[str], *, extras: Mapping[str, Any] | None = None) -> None:
         """As RewardManager, with what the log offers; what a rollout_func will return can't be known."""
@@ -99,6 +108,10 @@ class TRLRewards(RewardManager):
             given = {"prompt": found.inputs.prompts[first], "completion": found.inputs.completions[first]}
             log.warning("All reward functions returned None for the following kwargs: %s. Its advantage is 0.", given)
         return found
+
+
+def _is_lambda(fn: Any) -> bool:
+    return isinstance(fn, FunctionType) and fn.__name__ == "<lambda>"
 
 
 def reward_functions(

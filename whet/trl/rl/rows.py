@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from whet.data.prompts import PromptEncoder
 from whet.errors import ConfigError, DataError
 
-__all__ = ["eval_sets", "longest_prompt", "rows_of"]
+__all__ = ["longest_prompt", "rows_of"]
 
 _DROPPED = ("completion", "completion_ids")
 """Columns that reward functions are not given, since what was sampled has these names."""
@@ -39,24 +39,13 @@ def rows_of(data: Any, *, prompt_only: bool = False, without_prompt: bool = Fals
         if without_prompt and isinstance(row, Mapping) and "prompt" not in row:
             row = {**row, "prompt": [{"role": "user", "content": ""}]}
         if not isinstance(row, Mapping) or "prompt" not in row:
-            raise DataError(f"a row has no column 'prompt'; its columns: {', '.join(row)}; rename the one that it is")
+            its = f"its columns: {', '.join(row)}" if isinstance(row, Mapping) else f"it is a {type(row).__name__}"
+            raise DataError(f"a row has no column 'prompt'; {its}; rename the one that it is")
         return {n: v for n, v in row.items() if n == "prompt" or not (prompt_only or n in _DROPPED)}
 
     if hasattr(data, "__len__") and hasattr(data, "__getitem__"):
-        if len(data) == 0:
-            raise DataError("train_dataset has no rows; give at least one")
         return [keep(row) for row in data]
-    if not isinstance(data, Iterable):
-        raise DataError(f"a data set is a Dataset, a list of dicts or an iterable of them, got {type(data).__name__}")
     return _Stream(data, keep)
-
-
-def eval_sets(data: Any, rows: Callable[[Any], Any]) -> dict[str, list[dict[str, Any]]]:
-    """The evaluation sets by name, each whole; "" is the name of a single one. Args: rows: of a set."""
-    if data is None:
-        return {}
-    named = data if isinstance(data, Mapping) else {"": data}
-    return {name: list(rows(one)) for name, one in named.items()}
 
 
 def longest_prompt(encoder: PromptEncoder, sets: Iterable[Any], positions: int | None, completion: int) -> int:

@@ -25,12 +25,14 @@ from whet.trl.config.translate import loop, rollout, template_options
 from whet.trl.rl.completions import Completions
 from whet.trl.rl.learner import TRLLearner
 from whet.trl.rl.reward_functions import RewardLog, reward_functions
-from whet.trl.rl.rows import eval_sets, longest_prompt, rows_of
+from whet.trl.rl.rows import longest_prompt, rows_of
+from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
 from whet.trl.trainer.metrics import trl_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
 from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.task import TellingRLTask
 from whet.trl.trainer.trainer import Trainer
+from whet.trl.trainer.words import in_trl_words
 from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
@@ -54,6 +56,7 @@ class RLTrainer(Trainer):
         "compute_loss": f"{_LOSS}, or choose loss_type",
     }
 
+    @in_trl_words()
     def __init__(
         self,
         model: str | nn.Module,
@@ -71,23 +74,22 @@ class RLTrainer(Trainer):
         rollout_func: Any = None,
         environment_factory: Any = None,
     ) -> None:
-        model = inner_model(model)
         super().__init__(model, args, processing_class, callbacks)
+        model = inner_model(model)
         args = self.args
         self.agents = Agents(tools, environment_factory, rollout_func, self.processing_class, args)
         self.rollout_func, self.tools = rollout_func, list(tools or ())
         self.completions = Completions(args)
         self.reward_log = RewardLog(lambda: self.state)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._rows = self._train_rows(train_dataset)
-        self.eval_rows = self.eval_sets(eval_dataset)
-        self._plan()
+        self._take_data()
         functions = reward_functions(
             reward_funcs, reward_processing_classes, self.processing_class, args, self.agents.rewards
         )
         self.cluster = self.models = self._cluster(adapted(model, args, peft_config, quantization_config), optimizers)
         self.learner = self._learner(functions)
-        self.reward_funcs, self.reward_func_names = functions, list(self.learner.reward_manager.fns)
+        self.reward_funcs, self._functions = functions, list(functions)
+        self.reward_func_names = list(self.learner.reward_manager.fns)
         self.cluster.actor_trainer.with_rl_metrics_to_log({"policy_loss": "weighted"})
         self.ready()
 
@@ -96,7 +98,7 @@ class RLTrainer(Trainer):
     def _train_rows(self, data: Any) -> Any:
         """The rows of train_dataset; of an environment that has its own data, empty prompts."""
         if data is not None:
-            return self._rows_of(data)
+            return self._rows_of(checked_set(data, "train_dataset"))
         if self.agents.environments is None:
             return None
         if isinstance(self.agents.environments.factory, Mapping) or self.args.max_steps <= 0:
@@ -133,9 +135,36 @@ class RLTrainer(Trainer):
         self.agents.attach(self.cluster, template_options(args))
         learner.batches, learner.agents, learner.front = args.batches, self.agents, self
         learner.make_task = lambda learner: TellingRLTask(learner, self)
+        self._attach(learner)
+        return learner
+
+    def _attach(self, learner: TRLLearner) -> None:
+        """Tells the reward manager what TRL's functions are given."""
         manager: Any = learner.reward_manager
         manager.log, manager.agents = self.reward_log, self.agents
-        return learner
+
+    def _take_data(self) -> None:
+        """The rows of the data sets, and how many steps the run has."""
+        if not self.has_read("train_dataset"):
+            self._rows = self._train_rows(self.train_dataset)
+        self.take_eval_data()
+        check_evaluation(self.args, self.eval_rows)
+        self._plan()
+
+    def take_up(self) -> None:
+        """Reads again what may have been set since."""
+        self._take_data()
+        learner, now = self.learner, list(self.reward_funcs)
+        learner.data = dataclasses.replace(
+            learner.data, shuffle=bool(self.args.shuffle_dataset) and isinstance(self._rows, list)
+        )
+        if now != self._functions:
+            own = [fn for fn in now if fn not in self.agents.rewards]
+            self.reward_funcs = reward_functions(own, None, self.processing_class, self.args, self.agents.rewards)
+            self._functions = list(self.reward_funcs)
+            learner.take_rewards(self.reward_funcs)
+            self._attach(learner)
+            self.reward_func_names = list(learner.reward_manager.fns)
 
     def _plan(self) -> None:
         """How many rollouts and optimizer steps the run has."""
@@ -161,7 +190,6 @@ class RLTrainer(Trainer):
     def _cluster(self, model: RoleConfig | nn.Module, optimizers: tuple[Any, Any]) -> RLCluster:
         args = self.args
         optim = self.optim(optimizers, None)
-        root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
         on_cpu = args.use_cpu and torch.cuda.is_available()
         return RLCluster(
             actor=model,
@@ -171,7 +199,7 @@ class RLTrainer(Trainer):
                 role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
                 rollout_engine="vllm" if args.use_vllm else "embedded",
                 rollout_config=rollout(args, self._longest(model)),
-                training_config=loop(args, self._steps or None, optim, root),
+                training_config=loop(args, self._steps or None, optim, self.resumable_root),
             ),
             module_dtype=module_dtype(args, model, optimizers),
         )
@@ -214,7 +242,7 @@ class RLTrainer(Trainer):
 
     def eval_sets(self, data: Any) -> dict[str, list[dict[str, Any]]]:
         """Evaluation rows by name."""
-        return eval_sets(data, self._rows_of)
+        return named_sets(data, lambda rows, _: self._rows_of(rows))
 
     def measured(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         """Samples and scores an evaluation set."""
@@ -232,7 +260,8 @@ class RLTrainer(Trainer):
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""
-        self.learner.config = dataclasses.replace(self.cluster.training_config, resume=folder)
+        steps = self._steps or None
+        self.learner.config = dataclasses.replace(self.cluster.training_config, resume=folder, max_steps=steps)
 
     def note_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of a rollout, those of the reward functions, and the completions."""

@@ -17,7 +17,7 @@ from whet.data.supervised import Answer, Read, RowEncoder, SFTEncoder
 from whet.errors import DataError
 from whet.types import Example, TrainSequence
 
-__all__ = ["Examples", "Formatted", "IdsOrPairs", "IdsOrRows", "Ready", "examples_of", "first_row"]
+__all__ = ["Examples", "Formatted", "IdsOrPairs", "IdsOrRows", "Ready", "as_dataset", "examples_of", "first_row"]
 
 
 @dataclass(frozen=True)
@@ -115,18 +115,19 @@ class Formatted:
 
 def first_row(data: Any) -> Mapping[str, Any]:
     """The first row of a data set, by which TRL tells its form. Raises DataError: there is none."""
-    if not isinstance(data, Iterable):
-        raise DataError(f"a data set is a Dataset, a list of dicts or an iterable of them, got {type(data).__name__}")
     for row in data:
         return row
     raise DataError("the data set has no rows; give at least one")
 
 
-def examples_of(data: Any, encode: RowEncoder, *, pack: Pack | None, shuffle: int | None) -> list[Example] | Examples:
+def examples_of(
+    data: Any, encode: RowEncoder, *, pack: Pack | None, shuffle: int | None, of: str = ""
+) -> list[Example] | Examples:
     """A data set as Examples: a list of them, or of a stream one at a time.
 
     Args: data: a datasets.Dataset or IterableDataset, a list of dicts, an iterable of them. encode: what makes them.
-        pack: groups them. shuffle: seed of an order drawn once; None = as they come.
+        pack: groups them. shuffle: seed of an order drawn once; None = as they come. of: what the set is called where
+        it is not the one to train on.
     Raises: DataError: rows that can't be trained on.
     """
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
@@ -136,5 +137,27 @@ def examples_of(data: Any, encode: RowEncoder, *, pack: Pack | None, shuffle: in
         made = [e for i in order if (e := encode(data[i], i)) is not None]
     made = made if pack is None else list(pack(made))
     if not made:
-        raise DataError(f"no row is left to train on: {encode.told() or 'there are none'}")
+        raise DataError(f"no row {f'of {of} is left' if of else 'is left to train on'}: {encode.told() or 'none came'}")
     return made
+
+
+def as_dataset(examples: list[Example]) -> Any:
+    """Examples as TRL's SFTTrainer holds its rows: a datasets.Dataset of input_ids and labels (-100 = not trained).
+
+    Of a pack the rows stand end to end, with their lengths in seq_lengths.
+    """
+    from datasets import Dataset
+
+    def ids(s: TrainSequence) -> list[int]:
+        return [*s.prefix.tolist(), *s.tokens.tolist()]
+
+    def labels(s: TrainSequence) -> list[int]:
+        return [-100] * len(s.prefix) + np.where(s.mask, s.tokens, -100).tolist()
+
+    rows: dict[str, list[Any]] = {
+        "input_ids": [[i for s in e.sequences for i in ids(s)] for e in examples],
+        "labels": [[i for s in e.sequences for i in labels(s)] for e in examples],
+    }
+    if any(len(e.sequences) > 1 for e in examples):
+        rows["seq_lengths"] = [[len(s.prefix) + len(s.tokens) for s in e.sequences] for e in examples]
+    return Dataset.from_dict(rows)

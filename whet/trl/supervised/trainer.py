@@ -27,11 +27,13 @@ from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.translate import loop_fields
 from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
 from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
+from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
 from whet.trl.trainer.metrics import supervised_metrics
 from whet.trl.trainer.model import adapted, inner_model, module_dtype
 from whet.trl.trainer.not_called import NOT_CALLED
 from whet.trl.trainer.task import TellingSupervisedTask
 from whet.trl.trainer.trainer import Trainer
+from whet.trl.trainer.words import in_trl_words
 from whet.types import Example
 
 __all__ = ["SupervisedTrainer", "of_front"]
@@ -61,6 +63,7 @@ class SupervisedTrainer(Trainer):
         "compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
     }
 
+    @in_trl_words()
     def __init__(
         self,
         model: str | nn.Module,
@@ -79,17 +82,15 @@ class SupervisedTrainer(Trainer):
         for name, value in refused.items():
             if value is not None:
                 raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
-        model = inner_model(model)
         super().__init__(model, args, processing_class, callbacks)
+        model = inner_model(model)
         prepare_tokenizer(self.processing_class, self.args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
-        self._rows = None if train_dataset is None else self._examples(train_dataset)
-        self.eval_rows = self.eval_sets(eval_dataset)
-        self._plan()
+        self._take_data()
         given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
         self._module_dtype = module_dtype(self.args, given, optimizers)
         self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
-        prepare_model(self.model, self.processing_class, self.args)
+        prepare_model(self.worker.module, self.processing_class, self.args)
         self.learner = self.make_learner()
         self.learner.make_task = lambda learner: TellingSupervisedTask(learner, self)
         self.ready()
@@ -116,6 +117,11 @@ class SupervisedTrainer(Trainer):
         """The learner, made by `of_front`."""
         raise NotImplementedError
 
+    @property
+    def given_rows(self) -> Any:
+        """The data set to train on, as it was given or set since."""
+        return self.train_dataset
+
     # ---- making --------------------------------------------------------------------------------------------------
 
     def data_config(self, **fields: Any) -> SupervisedDataConfig:
@@ -137,9 +143,10 @@ class SupervisedTrainer(Trainer):
     def loop_config(self) -> SupervisedTrainingConfig:
         """The section trainer."""
         args = self.args
-        root = None if args.save_strategy == "no" or args.save_only_model else f"{args.output_dir}/.whet"
         last = "drop" if args.dataloader_drop_last else "keep"
-        return SupervisedTrainingConfig(last_batch=last, **loop_fields(args, self.max_steps or None, root))
+        return SupervisedTrainingConfig(
+            last_batch=last, **loop_fields(args, self.max_steps or None, self.resumable_root)
+        )
 
     def models_of(self, optim: Any, **roles: Any) -> SupervisedModels:
         """The models of a run. Args: optim: of the one that is trained. roles: the models by role."""
@@ -153,11 +160,27 @@ class SupervisedTrainer(Trainer):
             role_to_mesh={r: SimpleNamespace(device_type="cpu") for r in Role} if on_cpu else None,
         )
 
-    def _examples(self, data: Any, *, evaluation: bool = False) -> list[Example] | Examples:
+    def _examples(self, data: Any, *, evaluation: str = "") -> list[Example] | Examples:
+        """The Examples of a data set. Args: evaluation: what one for evaluation is called."""
         args = self.args
         shuffle = args.seed if "shuffle_dataset" in args.TABLE and args.shuffle_dataset and not evaluation else None
         data = self.rows(data)
-        return examples_of(data, self.encoder(data), pack=self.pack(evaluation=evaluation), shuffle=shuffle)
+        pack = self.pack(evaluation=bool(evaluation))
+        return examples_of(data, self.encoder(data), pack=pack, shuffle=shuffle, of=evaluation)
+
+    def _take_data(self) -> None:
+        """The rows of the data sets, and how many steps the run has."""
+        if not self.has_read("given_rows"):
+            rows = self.given_rows
+            self._rows = None if rows is None else self._examples(checked_set(rows, "train_dataset"))
+        self.take_eval_data()
+        check_evaluation(self.args, self.eval_rows)
+        self._plan()
+
+    def take_up(self) -> None:
+        """Reads again what may have been set since."""
+        self._take_data()
+        self.learner.data = dataclasses.replace(self.learner.data, shuffle=self.data_config().shuffle)
 
     def _plan(self) -> None:
         """How many steps the run has."""
@@ -191,10 +214,11 @@ class SupervisedTrainer(Trainer):
 
     def eval_sets(self, data: Any) -> dict[str, list[Example]]:
         """Evaluation data as Examples, by name."""
-        if data is None:
-            return {}
-        named = data if isinstance(data, Mapping) else {"": data}
-        return {name: list(self._examples(one, evaluation=True)) for name, one in named.items()}
+        return named_sets(data, lambda rows, name: self._examples(rows, evaluation=name))
+
+    def may_log(self, metric: str) -> bool:
+        """Whether it is one of supervised training."""
+        return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens"
 
     def measured(self, rows: list[Example]) -> dict[str, float]:
         """The loss and its metrics over an evaluation set, weighed as a whole."""
@@ -205,7 +229,7 @@ class SupervisedTrainer(Trainer):
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""
-        self.models.config = dataclasses.replace(self.models.config, resume=folder)
+        self.models.config = dataclasses.replace(self.models.config, resume=folder, max_steps=self.max_steps or None)
 
     def note_step(self, row: Mapping[str, Any], step: Any) -> None:
         """Takes the metrics of an update."""

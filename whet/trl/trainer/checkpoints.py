@@ -1,51 +1,115 @@
-"""Checkpoints where TRL's users look for them: output_dir/checkpoint-{optimizer step}.
+"""Checkpoints where TRL's users look for them: output_dir/checkpoint-{optimizer step}, each a folder by itself.
 
-What a resume needs lies once, in output_dir/.whet/<run>/step-*; the folder of transformers' form holds links to the
-weights, the configuration and the tokenizer there, and trainer_state.json.
+    checkpoint-4/ model.safetensors, config.json, generation_config.json, the tokenizer      as transformers loads them
+                  (or adapter_model.safetensors, adapter_config.json)                        as PEFT does
+                  trainer_state.json                                                         transformers' TrainerState
+                  run.pt, run.json, sums.json, whet/{optimizer.safetensors, state.pt}        what a resume needs besides
+                  reference/                                                                 where it moves
+
+A folder is whole or absent, and leads to no other: it may be copied, packed, moved and removed. Several runs may share
+an output_dir; as in transformers a run replaces checkpoints of its own steps, and what lies there besides stays. Those
+of earlier versions, whose files are links into output_dir/.whet, are read.
 """
 
 from __future__ import annotations
 
-import os
 import re
+import secrets
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from whet.errors import CheckpointError
+from whet.observe.files import is_temporary, remove
+from whet.observe.lock import FolderLock
+from whet.parallel.checkpoint import discard, run_of, summed, write_folder
+from whet.train.checkpoints import Checkpoints
+from whet.train.model_files import set_apart
 
-__all__ = ["best_state", "checkpoint_at", "linked", "new_root", "rotated", "to_resume"]
+__all__ = ["FrontCheckpoints", "checkpoint_at", "rotated", "to_resume"]
 
-_WHOLE = "whet"
-"""Link from a checkpoint to the folder that a resume reads."""
-_NOT_LINKED = ("optimizer.safetensors", "state.pt")
-
-
-def new_root(output_dir: str) -> str:
-    """A folder for the checkpoints of a new run, of that run alone."""
-    held = Path(output_dir) / ".whet"
-    taken = [int(p.name.removeprefix("run-")) for p in held.glob("run-*") if p.name.removeprefix("run-").isdigit()]
-    return str(held / f"run-{max(taken, default=0) + 1}")
+_LINK = "whet"
+"""In checkpoints of earlier versions: a link to the folder that a resume reads."""
 
 
-def checkpoint_at(output_dir: str, step: int) -> Path:
+class FrontCheckpoints(Checkpoints):
+    """The checkpoints of a front. Args: front: the trainer. root: output_dir; None = none that a resume could read."""
+
+    def __init__(self, front: Any, root: str | None) -> None:
+        models = front.models
+        super().__init__(root, models.trainers, models.workers)
+        self._front = front
+
+    def open(self, *, new: bool = False) -> None:
+        """Makes and locks output_dir, and removes what a kill left half written. Args: new: makes no difference."""
+        self.run = secrets.token_hex(8)  # of each run: one resumed from an earlier step writes the later ones again
+        if self.root is None or self._lock is not None:
+            return
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.root, "output_dir")
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints can't be written to output_dir={self.root}: {error}; fix its permissions or make room, "
+                'give another output_dir, or set save_strategy="no"'
+            ) from error
+        for path in self.root.iterdir():
+            if is_temporary(path.name):
+                remove(path)
+
+    def exist(self) -> bool:
+        """Whether the folder is another run's: runs may share it."""
+        return False
+
+    def discard(self, *, after: int) -> None:
+        """Later checkpoints stay until they are written again, as in transformers."""
+
+    def of_step(self, step: int) -> Path | None:
+        """The checkpoint of now."""
+        return None if self.root is None else checkpoint_at(self.root, self._front.state.global_step)
+
+    def place(self, folder: Path, role: str) -> Path:
+        """The model in training is the checkpoint itself, so that others load it; in earlier versions it was not."""
+        own = role == self._front.role.value and not (folder / role).is_dir()
+        return folder if own else folder / role
+
+    def save(self, step: int, state: Mapping[str, Any], *, tokenizer: Any, keep: int | None) -> Path | None:
+        """Writes the checkpoint of now, in place of one of its name by another run."""
+        folder = self.of_step(step)
+        if folder is None:
+            return None
+        if run_of(folder) == self.run:
+            return folder
+        self._front.note_save()
+        state = {**state, "trl": self._front.held()}  # which knows now whether this one is the best
+
+        def fill(place: Path) -> None:
+            self.fill(place, state=state, tokenizer=tokenizer)
+            set_apart(place)
+
+        def write(place: Path) -> None:
+            summed(place, fill, run=self.run, step=step)
+            self._front.state.save_to_json(str(place / "trainer_state.json"))
+
+        write_folder(folder, write)
+        return folder
+
+    def load_best(self, folder: Path) -> None:
+        """Loads the weights of a checkpoint. Raises CheckpointError: it is gone."""
+        try:
+            whole, role = _whole(folder), self._front.role
+            self.trainers[role].worker.load(self.place(whole, role.value))
+        except CheckpointError as error:
+            raise CheckpointError(f"load_best_model_at_end can't load {folder}: {error}; leave it as it is") from error
+
+
+def checkpoint_at(output_dir: str | Path, step: int) -> Path:
     """The folder of an optimizer step."""
     return Path(output_dir) / f"checkpoint-{step}"
 
 
-def linked(whole: Path, folder: Path, role: str) -> Path:
-    """Makes the folder of transformers' form. Args: whole: what a resume reads. role: whose model. Returns: it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    for file in sorted((whole / role).iterdir()):
-        if file.name not in _NOT_LINKED:
-            (folder / file.name).symlink_to(os.path.relpath(file, folder))
-    (folder / _WHOLE).symlink_to(os.path.relpath(whole, folder))
-    return folder
-
-
-def saved(output_dir: str) -> list[Path]:
+def _saved(output_dir: str) -> list[Path]:
     """The checkpoints, oldest first."""
     found = {p: re.fullmatch(r"checkpoint-(\d+)", p.name) for p in Path(output_dir).glob("checkpoint-*")}
     return sorted((p for p, m in found.items() if m), key=lambda p: int(p.name.rpartition("-")[2]))
@@ -53,14 +117,14 @@ def saved(output_dir: str) -> list[Path]:
 
 def rotated(output_dir: str, keep: int | None, never: Sequence[Path]) -> None:
     """Removes the oldest checkpoints. Args: keep: how many stay; None = all. never: not removed."""
-    folders = saved(output_dir)
-    spare = [folder for folder in folders if folder not in never]
+    folders = _saved(output_dir)
+    kept = {folder.absolute() for folder in never}
+    spare = [folder for folder in folders if folder.absolute() not in kept]
     excess = 0 if keep is None else len(folders) - max(keep, len(folders) - len(spare))
     for folder in spare[: max(excess, 0)]:
-        whole = folder / _WHOLE
-        if whole.is_symlink():
-            shutil.rmtree(whole.resolve(), ignore_errors=True)
-        shutil.rmtree(folder)
+        if (folder / _LINK).is_symlink():
+            shutil.rmtree((folder / _LINK).resolve(), ignore_errors=True)
+        discard(folder)
 
 
 def to_resume(output_dir: str, asked: str | Literal[True]) -> Path:
@@ -69,23 +133,27 @@ def to_resume(output_dir: str, asked: str | Literal[True]) -> Path:
     Raises: CheckpointError: there is none, or it has no state to go on from.
     """
     if asked is True:
-        folders = saved(output_dir)
+        folders = _saved(output_dir)
         if not folders:
             raise CheckpointError(f"No valid checkpoint found in output directory ({output_dir}); train without resume")
         asked = str(folders[-1])
-    whole = Path(asked) / _WHOLE
-    found = whole.resolve() if whole.is_symlink() else Path(asked)
-    if not (found / "run.pt").is_file():
+    return _whole(Path(asked))
+
+
+def _whole(folder: Path) -> Path:
+    """The folder that a resume reads. Raises CheckpointError: there is none."""
+    link = folder / _LINK
+    found = link.resolve() if link.is_symlink() else folder
+    if (found / "run.pt").is_file():
+        return found
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not there; give a folder checkpoint-* of output_dir")
+    if link.is_symlink():
         raise CheckpointError(
-            f"{asked} can't be resumed: it has no run.pt; one of save_only_model, of TRL, or moved without "
-            f"{Path(output_dir) / '.whet'}. Give the model as a folder to go on from its weights"
+            f"{folder} can't be resumed: an earlier version of whet has written it as links, and {link.readlink()}, "
+            "which they lead to, is gone; copy the .whet folder of its output_dir along, or go on from a model"
         )
-    return found
-
-
-def best_state(folder: Path, role: str) -> Path:
-    """What a worker loads of a checkpoint. Args: role: whose. Raises CheckpointError: it is gone."""
-    whole = (folder / _WHOLE).resolve() / role
-    if not whole.is_dir():
-        raise CheckpointError(f"{folder} is gone, and load_best_model_at_end asks for it; leave it where it is")
-    return whole
+    raise CheckpointError(
+        f"{folder} can't be resumed: it has no run.pt, so it was written with save_only_model=True or by TRL; give the "
+        "folder as the model to go on from its weights"
+    )

@@ -1,8 +1,9 @@
-"""The model card, and what is sent to the hub."""
+"""What a trainer writes besides checkpoints, and sends: the model, numbers, the model card."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,10 +24,37 @@ class Hub:
     TRAINED_BY: ClassVar[str] = ""
     args: Any
     model: Any
+    worker: Any
+    processing_class: Any
+    state: Any
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes model and tokenizer. Args: output_dir: None = args.output_dir."""
-        raise NotImplementedError
+        """Writes model and tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.worker.export(folder, self.processing_class)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub("Model save")
+
+    def save_state(self) -> None:
+        """Writes trainer_state.json into output_dir."""
+        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
+        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
+
+    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
+        """Prints numbers, sorted. Args: split: of which they are: train, eval, ..."""
+        width = max(map(len, metrics), default=0)
+        print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
+
+    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
+        """Writes them to {split}_results.json in output_dir. Args: combined: and into all_results.json."""
+        folder = Path(self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
+        if combined:
+            path = folder / "all_results.json"
+            found = json.loads(path.read_text()) if path.exists() else {}
+            path.write_text(json.dumps({**found, **metrics}, indent=4, sort_keys=True))
 
     def create_model_card(
         self,

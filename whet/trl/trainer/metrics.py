@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from whet.errors import ConfigError
 from whet.learners.control import MEASURED_ENTROPY
 
-__all__ = ["Window", "supervised_metrics", "trl_metrics"]
+__all__ = ["Window", "best_metric", "supervised_metrics", "trl_metrics"]
 
 _RENAMED = {
     MEASURED_ENTROPY: "entropy",
@@ -27,6 +28,8 @@ _SUPERVISED = re.compile(
     r"|(logps|logits)/(chosen|rejected)|accuracy|margin|(min|mean|max)_reward"
 )
 """The same of supervised training."""
+_TIMED = re.compile(r"loss|runtime|(samples|steps)_per_second")
+"""What transformers' evaluation itself has of each set."""
 _NOT = ("rewards/score/", "rewards/advantage/")
 _TERMINATED = tuple(f"completions/{how}_terminated_length" for how in ("mean", "min", "max"))
 
@@ -74,6 +77,28 @@ def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[s
     return old
 
 
+def best_metric(args: Any, sets: Iterable[str], known: Callable[[str], bool]) -> str | None:
+    """The metric by which the best checkpoint is known, under the name that an evaluation gives it; None = none.
+
+    Args: args: with metric_for_best_model. sets: names of the evaluation sets; "" is that of a single one. Of several,
+        a metric without a name of theirs is the last one's, as in TRL, whose own metrics go without. known: whether an
+        evaluation may have a metric.
+    Raises: ConfigError: it can't be one.
+    """
+    if args.metric_for_best_model is None:
+        return None
+    given, sets = args.metric_for_best_model, [name for name in sets if name]
+    bare = given.removeprefix("eval_")
+    of = next((name for name in sets if bare.startswith(f"{name}_")), None)
+    own = bare if of is None else bare.removeprefix(f"{of}_")
+    if of is None and sets and _TIMED.fullmatch(own):
+        names = " or ".join(f"eval_{name}_{own}" for name in sets)
+        raise ConfigError(f"metric_for_best_model={given!r}: there are several evaluation sets; name one's: {names}")
+    if not (_TIMED.fullmatch(own) or known(own)):
+        raise ConfigError(f"metric_for_best_model={given!r} is no metric of an evaluation; take eval_loss, or another")
+    return f"eval_{own}" if not sets else f"eval_{of or sets[-1]}_{own}"
+
+
 class Window:
     """The means of metrics since the last log; NaN is left out, and None stands where there was nothing else: TRL's.
 
@@ -82,6 +107,8 @@ class Window:
     {'loss': 2.0, 'kl': None}
     """
 
+    _FIRST = ("loss", "grad_norm", "learning_rate")
+    """What a printed row begins with, as transformers' rows do."""
     _LAST = ("num_tokens", "grad_norm", "learning_rate", "entropy_coef")
 
     def __init__(self) -> None:
@@ -96,5 +123,6 @@ class Window:
 
     def take(self) -> dict[str, Any]:
         """The means, which are forgotten; of a counter, a rate and the gradient's norm the last one."""
-        values, self._values = self._values, {}
+        found, self._values = self._values, {}
+        values = {**{name: found[name] for name in self._FIRST if name in found}, **found}
         return {n: None if not v else v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}

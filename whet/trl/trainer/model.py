@@ -109,6 +109,8 @@ def adapted(
     if isinstance(model, str):
         bits = None if quantization_config is None else _quantization_of(quantization_config)
         return dataclasses.replace(_role(args, model), lora=lora, quantization=bits)
+    if any(p.is_meta for p in model.parameters()):
+        raise ConfigError(f"{name_of(model)} lies on the meta device, and has no weights; load it by from_pretrained")
     if quantization_config is not None:
         raise ConfigError("quantization_config is for a model given by its name; this one is loaded already")
     if lora is not None:

@@ -10,7 +10,26 @@ from transformers import get_scheduler
 
 from whet.errors import ConfigError
 
-__all__ = ["adafactor", "adagrad", "given", "of_class", "rmsprop"]
+__all__ = ["Rates", "adafactor", "adagrad", "given", "of_class", "rmsprop"]
+
+
+class Rates:
+    """What callbacks are given as lr_scheduler: the rates of now, and the state of whet's own schedule.
+
+    Args: front: the trainer. Its optimizer makes the schedule at its first step, and steps it.
+    """
+
+    def __init__(self, front: Any) -> None:
+        self._front = front
+
+    def get_last_lr(self) -> list[float]:
+        """The learning rate of each group of parameters, of the update that comes next."""
+        return [float(group["lr"]) for group in self._front.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The schedule's state; empty before the first update."""
+        schedule = self._front.worker.optim.schedule
+        return {} if schedule is None else schedule.state_dict()
 
 
 def given(optimizer: Any, scheduler: Any, max_grad_norm: float) -> Callable[[Any], torch.optim.Optimizer]:

@@ -12,13 +12,9 @@ on_pre_optimizer_step and on_optimizer_step come after it, and on_substep_end ne
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from transformers import TrainerState
 
 from whet.errors import CheckpointError, ConfigError
 from whet.learners.rl_task import RLTask
@@ -125,7 +121,7 @@ class TellsCallbacks(Task):
                 run.save()
 
     def on_save(self, run: Any, folder: Path | None) -> None:
-        """Makes the checkpoint one of transformers' form, and tells of it."""
+        """Tells of a checkpoint."""
         if folder is not None:
             self.front.saved(folder)
 
@@ -133,8 +129,7 @@ class TellsCallbacks(Task):
 
     def state(self) -> dict[str, Any]:
         """The run's, and the trainer's state."""
-        held = {"state": json.dumps(dataclasses.asdict(self.front.state)), "scheduler": self.front.scheduler_state()}
-        return {**super().state(), "trl": held}
+        return {**super().state(), "trl": self.front.held()}
 
     def restore(self, state: Mapping[str, Any], step: int) -> None:
         """Restores them. Raises CheckpointError: the checkpoint is not one of this front's."""
@@ -143,8 +138,7 @@ class TellsCallbacks(Task):
             raise CheckpointError(
                 "the checkpoint was not written by whet.trl; resume it with the learner that wrote it"
             )
-        self.front.state = TrainerState(**json.loads(state["trl"]["state"]))
-        self.front.load_scheduler(state["trl"]["scheduler"])
+        self.front.take(state["trl"])
         self._restored = True
 
 

@@ -9,6 +9,7 @@ what happens.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -18,7 +19,7 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,7 +36,7 @@ from transformers.utils import logging as transformers_logging
 
 from whet.config import OptimConfig, Role
 from whet.data.tokenizer import load_tokenizer
-from whet.errors import ConfigError
+from whet.errors import ConfigError, lookup_error
 from whet.learners.step import BaseStep
 from whet.run.push import check_hub
 from whet.train.checkpoints import Checkpoints
@@ -43,12 +44,16 @@ from whet.train.worker import ModelWorker
 from whet.trl.config.arguments import Arguments
 from whet.trl.config.translate import optimizer
 from whet.trl.trainer import optimizers as factories
-from whet.trl.trainer.checkpoints import best_state, checkpoint_at, linked, new_root, rotated, to_resume
+from whet.trl.trainer.attributes import attribute
+from whet.trl.trainer.changes import Read, TakesUp
+from whet.trl.trainer.checkpoints import FrontCheckpoints, checkpoint_at, rotated, to_resume
 from whet.trl.trainer.hub import Hub
 from whet.trl.trainer.lending import Lending
-from whet.trl.trainer.metrics import Window
+from whet.trl.trainer.metrics import Window, best_metric
 from whet.trl.trainer.model import name_of
 from whet.trl.trainer.not_called import NOT_CALLED
+from whet.trl.trainer.peft_model import peft_model
+from whet.trl.trainer.words import in_trl_words
 
 __all__ = ["Trainer"]
 
@@ -58,7 +63,7 @@ _USUAL = {DefaultFlowCallback, PrinterCallback, ProgressCallback}
 """Callbacks that don't call the model."""
 
 
-class Trainer(Hub):
+class Trainer(Hub, TakesUp):
     """The base of the fronts.
 
     Args:
@@ -81,6 +86,14 @@ class Trainer(Hub):
     learner: Any
     """What trains them: made by the front."""
 
+    is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """An argument, as TRL's trainers have them as attributes, or an AttributeError with what to use instead."""
+            return attribute(self, name)
+
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Refuses a subclass that overrides what nothing would call."""
         super().__init_subclass__(**kwargs)
@@ -93,6 +106,8 @@ class Trainer(Hub):
     def __init__(
         self, model: str | nn.Module, args: Any, processing_class: Any, callbacks: Sequence[Any] | None
     ) -> None:
+        self._given_model = model
+        self._seen: dict[str, Any] = {}
         name = name_of(model)
         args = self.CONFIG(f"{name.rstrip('/').rpartition('/')[2]}-{self.METHOD}") if args is None else args
         if not isinstance(args, self.CONFIG):
@@ -136,12 +151,17 @@ class Trainer(Hub):
 
     def ready(self) -> None:
         """Tells the callbacks that the trainer is there; the front has made models and learner."""
-        self.callback_handler.model = self.model
+        self._model = peft_model(self.worker, self._given_model)
+        self.callback_handler.model = self._model
         self.accelerator.device = self.worker.device
         optim = self.worker.optim
         told: Any = self.callback_handler
         told.optimizer = None if optim is None else optim.optimizer
-        self.lending = Lending(self.model)
+        told.lr_scheduler = factories.Rates(self) if self.scheduler is None else self.scheduler
+        best_metric(self.args, self.eval_rows, self.may_log)  # what it can't be is said here
+        self._read = Read(self.args)
+        self.models.checkpoints = FrontCheckpoints(self, self.resumable_root)
+        self.lending = Lending(self.worker.module)
         self.lending.lend()
         self.tell("on_init_end")
 
@@ -152,6 +172,7 @@ class Trainer(Hub):
         Raises: ConfigError: both; a schedule without an optimizer.
         """
         own, self.scheduler = optimizers
+        self._of_class = made_of is not None
         if made_of is not None:
             if own is not None or self.scheduler is not None:
                 raise ConfigError("optimizers and optimizer_cls_and_kwargs can't both be; give one of them")
@@ -176,8 +197,8 @@ class Trainer(Hub):
 
     @property
     def model(self) -> Any:
-        """The model in training."""
-        return self.worker.module
+        """The model in training; with an adapter PEFT's PeftModel around it."""
+        return self._model
 
     @property
     def ref_model(self) -> Any:
@@ -189,6 +210,15 @@ class Trainer(Hub):
     def optimizer(self) -> Any:
         """The optimizer, over the fp32 masters."""
         return self.callback_handler.optimizer
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The schedule: one that was given, or what tells the rates of whet's own."""
+        return self.callback_handler.lr_scheduler
+
+    def get_num_trainable_parameters(self) -> int:
+        """How many numbers are trained."""
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     @property
     def model_wrapped(self) -> Any:
@@ -238,6 +268,10 @@ class Trainer(Hub):
         """Evaluation data by name, as `measured` takes them; "" is the name of a single set."""
         raise NotImplementedError
 
+    def may_log(self, metric: str) -> bool:
+        """Whether an evaluation may have a metric of this name, which reward functions add to."""
+        return True
+
     def measured(self, rows: Any) -> dict[str, float]:
         """The metrics of an evaluation set, under TRL's names."""
         raise NotImplementedError
@@ -252,6 +286,7 @@ class Trainer(Hub):
 
     # ---- training ------------------------------------------------------------------------------------------------
 
+    @in_trl_words()
     def train(self, resume_from_checkpoint: bool | str | None = None, **kwargs: Any) -> TrainOutput:
         """Trains to max_steps or the end of the last epoch.
 
@@ -261,12 +296,8 @@ class Trainer(Hub):
         """
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
+        self.begin_anew()
         resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
-        checkpoints = self.models.checkpoints
-        if resume is not None:
-            checkpoints.root = resume.parent
-        elif checkpoints.root is not None:
-            checkpoints.root = Path(new_root(self.args.output_dir)).absolute()
         self.resume_from(None if resume is None else str(resume))
         self.state = TrainerState(stateful_callbacks=self._stateful())
         self.window, self.losses, started = Window(), [], time.monotonic()
@@ -321,6 +352,7 @@ class Trainer(Hub):
 
     # ---- evaluation ----------------------------------------------------------------------------------------------
 
+    @in_trl_words()
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
@@ -328,8 +360,9 @@ class Trainer(Hub):
 
         Args: eval_dataset: in place of the trainer's; the name of one of several, or data. ignore_keys: not used.
             metric_key_prefix: of the names; the name of a set follows it.
-        Returns: the metrics of all sets.
+        Returns: the metrics of all sets, and the epoch.
         """
+        self.take_eval_data()
         sets = self.eval_rows
         if isinstance(eval_dataset, str):
             if eval_dataset not in sets:
@@ -343,7 +376,7 @@ class Trainer(Hub):
         for name, rows in sets.items():
             with self.lending.working():
                 metrics |= self._evaluated(rows, f"{metric_key_prefix}_{name}" if name else metric_key_prefix)
-        return metrics
+        return metrics if self.state.epoch is None else {**metrics, "epoch": self.state.epoch}
 
     def _evaluated(self, rows: Any, prefix: str) -> dict[str, float]:
         started = time.monotonic()
@@ -376,12 +409,11 @@ class Trainer(Hub):
     def note_best(self, metrics: Mapping[str, float]) -> None:
         """Keeps the best value of metric_for_best_model."""
         args, state = self.args, self.state
-        name = args.metric_for_best_model
+        name = best_metric(args, self.eval_rows, self.may_log)
         if name is None:
             return
-        name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
-            raise ConfigError(f"metric_for_best_model={name!r} is not among {', '.join(sorted(metrics))}; name one")
+            raise lookup_error("metric_for_best_model", name, metrics)
         value, best = metrics[name], state.best_metric
         if best is None or (value > best if args.greater_is_better else value < best):
             state.best_metric, state.best_global_step = value, state.global_step
@@ -390,67 +422,47 @@ class Trainer(Hub):
 
     # ---- files ---------------------------------------------------------------------------------------------------
 
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Writes model and tokenizer in Hugging Face's format. Args: output_dir: None = args.output_dir."""
-        folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        self.worker.export(folder, self.processing_class)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub("Model save")
-
-    def save_state(self) -> None:
-        """Writes trainer_state.json into output_dir."""
-        Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)
-        self.state.save_to_json(str(Path(self.args.output_dir) / "trainer_state.json"))
-
-    def log_metrics(self, split: str, metrics: Mapping[str, Any]) -> None:
-        """Prints numbers, sorted. Args: split: of which they are: train, eval, ..."""
-        width = max(map(len, metrics), default=0)
-        print(f"***** {split} metrics *****", *(f"  {n:<{width}} = {metrics[n]}" for n in sorted(metrics)), sep="\n")  # noqa: T201
-
-    def save_metrics(self, split: str, metrics: Mapping[str, Any], combined: bool = True) -> None:
-        """Writes them to {split}_results.json in output_dir. Args: combined: and into all_results.json."""
-        folder = Path(self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{split}_results.json").write_text(json.dumps(dict(metrics), indent=4, sort_keys=True))
-        if combined:
-            path = folder / "all_results.json"
-            found = json.loads(path.read_text()) if path.exists() else {}
-            path.write_text(json.dumps({**found, **metrics}, indent=4, sort_keys=True))
-
     def save_weights(self) -> None:
         """A checkpoint that holds the weights alone: with save_only_model, or where save_strategy is "no"."""
         folder = checkpoint_at(self.args.output_dir, self.state.global_step)
         folder.parent.mkdir(parents=True, exist_ok=True)
+        self.note_save()
         Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
-        self._noted(folder)
+        self.state.save_to_json(str(folder / "trainer_state.json"))
+        self.saved(folder)
 
-    def saved(self, whole: Path) -> None:
-        """A checkpoint was written. Args: whole: what a resume reads."""
-        self._noted(linked(whole, checkpoint_at(self.args.output_dir, self.state.global_step), self.role.value))
-
-    def _noted(self, folder: Path) -> None:
+    def note_save(self) -> None:
+        """The state that a checkpoint of now is to hold."""
         state = self.state
         if state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(folder)
+            state.best_model_checkpoint = str(checkpoint_at(self.args.output_dir, state.global_step))
         state.stateful_callbacks = TrainerState(stateful_callbacks=self._stateful()).stateful_callbacks
-        state.save_to_json(str(folder / "trainer_state.json"))
+
+    def saved(self, folder: Path) -> None:
+        """A checkpoint was written: the oldest go, and callbacks are told."""
+        state = self.state
         best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
         rotated(self.args.output_dir, self.args.save_total_limit, [folder, *best])
         self.tell("on_save")
 
     def _load_best(self, folder: Path) -> None:
         log.info("loading the best model, of %s (%s)", folder, self.state.best_metric)
-        self.worker.load(best_state(folder, self.role.value))
+        self.models.checkpoints.load_best(folder)
 
-    def scheduler_state(self) -> dict[str, Any]:
-        """Of a schedule that was given."""
-        return {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+    def held(self) -> dict[str, Any]:
+        """What a resume needs of the trainer: its state, and that of a schedule that was given."""
+        schedule = {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+        return {"state": json.dumps(dataclasses.asdict(self.state)), "scheduler": schedule}
 
-    def load_scheduler(self, state: Mapping[str, Any]) -> None:
-        """Restores it; what can't be stored (functions of the step) is as the schedule has it."""
-        if self.scheduler is not None and state:
-            self.scheduler.load_state_dict({**self.scheduler.state_dict(), **state})
+    def take(self, held: Mapping[str, Any]) -> None:
+        """Restores what `held` gave; the best checkpoint is looked for in output_dir where that was moved."""
+        self.state = TrainerState(**json.loads(held["state"]))
+        best = self.state.best_model_checkpoint
+        if best is not None and not Path(best).is_dir():
+            self.state.best_model_checkpoint = str(Path(self.args.output_dir) / Path(best).name)
+        if self.scheduler is not None and held["scheduler"]:
+            own = self.scheduler.state_dict()  # what can't be stored (functions of the step) is as the schedule has it
+            self.scheduler.load_state_dict({**own, **held["scheduler"]})
 
     def close(self) -> None:
         """Frees what training has made besides the model."""

@@ -1,0 +1,116 @@
+"""Checkpoints of a front: folders by themselves, which others load, and from which a run goes on."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import same, tiny_model, weights_of
+from transformers import AutoModelForCausalLM
+
+from whet.data.tokenizer import byte_tokenizer
+from whet.errors import CheckpointError, ConfigError
+from whet.trl import SFTConfig, SFTTrainer
+
+ARGS = {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": False, "learning_rate": 1e-2, "logging_steps": 1,
+        "max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}  # fmt: skip
+
+
+def trainer(folder, **kwargs):
+    model = tiny_model()
+    model.generation_config.eos_token_id, model.generation_config.top_k = [256, 33], 20
+    rows = [{"text": f"one and {i}"} for i in range(8)]
+    args = SFTConfig(str(folder), **{**ARGS, **kwargs})
+    return SFTTrainer(model, args, train_dataset=rows, processing_class=byte_tokenizer())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run's folder, and its model."""
+    made = trainer(tmp_path_factory.mktemp("run") / "out")
+    made.train()
+    return Path(made.args.output_dir), made
+
+
+def names(folder):
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())
+
+
+def test_a_checkpoint_is_a_folder_of_files_that_transformers_loads(run):
+    folder, made = run
+    assert sorted(p.name for p in folder.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert not [p for p in folder.rglob("*") if p.is_symlink()]
+    assert {p.suffix for p in (folder / "checkpoint-4").iterdir()} >= {".safetensors", ".json"}
+    assert [p.name for p in (folder / "checkpoint-4").glob("*.safetensors")] == ["model.safetensors"]  # of vLLM, too
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "checkpoint-4")
+    assert same(weights_of(loaded), weights_of(made.model))
+    assert loaded.generation_config.eos_token_id == [256, 33]
+    assert loaded.generation_config.top_k == 20
+    held = torch.load(folder / "checkpoint-4" / "run.pt", weights_only=True)["trl"]["state"]
+    assert json.loads(held) == json.loads((folder / "checkpoint-4" / "trainer_state.json").read_text())
+
+
+def test_one_that_was_packed_and_moved_is_resumed(run, tmp_path, monkeypatch):
+    folder, made = run
+    monkeypatch.chdir(tmp_path)
+    shutil.make_archive(str(tmp_path / "packed"), "tar", folder, "checkpoint-2")
+    shutil.unpack_archive(tmp_path / "packed.tar", tmp_path / "new")
+    (tmp_path / "new" / f".tmp-{'0' * 16}-checkpoint-4").mkdir()  # of a run that was killed while it saved
+    again = trainer("new", save_total_limit=1)  # a relative name
+    again.train(resume_from_checkpoint=True)
+    assert same(weights_of(again.model), weights_of(made.model))
+    assert [row["step"] for row in again.state.log_history] == [1, 2, 3, 4, 4]
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["checkpoint-4"]
+    assert names(tmp_path / "new") == [name for name in names(folder) if "checkpoint-4" in name]
+
+
+def test_a_save_that_fails_leaves_nothing_and_loses_nothing(run, tmp_path, monkeypatch):
+    folder, _ = run
+    shutil.copytree(folder / "checkpoint-2", tmp_path / "checkpoint-2")
+    shutil.copytree(folder / "checkpoint-2", tmp_path / "checkpoint-4")  # of another run, to be replaced
+    before = (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes()
+    again = trainer(tmp_path)
+
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(again.processing_class, "save_pretrained", full)
+    with pytest.raises(CheckpointError, match="checkpoint-4 could not be written: No space left"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-4"]
+    assert (tmp_path / "checkpoint-4" / "model.safetensors").read_bytes() == before
+
+
+def test_one_of_links_by_an_earlier_version_is_resumed_or_says_what_is_missing(run, tmp_path):
+    folder, made = run
+    link, whole = tmp_path / "checkpoint-2", tmp_path / ".whet" / "run-1" / "step-000002"
+    shutil.copytree(folder / "checkpoint-2", whole / "actor")
+    for name in ("optimizer.safetensors", "state.pt"):
+        (whole / "actor" / "whet" / name).rename(whole / "actor" / name)
+    (whole / "actor" / "whet").rmdir()
+    (whole / "actor" / "run.pt").rename(whole / "run.pt")
+    link.mkdir()
+    for file in (whole / "actor").iterdir():
+        (link / file.name).symlink_to(os.path.relpath(file, link))
+    (link / "whet").symlink_to(os.path.relpath(whole, link))
+    shutil.copytree(link, tmp_path / "copy" / "checkpoint-2", symlinks=True)
+    with pytest.raises(CheckpointError, match=r"has written it as links, and ../.whet/run-1/step-000002.* is gone"):
+        trainer(tmp_path / "copy").train(resume_from_checkpoint=True)
+    again = trainer(tmp_path, save_total_limit=1)
+    again.train(resume_from_checkpoint=True)
+    assert same(weights_of(again.model), weights_of(made.model))
+    assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-4"]
+    assert not whole.exists()  # nothing else leads to it
+
+
+def test_an_output_dir_that_another_run_writes_or_that_is_a_file_is_refused(run, tmp_path):
+    _, made = run
+    made.models.checkpoints.open()
+    with pytest.raises(ConfigError, match=r"is in use by process .* set another output_dir"):
+        trainer(run[0]).train()
+    made.models.checkpoints.close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"output_dir=.*file"):
+        trainer(tmp_path / "file").train()
