@@ -78,7 +78,7 @@ def test_what_is_said_of_the_values_is_of_trajectories_with_a_reward():
     rewards, values = torch.tensor([1.0, 4.0, torch.nan]).double(), torch.tensor([2.0, 0.0, 3.0, 50.0, -50.0, 90.0])
     batch = batch.replace(rewards=rewards, values=values)
     x = advantage_inputs(batch)
-    advantages, returns = advantages_and_returns(x, gae_lambda=1.0, whiten_advantages=False)
+    advantages, returns = advantages_and_returns(x, gae_lambda=1.0)
     found = value_metrics(x, batch.replace(advantages=advantages, returns=returns))
     assert found["critic/explained_variance"].value == pytest.approx(1 - (8 / 9) / 2)
     assert [found[f"advantages/returns/{how}"].value for how in ("mean", "max", "min")] == [2.0, 4.0, 1.0]

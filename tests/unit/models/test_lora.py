@@ -224,6 +224,7 @@ def test_dropout_is_on_in_training_alone_and_its_draws_have_an_address(base, tmp
     assert same(gradients(base)) and not same(gradients(base, seed=1))
     worker.optim_step()
     again = ModelWorker(adapted(base, lora_dropout=0.3), optim=OptimConfig())
+    (tmp_path / "saved").mkdir()
     worker.save(tmp_path / "saved")
     again.load(tmp_path / "saved")
     second = worker.forward_backward(WEIGHTED, nll)["loss"].value
