@@ -41,8 +41,8 @@ def advise(config: PolicyConfig) -> None:
         )
     if of_sequences and (named := _of_single_tokens(c)):
         log.warning(
-            "%s with a ratio of whole sequences keeps no token out: every token has the gradient of its sequence, and a "
-            "token's factor only scales that; algo.importance_sampling_level='sequence-token'%s gives each its own",
+            "%s with a ratio of whole sequences keeps no token out: every token has the gradient of its sequence, and "
+            "a token's factor only scales that; algo.importance_sampling_level='sequence-token'%s gives each its own",
             ", ".join(named),
             " and policy_loss_fn='grpo'" if c.loss_name == "gmpo" else "",
         )
