@@ -100,8 +100,8 @@ class AlgorithmConfig:
         if clip is not None and self.advantage_estimator == "gdpo":
             raise ConfigError(
                 f"reward_clip_range={clip!r} has no effect with advantage_estimator='gdpo', which normalises each "
-                "reward function by itself and never sees their sum: bound the values in the functions, and leave it at "
-                "None"
+                "reward function by itself and never sees their sum: bound the values in the functions, and leave it "
+                "at None"
             )
 
     @property
