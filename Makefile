@@ -22,7 +22,7 @@ $(VENV)/.installed-%: pyproject.toml
 	@$(BIN)/python -m pip install --disable-pip-version-check $$(test -t 1 || echo --quiet) -e '.[$*]'
 	@touch $@
 
-demo: $(DEMO)  ## train a small model by GRPO, about a minute (SEED=n)
+demo: $(DEMO)  ## train a small model by GRPO, a minute or two (SEED=n)
 	@$(BIN)/python -m whet.cli demo seed=$(SEED)
 
 test: $(STAMP)  ## the test suite, on all processors

@@ -383,7 +383,7 @@ def test_replay_gives_the_masks_that_the_sampler_saw(grammars):
 @pytest.mark.parametrize("tokens", [[1], [3, 2, 0], [3, END, 3]])
 def test_replay_refuses_what_was_not_drawn_under_the_constraint(grammars, tokens):
     everywhere = np.ones(len(tokens), bool)
-    with pytest.raises(DataError, match=r"completion token .* logprob_support='full'"):
+    with pytest.raises(DataError, match=r"completion token .* rollout\.logprob_support='full'"):
         grammars.replay(sampling("(ab)+0?"), np.array(tokens), np.zeros(len(tokens), int), everywhere)
 
 
@@ -440,7 +440,7 @@ def test_the_masks_of_a_micro_batch_read_nothing_from_the_device(grammars, monke
 def test_kept_masks_refuse_what_was_not_drawn_under_the_constraint_each_time(grammars):
     masks = Masks(grammars)
     for _ in range(2):
-        with pytest.raises(DataError, match=r"completion token 1 .* logprob_support='full'"):
+        with pytest.raises(DataError, match=r"completion token 1 .* rollout\.logprob_support='full'"):
             masks.of(sampling("(ab)+0?"), np.array([3, 1]), np.zeros(2, int), np.ones(2, bool))
 
 

@@ -296,7 +296,7 @@ def test_logits_of_a_beam_are_those_of_the_model(model):
         ({"length_penalty": 2.0}, {}, "length_penalty=2.0 says how beams are ranked; give num_beams"),
         ({"typical_p": 3.0}, {}, "typical_p: .* less than 1, got 3.0"),
         ({"no_repeat_ngram_size": "a"}, {}, "no_repeat_ngram_size must be a positive integer. Got: 'a'"),
-        ({"bad_words_ids": [5]}, {}, "bad_words_ids.0: .* a valid list, got 5"),
+        ({"bad_words_ids": [5]}, {}, "bad_words_ids.0: expected a list, .a, b., got 5"),
         ({"exponential_decay_length_penalty": [1, 1.1]}, {"stop_ids": ()}, "needs a stop token"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_stream_that_was_shortened_or_changed_where_it_was_read_is_refused(fol
     learner(folders, steps=2).train(iter(rows(8)))
     before, resumed = snapshot(folders / "run"), learner(folders, steps=3)
     for other, said in (
-        (rows(3), r"the data end after 3 rows, and the checkpoint had read 4 of this pass.*another run_dir"),
+        (rows(3), r"the data end after 3 rows, and the checkpoint had read 4 of this pass.*another trainer.run_dir"),
         (rows(8)[1:], "the first 4 rows are not those that the run had read"),
         ([{**r, "answer": 1} for r in rows(8)], "the first 4 rows are not those"),
     ):

@@ -20,7 +20,7 @@ from whet.util.streams import bury, open_descriptors, unfailing, unread
 __all__ = ["explained", "main", "print_text"]
 
 COMMANDS = {
-    "demo": "a small model learns by GRPO before your eyes: no GPU, no network, about a minute",
+    "demo": "a small model learns by GRPO before your eyes: no GPU, no network, a minute or two",
     "grpo": "train a policy by GRPO: --config run.yaml, key=value",
     "ppo": "train a policy by PPO, and a critic with it: --config run.yaml, key=value",
     "sft": "teach a model what the assistant says in conversations: --config run.yaml, key=value",

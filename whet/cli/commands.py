@@ -130,7 +130,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     recipe = recipe_path("demo.yaml")
     config = load_run(["--config", str(recipe), *words])
     say = _Say()
-    say("whet demo: GRPO teaches a small model the order of operations (about a minute on 2 cores)")
+    say("whet demo: GRPO teaches a small model the order of operations (a minute or two on 2 cores)")
     say("  task: 2*2+4*3= -> 4+4*3=4+12=16")
     say("  It begins as a pupil who calculates rightly, but in random order. The reward checks only the final number.")
     summary = grpo(config)

@@ -277,7 +277,7 @@ def test_a_reward_model_judges(measured, tmp_path):
 
 def test_the_context_bounds_the_completion(measured, caplog):
     found = measured(max_tokens=1000, limit=2, num_generations=1, rollout={"eos_tokens": [263]})
-    assert "2 of 2 prompts leave less than max_tokens_to_generate=1000 of the 128 tokens" in caplog.text
+    assert "2 of 2 prompts leave less than rollout.max_tokens_to_generate=1000 of the 128 tokens" in caplog.text
     assert found["tokens"].value <= 124
 
 
