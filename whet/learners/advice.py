@@ -11,6 +11,8 @@ __all__ = ["advise"]
 
 log = logging.getLogger("whet")
 
+_OF_TOKENS = ("dppo-kl", "dppo-tv", "sampler-kl", "top-entropy")
+"""The loss_masks that are of single tokens, whatever else is set."""
 _OF_KL = ("kl_type", "kl_loss_mode", "kl_method", "kl_clamp_value", "use_bias_correction_kl")
 
 
@@ -37,3 +39,17 @@ def advise(config: PolicyConfig) -> None:
             "algo.loss_agg_mode='token-mean' with a ratio of whole sequences: longer completions count more; the "
             "papers mean sequence-mean-token-mean"
         )
+    if of_sequences and (named := _of_single_tokens(c)):
+        log.warning(
+            "%s with a ratio of whole sequences keeps no token out: every token has the gradient of its sequence, and "
+            "a token's factor only scales that; algo.importance_sampling_level='sequence-token'%s gives each its own",
+            ", ".join(named),
+            " and policy_loss_fn='grpo'" if c.loss_name == "gmpo" else "",
+        )
+
+
+def _of_single_tokens(c: PolicyConfig) -> list[str]:
+    """Those of whet's factors of the policy loss that tell the tokens of a sequence apart, as they are written."""
+    of_tokens = (*_OF_TOKENS, "sampler-rejection") if c.rejection_level == "token" else _OF_TOKENS
+    found = [f"algo.loss_masks=[{name}]" for name in c.loss_masks if name in of_tokens]
+    return [*found, "algo.sampler_is='token'"] if c.sampler_is == "token" else found

@@ -6,6 +6,10 @@
     l_t = −min(ρ_t A_t, clip(ρ_t, 1 − ε_low, 1 + ε_high) A_t) − c H_t    policy_loss_fn, per token; ρ_t = π / π_old
     and + c_v (value loss)_t where the critic is a head on the actor's trunk, critic="actor"         vf_coef
 
+Completions without a reward teach neither. A critic of its own leaves their tokens out of its mean, under
+value_loss_agg_mode; on a shared trunk the value loss has the weights of the policy's tokens, theirs among them, so that
+there it counts for less by their share. The numbers logged of it are over tokens with a reward in both.
+
 It is a PolicyLearner that differs in `score` (the critic's values), `assign_advantages` (the critic's returns) and
 `update` (the critic's, and in the first steps that alone).
 
@@ -31,6 +35,7 @@ from whet.learners.step import Step
 from whet.metrics import Mean
 from whet.ops import LOSS_AGG_MODES, VALUE_LOSSES, advantages_and_returns
 from whet.run.observer import Observer
+from whet.train.reductions import Metrics
 from whet.types import LossInputs, TokenBatch
 
 __all__ = ["PPOLearner", "PpoLearner"]
@@ -163,8 +168,22 @@ class PPOLearner(PolicyLearner):
         if not self.shares_trunk:
             return loss, metrics
         value, found = self._critic_loss(x)
-        metrics |= {f"critic/{name}": number for name, number in found.items()}
-        return loss + self.algo_config.vf_coef * value * x.need("has_reward"), metrics
+        learned = x.need("has_reward")
+        metrics |= {f"critic/{name}": number * learned for name, number in found.items()}
+        return loss + self.algo_config.vf_coef * value * learned, metrics
+
+    def _of_whole(self, found: Metrics, whole: TokenBatch, run: TokenBatch) -> Metrics:
+        """As PolicyLearner's; means of a shared critic's metrics are over tokens (sequences) with a reward alone."""
+        if self.shares_trunk:
+            unknown = run.mask & ~_known(run)
+            fewer = {"mean": int(unknown.sum()), "sequence_mean": len(run.sequence[unknown].unique())}
+            reductions = self.cluster.actor_trainer.reductions
+            named = {**{n: {n: "mean"} for n in found if n not in reductions}, **reductions}
+            of_critic = [labels for name, labels in named.items() if name.startswith("critic/")]
+            hows = {label: how for labels in of_critic for label, how in labels.items()}
+            means = {n: m for n, m in found.items() if isinstance(m, Mean) and hows.get(n) in fewer}
+            found = {**found, **{n: Mean(m.sum, m.count - fewer[hows[n]]) for n, m in means.items()}}
+        return super()._of_whole(found, whole, run)
 
     # ---- what the configuration implies --------------------------------------------------------------------------
 

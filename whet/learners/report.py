@@ -172,14 +172,19 @@ def value_metrics(x: AdvantageInputs, batch: TokenBatch) -> dict[str, Metric]:
     """What a critic's learner adds, over trained tokens: advantages/*, advantages/returns/*, advantages/old_values/*,
     as Tunix; rewards/reward/*, of trajectories, with what single tokens earned; whet's: critic/explained_variance,
     1 − var(R − V) / var(R): 1 = the values at rollout are the returns, 0 = no better than a constant.
+
+    Returns and what they say of the values are those of trajectories with a reward: of the others the return is the
+    value itself, and nothing is learned.
     """
     columns = (batch.need("advantages"), batch.need("returns"), batch.need("values"))
-    advantages, returns, values = (c[batch.mask].double().numpy() for c in columns)
+    advantages, _, old = (c[batch.mask].double().numpy() for c in columns)
+    known = batch.mask & ~x.rewards.isnan().index_select(0, x.trajectory)
+    returns, values = (c[known].double().numpy() for c in columns[1:])
     rewards = x.returns
     found = {
         **spread("advantages", advantages),
         **spread("advantages/returns", returns),
-        **spread("advantages/old_values", values),
+        **spread("advantages/old_values", old),
         **spread("rewards/reward", rewards[~rewards.isnan()].numpy()),
     }
     if len(returns) > 1 and returns.var() > 0:

@@ -2,6 +2,8 @@
 
 A mask takes the policy's loss alone, without gradient: the KL and the entropy bonus stay, and so do the weights of the
 other tokens (a token that is masked here still counts in the denominator of its aggregation).
+Where the ratio is of a whole sequence (levels sequence and sequence-sum, gmpo), each token's loss has the gradient of
+all: a mask of single tokens only scales its sequence there, and keeps none out. The level sequence-token does.
 Dim legend: s tokens of a micro-batch, S of a batch.
 """
 

@@ -57,6 +57,10 @@ def test_a_field_without_effect_is_refused_unless_a_function_of_the_users_own_ma
         ({**ADAPTIVE, "entropy_coef": 0.3}, "entropy_coef=0.3, .* between entropy_coef_min=0.05 and entropy_coef_max"),
         ({**ADAPTIVE, "entropy_coef": 0.0}, "entropy_coef=0.0, .* between entropy_coef_min=0.05 and entropy_coef_max"),
         ({"advantage_estimator": "maxrl", "kl_type": "reward"}, "maxrl.* kl_type='reward'"),
+        (
+            {"advantage_estimator": "gdpo", "reward_clip_range": (0.0, 1.0)},
+            "range=.* no effect .*bound the values in the",
+        ),
         ({"advantage_estimator": "maxrl", "overlong_buffer": {"enable": True}}, "maxrl.* overlong_buffer.enable"),
         *(
             ({**CORRECTED, "kl_loss_mode": mode}, f"kl_loss_mode='{mode}'.*k1 and k3 alone".replace("+", r"\+"))

@@ -59,6 +59,10 @@ def test_the_configuration_knows_what_each_aggregation_reads(name):
 
 PULLS_NOT = "does not pull towards the reference"
 LONGER = "longer completions count more"
+KEEPS_IN = "keeps no token out"
+WHOLE = {"importance_sampling_level": "sequence"}
+RANKED = {"loss_masks": ("top-entropy",), "top_entropy_quantile": 0.2}
+REJECTED = {"loss_masks": ("sampler-rejection", weigh)}
 IDLE = "no effect while beta is 0.0"
 
 
@@ -77,6 +81,15 @@ IDLE = "no effect while beta is 0.0"
         (GRPOConfig(policy_loss_fn="gmpo", loss_agg_mode="token-mean"), LONGER),
         (GRPOConfig(importance_sampling_level="sequence"), None),
         (GRPOConfig(loss_agg_mode="token-mean"), None),
+        (GRPOConfig(**WHOLE, **RANKED), "loss_masks=[top-entropy] with a ratio of whole sequences " + KEEPS_IN),
+        (GRPOConfig(**WHOLE, loss_masks=("dppo-tv", "dppo-kl")), "[dppo-tv], algo.loss_masks=[dppo-kl] with"),
+        (GRPOConfig(importance_sampling_level="sequence-sum", sampler_is="token"), "sampler_is='token' with a ratio"),
+        (GRPOConfig(**WHOLE, **REJECTED, rejection_level="token"), "loss_masks=[sampler-rejection] with a ratio"),
+        (GRPOConfig(policy_loss_fn="gmpo", **RANKED), "'sequence-token' and policy_loss_fn='grpo' gives"),
+        (GRPOConfig(**WHOLE, **REJECTED), None),
+        (GRPOConfig(**WHOLE, sampler_is="sequence", loss_masks=("off-policy", weigh)), None),
+        (GRPOConfig(importance_sampling_level="sequence-token", sampler_is="token", **RANKED), None),
+        (GRPOConfig(sampler_is="token", **RANKED), None),
         (GRPOConfig(beta=0.0, kl_loss_mode="k2"), "kl_loss_mode='k2': " + IDLE),
         (PPOConfig(beta=0.0, kl_method="kl"), "kl_method='kl': " + IDLE),
         (GRPOConfig(beta=0.0, kl_type="reward", kl_clamp_value=1.0), "kl_type='reward', kl_clamp_value=1.0: " + IDLE),

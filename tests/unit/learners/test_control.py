@@ -223,16 +223,23 @@ def test_where_sampler_and_trainer_agree_no_correction_changes_anything(algo):
     assert found[1]["grad_norm"] == pytest.approx(found[0]["grad_norm"], rel=1e-3)
 
 
-def test_the_mean_of_normalised_weights_is_one_over_the_trained_tokens_of_a_step():
-    made = learner(sampler_is="token", sampler_is_normalize=True)
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_the_mean_of_normalised_weights_is_one_over_what_is_trained_of_a_step(level):
+    made = learner(sampler_is=level, sampler_is_normalize=True)
     batch = assigned(made)
-    far = batch.replace(sampler_logprobs=batch.sampler_logprobs - torch.rand(batch.num_tokens))
+    place = torch.arange(batch.num_tokens)
+    trained = (place % 3 > 0) & (batch.sequence > 0) & ((batch.sequence > 6) | (place % 2 > 0))  # none of the first
+    near = 0.3 * torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(0))
+    far = batch.replace(mask=trained, sampler_logprobs=batch.sampler_logprobs + torch.where(trained, near, -0.6))
     scored = made.score(Step(index=1, batch=far.replace(old_logprobs=None))).batch
     x = LossInputs(
         sequence=scored.sequence, mask=scored.mask, logprobs=scored.old_logprobs, token_columns=scored.token_columns
     )
     (weights,) = (factor(x) for factor in made.objective.factors)
-    assert weights.mean().item() == pytest.approx(1.0, abs=1e-5) and weights.std() > 0.1
+    counted = weights[trained]
+    if level == "sequence":  # one weight for each, however many tokens
+        counted = torch.stack([weights[trained & (batch.sequence == i)].mean() for i in range(1, 16)])
+    assert counted.mean().item() == pytest.approx(1.0, abs=1e-5) and counted.std() > 0.1
 
 
 def test_the_highest_entropies_are_those_of_a_whole_optimizer_step_however_it_is_cut():

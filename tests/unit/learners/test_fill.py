@@ -16,12 +16,12 @@ from whet.types import Group
 
 
 def of_parity(prompts, completion_ids, **_):
-    """Spread in the groups of odd rows, none in those of even ones."""
+    """Spread in the groups of odd rows; in those of even ones one reward, and one completion without any."""
     seen = {}
     given = []
     for prompt in prompts:
         seen[prompt] = seen.get(prompt, -1) + 1
-        given.append(float(seen[prompt]) if int(prompt[:-3]) % 2 else 1.0)
+        given.append(float(seen[prompt]) if int(prompt[:-3]) % 2 else None if seen[prompt] else 1.0)
     return given
 
 
@@ -56,9 +56,22 @@ def test_a_step_is_filled_from_further_batches_in_their_order(monkeypatch):
     assert seen == [[1, 3], [5, 7]]  # each from two batches of two prompts
     found = counts(run.rows[0])
     assert found.pop("tokens_left_out") > 0
-    assert found == {"batches": 2.0, "groups_left_out": 2.0, "completions_left_out": 4.0, "reward": 0.75}
+    assert found == {
+        "batches": 2.0,
+        "groups_left_out": 2.0,
+        "completions_left_out": 4.0,
+        "reward": pytest.approx(2 / 3),
+    }
     assert run.rows[0]["reward"] == run.rows[0]["rewards/of_parity"] == 0.5  # of what is trained on
     assert run.rows[0]["completions/tokens"] == sum(len(c.tokens) for g in made_groups(made, run, 1) for c in g)
+
+
+def test_what_is_left_over_of_the_last_batch_is_thrown_away(monkeypatch):
+    spread = lambda prompts, **_: [float(i % 2) if int(p[:-3]) >= 2 else 1.0 for i, p in enumerate(prompts)]
+    made = learner(reward=spread, data={"batch_size": 3})
+    seen = kept(made, monkeypatch)
+    made.train(rows(9))
+    assert seen == [[2, 3, 4]]  # 5 teaches something too
 
 
 def made_groups(made, run, step):

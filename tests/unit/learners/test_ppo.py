@@ -232,6 +232,25 @@ def test_the_gradient_of_a_shared_trunk_is_the_policys_and_the_values(monkeypatc
     torch.testing.assert_close(values["score.weight"], 0.3 * critic["score.weight"], rtol=1e-4, atol=1e-6)
 
 
+def test_a_completion_without_a_reward_trains_no_shared_critic_in_later_passes_either():
+    made = ppo(shared(lr=1e-2, max_steps=1), lambda completions: [None, 1.0, None, 0.5], num_iterations=2)
+    seen, loss = [], made.cluster.actor_trainer.loss
+
+    def noted(x):
+        found, metrics = loss(x)
+        (slope,) = torch.autograd.grad(found.sum(), x.new_values, retain_graph=True)
+        error = 0.5 * (x.new_values - x.returns).detach().square()
+        seen.append((x.need("has_reward").bool(), slope, error))
+        return found, metrics
+
+    made.cluster.actor_trainer.loss = noted
+    row = made.train(rows(4)).rows[0]
+    known, slope, error = (torch.cat(parts) for parts in zip(*seen, strict=True))
+    assert error[~known].any()  # the second pass finds other values than the first
+    assert not slope[~known].any() and slope[known].any()
+    assert row["critic/vf_loss"] == pytest.approx(error[known].mean().item(), rel=1e-3)  # nothing is clipped
+
+
 def gradients_of(monkeypatch, worker, made):
     """The gradient of one update of a worker's model."""
     found, step = {}, worker.optim_step

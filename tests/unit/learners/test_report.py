@@ -3,11 +3,13 @@
 import dataclasses
 
 import numpy as np
+import pytest
 import torch
-from helpers import completion, prompt
+from helpers import completion, prompt, random_batch
 
 from whet.learners.objective import advantage_inputs
-from whet.learners.report import completion_columns, rollout_metrics
+from whet.learners.report import completion_columns, rollout_metrics, value_metrics
+from whet.ops import advantages_and_returns
 from whet.rewards.manager import RewardManager
 from whet.types import Group, TokenBatch
 
@@ -68,3 +70,18 @@ def test_lengths_and_endings_by_hand():
         "prompts/count": 1.0,
         "prompts/mean_length": 3.0,
     }
+
+
+def test_what_is_said_of_the_values_is_of_trajectories_with_a_reward():
+    # returns 1, 1 and 4 (λ = 1), values 2, 0 and 3: R − V = −1, 1, 1 of variance 8/9, returns of variance 2
+    batch = random_batch((3, [2, 1, 3]))
+    rewards, values = torch.tensor([1.0, 4.0, torch.nan]).double(), torch.tensor([2.0, 0.0, 3.0, 50.0, -50.0, 90.0])
+    batch = batch.replace(rewards=rewards, values=values)
+    x = advantage_inputs(batch)
+    advantages, returns = advantages_and_returns(x, gae_lambda=1.0)
+    found = value_metrics(x, batch.replace(advantages=advantages, returns=returns))
+    assert found["critic/explained_variance"].value == pytest.approx(1 - (8 / 9) / 2)
+    assert [found[f"advantages/returns/{how}"].value for how in ("mean", "max", "min")] == [2.0, 4.0, 1.0]
+    assert found["advantages/old_values/max"].value == 90.0
+    nothing = batch.replace(rewards=rewards * torch.nan, advantages=advantages, returns=values.double())
+    assert "critic/explained_variance" not in value_metrics(advantage_inputs(nothing), nothing)

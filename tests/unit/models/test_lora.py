@@ -209,7 +209,7 @@ def gradients(base, *, seed=0, passes=1, **options):
     return {n: p.grad.clone() for n, p in worker.module.named_parameters() if p.requires_grad}
 
 
-def test_dropout_is_on_in_training_alone_and_its_draws_have_an_address(base):
+def test_dropout_is_on_in_training_alone_and_its_draws_have_an_address(base, tmp_path):
     loaded = adapted(base, lora_dropout=0.3)
     worker = ModelWorker(loaded, optim=OptimConfig())
     plain = ModelWorker(adapted(base), optim=OptimConfig())
@@ -223,7 +223,13 @@ def test_dropout_is_on_in_training_alone_and_its_draws_have_an_address(base):
     same = lambda other: all(torch.equal(g, first[n]) for n, g in other.items())
     assert same(gradients(base)) and not same(gradients(base, seed=1))
     worker.optim_step()
-    assert worker.forward_backward(WEIGHTED, nll)["loss"].value not in drawn  # another update, other draws
+    again = ModelWorker(adapted(base, lora_dropout=0.3), optim=OptimConfig())
+    (tmp_path / "saved").mkdir()
+    worker.save(tmp_path / "saved")
+    again.load(tmp_path / "saved")
+    second = worker.forward_backward(WEIGHTED, nll)["loss"].value
+    assert second not in drawn  # another update, other draws
+    assert again.forward_backward(WEIGHTED, nll)["loss"].value == second  # however many passes the first one had
 
 
 def test_a_layer_that_is_recomputed_draws_the_same(base):

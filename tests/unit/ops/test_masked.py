@@ -64,6 +64,8 @@ def test_whitened_numbers_have_mean_zero_and_variance_one():
     assert masked_mean(y, mask).item() == pytest.approx(0, abs=1e-6)
     assert masked_var(y, mask).item() == pytest.approx(1, abs=1e-5)
     assert (y[~mask] == 0).all()
+    tiny = masked_whiten(tensor([0.0, 1e-4]), tensor([True, True]))  # variance 5e-9, half of the 1e-8 beside it
+    assert tiny.tolist() == pytest.approx([-0.5e-4 / 1.5e-8**0.5, 0.5e-4 / 1.5e-8**0.5])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -71,9 +71,10 @@ def test_the_composed_objective_equals_its_equation_token_by_token(seed):
 
 def test_factors_and_the_reference_are_constants_and_the_entropy_bonus_is_not():
     x = batch()
+    x.ref_logprobs.requires_grad_()
     loss, _ = whole(beta=0.3, entropy_coef=0.01)(x)
     loss.sum().backward()
-    assert x.entropy.grad is not None
+    assert x.entropy.grad is not None and x.ref_logprobs.grad is None
     assert x.entropy.grad.tolist() == [-0.01 if m else 0 for m in x.mask.tolist()]
     # the gradient of logprobs: that of surrogate and KL alone, with the factors as numbers
     y = batch()

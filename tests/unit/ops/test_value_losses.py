@@ -80,8 +80,10 @@ def made(v, old, target, mask):
 def test_the_gradient_is_that_of_finite_differences(name):
     v, old, target, mask = columns(0)
     loss = lambda values: VALUE_LOSSES[name](made(values, old, target, mask))[0]
-    v.requires_grad_()
+    for c in (v, old, target):
+        c.requires_grad_()
     loss(v).sum().backward()
+    assert old.grad is target.grad is None
     step = torch.eye(12, dtype=torch.float64) * 1e-6
     wanted = torch.stack([(loss(v.detach() + h) - loss(v.detach() - h)).sum() / 2e-6 for h in step])
     torch.testing.assert_close(v.grad, wanted, rtol=1e-6, atol=1e-8)

@@ -50,6 +50,14 @@ def test_a_mean_over_prompts_counts_the_prompts_of_the_whole_batch():
     assert t.weighted(batch).weights.tolist() == [0.125] * 4 + [0.0] * 4
 
 
+def test_a_mean_over_all_completions_counts_one_of_two_sequences_once():
+    forks = (completion([7, 8]), completion([9, 9], prefix=[97, 5]), completion([7, 8], 1))
+    batch = TokenBatch.from_groups([Group(prompt=prompt("a"), completions=forks)], [1.0, 0.0])
+    batch = batch.replace(mask=batch.trajectory == 0)
+    t = trainer(loss_agg_mode="sequence-mean-token-mean").with_loss_fn(clipped_surrogate, loss_agg_units="all")
+    assert t.weighted(batch).weights.tolist() == [0.125] * 4 + [0.0] * 2
+
+
 def test_an_update_is_one_step_down_the_gradient_of_the_weighted_loss():
     batch = random_batch((3, [4, 2]), (2, [5]))
     t = trainer(loss_agg_mode="sequence-mean-token-mean")

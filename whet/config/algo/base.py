@@ -82,7 +82,7 @@ class AlgorithmConfig:
     """Weight of each reward function, in their order; None = 1.0 each."""
     reward_clip_range: tuple[Float, Float] | None = None
     """Bounds of the weighted sum of the rewards that advantages are made of, before a KL in the reward; None = off. The
-    logged rewards stay as they are."""
+    logged rewards stay as they are. Refused with gdpo, which has no such sum."""
     overlong_buffer: OverlongBuffer = field(default_factory=OverlongBuffer)
     """Soft punishment of completions that come near the limit of length (DAPO)."""
     num_iterations: Count = 1
@@ -97,6 +97,12 @@ class AlgorithmConfig:
         clip = self.reward_clip_range
         if clip is not None and not clip[0] < clip[1]:
             raise ConfigError(f"reward_clip_range must be (low, high) with low below high, got {clip!r}; None = off")
+        if clip is not None and self.advantage_estimator == "gdpo":
+            raise ConfigError(
+                f"reward_clip_range={clip!r} has no effect with advantage_estimator='gdpo', which normalises each "
+                "reward function by itself and never sees their sum: bound the values in the functions, and leave it "
+                "at None"
+            )
 
     @property
     def keywords(self) -> Mapping[str, Any]:
