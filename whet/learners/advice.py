@@ -16,10 +16,10 @@ _OF_TOKENS = ("dppo-kl", "dppo-tv", "sampler-kl", "top-entropy")
 _OF_KL = ("kl_type", "kl_loss_mode", "kl_method", "kl_clamp_value", "use_bias_correction_kl")
 
 
-def advise(config: PolicyConfig) -> None:
+def advise(config: PolicyConfig, longest: int | None = None) -> None:
     """Warns of choices that don't go together, where beta or a level is often the only thing that was changed.
 
-    Args: config: an algorithm's.
+    Args: config: an algorithm's. longest: tokens that a completion may have; None = not known.
     """
     c, mode = config, config.keywords["kl_loss_mode"]
     if c.beta and c.kl_type == "loss" and mode in ("kl", "k1") and not c.use_bias_correction_kl:
@@ -28,6 +28,17 @@ def advise(config: PolicyConfig) -> None:
             "towards the reference; algo.kl_loss_mode='low_var_kl' does",
             mode,
             c.beta,
+        )
+    buffer = c.overlong_buffer
+    free = buffer.max_response_length - buffer.overlong_buffer_length
+    if buffer.enable and longest is not None and longest <= free:
+        log.warning(
+            "algo.overlong_buffer takes nothing off: it begins after %d tokens, and completions have at most "
+            "rollout.max_tokens_to_generate=%d; set algo.overlong_buffer.max_response_length=%d and "
+            "overlong_buffer_length to the last part of it",
+            free,
+            longest,
+            longest,
         )
     idle = changed(c, *_OF_KL)
     if idle and not c.beta and not c.force_compute_kl:

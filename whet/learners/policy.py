@@ -172,7 +172,7 @@ class PolicyLearner(RLLearner):
                 "logprobs to compare with; set algo.sampler_is=None and leave out off-policy, sampler-kl and "
                 "sampler-rejection"
             )
-        advise(c)
+        advise(c, rl_cluster.rollout_for().max_tokens_to_generate)
 
     def _sequences(self, prompts: int | None) -> int | None:
         """Sequences of a micro-batch of so many prompts."""

@@ -100,3 +100,11 @@ IDLE = "no effect while beta is 0.0"
 def test_choices_that_are_seldom_meant_are_said_aloud_once(made, said, caplog):
     advise(made)
     assert [said in record.message for record in caplog.records] == [] if said is None else [True]
+
+
+@pytest.mark.parametrize(("longest", "said"), [(512, True), (16384, True), (16385, False), (None, False)])
+def test_a_punishment_of_length_that_no_completion_reaches_is_said(longest, said, caplog):
+    advise(GRPOConfig(overlong_buffer={"enable": True}), longest)
+    assert ("it begins after 16384 tokens" in caplog.text) is said
+    advise(GRPOConfig(), longest)
+    assert len(caplog.records) == said
