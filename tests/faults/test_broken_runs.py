@@ -479,7 +479,7 @@ def test_a_refused_run_writes_nothing_over_the_one_that_lies_there(tmp_path):
     before = {p: p.read_bytes() for p in tmp_path.glob("*.*") if p.is_file()}
     with pytest.raises(ConfigError, match="holds the checkpoints of a run"):
         learner(tmp_path, epsilon=0.3).train(rows(8))
-    assert {p: p.read_bytes() for p in before} == before and len(before) == 4  # config.yaml, config_full.yaml, environment, card
+    assert {p: p.read_bytes() for p in before} == before and len(before) == 4  # config twice, environment, card
 
 
 # ---- gradients -----------------------------------------------------------------------------------------------------
