@@ -203,7 +203,8 @@ def _line(cls: type, path: tuple[str, ...], items: list[Any], root: str, short: 
         length = len(typing.get_args(_hints(owner)[path[-1]]))
         return f"{key}: expected {length} values, got {len(first['input'])}: {shown(first['input'])}"
     said = dict.fromkeys(_EXPECTED.get(item["type"]) or f"{item['msg'][0].lower()}{item['msg'][1:]}" for item in items)
-    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}{_mended(first['input'], first['type'])}"
+    mended = _mended(first["input"], first["type"], key.split(".")[-1])
+    return f"{key}: {'; '.join(said)}, got {shown(first['input'])}{mended}"
 
 
 def _not_a_section(section: type, key: str, root: str, value: Any) -> str:
@@ -228,10 +229,12 @@ def _default_said(section: Any, path: tuple[str, ...]) -> str:
     return f"; leave it out for its default, {field.default!r}"
 
 
-def _mended(value: Any, kind: str) -> str:
-    """What to write in place of a value that is nearly what was meant; "" = nothing is known."""
+def _mended(value: Any, kind: str, name: str = "") -> str:
+    """What to write in place of a value that is nearly what was meant; "" = nothing is known. name: its field's."""
     if value == "None":
         return "; nothing is null in YAML"
+    if kind == "string_type" and value is True and name == "resume":
+        return "; write latest, for the newest checkpoint of trainer.run_dir, or a checkpoint's folder"
     if kind == "string_type" and isinstance(value, bool | int | float):
         text = f'"{shown(value, 40)}"'
         return f"; quote it: '{text}' on a command line, {text} in a file"

@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 from whet.config.base import check, section_at
 from whet.config.engines import nested
 from whet.config.loader import dump_tree, read_yaml, tree
+from whet.config.synonyms import leaves_of
+from whet.errors import ConfigError
 
 __all__ = ["FULL", "kept_of_run", "load_resumable"]
 
@@ -21,6 +23,8 @@ T = TypeVar("T")
 
 FULL = "config_full.yaml"
 """The file of a run folder with every key of its configuration."""
+BRIEF = "config.yaml"
+"""The one with what was set and has an effect: read where the other is not there."""
 _OF_NOW = ("trainer.allow_config_change", "trainer.resume", "trainer.run_dir")
 """Keys that say how the run goes on, and not what it is."""
 
@@ -48,9 +52,33 @@ def _of_run(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(trainer, Mapping) or trainer.get("resume") != "latest":
         return {}
     folder = trainer.get("run_dir")
-    if not isinstance(folder, str) or not (Path(folder) / FULL).is_file():
+    if not isinstance(folder, str):
         return {}
-    return read_yaml(Path(folder) / FULL)
+    whole, brief = (read_yaml(f) if (f := Path(folder) / name).is_file() else {} for name in (FULL, BRIEF))
+    if whole:
+        _check_unedited(brief, whole, given, folder)
+    return whole or brief
+
+
+def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> None:
+    """Raises ConfigError for an edit of config.yaml, which a resume would pass over and write over."""
+    edited = []
+    for path in leaves_of((), brief) if brief else ():
+        key, (said, run, now) = ".".join(path), (_at(tree, path) for tree in (brief, whole, given))
+        if said not in (run, now) and key not in _OF_NOW:
+            edited.append(f"{key} is {said!r} in {folder}/{BRIEF}, and {run!r} in the run")
+    if edited:
+        raise ConfigError(
+            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL} and writes {BRIEF} anew; undo the edit, or "
+            "give what is to change as key=value, with trainer.allow_config_change=true"
+        )
+
+
+def _at(tree: Any, path: Sequence[str]) -> Any:
+    """What lies at a path; None where there is nothing."""
+    for key in path:
+        tree = tree.get(key) if isinstance(tree, Mapping) else None
+    return tree
 
 
 def _filled(

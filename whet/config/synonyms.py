@@ -58,18 +58,18 @@ _ALL: dict[tuple[str, ...], str] = {
     ("data.train_on",): "assistant_only_loss completion_only_loss train_on_responses_only",
     ("data.max_length", *_GENERATED[:2]): "max_seq_length max_seq_len max_length",
     _ROWS: "per_device_train_batch_size train_batch_size global_batch_size prompts_per_rollout rollout_batch_size",
-    _MICRO: "gradient_accumulation_steps micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu "
+    _MICRO: "micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu "
     "ppo_max_token_len_per_gpu max_length_per_device max_token_len_per_gpu",
     ("trainer.mini_batch_size",): "ppo_mini_batch_size",
     _EPOCHS: "num_train_epochs n_epochs total_epochs epochs",
-    _STEPS: "total_steps total_training_steps num_train_steps train_steps",
+    _STEPS: "steps total_steps total_training_steps num_train_steps train_steps",
     _FOLDER: "output_dir save_dir default_local_dir checkpoint_dir",
     _SAVE: "save_steps save_freq save_interval",
     ("trainer.checkpointing_options.max_to_keep",): "save_total_limit max_actor_ckpt_to_keep",
     _EVALUATE: "eval_steps test_freq eval_interval",
     ("trainer.keep_best.metric",): "load_best_model_at_end metric_for_best_model",
     ("trainer.keep_best.mode",): "greater_is_better",
-    ("trainer.loggers",): "report_to logger use_wandb",
+    ("trainer.loggers",): "report_to logger use_wandb wandb",
     ("trainer.metrics_logging_options.log_dir",): "logging_dir",
     ("trainer.metrics_logging_options.project_name",): "project wandb_project",
     ("trainer.metrics_logging_options.run_name",): "experiment_name wandb_run_name",
@@ -136,13 +136,37 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "training_args": ("trainer",),
 }
 """A section's name elsewhere, or in another command -> its names here."""
+_ONE_PROCESS = "this release runs one process, on one device"
 NOTES: dict[str, str] = {
+    "deepspeed": _ONE_PROCESS,
+    "device": "a GPU is taken where there is one; CUDA_VISIBLE_DEVICES chooses which, and '' the CPU",
+    "eval_strategy": "data.eval_path has the rows of evaluations, trainer.eval_every_n_steps says how often",
+    "fsdp": _ONE_PROCESS,
+    "gpus": _ONE_PROCESS,
+    "gradient_accumulation_steps": "a step has one gradient however it is split into passes; "
+    "trainer.max_tokens_per_microbatch bounds their memory",
+    "hub_model_id": "whet push RUN repo=NAME sends a finished run",
+    "n_gpus_per_node": _ONE_PROCESS,
+    "nnodes": _ONE_PROCESS,
+    "push_to_hub": "whet push RUN repo=NAME sends a finished run",
+    "tensor_model_parallel_size": _ONE_PROCESS,
+    "use_kl_loss": "a KL is in the loss where algo.beta is above 0",
     "logging_steps": "every step is logged",
     "packing": "rows are always packed, without padding",
     "padding_free": "rows are always packed, without padding",
     "remove_unused_columns": "columns that nothing reads stay where they are; reward functions are given them by name",
 }
 """Names that stand for nothing here, with the reason."""
+_WHOLE: dict[str, tuple[str, ...]] = {
+    "actor_rollout_ref.model.path": ("actor.model", "reward_model.model"),
+    "actor_rollout_ref.rollout.name": ("rollout_engine",),
+    "critic.model.path": ("critic.model",),
+    "custom_reward_function.path": ("reward",),
+    "peft_config.r": ("actor.lora.r",),
+    "reward_model.enable": ("reward_model.model",),
+    "reward_model.model.path": ("reward_model.model",),
+}
+"""Keys that only their whole path tells."""
 _CLASSES = {
     "actor": "RoleConfig",
     "actor.lora": "LoraConfig",
@@ -169,6 +193,8 @@ def meant(path: Sequence[str], known: Collection[str]) -> str | None:
     >>> meant(("actor", "optim", "lr"), {"reward_model.optim.lr"})
     'reward_model.optim.lr'
     """
+    if found := next((key for key in _WHOLE.get(".".join(path), ()) if key in known), None):
+        return found
     first, *rest = path
     roles = (first, *SECTIONS.get(first, ()), "actor", "reward_model")
     for target in SYNONYMS.get(path[-1], ()):

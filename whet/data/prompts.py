@@ -56,7 +56,7 @@ def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None,
             return name
     columns = [str(name) for name in columns]
     hint = next((near for word in wanted if (near := nearest(word, columns))), "")
-    way = "name it in prompt_column" if not row else "give this row one, or leave it out"  # those before it had one
+    way = "give this row one, or leave it out" if row else "name it in data.prompt_column"  # those before it had one
     raise DataError(
         f"{'' if row is None else f'row {row}: '}no prompt column ({' or '.join(wanted)}) among the columns "
         f"{', '.join(columns)}{hint}{'' if hint.endswith('?') else ';'} {way}"

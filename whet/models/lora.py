@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from whet.config.lora import LoraConfig
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, TrainingError, lookup_error
 from whet.models.adapters import BASE_LAYER, Adapter, AddressedDropout, adapter_layer, merged_weight
 from whet.models.heads import has_score_head, score_layer
 from whet.models.quantized import cast, dequantized, quantized_layer
@@ -300,9 +300,14 @@ def adapter_tensors(module: nn.Module) -> dict[str, nn.Parameter]:
 
     Args: module: with an adapter. Returns: PEFT's name, without its prefix -> the parameter; a shared one under each of
         its names.
+    Raises: TrainingError: it has none any more.
     """
     adapter = Adapter.of(module)
-    assert adapter is not None
+    if adapter is None:
+        raise TrainingError(
+            "the model's adapter is gone: it was merged into the weights or unloaded after training; save it by "
+            "model.save_pretrained, and to train on, give the merged model to a new trainer"
+        )
     name, own = adapter.name, {id(p) for p in adapter.parameters()}
     found: dict[str, nn.Parameter] = {}
     for path, p in module.named_parameters(remove_duplicate=False):

@@ -365,7 +365,9 @@ def _table_rows(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any
 
 def _no_start(item: Any, error: BaseException) -> str:
     name = item if isinstance(item, str) else getattr(item, "__qualname__", item)
-    known = f"look at metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "fix the logger"
+    known = (
+        f"look at trainer.metrics_logging_options.backend_kwargs.{item}" if item in list(LOGGERS) else "fix the logger"
+    )
     return f"logger {name} can't start: {type(error).__name__}: {error}; {known}, or take it out of trainer.loggers"
 
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from whet.config.rewards import check_workers
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
 from whet.rewards.contract import Called, OnError, RewardInputs, call_rewards, keywords
@@ -185,6 +186,7 @@ class RewardManager:
         self.on_error: OnError = on_error
         self.timeout_s = timeout_s
         self.algo_fields = dict(algo_fields or {})
+        check_workers(workers)
         if not workers and math_match in self.fns.values():
             LOG.warning(
                 "math_match without reward_workers: a formula such as 9^{9^{9^9}} stops training, and nothing can end "

@@ -143,3 +143,17 @@ def test_a_resumed_run_goes_on_under_other_defaults_and_says_which(tmp_path):
     words = ["--config", str(tmp_path / "config.yaml"), f"trainer.run_dir={tmp_path}", "trainer.resume=latest"]
     assert load_resumable(RunConfig, words, SHORT).rollout.top_k == 50
     assert kept_of_run(RunConfig, words, SHORT) == {"rollout.top_k": (50, None)}
+
+
+def test_an_edit_of_the_file_that_a_resume_does_not_read_is_refused_and_a_lost_file_is_no_loss(tmp_path):
+    run = RunConfig(actor={"model": "m"}, reward={"a.py:f": 1.0}, algo={"num_generations": 4})
+    (tmp_path / FULL).write_text(dump(run))
+    (tmp_path / "config.yaml").write_text(dump(brief(run)).replace("num_generations: 4", "num_generations: 16"))
+    said = r"algo.num_generations is 16 in .*config.yaml, and 4 in the run: a resume takes .*allow_config_change=true"
+    with pytest.raises(ConfigError, match=said):
+        resumed(tmp_path, "trainer.max_steps=3")
+    assert resumed(tmp_path, "algo.num_generations=16").algo.num_generations == 16  # given: compared later, as ever
+    (tmp_path / "config.yaml").write_text(dump(brief(run)))
+    for text in ("", None):
+        (tmp_path / FULL).unlink() if text is None else (tmp_path / FULL).write_text(text)
+        assert resumed(tmp_path).algo == run.algo and resumed(tmp_path).reward == {"a.py:f": 1.0}

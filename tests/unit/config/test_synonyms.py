@@ -64,6 +64,11 @@ def test_every_entry_of_the_tables_is_of_use():
         ("generate", "rollout.temperature", "unknown key rollout.temperature; did you mean temperature?"),
         ("grpo", "actor.temperature", "unknown key actor.temperature; did you mean rollout.temperature?"),
         ("sft", "max_tokens", "unknown key max_tokens; did you mean data.max_length?"),
+        ("grpo", "actor_rollout_ref.model.path", "did you mean actor.model?"),
+        ("grpo", "custom_reward_function.path", "did you mean reward?"),
+        ("grpo", "peft_config.r", "did you mean actor.lora.r?"),
+        ("grpo", "trainer.n_gpus_per_node", "this release runs one process, on one device"),
+        ("grpo", "gradient_accumulation_steps", "trainer.max_tokens_per_microbatch bounds their memory"),
     ],
 )
 def test_an_answer_names_the_whole_path(command, word, said):

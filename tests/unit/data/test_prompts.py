@@ -41,7 +41,7 @@ def test_missing_prompt_column_lists_the_columns_and_the_nearest(columns, wanted
 
 def test_a_row_without_a_prompt_is_named(tokenizer):
     encode = PromptEncoder(tokenizer)
-    with pytest.raises(DataError, match=r"^row 0: no prompt column .* columns answer; name it in prompt_column$"):
+    with pytest.raises(DataError, match=r"^row 0: no prompt column .* columns answer; name it in data.prompt_column$"):
         encode({"answer": 4}, 0)
     with pytest.raises(DataError, match=r"^row 3: no prompt column .* columns answer; give this row one, or leave"):
         encode({"answer": 4}, 3)
