@@ -47,8 +47,8 @@ class Read:
             if value != before and not idle:
                 raise ConfigError(
                     f"args.{name} was {before!r} when the trainer was made, which has read it then, and is {value!r} "
-                    f"now; set it in {type(self._args).__name__}(...) and make another trainer; one of trainer.model "
-                    "goes on from there"
+                    f"now; set it in {type(self._args).__name__}(...) and make another trainer, with "
+                    "model=trainer.model to keep the weights"
                 )
 
 
