@@ -93,14 +93,25 @@ def test_what_the_sampling_does_not_follow_is_refused_until_it_says_that_it_does
         ([5] * 4, [-1.0] * 4, "made 4 tokens; make 1 to max_tokens=3"),
         ([5, 6], [-1.0, -1.0], "ended after 2 of 3 tokens without a stop id"),
         ([9, 6], [-1.0, -1.0], "continues after the stop id 9; end with it"),
-        ([5, 9], [0.5, -1.0], "gave the logprob 0.5; it is the log of a probability"),
+        ([5, 9], [0.5, -1.0], "gave the logprob 0.5; it is the log of the probability"),
         ([5, 9], [float("nan"), -1.0], "gave the logprob nan"),
+        ([5, 9], [float("-inf"), -1.0], "gave the logprob -inf.*finite"),
+        ([5.5, 9], [-1.0, -1.0], r"gave the token 5\.5; tokens are whole numbers"),
+        (["a", 9], [-1.0, -1.0], "must return two lists of numbers, got"),
     ],
 )
 def test_a_completion_that_breaks_a_rule_is_an_error(tokens, logprobs, said):
     engine = made_of(tokens, logprobs)
     engine.submit(requests(prompts((2,)), Sampling(max_tokens=3, stop_ids=(9,))))
     with pytest.raises(EngineError, match=said):
+        engine.poll()
+
+
+@pytest.mark.parametrize("done", [None, ([9], [-1.0], 3), "text"])
+def test_what_is_no_pair_is_an_error(model, done):
+    engine = type("Odd", (SimpleEngine,), {"complete": lambda self, request: done})(model)
+    engine.submit(requests(prompts((2,)), Sampling(stop_ids=(9,))))
+    with pytest.raises(EngineError, match=r"Odd\.complete\(\) of request 0 must return \(tokens, logprobs\), got"):
         engine.poll()
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -172,20 +172,28 @@ class SimpleEngine(QueueEngine):
             return []
         request = self._queue.popleft()
         with torch.no_grad(), native_attention(self.module), evaluating(self.module):
-            tokens, logprobs = self.complete(request)
-        return self._count([request], [self._output(request, tokens, logprobs)])
+            done = self.complete(request)
+        return self._count([request], [self._output(request, done)])
 
-    def _output(self, request: Request, tokens: Sequence[int], logprobs: Sequence[float]) -> Output:
+    def _output(self, request: Request, done: Any) -> Output:
         """What complete() made, checked."""
         sampling, name = request.sampling, f"{self._kind}.complete() of request {request.id}"
-        ids, made = np.asarray(tokens, np.int32), np.asarray(logprobs, np.float32)
+        if not isinstance(done, tuple | list) or len(done) != 2:
+            raise EngineError(f"{name} must return (tokens, logprobs), got {done!r:.60}")
+        ids, made = (_numbers(part, name) for part in done)
+        if ids.size and not (ids == ids.round()).all():
+            raise EngineError(f"{name} gave the token {ids[ids != ids.round()][0]}; tokens are whole numbers")
+        ids = ids.astype(np.int32)
         if ids.ndim != 1 or ids.shape != made.shape:
             raise EngineError(f"{name}: tokens {list(ids.shape)} and logprobs {list(made.shape)}; give one for each")
         if not 1 <= len(ids) <= sampling.max_tokens:
             raise EngineError(f"{name} made {len(ids)} tokens; make 1 to max_tokens={sampling.max_tokens}")
-        if not bool((made <= 0).all()):  # NaN too
-            wrong = made[~(made <= 0)][0]
-            raise EngineError(f"{name} gave the logprob {wrong}; it is the log of a probability: at most 0")
+        possible = (made <= 0) & np.isfinite(made)  # NaN is neither
+        if not possible.all():
+            raise EngineError(
+                f"{name} gave the logprob {made[~possible][0]}; it is the log of the probability of what was drawn: "
+                "finite and at most 0"
+            )
         stops = np.flatnonzero(np.isin(ids, sampling.stop_ids))
         if len(stops) and stops[0] < len(ids) - 1:
             raise EngineError(f"{name} continues after the stop id {ids[stops[0]]}; end with it")
@@ -194,7 +202,15 @@ class SimpleEngine(QueueEngine):
         return Output(
             id=request.id,
             tokens=ids,
-            logprobs=made,
+            logprobs=made.astype(np.float32),
             versions=np.full(len(ids), self.version, np.int32),
             finish_reason="stop" if len(stops) else "length",
         )
+
+
+def _numbers(given: Any, name: str) -> np.ndarray:
+    """An array of what complete() returned. Raises EngineError: it is none of numbers."""
+    try:
+        return np.asarray(given, np.float64)
+    except (TypeError, ValueError) as error:
+        raise EngineError(f"{name} must return two lists of numbers, got {given!r:.60}: {error}") from error
