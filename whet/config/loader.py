@@ -22,7 +22,7 @@ from whet.config.words import is_file, meant_by, rest_of_value
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
 
-__all__ = ["default_text", "diff", "dump", "dump_tree", "load", "merged", "read_yaml", "show", "tree"]
+__all__ = ["default_text", "diff", "dump", "dump_tree", "flat", "load", "merged", "read_yaml", "show", "tree"]
 
 T = TypeVar("T")
 
@@ -200,10 +200,15 @@ def dump(config: Any) -> str:
     return yaml.dump(dump_tree(config), Dumper=Dumper, sort_keys=False, allow_unicode=True)
 
 
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """The values of a tree by their dotted keys. Args: node: of the tree. prefix: of its keys, with the dot.
+
+    >>> flat({"actor": {"lr": 1.0}, "data": {}})
+    {'actor.lr': 1.0, 'data': {}}
+    """
     if not isinstance(node, Mapping) or not node:
         return {prefix[:-1]: node}
-    return {k: v for key, value in node.items() for k, v in _flat(value, f"{prefix}{key}.").items()}
+    return {k: v for key, value in node.items() for k, v in flat(value, f"{prefix}{key}.").items()}
 
 
 def diff(old: Any, new: Any) -> list[str]:
@@ -216,7 +221,7 @@ def diff(old: Any, new: Any) -> list[str]:
     >>> diff(OptimConfig(), OptimConfig(lr=3e-6))
     ['lr: None -> 3e-06']
     """
-    a, b = _flat(dump_tree(old)), _flat(dump_tree(new))
+    a, b = flat(dump_tree(old)), flat(dump_tree(new))
     absent = object()
     say = lambda v: "(none)" if v is absent else repr(v)
     keys = [*a, *(k for k in b if k not in a)]

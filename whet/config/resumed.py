@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from whet.config.base import check, section_at
 from whet.config.engines import nested
-from whet.config.loader import dump_tree, read_yaml, tree
-from whet.config.synonyms import leaves_of
+from whet.config.loader import dump_tree, flat, read_yaml, tree
 from whet.errors import ConfigError
 
 __all__ = ["FULL", "kept_of_run", "load_resumable"]
@@ -62,23 +61,17 @@ def _of_run(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: Mapping[str, Any], folder: str) -> None:
     """Raises ConfigError for an edit of config.yaml, which a resume would pass over and write over."""
-    edited = []
-    for path in leaves_of((), brief) if brief else ():
-        key, (said, run, now) = ".".join(path), (_at(tree, path) for tree in (brief, whole, given))
-        if said not in (run, now) and key not in _OF_NOW:
-            edited.append(f"{key} is {said!r} in {folder}/{BRIEF}, and {run!r} in the run")
+    run, now = flat(whole), flat(given)
+    edited = [
+        f"{key} is {said!r} in {folder}/{BRIEF}, and {run.get(key)!r} in the run"
+        for key, said in flat(brief).items()
+        if key and key not in _OF_NOW and said not in (run.get(key), now.get(key))
+    ]
     if edited:
         raise ConfigError(
             f"{'; '.join(edited)}: a resume takes a run's keys from {FULL} and writes {BRIEF} anew; undo the edit, or "
             "give what is to change as key=value, with trainer.allow_config_change=true"
         )
-
-
-def _at(tree: Any, path: Sequence[str]) -> Any:
-    """What lies at a path; None where there is nothing."""
-    for key in path:
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-    return tree
 
 
 def _filled(

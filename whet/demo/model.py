@@ -40,11 +40,7 @@ def small_model(seed: int) -> Any:
 
 def untaught(folder: str, seed: int) -> str:
     """Writes the random model with its tokenizer. Returns: the folder."""
-    from whet.data.tokenizer import byte_tokenizer
-
-    small_model(seed).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return folder
+    return _written(small_model(seed), folder)
 
 
 def pupil(folder: str, seed: int) -> str:
@@ -60,11 +56,15 @@ def pupil(folder: str, seed: int) -> str:
     """
     from safetensors.torch import load_file
 
-    from whet.data.tokenizer import byte_tokenizer
-
     weights = load_file(WEIGHTS)
     model = small_model(0)
     model.load_state_dict({**weights, "lm_head.weight": weights["model.embed_tokens.weight"]})  # tied: saved once
+    return _written(model, folder)
+
+
+def _written(model: Any, folder: str) -> str:
+    from whet.data.tokenizer import byte_tokenizer
+
     model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
