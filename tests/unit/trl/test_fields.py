@@ -79,6 +79,8 @@ def test_names_and_values_of_earlier_releases_and_what_follows_from_others(given
         ({"steps_per_generation": 3, "gradient_accumulation_steps": 2}, "must divide steps_per_generation.*Nearest"),
         ({"eval_strategy": "epoch", "per_device_eval_batch_size": 6}, "eval batch size.*per_device_eval_batch_size=8"),
         ({"use_vllm": True, "vllm_mode": "server"}, "vllm_mode='server'"),
+        ({"use_vllm": True, "vllm_guided_decoding_regex": "a+"}, "outputs_regex='a\\+' is not taken with"),
+        ({"use_vllm": True, "compat": "0.16"}, "top_k=50 with use_vllm=True and .*=0.9: .*; set temperature=1.0"),
         ({"vllm_importance_sampling_clip_min": 4.0}, "must be less than"),
         (
             {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": None},

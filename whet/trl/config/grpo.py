@@ -48,7 +48,7 @@ GRPO_FIELDS: Table = {
     "vllm_mode": other("colocate", '"server" is refused: weights are shared with an engine in this process'),
     "vllm_model_impl": works("vllm"),
     "vllm_enable_sleep_mode": other(False, "what the engine holds besides the weights is freed for each update"),
-    "vllm_structured_outputs_regex": other(None, "with every engine", str),
+    "vllm_structured_outputs_regex": other(None, "with whet's own engine; refused with use_vllm", str),
     "vllm_server_base_url": inert(None, _SERVER, str),
     "vllm_server_host": inert("0.0.0.0", _SERVER),
     "vllm_server_port": inert(8000, _SERVER),
