@@ -53,8 +53,6 @@ tis_coef) of the current policy on surrogate and KL, a critic's loss without ½,
 a rollout and returns that are not, the turns of a trajectory joined and what an environment said left out, the
 batch's mean where a prompt has one response. whet differs on purpose where RL2 has a defect, or a test could not be
 repeated:
-
-
 """
 
 _DIFFERS = (
