@@ -157,6 +157,29 @@ PUBLISHED = {
             "trainer.max_steps": 512,
         },
     ),
+    "september": (
+        [
+            "train_data.path=Chenmien/OpenReasonerZero",
+            "train_data.prompts_per_rollout=128",
+            "train_data.responses_per_prompt=64",
+            "test_data.path=Chenmien/OlympiadBench",
+            "actor.model_name=Qwen/Qwen2.5-7B",
+            "rollout.train_sampling_params.max_new_tokens=8192",
+            "rollout.env_path=envs/orz.py",
+            "adv.estimator=gae",
+        ],
+        {
+            "data.path": "Chenmien/OpenReasonerZero",
+            "data.eval_path": "Chenmien/OlympiadBench",
+            "data.batch_size": 128,
+            "algo.num_generations": 64,
+            "algo.critic_updates": 1,
+            "algo.entropy_coef": 0.0,
+            "algo.sampler_is_threshold": 2.0,
+            "actor.optim.schedule": "constant",
+            "trainer.num_epochs": 1,
+        },
+    ),
     "deepseek_grpo": (
         [
             *LEAST["ppo"],
@@ -351,6 +374,7 @@ LISTED = [
     *(f"adv.{k}" for k in "estimator gamma lamda responses_per_prompt global_norm norm_var".split()),
     *(f"trainer.{k}" for k in TRAINER),
     *(f"data.{k}" for k in "path max_length batch_size prompts_per_rollout responses_per_prompt".split()),
+    *(f"{d}_data.{k}" for d in ("train", "test") for k in "path prompts_per_rollout responses_per_prompt".split()),
 ]
 
 

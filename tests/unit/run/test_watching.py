@@ -79,9 +79,7 @@ def train(worker, tmp_path, monkeypatch):
     """Runs steps whose `entropy` and evaluations are scripted."""
     monkeypatch.setattr("whet.run.run.check_reads", lambda *_, **__: None)
 
-    def run_of(
-        steps, evals=None, entropy=None, *, learned=None, name="run", keep=1, observers=(), each=1, **fields
-    ):
+    def run_of(steps, evals=None, entropy=None, *, learned=None, name="run", keep=1, observers=(), each=1, **fields):
         config = TrainingConfig(
             **{
                 "run_dir": str(tmp_path / name),
