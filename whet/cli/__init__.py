@@ -316,9 +316,9 @@ def _check(command: str, config: Any) -> None:
 
         check_push(config)
     elif command != "demo":
-        from whet.config.generate import check_model
+        from whet.config.generate import check_sampled
 
-        check_model(config)
+        check_sampled(config)
 
 
 def _help() -> str:
