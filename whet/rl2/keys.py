@@ -118,6 +118,7 @@ def _trained(role: str, section: str) -> dict[str, Key]:
         "optimizer.weight_decay": decay,
         "optimizer.betas": Key("same", f"{optim}.betas"),
         "optimizer.eps": Key("same", f"{optim}.eps"),
+        "scheduler": Key("same", f"{optim}.schedule", "of September 2025; constant has no warm-up, as there"),
         "scheduler.name": Key("same", f"{optim}.schedule", "any of transformers' get_scheduler"),
         "scheduler.warmup_ratio": Key("same", f"{optim}.warmup_ratio"),
         "scheduler.*": Key("made", f"{optim}.schedule_kwargs", "e.g. min_lr"),

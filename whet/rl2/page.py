@@ -40,8 +40,9 @@ a file for `whet grpo --config` or `whet ppo --config`. `whet.<key>=value` adds 
 (`whet.trainer.seed=1`). Every key below has its place, or is refused with the reason; one that RL2 has not is an
 error with the nearest. `actor.rollout.*` and `rollout.*` are the same. Three generations of RL2 are read: a command
 written with keys of 2026 (`rollout.train.*`, `trainer.total_steps`, `actor.optimizer.lr`) has the defaults of 2026, one
-with those of the release of September 2025, PyPI's (`train_data.*`, `test_data.*`), its own (`actor.tis_coef=2`), any
-other those of July 2025 (a constant learning rate, 12 updates of the critic, an entropy bonus of 1e-4).
+with those of the release of September 2025, PyPI's (`train_data.*`, `test_data.*`; `trainer.use_wandb` in sft, rm and
+dpo), its own (`actor.tis_coef=2`), any other those of July 2025 (a constant learning rate, 12 updates of the critic, an
+entropy bonus of 1e-4).
 
 An environment is the file of July 2025: `reward_fn(messages, answer)`, `interact(messages)` and `TOOL`, taken as it
 is ([Environments](environments.md)). The later forms (`step` and `reset`, `generate`) are refused.
