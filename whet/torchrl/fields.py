@@ -265,8 +265,10 @@ import torch
 from whet.torchrl import Trajectory, mc_advantage
 
 stream = (Trajectory(group=i % 2, rewards=torch.tensor([float(i)])) for i in range(8))
-for group in mc_advantage(stream, 4, max_queued_groups=100, group_timeout=600.0):
+groups = mc_advantage(stream, 4, max_queued_groups=100, group_timeout=600.0)
+for group in groups:
     print([(t.group, advantages.tolist()) for t, advantages in group])
+print(groups.get_stats()["written_groups"], groups.get_stats()["evicted_groups"])
 ```
 
 As the transform of a ReplayBuffer, MCAdvantage must be made after TorchRL has been imported, which is when it becomes a

@@ -26,6 +26,7 @@ from whet.learners.objective import keywords_of
 from whet.ops import POLICY_LOSSES
 
 __all__ = [
+    "BY_EVALUATION",
     "LOSS_TYPES",
     "NEVER",
     "REWARD_MANAGER",
@@ -52,6 +53,8 @@ _OPTIMIZERS = {
     "sgd": "sgd",
 }
 """transformers' optim -> whet's."""
+BY_EVALUATION = ("greedy", "reduce_lr_on_plateau")
+"""lr_scheduler_type that an evaluation moves, not an update."""
 NEVER = 10**9
 """Steps between what callbacks ask for and no interval does."""
 REWARD_MANAGER = "whet.trl.rl.reward_functions:TRLRewards"
@@ -98,6 +101,8 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
     if args.optim not in _OPTIMIZERS:
         raise lookup_error("optim", str(args.optim), _OPTIMIZERS)
     schedule = args.lr_scheduler_type.value
+    moved = schedule in BY_EVALUATION  # by the front; to the optimizer it is constant
+    schedule = "constant" if moved else schedule
     return OptimConfig(
         name=_OPTIMIZERS[args.optim],
         lr=args.learning_rate,
@@ -105,7 +110,7 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
         schedule=schedule,
-        schedule_kwargs=dict(args.lr_scheduler_kwargs or {}),
+        schedule_kwargs={} if moved else dict(args.lr_scheduler_kwargs or {}),
         warmup_steps=0 if schedule == "constant" else args.get_warmup_steps(total or 0),  # there it takes no notice
         total_steps=total,
         max_grad_norm=args.max_grad_norm or 0.0,

@@ -120,7 +120,7 @@ def reward_functions(
     """The functions, with models in place of their names; then those of environments.
 
     Args: given: one or a list: functions, names or folders of reward models, modules. tokenizers: reward_processing_
-        classes, one for each function; None = what lies in the model's folder, else the policy's. others: of
+        classes, one for each function; None = that of where the model was loaded from, else the policy's. others: of
         environments, after which none need be given.
     Raises: ConfigError: none is given; not one tokenizer for each.
     """
@@ -150,8 +150,9 @@ def reward_functions(
 def _model(model: Any, tokenizer: Any, policy_tokenizer: Any, args: Any) -> RewardModel:
     """A reward model as a function, named after the last part of its name."""
     loaded = load_model(model, device=args.device, role="reward")
-    if tokenizer is None and isinstance(model, str):
-        tokenizer = load_tokenizer(model)
+    folder = model if isinstance(model, str) else model.config._name_or_path
+    if tokenizer is None and folder:
+        tokenizer = load_tokenizer(folder)
     return RewardModel(
         ModelWorker(loaded),
         name=PurePosixPath(loaded.name.rstrip("/")).name,

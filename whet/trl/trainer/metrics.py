@@ -14,6 +14,9 @@ __all__ = ["Window", "best_metric", "supervised_metrics", "trl_metrics"]
 
 _RENAMED = {
     MEASURED_ENTROPY: "entropy",
+    "sampler_is/weight_max": "sampling/importance_sampling_ratio/max",
+    "sampler_is/weight_mean": "sampling/importance_sampling_ratio/mean",
+    "sampler_is/weight_min": "sampling/importance_sampling_ratio/min",
     "time/step": "step_time",
 }
 """whet's name -> TRL's, where they differ."""
@@ -39,6 +42,8 @@ def trl_metrics(row: Mapping[str, Any], *, compat: str | None = None) -> dict[st
 
     Args: row: of numbers. compat: "0.16" = that release's names besides.
 
+    >>> trl_metrics({"sampler_is/weight_mean": 0.9, "perf/x": 1.0})
+    {'sampling/importance_sampling_ratio/mean': 0.9}
     >>> trl_metrics({"reward": 0.5, "entropy/token_mean": 2.0, "perf/x": 1.0, "rewards/f/mean": 0.5}, compat="0.16")
     {'reward': 0.5, 'entropy': 2.0, 'rewards/f/mean': 0.5, 'rewards/f': 0.5, 'reward/f': 0.5}
     """
@@ -68,6 +73,8 @@ def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[s
     old = {}
     if "completions/mean_length" in found:
         old["completion_length"] = found["completions/mean_length"]
+    if "clip_ratio/region_mean" in found:
+        old["clip_ratio"] = found["clip_ratio/region_mean"]
     if "reward_std_within_groups" in row:
         old["reward_std"] = row["reward_std_within_groups"]
     for name, value in found.items():
