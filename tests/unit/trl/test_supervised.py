@@ -191,7 +191,7 @@ def test_evaluation_checkpoints_and_a_resumed_run(method, tmp_path):
     logged = [row["step"] for row in whole.state.log_history if "eval_a_loss" in row]
     assert logged == [1, 2, 3]
     rates = [row["learning_rate"] for row in whole.state.log_history if "learning_rate" in row]
-    assert rates[0] == 1e-2 and len({*rates}) == (1 if method == "Reward" else 2)
+    assert rates[0] == 1e-2 and len({*rates}) == (3 if method == "Reward" else 2)
     assert whole.state.epoch == 1.5
     first = trainer(tmp_path / "part", method, max_steps=3, callbacks=[Stop()], **more)
     first.train()

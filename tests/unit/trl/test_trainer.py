@@ -86,7 +86,17 @@ def trained(made, **kwargs):
         {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "group", "dataloader_num_workers": 2},
         {"loss_type": "bnpo", "pad_to_multiple_of": 8, "min_p": 0.1, "repetition_penalty": 1.1},
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2, "max_steps": 4},
-        {"generation_kwargs": {"top_k": 20, "temperature": 0.8, "max_new_tokens": 4}, "top_p": 0.9, "min_p": 0.01},
+        {
+            "generation_kwargs": {
+                "top_k": 20,
+                "temperature": 0.8,
+                "max_new_tokens": 4,
+                "suppress_tokens": [65],
+                "stop_strings": ["~"],
+            },
+            "top_p": 0.9,
+            "min_p": 0.01,
+        },
         {"optim": "adafactor"},
         {"optim": "rmsprop", "lr_scheduler_type": "cosine", "warmup_steps": 0.5},
         {"bf16": None, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True, "torch_compile": True},
@@ -104,6 +114,7 @@ def test_it_trains(kwargs, tmp_path):
         assert "kl" in made.state.log_history[0]
     if "use_adaptive_entropy" in kwargs:  # moved once in each optimizer step, from the second on
         assert made.state.log_history[-2]["entropy_coef"] == pytest.approx(0.11)
+        assert made.entropy_coef == pytest.approx(0.12)
     made.close()
 
 
@@ -290,6 +301,11 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             r"reward weights \(2\) must match number of reward functions \(1\)",
         ),
         ({"reward_processing_classes": [None, None]}, ConfigError, "must match the number of reward functions"),
+        (
+            {"reward": [length_reward] * 2, "reward_processing_classes": byte_tokenizer()},
+            ConfigError,
+            r"classes \(1\) must match",
+        ),
         ({"peft_config": object()}, ConfigError, "peft_config is a object; adapters here are LoRA"),
         ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
         ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
@@ -314,6 +330,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
         ({"optimizers": (None, 1)}, ConfigError, "give both"),
         ({"generation_kwargs": {"num_beams": 2}}, ConfigError, "beam"),
         ({"generation_kwargs": {"do_sample": False}}, ConfigError, "do_sample=False"),
+        ({"generation_kwargs": {"max_length": 9}}, ConfigError, "max_length is not taken; set max_completion_length"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )

@@ -108,6 +108,7 @@ tools have answered; ids are appended and never made again, and only what the mo
 - `top_entropy_quantile` and the entropy bonus go by the tokens of the whole update, TRL's by those of a micro-batch.
 - The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum
   masks long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
+- An update takes whole parts of one rollout: accumulation that mixes two of them is an error with the nearest settings.
 - Every end token of the model and the tokenizer ends a completion, and counts as ended.
 - A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
   alone.

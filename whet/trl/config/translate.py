@@ -92,7 +92,23 @@ CORRECTIONS = {
 }
 """vllm_importance_sampling_mode -> sampler_is and its mode. TRL's sum over a sequence is sequence_sum_*: a sum masks
 long completions for being long."""
-_GENERATE = {"max_new_tokens": "max_tokens_to_generate", "min_new_tokens": "min_tokens"}
+_GENERATE = {
+    "max_new_tokens": "max_tokens_to_generate",
+    "max_tokens": "max_tokens_to_generate",
+    "min_new_tokens": "min_tokens",
+    "min_tokens": "min_tokens",
+    "stop": "stop",
+    "stop_strings": "stop",
+    "suppress_tokens": "forbidden_tokens",
+}
+"""Options of transformers' generate and of vLLM's SamplingParams -> the field that stands for one."""
+_ELSEWHERE = {
+    "eos_token_id": "set model.generation_config.eos_token_id",
+    "max_length": "set max_completion_length",
+    "min_length": "give min_new_tokens",
+    "num_return_sequences": "set num_generations",
+}
+"""Those that are not taken -> what to do instead."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -259,7 +275,10 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
     }
     for name in [*_SAMPLING, *_GENERATE]:
         if name in given:
-            fields[_GENERATE.get(name, name)] = given.pop(name)
+            value = given.pop(name)
+            fields[_GENERATE.get(name, name)] = tuple(value) if isinstance(value, list) else value
+    if taken := sorted(given.keys() & _ELSEWHERE.keys()):
+        raise ConfigError(f"generation_kwargs: {taken[0]} is not taken; {_ELSEWHERE[taken[0]]}")
     fields |= {"top_k": fields["top_k"] or None, "min_p": fields["min_p"] or 0.0}
     regex = args.vllm_structured_outputs_regex
     return RolloutConfig(

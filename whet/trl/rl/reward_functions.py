@@ -134,8 +134,12 @@ def reward_functions(
         raise ConfigError(
             f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions ({len(fns)})"
         )
-    own = [tokenizers] * len(fns) if not isinstance(tokenizers, list | tuple) else list(tokenizers)
-    if isinstance(tokenizers, list | tuple) and len(own) != len(fns):
+    own = (
+        list(tokenizers)
+        if isinstance(tokenizers, list | tuple)
+        else [tokenizers] * (len(fns) if tokenizers is None else 1)
+    )
+    if len(own) != len(fns):
         raise ConfigError(
             f"The number of reward processing classes ({len(own)}) must match the number of reward functions "
             f"({len(fns)})."

@@ -114,7 +114,7 @@ class Window:
     {'loss': 2.0, 'kl': None}
     """
 
-    _FIRST = ("loss", "grad_norm", "learning_rate")
+    FIRST = ("loss", "grad_norm", "learning_rate")
     """What a printed row begins with, as transformers' rows do."""
     _LAST = ("num_tokens", "grad_norm", "learning_rate", "entropy_coef")
 
@@ -131,5 +131,5 @@ class Window:
     def take(self) -> dict[str, Any]:
         """The means, which are forgotten; of a counter, a rate and the gradient's norm the last one."""
         found, self._values = self._values, {}
-        values = {**{name: found[name] for name in self._FIRST if name in found}, **found}
+        values = {**{name: found[name] for name in self.FIRST if name in found}, **found}
         return {n: None if not v else v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}

@@ -323,7 +323,7 @@ class Trainer(Hub, TakesUp):
             "total_flos": self.state.total_flos,
             "train_loss": sum(self.losses) / max(len(self.losses), 1),
         }
-        self.log(metrics)
+        self.log_window(metrics)
         self.tell("on_train_end")
         return TrainOutput(steps, metrics["train_loss"], metrics)
 
@@ -408,9 +408,12 @@ class Trainer(Hub, TakesUp):
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.tell("on_log", logs=logs)
 
-    def log_window(self) -> None:
-        """Logs the means since the last time."""
-        self.log(self.window.take())
+    def log_window(self, of_run: dict[str, float] | None = None) -> None:
+        """Logs the means since the last time. Args: of_run: numbers of a run that ends, which are logged with them."""
+        found = self.window.take()
+        if of_run is not None:
+            of_run |= {n: v for n, v in found.items() if n not in Window.FIRST}
+        self.log(found if of_run is None else of_run)
 
     def note_best(self, metrics: Mapping[str, float]) -> None:
         """Keeps the best value of metric_for_best_model, and tells it to a schedule that goes by it."""
