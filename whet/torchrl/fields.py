@@ -276,8 +276,9 @@ Transform: `ReplayBuffer(storage=..., transform=MCAdvantage(4), batch_size=16)`.
 """
 _2025 = """## The version of 2025
 
-`GRPOLoss(actor, compat="0.9")` and `MCAdvantage(4, compat="0.9")` keep the keys and formulas of TorchRL's releases of
-2025 (about 0.9), for runs that are to be repeated:
+`GRPOLoss(actor, compat="0.9")` and `MCAdvantage(4, compat="0.9")` keep the keys and formulas that TorchRL's main branch
+had in May and June of 2025, on the way to 0.9, for runs that are to be repeated. The releases 0.9.0 and 0.10 themselves
+have today's keys and objective: for those leave `compat` out (MCAdvantage pools steps there: `trajectory_return=None`).
 
 - keys `advantage`, `action` = "tokens_response", `sample_log_prob` = "log_probs", `ref_log_prob` = ("next",
   "ref_log_prob"); MCAdvantage groups by "text" and pools steps;
