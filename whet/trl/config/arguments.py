@@ -157,7 +157,7 @@ class Arguments:
     def _check(self) -> None:
         if self.logging_strategy == "steps" and self.logging_steps <= 0:
             raise ConfigError(f"logging_steps={self.logging_steps!r} must be positive; or logging_strategy='no'")
-        if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and self.eval_strategy == "no":
+        if self.lr_scheduler_type.value in ("reduce_lr_on_plateau", "greedy") and self.eval_strategy == "no":
             raise ConfigError(
                 f"lr_scheduler_type={self.lr_scheduler_type.value!r} goes by an evaluation, and eval_strategy is 'no'; "
                 "set it, with an eval_dataset, or take one that goes by the step (cosine)"
@@ -267,7 +267,7 @@ class Arguments:
 
 def _available() -> list[str]:
     """The loggers that are installed."""
-    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
 
     return get_available_reporting_integrations()
 
