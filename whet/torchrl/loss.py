@@ -214,7 +214,7 @@ class GRPOLoss(nn.Module):
         outside = ((ratio < 1 - low) | (ratio > 1 + high)).to(ratio.dtype)
         share = trained.share if self.compat == "0.9" else 1.0
         found = {
-            "loss_objective": self._reduced(self.surrogate(x, low, high)[0], kept) + self._elsewhere(kept),
+            "loss_objective": self._objective(self.surrogate(x, low, high)[0], kept),
             "clip_fraction": _mean(outside) * share,
             "kl_approx": _mean(moved["sampling/kl_approx"]) * share,
             "ESS": self._ess(kept).to(ratio.dtype),
@@ -254,12 +254,15 @@ class GRPOLoss(nn.Module):
         each = torch.stack([effective_sample_size(column, everywhere) for column in weights.unbind(1)])
         return each.sum() if self.reduction == "sum" else each.mean()
 
-    def _elsewhere(self, kept: Tokens) -> Tensor | float:
-        """What places that are not trained add to the objective: in 2025 −A, of a ratio of 1, else nothing."""
+    def _objective(self, loss: Tensor, kept: Tokens) -> Tensor:
+        """The surrogate [s], aggregated; in 2025 places that are not trained count too, with a ratio of 1."""
         if self.compat != "0.9" or type(self).surrogate is not GRPOLoss.surrogate:
-            return 0.0
+            return self._reduced(loss, kept)
         rest = torch.where(kept.mask, 0.0, -kept.advantages)
-        return {"none": rest.unsqueeze(-1), "sum": rest.sum(), "mean": rest.mean()}[self.reduction]
+        return (
+            self._reduced(loss, kept)
+            + {"none": rest[..., None], "sum": rest.sum(), "mean": rest.mean()}[self.reduction]
+        )
 
     def _reduced(self, loss: Tensor, kept: Tokens) -> Tensor:
         """A loss [s] of the tokens that are kept, aggregated: 0-d, or [B, T, 1] where it is given for each token."""
