@@ -110,11 +110,13 @@ GRPO_FIELDS: Table = {
 
 OLD_GRPO_FIELDS: Table = {
     "max_prompt_length": old("prompts are cut on the left to so many tokens", int),
-    "vllm_device": old('must be "auto": the engine is where the trainer is'),
+    "vllm_device": old("not read: the engine is where the trainer is"),
     "vllm_dtype": old("nothing to do: the engine has the trainer's weights, in their dtype"),
     "vllm_max_model_len": old("vllm_max_model_length", int),
     "vllm_enable_prefix_caching": old("vLLM's enable_prefix_caching", bool),
     "vllm_guided_decoding_regex": old("vllm_structured_outputs_regex"),
+    "use_liger_loss": old("nothing to do: logits are never held", bool),
+    "wandb_log_unique_prompts": old("log_unique_prompts", bool),
     "compat": old('"0.16" = the defaults and metric names of that release'),
 }
 """Field of an earlier TRL -> how it is read; `compat` is whet's own."""
@@ -174,8 +176,10 @@ def warn(args: Any) -> None:
             bound,
         )
     if args.beta and args.use_bias_correction_kl:
-        log.info("beta=%s: the KL is multiplied by the importance ratio, as in TRL; use_bias_correction_kl=False is k3 "
-                 "alone", args.beta)  # fmt: skip
+        log.warning(
+            "beta=%s: the KL is multiplied by the importance ratio, as in TRL; use_bias_correction_kl=False is k3",
+            args.beta,
+        )
     if args.mask_truncated_completions and args.loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
         log.warning(
             "mask_truncated_completions: completions that are masked out count in the mean over rows, as in TRL, so a "

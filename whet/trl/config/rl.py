@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 from whet.errors import ConfigError
@@ -10,9 +11,12 @@ from whet.trl.config.batches import Batches, batches_of
 
 __all__ = ["RLArguments"]
 
+log = logging.getLogger("whet")
+
 _RENAMED = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "vllm_max_model_len": "vllm_max_model_length",
+    "wandb_log_unique_prompts": "log_unique_prompts",
 }
 _SIZES = (
     "num_generations",
@@ -56,7 +60,7 @@ class RLArguments(Arguments):
         if self.use_vllm:
             self._check_vllm()
         if self.vllm_device not in (None, "auto"):
-            raise ConfigError(f"vllm_device={self.vllm_device!r} is not taken: {self.OLD['vllm_device'].note}")
+            log.warning("vllm_device=%r is not read: %s", self.vllm_device, self.OLD["vllm_device"].note)
         self.to_whet()  # what it can't express is said here
 
     def _check_vllm(self) -> None:
