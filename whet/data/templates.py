@@ -94,8 +94,15 @@ class ChatTemplate:
             roles = ", ".join(str(m["role"]) for m in messages)
             raise DataError(
                 f"row {row}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
-                "the row, or the tokenizer's chat_template"
+                f"{_cause(messages)}, or the tokenizer's chat_template"
             ) from error
+
+
+def _cause(messages: Sequence[Message]) -> str:
+    """What of a conversation templates refuse most often."""
+    if any(isinstance(m.get("content"), list | tuple) for m in messages):
+        return "the content from a list of parts to its text"
+    return "the row (or data.system_prompt)" if messages[0]["role"] == "system" else "the row"
 
 
 def goes_through(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:

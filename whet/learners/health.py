@@ -207,7 +207,9 @@ def _known(batch: TokenBatch) -> bool:
 def _silence(seen: Seen) -> str:
     """Why no token has an advantage, and what to look at."""
     group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
-    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {float(seen.batch.rewards[0])}"
+    reward = float(seen.batch.rewards[0])
+    scored = "no reward" if math.isnan(reward) else f"reward {reward}"
+    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, {scored}"
     done = [c.finish_reason for g in seen.rewarded.groups for c in g.completions]
     share = sum(reason == "length" for reason in done) / len(done)
     ended = "All completions ended by themselves"

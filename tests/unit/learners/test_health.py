@@ -90,7 +90,9 @@ def test_steps_without_signal_are_said_with_their_cause_and_an_example(health, c
     when = "step 7" if case in ("none", "failed") else "for 3 steps, since step 5"
     assert text.startswith(f"{when}: nothing is learned from the rewards: ")
     assert re.search(words, text), text
-    assert "All completions ended by themselves. To '2+2=' the model said 'four'" in text
+    first = options.get("rewards", (1.0,))[0]
+    scored = "no reward" if case in ("none", "failed") else f"reward {first}"
+    assert f"All completions ended by themselves. To '2+2=' the model said 'four', {scored}." in text
 
 
 def test_a_silence_says_how_many_completions_were_cut(health, caplog):
