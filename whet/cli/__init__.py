@@ -96,7 +96,8 @@ def _dispatch(command: str, words: list[str]) -> None:
         from whet.errors import ConfigError, lookup_error
 
         if command in _MEANT:
-            raise ConfigError(f"unknown command {command!r}; did you mean {_MEANT[command]}? `whet --help` lists them all")
+            mean = _MEANT[command]
+            raise ConfigError(f"unknown command {command!r}; did you mean {mean}? `whet --help` lists them all")
         if "=" in command or command.endswith((".yaml", ".yml")):
             whole = " ".join(["whet grpo", command, *words])
             raise ConfigError(f"{command!r} is no command; name one first, e.g. {whole}")
@@ -256,7 +257,8 @@ def _check_flags(command: str, words: list[str]) -> None:
                 theirs = ", whet ".join(_FLAGS[name])
                 raise ConfigError(f"{word} is not an option of whet {command}; only of whet {theirs}")
             continue
-        flags, keys = ["config", "help", *(flag for flag, commands in _FLAGS.items() if command in commands)], _keys(command)
+        own = [flag for flag, commands in _FLAGS.items() if command in commands]
+        flags, keys = ["config", "help", *own], _keys(command)
         near = difflib.get_close_matches(name, [*flags, *keys], 1)
         if name not in keys and near and near[0] in flags:
             raise ConfigError(f"unknown flag {word}; did you mean --{near[0]}?")
@@ -314,9 +316,9 @@ def _check(command: str, config: Any) -> None:
 
         check_push(config)
     elif command != "demo":
-        from whet.config.generate import check_model
+        from whet.config.generate import check_sampled
 
-        check_model(config)
+        check_sampled(config)
 
 
 def _help() -> str:

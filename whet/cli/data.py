@@ -20,7 +20,7 @@ from whet.data.prompts import PromptEncoder
 from whet.data.reading import each
 from whet.data.supervised import RowEncoder, SFTEncoder
 from whet.data.tokenizer import load_tokenizer
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError
 from whet.learners.preference_objective import make_preference_objective
 from whet.models.read import read_positions
 from whet.util.refs import is_ref

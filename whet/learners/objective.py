@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig, SupervisedConfig, presets
+from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig, SupervisedConfig
+from whet.config.algo import presets
 from whet.config.algo.effect import changed, own_functions
 from whet.errors import ConfigError, lookup_error
 from whet.ops import (

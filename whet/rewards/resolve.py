@@ -121,14 +121,17 @@ def _check_bound(fn: Any) -> None:
 
     >>> _check_bound(functools.partial(REWARDS["number_match"], tol=0.1))
     Traceback (most recent call last):
-    whet.errors.ConfigError: reward function number_match has no argument 'tol'; did you mean tolerance?
+    whet.errors.ConfigError: reward function number_match has no argument 'tol'. To be bound are tolerance
     """
     if not isinstance(fn, functools.partial) or fn.func not in REWARDS.values():
         return
     arguments = inspect.signature(fn.func).parameters
+    own = [word for word, argument in arguments.items() if argument.default is not argument.empty]
     if wrong := next((word for word in fn.keywords if word not in arguments), None):
         raise ConfigError(
-            f"reward function {fn.func.__name__} has no argument {wrong!r}{nearest(wrong, arguments) or '.'}"
+            f"reward function {fn.func.__name__} has no argument {wrong!r}{nearest(wrong, own) or '.'} To be bound are "
+            f"{', '.join(own) or 'none'}"
         )
-    needed = [word for word, argument in arguments.items() if argument.default is argument.empty]
-    fn(**{word: [] for word in needed[len(fn.args) :] if word not in fn.keywords})
+    given = [word for word in arguments if word not in own]
+    if not fn.args and not any(word in fn.keywords for word in given):
+        fn(**{word: [] for word in given})

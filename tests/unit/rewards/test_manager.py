@@ -140,7 +140,7 @@ def test_a_reward_that_would_hide_a_metric_over_all_functions_is_refused(name):
 
 
 def test_failures_are_raised_or_counted():
-    with pytest.raises(RewardError, match="f returned 1 rewards"):
+    with pytest.raises(RewardError, match="f returned 1 reward;"):
         RewardManager(fixed([1]))([group()], [["", ""]])
     out = RewardManager([fixed([1], "bad"), fixed([1, 2], "good")], on_error="none")([group()], [["", ""]])
     assert out.total.tolist() == [1.0, 2.0]

@@ -237,7 +237,7 @@ def test_functions_of_the_program_itself_and_files_that_do_not_import_are_refuse
 def test_bound_arguments_and_the_managers_metric(file):
     manager = RewardManager([functools.partial(format_match, pattern="a+"), f"{file}:bound"], workers=1)
     made = call_rewards(manager.fns, inputs(["aa", "b"]), workers=manager.workers)
-    assert made.rewards["format_match"].tolist() == [1.0, 0.0] and set(made.seconds) == {"format_match", "thirds"}
+    assert made.rewards["format_match"].tolist() == [1.0, 0.0] and set(made.seconds) == {"format_match", "bound"}
     manager.close()
 
 

@@ -74,8 +74,8 @@ class TakesUp:
         held = vars(self)
         if "_read" in held and name not in held and name in self.args.TABLE and getattr(self, name) != value:
             raise ConfigError(
-                f"{type(self).__name__}.{name} = {value!r} would change nothing: the argument was read when the trainer "
-                f"was made; set {name} in {type(self.args).__name__}(...) and make another trainer, with "
+                f"{type(self).__name__}.{name} = {value!r} would change nothing: the argument was read when the "
+                f"trainer was made; set {name} in {type(self.args).__name__}(...) and make another trainer, with "
                 "model=trainer.model to keep the weights"
             )
         super().__setattr__(name, value)
