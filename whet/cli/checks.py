@@ -32,8 +32,8 @@ from whet.errors import ConfigError, raise_all
 from whet.learners.grpo import check_drawn
 from whet.learners.objective import objective_checks, policy_loss, resolve_name
 from whet.learners.preference_objective import make_preference_objective, make_reward_loss
-from whet.observe.loggers import check_loggers
 from whet.observe.files import check_writable
+from whet.observe.loggers import check_loggers
 from whet.observe.store import check_new
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
 from whet.rewards.manager import resolve_reward_manager
