@@ -219,7 +219,7 @@ def meant(path: Sequence[str], known: Collection[str]) -> str | None:
         places = [f"{role}.{inner}" for role in roles] if section == "actor" and dot else [target]
         if place := next((place for place in places if place in known), None):
             shorter = place.replace(".optim.", ".")
-            return shorter if shorter in known else place
+            return shorter if shorter in known and inner != "optim.name" else place  # actor.name tells nobody of what
     renamed = (".".join([section, *rest]) for section in SECTIONS.get(first, ()))
     return next((key for key in renamed if key in known), None)
 

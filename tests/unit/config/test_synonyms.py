@@ -36,7 +36,7 @@ def test_every_synonym_is_answered_with_a_key_that_the_command_has(command):
         own = [t if t in known else t.replace("actor.", "reward_model.") for t in targets]
         found = next((key for key in own if key in known), None)
         if word not in known and found is not None:
-            short = found.replace(".optim.", ".")
+            short = found.replace(".optim.", ".") if not found.endswith(".name") else found
             found = short if short in known else found
             assert answer(command, word) == f"unknown key {word}; did you mean {found}?"
 
@@ -76,6 +76,7 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "train_data.path", "unknown key train_data.path; did you mean data.path?"),
         ("grpo", "adv.estimator", "did you mean algo.advantage_estimator?"),
         ("grpo", "sync_ref_model", "did you mean algo.sync_ref_model?"),
+        ("grpo", "optim", "did you mean actor.optim.name?"),
         ("grpo", "delta", "did you mean algo.delta?"),
         ("grpo", "log_completions", "did you mean trainer.show_samples?"),
         ("grpo", "reward_weights", "reward={name: weight, ...} has the weights"),
