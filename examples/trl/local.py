@@ -42,7 +42,7 @@ def tiny_model() -> str:
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=8,
+        head_dim=32,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         bos_token_id=None,
