@@ -33,8 +33,8 @@ from whet.rollout.simple import QueueEngine
 __all__ = ["HFEngine"]
 
 CACHES = ("past_key_values", "cache_params")
-"""What models call their cache, in their outputs and as an argument: most of them, and Mamba's relatives. RWKV's `state`
-is left out: of transformers 5.23 it is wrong for a token of more than one row."""
+"""What models call their cache, in their outputs and as an argument: most of them, and Mamba's relatives. RWKV's
+`state` is left out: with it transformers 5.23 mixes up the rows of a batch."""
 
 
 class HFEngine(QueueEngine):
