@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ def run_page(text, name):
         if "skip" in block["mark"]:
             continue
         line = text[: block.start("code")].count("\n")
+        if title := re.search(r'title="([\w.]+)"', block["mark"]):
+            Path(title[1]).write_text(block["code"])  # a file of the user's, which later blocks and commands read
         if ">>> " in block["code"]:
             test = doctest.DocTestParser().get_doctest(block["code"], space, name, name, line)
             runner.run(test, clear_globs=False)
@@ -37,8 +40,12 @@ def run_page(text, name):
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("whet.cli.commands.plot_curves", lambda *_: None)  # most of a tiny run's time; tested elsewhere
-    run_page(page.read_text(), str(page))
+    try:
+        run_page(page.read_text(), str(page))
+    finally:
+        sys.modules.pop("rewards", None)  # a page's file, which a block may import
 
 
 @pytest.mark.parametrize("code", ["raise KeyError", ">>> 1 + 1\n3"])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers import full
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = (
@@ -343,7 +344,7 @@ def tiny_rollout(scripts, tmp_path):
     return args.chosen[0], rollout.spec_of(args, args.chosen, tmp_path)
 
 
-@pytest.mark.parametrize("side", ["whet", "generate", "continuous"])
+@pytest.mark.parametrize("side", ["whet", "generate", full("continuous")])
 def test_every_setting_of_an_engine_makes_the_forced_lengths_and_the_same_greedy_tokens(scripts, tiny_rollout, side):
     import dataclasses
 

@@ -235,6 +235,8 @@ def test_update_actor_steps_once_for_each_batch_and_reports_the_evaluation():
     assert not same(weights_of(c.actor.module), before)
     assert {"loss", "grad_norm", "learning_rate", "eval/loss"} <= metrics.keys()
     assert "eval/loss" not in c.update_actor([example(c, out)])
+    with pytest.raises(DataError, match="the data set has no batch, so nothing would be updated"):
+        c.update_actor([])
 
 
 def test_train_micro_batches_are_accumulated_to_one_step_of_the_mini_batch():

@@ -34,6 +34,15 @@ COMMANDS = {
     "version": "print the version",
 }
 
+_MEANT = {
+    "evaluate": "whet eval",
+    "finetune": "whet sft",
+    "infer": "whet generate",
+    "reward": "whet rm",
+    "rl": "whet grpo",
+    "train": "whet grpo, ppo, sft, rm or dpo",
+}
+"""Names that commands have elsewhere."""
 _SUPERVISED = ("sft", "rm", "dpo")
 """The commands that train on rows alone."""
 _RUNS = ("grpo", "ppo", *_SUPERVISED)
@@ -86,6 +95,9 @@ def _dispatch(command: str, words: list[str]) -> None:
     elif command not in COMMANDS:
         from whet.errors import ConfigError, lookup_error
 
+        if command in _MEANT:
+            mean = _MEANT[command]
+            raise ConfigError(f"unknown command {command!r}; did you mean {mean}? `whet --help` lists them all")
         if "=" in command or command.endswith((".yaml", ".yml")):
             whole = " ".join(["whet grpo", command, *words])
             raise ConfigError(f"{command!r} is no command; name one first, e.g. {whole}")
@@ -145,10 +157,12 @@ def _data(words: list[str]) -> None:
     if given and not given[-1].isdecimal():
         raise ConfigError(f"rows={given[-1]}: expected how many rows to show, 0 or more")
     config = _config(kind, words)
-    from whet.cli.data import show_data
     from whet.observe.progress import setup_logging
 
     setup_logging()
+    _say_what_loads("data", config, words)
+    from whet.cli.data import show_data
+
     show_data(config, rows=int(given[-1]) if given else 3, say=print_text)
 
 
@@ -159,7 +173,10 @@ def _say_what_loads(command: str, config: Any, words: list[str]) -> None:
     import logging
 
     log = logging.getLogger("whet")
-    if command in _RUNS or command == "eval":
+    if command == "data":
+        if config.data.path is not None:  # else it is about to be said
+            log.info("reading %s", config.data.path)
+    elif command in _RUNS or command == "eval":
         model = config.model if command == "eval" else getattr(config, config.TRAINED).model
         log.info("loading %s and %s", model, config.data.path)
     if command in _RUNS:
@@ -240,7 +257,8 @@ def _check_flags(command: str, words: list[str]) -> None:
                 theirs = ", whet ".join(_FLAGS[name])
                 raise ConfigError(f"{word} is not an option of whet {command}; only of whet {theirs}")
             continue
-        flags, keys = ["config", *(flag for flag, commands in _FLAGS.items() if command in commands)], _keys(command)
+        own = [flag for flag, commands in _FLAGS.items() if command in commands]
+        flags, keys = ["config", "help", *own], _keys(command)
         near = difflib.get_close_matches(name, [*flags, *keys], 1)
         if name not in keys and near and near[0] in flags:
             raise ConfigError(f"unknown flag {word}; did you mean --{near[0]}?")
@@ -298,9 +316,9 @@ def _check(command: str, config: Any) -> None:
 
         check_push(config)
     elif command != "demo":
-        from whet.config.generate import check_model
+        from whet.config.generate import check_sampled
 
-        check_model(config)
+        check_sampled(config)
 
 
 def _help() -> str:

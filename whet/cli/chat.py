@@ -21,7 +21,7 @@ import numpy as np
 
 from whet.cli.generate import OutputError, open_sampler, sampling_keys, show
 from whet.config.base import check
-from whet.config.generate import ChatConfig, check_model, sampled_short
+from whet.config.generate import ChatConfig, check_sampled, sampled_short
 from whet.config.loader import tree
 from whet.errors import ConfigError, DataError, WhetError, lookup_error
 from whet.rollout.base import Sampling
@@ -160,9 +160,7 @@ def chat(config: ChatConfig) -> None:
 
     Raises: ConfigError: no model, no standard input. OutputError: an answer can't be printed.
     """
-    check_model(config)
-    if sys.stdin is None:
-        raise ConfigError("a chat reads standard input, which is closed; run it in a terminal, or pipe lines in")
+    check_sampled(config)
     with open_sampler(config, max_batch_size=1) as sampler:
         talk = Chat(sampler, config)
         if not talk.templated:

@@ -113,7 +113,8 @@ def train(config: R, build: Callable[[R], tuple[Any, Any, Any]]) -> dict[str, An
             write_card(folder)  # with them
     except Exception as error:  # the model is trained and saved: nothing that only shows it may fail the run
         log.warning("summary.json or curves.png could not be written: %s: %s", type(error).__name__, error)
-    log.info("%d steps in %.0f s; final model: %s", run.step, summary["train_seconds"], folder / "final")
+    done = f"{run.step} step{'s' * (run.step != 1)}"
+    log.info("%s in %.0f s; final model: %s", done, summary["train_seconds"], folder / "final")
     before, after = (summary.get(f"eval_{run.task.headline}_{when}") for when in ("before", "after"))
     if before is not None and after is not None:
         log.info("evaluation %s: %.3f -> %.3f", run.task.headline, before, after)

@@ -20,7 +20,7 @@ from whet.data.prompts import PromptEncoder
 from whet.data.reading import each
 from whet.data.supervised import RowEncoder, SFTEncoder
 from whet.data.tokenizer import load_tokenizer
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError
 from whet.learners.preference_objective import make_preference_objective
 from whet.models.read import read_positions
 from whet.util.refs import is_ref
@@ -88,11 +88,7 @@ def _show_prompts(
         _show_lengths(_name(mode, given), "prompts", encode.spread, say)
         if limit := config.rollout.max_prompt_length:
             _show_over(encode.spread, limit, "rollout.max_prompt_length", config.rollout.on_long_prompt, say)
-    try:
-        settled = with_lengths(config, whole).rollout
-    except DataError as error:
-        say(_filled(str(error)))
-        return
+    settled = with_lengths(config, whole).rollout
     lengths = ("max_prompt_length", "max_tokens_to_generate")
     say(_filled("a run has " + ", ".join(f"rollout.{name}={getattr(settled, name)}" for name in lengths)))
 

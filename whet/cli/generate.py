@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
-from whet.config.generate import GenerateConfig, SampledConfig, check_model
+from whet.config.generate import GenerateConfig, SampledConfig, check_sampled
 from whet.data.prompts import find_prompt_column
 from whet.data.reading import each
 from whet.data.sources import load_rows
@@ -43,7 +43,7 @@ def generate(config: GenerateConfig) -> int:
     Raises: ConfigError: no model or no prompts, an output file that exists. DataError: a prompt that is too long.
         KeyboardInterrupt: it was stopped; with what lies in the output file.
     """
-    check_model(config)
+    check_sampled(config)
     inputs = _inputs(config)
     out = _out_path(config)
     sampler = open_sampler(config, max_batch_size=config.batch_size)
@@ -133,8 +133,6 @@ def _inputs(config: GenerateConfig) -> list[Any]:
 
 def _standard_input() -> str:
     """What comes in on standard input, without the last line's end."""
-    if sys.stdin is None:
-        raise ConfigError("prompt=- reads standard input, which is closed; pipe a prompt in, or write prompt=TEXT")
     try:
         return sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:

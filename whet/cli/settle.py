@@ -152,10 +152,12 @@ def with_lengths(config: RunConfig, spread: Spread) -> RunConfig:
     room = known if positions is None else positions - new
     if room < 1:
         raise ConfigError(f"rollout.max_tokens_to_generate={new} leaves no room in {positions} positions; lower it")
-    if keeps_all and (over := spread.told_over(room, f"what {positions} positions leave beside {new} new tokens,")):
+    what = f"what {positions} positions leave beside {new} new token{'s' * (new != 1)},"
+    if keeps_all and (over := spread.told_over(room, what)):
+        fewer = "lower rollout.max_tokens_to_generate, or " if new > 1 else ""
+        most = room if rollout.max_tokens_to_generate is not None else max(1, room - min(NEW_TOKENS, room // 2))
         raise DataError(
-            f"{over}; lower rollout.max_tokens_to_generate, or set rollout.max_prompt_length={room} with "
-            "rollout.on_long_prompt=drop or truncate_left"
+            f"{over}; {fewer}set rollout.max_prompt_length={most} with rollout.on_long_prompt=drop or truncate_left"
         )
     limit = rollout.max_prompt_length or min(known, room)
     lengths = {"max_prompt_length": limit, "max_tokens_to_generate": new}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import field
 from typing import Any, Literal, TypeVar
@@ -28,7 +29,7 @@ from whet.config.loader import tree
 from whet.config.rollout import ConstraintConfig
 from whet.errors import ConfigError
 
-__all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_model", "load_sampled", "sampled_short"]
+__all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_sampled", "load_sampled", "sampled_short"]
 
 TEXTS = ("prompt", "system_prompt")
 """Keys whose values are taken literally, colons and brackets included, and not as YAML."""
@@ -199,12 +200,18 @@ def sampled_short(cls: type[SampledConfig]) -> dict[str, str]:
     return length_short("max_tokens", "max_prompt_length" if issubclass(cls, GenerateConfig) else "")
 
 
-def check_model(config: SampledConfig) -> None:
-    """Raises ConfigError where no model is given.
+def check_sampled(config: SampledConfig) -> None:
+    """Raises ConfigError where no model is given, or what is to be read from standard input has been closed.
 
-    >>> check_model(ChatConfig())
+    >>> check_sampled(ChatConfig())
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<folder, run folder or hub name>
     """
     if config.model is None:
         raise ConfigError("no model; write model=<folder, run folder or hub name>")
+    if sys.stdin is not None:
+        return
+    if isinstance(config, ChatConfig):
+        raise ConfigError("a chat reads standard input, which is closed; run it in a terminal, or pipe lines in")
+    if isinstance(config, GenerateConfig) and config.prompts is None and "-" in config.prompt:
+        raise ConfigError("prompt=- reads standard input, which is closed; pipe a prompt in, or write prompt=TEXT")

@@ -190,8 +190,8 @@ def meant(path: Sequence[str], known: Collection[str]) -> str | None:
 
     >>> meant(("critic", "learning_rate"), {"actor.optim.lr", "critic.optim.lr"})
     'critic.optim.lr'
-    >>> meant(("actor", "optim", "lr"), {"reward_model.optim.lr"})
-    'reward_model.optim.lr'
+    >>> meant(("actor", "optim", "lr"), {"reward_model.optim.lr", "reward_model.lr"})
+    'reward_model.lr'
     """
     if found := next((key for key in _WHOLE.get(".".join(path), ()) if key in known), None):
         return found
@@ -200,8 +200,9 @@ def meant(path: Sequence[str], known: Collection[str]) -> str | None:
     for target in SYNONYMS.get(path[-1], ()):
         section, dot, inner = target.partition(".")
         places = [f"{role}.{inner}" for role in roles] if section == "actor" and dot else [target]
-        if found := next((place for place in places if place in known), None):
-            return found
+        if place := next((place for place in places if place in known), None):
+            shorter = place.replace(".optim.", ".")
+            return shorter if shorter in known else place
     renamed = (".".join([section, *rest]) for section in SECTIONS.get(first, ()))
     return next((key for key in renamed if key in known), None)
 

@@ -76,7 +76,7 @@ class Health:
         self.of_rewards = of_rewards
         self.symptoms = symptoms(bands)
         self._since: dict[str, tuple[int, int]] = {}
-        """Of what is ill: the first step, and how many rows have shown it."""
+        """Of what is wrong: the first step, and how many rows have shown it."""
         self._said: dict[str, float] = {}
         """How bad it was when it was said."""
 
@@ -91,10 +91,10 @@ class Health:
         seen = Seen(step=step, row=row, rewarded=rewarded, batch=batch)
         signal = seen.signal or not self.of_rewards
         found = {"signal": not signal, "gradient": _no_gradient(row) if signal else None, **self._entropy(row)}
-        for name, ill in found.items():
-            if ill is None:  # the step is inconclusive: what lasted before it lasts
+        for name, wrong in found.items():
+            if wrong is None:  # the step is inconclusive: what lasted before it lasts
                 continue
-            count = self._lasts(name, step) if ill else self._over(name)
+            count = self._lasts(name, step) if wrong else self._over(name)
             first = 1 if name == "signal" and not _known(batch) else FIRST[name]
             if count >= first and count >= LONGER * self._said.get(name, 0.0):
                 self._say(name, count, self._what(name, seen))

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from whet.config import AlgorithmConfig, PolicyConfig, PPOConfig, SupervisedConfig
+from whet.config.algo import presets
 from whet.config.algo.effect import changed, own_functions
 from whet.errors import ConfigError, lookup_error
 from whet.ops import (
@@ -56,6 +57,16 @@ __all__ = [
     "with_fields",
 ]
 
+_NAMED: Mapping[str, Mapping[str, Any]] = {
+    "advantage_estimator": ADVANTAGE_ESTIMATORS,
+    "policy_loss_fn": POLICY_LOSSES,
+    "loss_agg_mode": LOSS_AGG_MODES,
+    "kl_loss_mode": KL_MODES,
+    "sampler_is": CORRECTIONS,
+    "loss_masks": TOKEN_MASKS,
+}
+"""Fields whose names are sometimes given to another."""
+
 
 def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
     """What a name stands for: a callable as it is, "package.module:function" resolved, or a name that whet knows."""
@@ -63,9 +74,22 @@ def resolve_name(value: Any, known: Mapping[str, Any], kind: str) -> Any:
         return value
     if is_ref(value):
         return resolve_callable(value, kind)
-    if value not in known:
-        raise lookup_error(kind, value, known)
-    return known[value]
+    if value in known:
+        return known[value]
+    error = lookup_error(kind, value, known)
+    raise ConfigError(f"{error}{_elsewhere(value)}")
+
+
+def _elsewhere(value: str) -> str:
+    """The end of a message about an unknown name: what of the configuration has it; "" where nothing has.
+
+    >>> _elsewhere("dapo"), _elsewhere("token-mean"), _elsewhere("gpro")
+    ('. dapo is a whole method: algo.preset=dapo', '. token-mean is a loss_agg_mode', '')
+    """
+    if value in presets.PRESETS:
+        return f". {value} is a whole method: algo.preset={value}"
+    field = next((field for field, names in _NAMED.items() if value in names), None)
+    return f". {value} is {'an' if field[0] in 'aeiou' else 'a'} {field}" if field else ""
 
 
 def _piece(value: Any, known: Mapping[str, Any], kind: str, config: AlgorithmConfig) -> Callable[..., Any]:

@@ -62,10 +62,11 @@ def within_length(
     >>> within_length(["a", "a", "a", "a", ""], lengths, max_tokens=100, falloff_tokens=9)
     [1.0, 1.0, 0.5, 0.0, 0.0]
     """
-    if not 0 <= min_tokens <= max_tokens or falloff_tokens < 0:
+    whole = all(isinstance(bound, int) for bound in (min_tokens, max_tokens, falloff_tokens))
+    if not (whole and 0 <= min_tokens <= max_tokens and falloff_tokens >= 0):
         raise ConfigError(
             f"min_tokens={min_tokens}, max_tokens={max_tokens}, falloff_tokens={falloff_tokens}: no length is within; "
-            "give 0 <= min_tokens <= max_tokens, and falloff_tokens of at least 0"
+            "give whole numbers, 0 <= min_tokens <= max_tokens, and falloff_tokens of at least 0"
         )
     off = [max(min_tokens - len(ids), len(ids) - max_tokens, 0) for ids in completion_ids]
     said = [bool(text_of(completion).strip()) for completion in completions]

@@ -22,7 +22,7 @@ from whet.rewards.functions import named
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match
 from whet.rewards.model import RewardModel
-from whet.rewards.resolve import RESERVED, by_name, listed, resolve_reward, resolved
+from whet.rewards.resolve import RESERVED, by_name, listed, resolved
 from whet.rewards.workers import RewardWorkers
 from whet.types import Group
 
@@ -181,7 +181,7 @@ class RewardManager:
             raise lookup_error("on_error", on_error, ("raise", "none"))
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"timeout_s must be above 0, got {timeout_s}; None = no deadline")
-        self.fns = by_name([resolve_reward(fn) for fn in given])
+        self.fns = by_name(given)
         self.weights = _weights(weights, list(self.fns))
         self.on_error: OnError = on_error
         self.timeout_s = timeout_s

@@ -5,13 +5,14 @@ Left out on purpose: arithmetic (2^5, 3 + 4), which maths.py reads, and decimal 
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from whet.errors import DataError
+from whet.errors import ConfigError, DataError
 from whet.rewards.text import last_box, scored
 
 __all__ = ["number_match", "read_value"]
@@ -53,13 +54,15 @@ def number_match(completions: Sequence[Any], answer: Sequence[Any], *, tolerance
     Args: completions [N]: texts or messages. answer [N]: the column; a worked solution ("... #### 1,000") will do.
         tolerance: t; numbers are equal where |said − gold| ≤ t · |gold|. 0 = exactly.
     Returns: [N].
-    Raises: DataError: an answer without a number.
+    Raises: DataError: an answer without a number. ConfigError: a tolerance below 0, or that is no number.
 
     >>> number_match(["it is 3/4 of them", r"\boxed{0.75} m^2, not 2", "0.7501", ""], ["3/4"] * 4)
     [1.0, 1.0, 0.0, 0.0]
     >>> number_match(["about 3.14"], ["3.14159"], tolerance=1e-3)
     [1.0]
     """
+    if not (isinstance(tolerance, int | float) and 0 <= tolerance < math.inf):
+        raise ConfigError(f"tolerance must be a number of at least 0, got {tolerance!r}; 0 = equal to the digit")
     allowed = Fraction(tolerance)
 
     def score(text: str, golds: list[str]) -> float:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from whet.config.rewards import REWARD_MODEL
-from whet.errors import ConfigError, lookup_error
+from whet.errors import ConfigError, lookup_error, nearest
 from whet.rewards.contract import RewardFn, function_name
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match, need_math_verify
@@ -43,13 +46,14 @@ def resolve_reward(ref: Any) -> RewardFn:
     """A reward function, by name, by reference or as it is; fn(messages, answer) as a function of a batch.
 
     Args: ref: a callable, a name in REWARDS, "package.module:name" or "file.py:name".
-    Raises: ConfigError: an unknown name (with the nearest), what is referred to can't be called, or math-verify, which
-        it needs, is not there.
+    Raises: ConfigError: an unknown name (with the nearest), what is referred to can't be called, is bound to what it
+        does not take, or needs math-verify, which is not there.
 
     >>> resolve_reward("exact_match").__name__
     'exact_match'
     """
     found = resolved(ref, "reward function", REWARDS)
+    _check_bound(found)
     if found is math_match:
         need_math_verify()
     return of_conversation(found) if is_of_conversation(found) else found
@@ -77,17 +81,19 @@ def resolved(ref: Any, kind: str, known: Mapping[str, Any]) -> Any:
     return ref
 
 
-def by_name(fns: Sequence[RewardFn]) -> dict[str, RewardFn]:
-    """Functions by name; the second of a name is name_2, the third name_3.
+def by_name(given: Sequence[Any]) -> dict[str, RewardFn]:
+    """Reward functions by name; the second of a name is name_2, the third name_3.
 
-    Raises: ConfigError: a name that is a metric's of all functions.
+    Args: given: each as resolve_reward takes it.
+    Raises: ConfigError: as resolve_reward does; a name that is a metric's of all functions.
 
-    >>> list(by_name([len, len]))
-    ['len', 'len_2']
+    >>> list(by_name(["exact_match", "exact_match"]))
+    ['exact_match', 'exact_match_2']
     """
     named: dict[str, RewardFn] = {}
-    for fn in fns:
-        name = base = function_name(fn)
+    for ref in given:
+        fn = resolve_reward(ref)
+        name = base = _name(ref, fn)
         if name in RESERVED:
             raise ConfigError(
                 f"a reward function is named {name!r}, but the metric rewards/{name} is over all functions; rename it"
@@ -98,3 +104,34 @@ def by_name(fns: Sequence[RewardFn]) -> dict[str, RewardFn]:
             name = f"{base}_{count}"
         named[name] = fn
     return named
+
+
+def _name(ref: Any, fn: RewardFn) -> str:
+    """What a function is called: by its own name, or where it has none (a partial, a lambda, an object) and was given
+    by reference, by the reference's.
+    """
+    own = (inspect.isroutine(fn) or inspect.isclass(fn)) and fn.__name__.isidentifier()
+    return function_name(fn) if own or not (isinstance(ref, str) and is_ref(ref)) else re.split("[.:]", ref)[-1]
+
+
+def _check_bound(fn: Any) -> None:
+    """Raises ConfigError where functools.partial has bound to a reward of whet's own what it does not take.
+
+    They are called on no completions at all, which costs nothing, and says of a value what the first step would say.
+
+    >>> _check_bound(functools.partial(REWARDS["number_match"], tol=0.1))
+    Traceback (most recent call last):
+    whet.errors.ConfigError: reward function number_match has no argument 'tol'. To be bound are tolerance
+    """
+    if not isinstance(fn, functools.partial) or fn.func not in REWARDS.values():
+        return
+    arguments = inspect.signature(fn.func).parameters
+    own = [word for word, argument in arguments.items() if argument.default is not argument.empty]
+    if wrong := next((word for word in fn.keywords if word not in arguments), None):
+        raise ConfigError(
+            f"reward function {fn.func.__name__} has no argument {wrong!r}{nearest(wrong, own) or '.'} To be bound are "
+            f"{', '.join(own) or 'none'}"
+        )
+    given = [word for word in arguments if word not in own]
+    if not fn.args and not any(word in fn.keywords for word in given):
+        fn(**{word: [] for word in given})

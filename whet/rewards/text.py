@@ -153,7 +153,7 @@ def format_match(completions: Sequence[Any], *, pattern: str = R1_FORMAT) -> lis
     """
     try:
         form = re.compile(pattern, re.DOTALL)
-    except re.error as error:
+    except (re.error, TypeError) as error:
         raise ConfigError(f"pattern {pattern!r} is no regular expression: {error}") from error
     texts = [text_of(completion).strip() for completion in completions]
     return [float(bool(text) and form.fullmatch(text) is not None) for text in texts]

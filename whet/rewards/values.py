@@ -237,7 +237,7 @@ def _shape_problem(value: Any, count: int) -> str | None:
         length = len(value)
     except Exception as error:
         return f"{type(value).__name__} {_text(value)!r}, whose length raised {type(error).__name__}: {said(error)}"
-    return None if length == count else f"{length} rewards"
+    return None if length == count else f"{length} reward{'s' * (length != 1)}"
 
 
 def _text(value: Any) -> str:

@@ -308,7 +308,10 @@ class RoleTrainer:
             )
 
     def update_all(self, batches: Iterable[Any]) -> Metrics:
-        """One optimizer step for every `accumulate` batches of a data set; a remainder makes a last, smaller one."""
+        """One optimizer step for every `accumulate` batches of a data set; a remainder makes a last, smaller one.
+
+        Raises: DataError: no batches at all.
+        """
         metrics: Metrics = {}
         held: list[TokenBatch] = []
         for item in _listed(batches):
@@ -316,7 +319,11 @@ class RoleTrainer:
             if len(held) == self.accumulate:
                 metrics = merge(metrics, self.update(TokenBatch.cat(held)))
                 held = []
-        return merge(metrics, self.update(TokenBatch.cat(held))) if held else metrics
+        if held:
+            return merge(metrics, self.update(TokenBatch.cat(held)))
+        if not metrics:
+            raise DataError("the data set has no batch, so nothing would be updated; give at least one")
+        return metrics
 
     def evaluate(self, batches: Iterable[Any]) -> Metrics:
         """The loss and its metrics over a data set, without an update."""

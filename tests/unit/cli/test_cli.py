@@ -129,6 +129,10 @@ def test_an_unknown_command_names_the_nearest(capsys):
     assert main(["grop"]) == 2
     known = "chat, data, demo, dpo, eval, generate, grpo, ppo, push, rm, sft, version"
     assert capsys.readouterr().err == f"whet: unknown command 'grop'; did you mean grpo? Known: {known}\n"
+    assert main(["train"]) == 2
+    assert "did you mean whet grpo, ppo, sft, rm or dpo? `whet --help`" in capsys.readouterr().err
+    assert main(["grpo", "--halp"]) == 2
+    assert "unknown flag --halp; did you mean --help?" in capsys.readouterr().err
 
 
 def test_wrong_keys_are_one_message_with_status_2(called, capsys):

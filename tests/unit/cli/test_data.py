@@ -164,7 +164,8 @@ def test_what_was_given_stays_and_the_prompts_are_encoded_once(folder):
 def test_prompts_beyond_the_context_are_refused_or_as_was_said_left_out(folder):
     with pytest.raises(DataError, match=r"1 of 4 rows is over what 128 positions leave beside 100 new tokens, 28: the"):
         settle("rollout.max_tokens_to_generate=100")
-    with pytest.raises(DataError, match=r"1 of 5 rows is over .* beside 1 new tokens, 127: the longest has 219"):
+    said = r"1 of 5 rows .* beside 1 new token, 127: the longest has 219.*; set rollout.max_prompt_length=64 with"
+    with pytest.raises(DataError, match=said):
         settle(train=[*PLAIN, {"prompt": "x" * 200}])
     with pytest.raises(ConfigError, match="max_tokens_to_generate=128 leaves no room in 128 positions"):
         settle("rollout.max_tokens_to_generate=128")

@@ -95,7 +95,7 @@ def test_a_section_is_no_shorthand():
     [
         ("actor.lrr=3", "unknown key actor.lrr; did you mean actor.lr"),
         ("modell=x", "unknown key modell; did you mean model?"),
-        ("lr=3", "did you mean actor.optim.lr"),
+        ("lr=3", "did you mean actor.lr"),
         ("trainer.checkpointing_options.max_keep=3", "did you mean trainer.checkpointing_options.max_to_keep?"),
         ("trainer.profiler_options.skip=3", "unknown key trainer.profiler_options.skip"),
         (

@@ -36,6 +36,8 @@ def test_every_synonym_is_answered_with_a_key_that_the_command_has(command):
         own = [t if t in known else t.replace("actor.", "reward_model.") for t in targets]
         found = next((key for key in own if key in known), None)
         if word not in known and found is not None:
+            short = found.replace(".optim.", ".")
+            found = short if short in known else found
             assert answer(command, word) == f"unknown key {word}; did you mean {found}?"
 
 
@@ -51,11 +53,11 @@ def test_every_entry_of_the_tables_is_of_use():
 @pytest.mark.parametrize(
     ("command", "word", "said"),
     [
-        ("rm", "actor.lr", "did you mean reward_model.optim.lr?"),
+        ("rm", "actor.lr", "did you mean reward_model.lr?"),
         ("rm", "actor.dtype", "did you mean reward_model.dtype?"),
         ("sft", "reward_model.dtype", "did you mean actor.dtype?"),
-        ("ppo", "critic.learning_rate", "did you mean critic.optim.lr?"),
-        ("dpo", "trainer.learning_rate", "unknown key trainer.learning_rate; did you mean actor.optim.lr?"),
+        ("ppo", "critic.learning_rate", "did you mean critic.lr?"),
+        ("dpo", "trainer.learning_rate", "unknown key trainer.learning_rate; did you mean actor.lr?"),
         ("sft", "logging_steps", "unknown key logging_steps: every step is logged"),
         ("dpo", "padding_free", "unknown key padding_free: rows are always packed"),
         ("grpo", "temperature", "did you mean rollout.temperature?"),

@@ -114,8 +114,10 @@ def test_with_a_gpu_the_share_is_of_its_time():
 
 
 def train(folder, steps=3, **training):
-    c = cluster(tiny_model(), reference=tiny_model(1), run_dir=folder and str(folder), max_steps=steps, **training)
-    algo = GRPOConfig(num_generations=4, beta=0.02)
+    few = {"max_tokens_to_generate": 3}  # a profile costs time for each operation
+    training |= {"run_dir": folder and str(folder), "max_steps": steps}
+    c = cluster(tiny_model(), reference=tiny_model(1), rollout=few, **training)
+    algo = GRPOConfig(num_generations=2, beta=0.02)
     return GRPOLearner(c, algo, length_reward, data=DataConfig(batch_size=2)).train(rows(8))
 
 

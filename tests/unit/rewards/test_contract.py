@@ -148,7 +148,7 @@ def test_none_means_not_applicable():
     ("value", "says", "failed"),
     [
         (None, r"f returned None; return a list of 2 numbers", 2),
-        ([1], r"f returned 1 rewards; return a list of 2", 2),
+        ([1], r"f returned 1 reward; return a list of 2", 2),
         ([1, 2, 3], r"f returned 3 rewards", 2),
         (1.0, r"f returned float '1.0'", 2),
         ("10", r"f returned str '10'", 2),
@@ -320,7 +320,7 @@ def test_what_is_counted_is_also_logged(caplog):
     call_rewards({"a": raises, "b": returns([1]), "c": returns([math.nan, "x"])}, INPUTS, on_error="none")
     said = " | ".join(record.getMessage() for record in caplog.records)
     assert len(caplog.records) == 3
-    for words in ("raised ValueError: gold", "returned 1 rewards", "returned nan for row 7", "2 such entries"):
+    for words in ("raised ValueError: gold", "returned 1 reward;", "returned nan for row 7", "2 such entries"):
         assert words in said
 
 

@@ -172,5 +172,28 @@ def test_what_is_missing_or_wrong_is_said_at_the_start(monkeypatch):
         whet.rewards.within_length(["a"], [[1]], min_tokens=5, max_tokens=4)
 
 
+@pytest.mark.parametrize(
+    ("name", "bound", "said"),
+    [
+        ("format_match", {"pattern": "("}, "is no regular expression"),
+        ("format_match", {"pattern": 3}, "pattern 3 is no regular expression"),
+        ("number_match", {"tolerance": -1}, "tolerance must be a number of at least 0, got -1"),
+        ("number_match", {"tolerance": float("nan")}, "got nan"),
+        ("number_match", {"tolerance": "0.1"}, "got '0.1'"),
+        ("number_match", {"tol": 0.1}, "number_match has no argument 'tol'. To be bound are tolerance"),
+        ("within_length", {"max_tokens": 0.5}, "give whole numbers"),
+    ],
+)
+def test_what_is_bound_to_a_reward_is_looked_at_before_anything_is_judged(name, bound, said):
+    with pytest.raises(ConfigError, match=said):
+        resolve_reward(functools.partial(REWARDS[name], **bound))
+
+
+def test_what_is_bound_and_right_is_left_as_it_is():
+    for name, bound in (("format_match", {"pattern": "a+"}), ("number_match", {"tolerance": 0}), ("exact_match", {})):
+        given = functools.partial(REWARDS[name], **bound)
+        assert resolve_reward(given) is given
+
+
 def test_a_completion_without_text_is_an_empty_one():
     assert [text_of(nothing) for nothing in NO_TEXT] == [""] * len(NO_TEXT)

@@ -140,7 +140,7 @@ def test_a_reward_that_would_hide_a_metric_over_all_functions_is_refused(name):
 
 
 def test_failures_are_raised_or_counted():
-    with pytest.raises(RewardError, match="f returned 1 rewards"):
+    with pytest.raises(RewardError, match="f returned 1 reward;"):
         RewardManager(fixed([1]))([group()], [["", ""]])
     out = RewardManager([fixed([1], "bad"), fixed([1, 2], "good")], on_error="none")([group()], [["", ""]])
     assert out.total.tolist() == [1.0, 2.0]
@@ -229,6 +229,25 @@ def test_functions_and_managers_resolve_by_name_reference_or_as_they_are(tmp_pat
     assert resolve_reward_manager("whet.rewards.manager:RewardManager") is RewardManager
     with pytest.raises(ConfigError, match="did you mean sequence-level"):
         resolve_reward_manager("sequence")
+
+
+def test_what_has_no_name_of_its_own_is_called_as_it_was_referred_to(tmp_path):
+    lines = [
+        "import functools",
+        "from whet.rewards import format_match",
+        "tagged = functools.partial(format_match, pattern='a+')",
+        "flat = lambda completions: [0.0] * len(completions)",
+        "also = format_match",
+        "class Rule:",
+        "    def __call__(self, completions): return [1.0] * len(completions)",
+        "rule = Rule()",
+    ]
+    (tmp_path / "named.py").write_text("\n".join(lines) + "\n")
+    refs = [f"{tmp_path}/named.py:{name}" for name in ("tagged", "flat", "also", "rule", "tagged")]
+    manager = RewardManager(refs)
+    assert list(manager.fns) == ["tagged", "flat", "format_match", "rule", "tagged_2"]
+    assert list(RewardManager([manager.fns["tagged"], manager.fns["rule"]]).fns) == ["format_match", "Rule"]
+    assert manager([group()], [["aa", "b"]]).metrics["rewards/tagged"].value == 0.5
 
 
 # ---- parts judged apart --------------------------------------------------------------------------------------------

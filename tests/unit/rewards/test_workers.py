@@ -16,7 +16,7 @@ from whet.errors import ConfigError, RewardError
 from whet.rewards.contract import RewardInputs, call_rewards
 from whet.rewards.functions import named
 from whet.rewards.manager import RewardManager
-from whet.rewards.resolve import by_name, resolve_reward
+from whet.rewards.resolve import by_name
 from whet.rewards.text import exact_match, format_match
 from whet.rewards.workers import RewardWorkers
 
@@ -90,7 +90,7 @@ def inputs(texts, **columns):
 def workers(file, *names, count=2, **options):
     """The functions of the file, and processes that call them."""
     refs = [name if ":" in name or name == "exact_match" else f"{file}:{name}" for name in names]
-    fns = by_name([resolve_reward(ref) for ref in refs])
+    fns = by_name(refs)
     pairs = zip(refs, fns.items(), strict=True)
     return fns, RewardWorkers({name: named(ref, fn, name) for ref, (name, fn) in pairs}, count, **options)
 
@@ -237,7 +237,7 @@ def test_functions_of_the_program_itself_and_files_that_do_not_import_are_refuse
 def test_bound_arguments_and_the_managers_metric(file):
     manager = RewardManager([functools.partial(format_match, pattern="a+"), f"{file}:bound"], workers=1)
     made = call_rewards(manager.fns, inputs(["aa", "b"]), workers=manager.workers)
-    assert made.rewards["format_match"].tolist() == [1.0, 0.0] and set(made.seconds) == {"format_match", "thirds"}
+    assert made.rewards["format_match"].tolist() == [1.0, 0.0] and set(made.seconds) == {"format_match", "bound"}
     manager.close()
 
 

@@ -83,3 +83,7 @@ def test_data_and_reward_functions_are_those_of_now(tmp_path):
     made.args.beta = 0.5
     with pytest.raises(ConfigError, match=r"args.beta was 0.0 when the trainer was made"):
         made.train()
+    made.beta = 0.5  # which is what the arguments have, so nothing is lost
+    made.notes = "of the user's own"
+    with pytest.raises(ConfigError, match=r"GRPOTrainer.temperature = 0.1 would change nothing: .*set temperature in"):
+        made.temperature = 0.1

@@ -69,6 +69,17 @@ class TakesUp:
     _seen: dict[str, Any]
     _of_class: bool
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. Raises: ConfigError: it stands for an argument that was read when the trainer was made."""
+        held = vars(self)
+        if "_read" in held and name not in held and name in self.args.TABLE and getattr(self, name) != value:
+            raise ConfigError(
+                f"{type(self).__name__}.{name} = {value!r} would change nothing: the argument was read when the "
+                f"trainer was made; set {name} in {type(self.args).__name__}(...) and make another trainer, with "
+                "model=trainer.model to keep the weights"
+            )
+        super().__setattr__(name, value)
+
     @property
     def resumable_root(self) -> str | None:
         """Where checkpoints lie from which a run can be resumed; None = none are written."""
