@@ -157,7 +157,7 @@ def gspo(e):
 
 def luspo(e):
     rows = zip(sequence_ratios(e), scaled(e), e.lengths, strict=True)
-    return sum(n * clipped(s, a, 3e-4, 4e-4) for s, a, n in rows) / e.number
+    return sum(n * clipped(s, a, 2e-3, 2.5e-3) for s, a, n in rows) / e.number
 
 
 def reinforced(e, advantages):

@@ -251,7 +251,14 @@ def trained(module, method, folder, seen, **kwargs):
         ("GRPO", {"loss_type": "dapo"}),
         (
             "GRPO",
-            {"loss_type": "grpo", "beta": 0.1, "reward_weights": [1.0, 0.5], "scale_rewards": "batch", "max_steps": 3},
+            {
+                "loss_type": "grpo",
+                "beta": 0.1,
+                "reward_weights": [1.0, 0.5],
+                "scale_rewards": "batch",
+                "max_steps": 3,
+                "logging_steps": 2,
+            },
         ),
         ("GRPO", {"loss_type": "sapo", "multi_objective_aggregation": "normalize_then_sum", "save_strategy": "epoch"}),
         ("RLOO", {"beta": 0.3, "num_iterations": 2, "max_steps": 4, "logging_steps": 2, "save_steps": 2}),

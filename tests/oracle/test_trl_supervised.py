@@ -122,7 +122,19 @@ def test_arguments_that_are_set_late_and_a_second_train_do_what_they_do_there(tm
             },
             {},
         ),
-        (ANSWERS, {"loss_type": "dft", "max_length": 7}, {}),
+        (
+            ANSWERS,
+            {
+                "loss_type": "dft",
+                "max_length": 7,
+                "eval_steps": 1,
+                "logging_steps": 2,
+                "max_steps": 3,
+                "lr_scheduler_type": "reduce_lr_on_plateau",  # which sees no evaluation that is better by so much
+                "lr_scheduler_kwargs": {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"},
+            },
+            {},
+        ),
         full(ANSWERS, {"completion_only_loss": False, "max_length": 6, "truncation_mode": "keep_end"}, {}),
         (
             TALKS,

@@ -166,6 +166,11 @@ def test_incomplete_groups_are_bounded_and_time_out():
     now[0] = 10.5
     assert groups.inv(steps("a", [0.0])) is None  # its first trajectory came too long ago
     assert (groups.expired_groups, groups.discarded_trajectories, groups.queued_groups) == (1, 3, 1)
+    stream = mc_advantage(
+        (Trajectory(g, torch.ones(1) * i) for i, g in enumerate((0, 1, 2, 2))), 2, max_queued_groups=2
+    )
+    assert [[t.group for t, _ in group] for group in stream] == [[2, 2]]
+    assert [stream.get_stats()[n] for n in ("written_groups", "evicted_groups", "queued_groups")] == [1, 1, 1]
 
 
 def test_the_version_of_2025_pools_steps_and_groups_by_text():

@@ -283,6 +283,7 @@ def of_2025(policy, data, reduction):
     kl_ref, kl_old = [], []
     for b in range(B):
         for t in range(T):
+            objective[b, t] = -data["advantage"][b, 0, 0]  # a ratio of 1
             if old[b, t] == 0:
                 continue
             lw[b, t] = d = new[b, t] - old[b, t]

@@ -72,9 +72,10 @@ def said_in(row: Mapping[str, Any], column: str, number: int) -> Said:
         listed = _json_list(value)
         return text_of(str(value), f"row {number}, column {column!r}") if listed is None else _turns(listed, number)
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
+        number_of_csv = "; a csv file's numbers are read as numbers: keep texts such as '42' in a .jsonl file"
         raise DataError(
             f"row {number}: column {column!r} holds {type(value).__name__} {shown(value)}; expected a text or a list "
-            "of messages"
+            f"of messages{number_of_csv if isinstance(value, int | float) else ''}"
         )
     return _turns(value, number)
 

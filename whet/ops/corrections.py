@@ -136,7 +136,7 @@ def sampler_rejection(
         x: needs sampler_logprobs; old_logprobs, or the current policy stands for them.
         rejection_level: geometric, sequence or token (which rejects tokens, not sequences).
         rejection_lower, rejection_threshold: the band; None = no bound on that side.
-    Returns: [s], 0 or 1, without gradient.
+    Returns: [s], 0 or 1, without gradient, 0 where masked out; divided by nothing.
     Raises: ConfigError: an unknown level, bounds that are not positive or cross. DataError: no sampler_logprobs.
     Source: verl's rejection sampling of rollouts (rollout_rs="geometric", "sequence", "token"), by itself or together
         with weights of sampler_is; verl leaves rejected tokens out of the denominator too, here they stay in it.

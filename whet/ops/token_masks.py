@@ -37,7 +37,7 @@ def off_policy_mask(x: LossInputs, *, off_policy_mask_threshold: float = 0.5) ->
     m = 1 where A ≥ 0 or mean_t (log π_sampler − log π) ≤ δ, the mean over the trained tokens of the sequence.
     Args: x: needs advantages and sampler_logprobs; one that is NaN counts as no difference.
         off_policy_mask_threshold: δ, in nats per token.
-    Returns: [s], 0 or 1.
+    Returns: [s], 0 or 1, without gradient; divided by nothing.
     Raises: ConfigError: a negative threshold. DataError: a missing column.
     Source: DeepSeek-V3.2, arXiv:2512.02556, equation 9; agrees with TRL's get_off_policy_mask.
 
@@ -60,7 +60,7 @@ def sampler_kl_mask(x: LossInputs, *, kl_mask_threshold: float | None = None) ->
     m = 1 where ½(log π − log π_sampler)² ≤ δ.
     Args: x: needs sampler_logprobs; one that is NaN counts as no difference.
         kl_mask_threshold: δ; None = all tokens are kept.
-    Returns: [s], 0 or 1.
+    Returns: [s], 0 or 1, without gradient; divided by nothing.
     Raises: ConfigError: a threshold that is not positive. DataError: no sampler_logprobs.
     Source: TorchRL's GRPOLoss(kl_mask_threshold=...), which leaves such tokens out of the denominator, the entropy
         bonus and the KL as well.
@@ -87,7 +87,7 @@ def total_variation_mask(
     variation of the policies as they tell a from all other tokens.
     Args: x: needs advantages; old_logprobs None = nothing has moved.
         dppo_threshold, dppo_threshold_high: δ and δ_high, in probability; None = δ.
-    Returns: [s], 0 or 1.
+    Returns: [s], 0 or 1, without gradient; divided by nothing.
     Raises: ConfigError: a threshold that is not positive. DataError: no advantages.
     Source: DPPO (Binary-TV), arXiv:2602.04879; the mask of verl's dppo_tv with clip_ratio_low and _high as thresholds.
         There the ratio is held below 20 and is a constant that weighs log π, and π_old is the policy at the start of
@@ -110,7 +110,7 @@ def binary_kl_mask(x: LossInputs, *, dppo_threshold: float = 0.2, dppo_threshold
     With p = π(a), q = π_old(a): D = q log(q/p) + (1 − q) log((1 − q)/(1 − p)), the KL(π_old‖π) of the policies as they
     tell a from all other tokens. m = 0 where A > 0, p > q and D > δ_high, or A ≤ 0, p < q and D > δ.
     Args: as total_variation_mask, the thresholds in nats.
-    Returns: [s], 0 or 1.
+    Returns: [s], 0 or 1, without gradient; divided by nothing.
     Raises: ConfigError: a threshold that is not positive. DataError: no advantages.
     Source: DPPO (Binary-KL), arXiv:2602.04879; the mask of verl's dppo_kl, which adds 1e-8 to 1 − p and 1 − q; here
         they are held at least 1e-8.
@@ -154,7 +154,7 @@ def high_entropy_mask(x: LossInputs, *, top_entropy_quantile: float = 1.0) -> Te
     m = 1 where ρ_t ≥ 1 − τ, ρ the entropy_rank: where H is at least the (1 − τ) quantile of all entropies.
     Args: x: needs the column entropy_rank, which a learner makes of all tokens of an optimizer step by a pass of the
         policy before it. top_entropy_quantile: τ, the share kept; 1.0 = all.
-    Returns: [s], 0 or 1.
+    Returns: [s], 0 or 1, without gradient; divided by nothing.
     Raises: ConfigError: a share outside 0 to 1. DataError: no entropy_rank.
     Source: "Beyond the 80/20 rule", arXiv:2506.01939 (τ = 0.2). TRL's top_entropy_quantile takes the quantile of each
         micro-batch: without accumulation the two are equal. TRL narrows the entropy bonus to those tokens too.

@@ -17,7 +17,8 @@ __all__ = ["VALUE_LOSSES", "clipped_value", "unhalved_value"]
 def unhalved_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tensor, dict[str, Tensor]]:
     """`clipped_value` without its ½: max((v − R)², (clip(v, v_old − c, v_old + c) − R)²).
 
-    Args, Returns, Raises: as there; vf_loss is without the ½ too.
+    Args, Returns, Raises: as there (0 where masked out, divided by nothing, v_old and R constants); vf_loss is without
+        the ½ too.
     Source: RL2's critic. The gradient is twice as large, which Adam does not see, and max_grad_norm does.
 
     >>> x = LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([0.]),
@@ -34,8 +35,9 @@ def clipped_value(x: LossInputs, *, clip_range_value: float = 0.2) -> tuple[Tens
 
     l = ½·max((v − R)², (clip(v, v_old − c, v_old + c) − R)²), v the new value, v_old the one at rollout, R the return,
     c the clip range; values are those of the state before each token.
-    Args: x: needs mask, new_values, values and returns. clip_range_value: c, above 0.
-    Returns: loss [s], 0 where masked out, and per token: vf_loss, vpred, vf_clipfrac, return; all detached.
+    Args: x: needs mask, new_values, values and returns, the last two constants. clip_range_value: c, above 0.
+    Returns: loss [s], 0 where masked out, divided by nothing; and per token: vf_loss, vpred, vf_clipfrac, return; all
+        detached.
     Raises: ConfigError: clip_range_value not positive. DataError: a missing column.
     Source: the value loss of PPO (openai/baselines); agrees with Tunix. RL2's has no ½: unhalved_value.
 

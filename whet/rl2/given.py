@@ -15,6 +15,10 @@ OWN = "whet"
 """What stands before keys of whet's own."""
 GROUPS = {"actor": ("fsdp",), "ref_actor": ("fsdp",), "critic": ("fsdp",)}
 """Groups of hydra's, and what of them is here."""
+SEPTEMBER = ("train_data.", "test_data.")
+"""Beginnings of keys that September 2025 alone has."""
+SEPTEMBER_ENDS = (".use_wandb", ".ddp_size", ".scheduler")
+"""Ends of keys that September 2025 has and July has not."""
 LATER = ("rollout.train.", "rollout.test.", "rollout.server_args.", "data.train.", "data.test.")
 """Beginnings of keys that the later generations have and July 2025 has not."""
 LATER_ENDS = (
@@ -23,7 +27,6 @@ LATER_ENDS = (
     ".enable_gradient_checkpointing",
     ".cp_size",
     ".total_steps",
-    ".use_wandb",
 )
 
 
@@ -41,9 +44,21 @@ class Given:
         self.problems: list[str] = []
 
     @property
+    def is_september(self) -> bool:
+        """Whether it is written for the release of September 2025, which PyPI has."""
+        if self.is_later or self.verb == "ppo":
+            return not self.is_later and any(k.startswith(SEPTEMBER) for k in self.values)
+        return any(k.endswith(SEPTEMBER_ENDS) for k in self.values)
+
+    @property
     def is_later(self) -> bool:
         """Whether it is written for a generation after that of July 2025."""
         return any(k.startswith(LATER) or k.endswith(LATER_ENDS) for k in self.values)
+
+    @property
+    def is_july(self) -> bool:
+        """Whether nothing says that it is written for another generation than that of July 2025."""
+        return not (self.is_september or self.is_later)
 
     def get(self, *keys: str, default: Any = None) -> Any:
         """The value of a key that several generations name differently; two that differ are a problem."""

@@ -118,6 +118,7 @@ def _trained(role: str, section: str) -> dict[str, Key]:
         "optimizer.weight_decay": decay,
         "optimizer.betas": Key("same", f"{optim}.betas"),
         "optimizer.eps": Key("same", f"{optim}.eps"),
+        "scheduler": Key("same", f"{optim}.schedule", "of September 2025; constant has no warm-up, as there"),
         "scheduler.name": Key("same", f"{optim}.schedule", "any of transformers' get_scheduler"),
         "scheduler.warmup_ratio": Key("same", f"{optim}.warmup_ratio"),
         "scheduler.*": Key("made", f"{optim}.schedule_kwargs", "e.g. min_lr"),
@@ -236,6 +237,7 @@ _ROLLOUT = {
     "group_filtering.upper": Key("made", "algo.group_reward_bounds"),
     "bucket_size": Key("none", note="weights are not sent: the rollout reads the trainer's own"),
     "adv_estimator": Key("none", note="adv.estimator says it"),
+    "base_port": Key("none", note="there is no server"),
     "test_ratio": Key("same", "data.eval_fraction", "where no test path is given; 0.03 by default since 2026"),
 }
 _OWN_BUDGET = Key("made", "trainer.max_tokens_per_microbatch", "the longest sequence fits into it, prompt included")
@@ -288,6 +290,8 @@ KEYS: dict[str, dict[str, Key]] = {
     "ppo": {
         **_under("data", {"path": _ROWS["path"], "train_data_path": _ROWS["path"], "test_data_path": _TEST["path"]}),
         **_under("data", {name: _ROWS[name] for name in ("prompts_per_rollout", "responses_per_prompt")}),
+        **_under("train_data", {name: _ROWS[name] for name in ("path", "prompts_per_rollout", "responses_per_prompt")}),
+        **_under("test_data", {name: _TEST[name] for name in ("path", "prompts_per_rollout", "responses_per_prompt")}),
         **_under("data", _OTHERS_DATA),
         **_under("rollout", _ROLLOUT),
         **_under("rollout.train", _ROWS),

@@ -38,9 +38,11 @@ torchrun --nproc_per_node=1 -m whet.rl2 ppo \\
 A command becomes a configuration of whet's, which whet's own command runs: `--print_config` prints it, to be kept as
 a file for `whet grpo --config` or `whet ppo --config`. `whet.<key>=value` adds a key of whet's that RL2 has none for
 (`whet.trainer.seed=1`). Every key below has its place, or is refused with the reason; one that RL2 has not is an
-error with the nearest. `actor.rollout.*` and `rollout.*` are the same. All generations of RL2 are read: a command
-written with keys of 2026 (`rollout.train.*`, `trainer.total_steps`, `actor.optimizer.lr`) has the defaults of 2026,
-any other those of July 2025 (a constant learning rate, 12 updates of the critic, an entropy bonus of 1e-4).
+error with the nearest. `actor.rollout.*` and `rollout.*` are the same. Three generations of RL2 are read: a command
+written with keys of 2026 (`rollout.train.*`, `trainer.total_steps`, `actor.optimizer.lr`) has the defaults of 2026, one
+with those of the release of September 2025, PyPI's (`train_data.*`, `test_data.*`; `trainer.use_wandb` in sft, rm and
+dpo), its own (`actor.tis_coef=2`), any other those of July 2025 (a constant learning rate, 12 updates of the critic, an
+entropy bonus of 1e-4).
 
 An environment is the file of July 2025: `reward_fn(messages, answer)`, `interact(messages)` and `TOOL`, taken as it
 is ([Environments](environments.md)). The later forms (`step` and `reset`, `generate`) are refused.
@@ -53,8 +55,6 @@ tis_coef) of the current policy on surrogate and KL, a critic's loss without ½,
 a rollout and returns that are not, the turns of a trajectory joined and what an environment said left out, the
 batch's mean where a prompt has one response. whet differs on purpose where RL2 has a defect, or a test could not be
 repeated:
-
-
 """
 
 _DIFFERS = (

@@ -12,6 +12,11 @@ __all__ = ["CONTENTS_ALONE", "RULES", "kind"]
 
 CONTENTS_ALONE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 """The chat template that stands for apply_chat_template=false."""
+PROMPTS, RESPONSES = (
+    tuple(f"{section}.{name}" for section in ("data", "train_data", "rollout.train"))
+    for name in ("prompts_per_rollout", "responses_per_prompt")
+)
+"""The prompts of a step and the completions of each, as the generations name them."""
 PROMPT_TOKENS = 2048
 """Longest prompt where max_length_per_device is not given."""
 SAMPLED = {
@@ -27,13 +32,13 @@ SAMPLED = {
 
 def rows(given: Given) -> Part:
     """Data sets, and how their prompts are written."""
-    given.need("the prompts of a step", "data.prompts_per_rollout", "rollout.train.prompts_per_rollout")
-    number = given.count("data.responses_per_prompt", "rollout.train.responses_per_prompt")
+    given.need("the prompts of a step", *PROMPTS)
+    number = given.count(*RESPONSES)
     given.same(number, "rollout.responses_per_prompt", "adv.responses_per_prompt")
     flat: Part = {"algo.num_generations": number, "rollout.num_generations_eval": 1}
-    path = given.need("the data", "data.path", "data.train_data_path", "rollout.train.path")
+    path = given.need("the data", "data.path", "data.train_data_path", "train_data.path", "rollout.train.path")
     flat["data.split"], flat["data.path"] = split_of(path)
-    test = given.get("data.test_data_path", "rollout.test.path")
+    test = given.get("data.test_data_path", "test_data.path", "rollout.test.path")
     if test is not None:
         flat["data.eval_split"], flat["data.eval_path"] = split_of(test)
         if given.get("rollout.test_ratio") is not None:
@@ -48,7 +53,8 @@ def rows(given: Given) -> Part:
     flat["data.apply_chat_template"] = templated
     if not templated:
         flat["rollout.chat_template_kwargs"] = {"chat_template": CONTENTS_ALONE}
-    if (test_number := given.get("rollout.test.responses_per_prompt")) is not None:
+    tests = ("test_data.responses_per_prompt", "rollout.test.responses_per_prompt")
+    if (test_number := given.get(*tests)) is not None:
         flat["rollout.num_generations_eval"] = test_number
     return flat
 
@@ -100,7 +106,7 @@ def objective(given: Given) -> Part:
     estimator = given.one_of("adv.estimator", given.get("adv.estimator", default="reinforce"), ("reinforce", "gae"))
     gae = estimator == "gae"
     flat: Part = {"algo.preset": "rl2_ppo" if gae else "rl2_reinforce"}
-    flat["algo.entropy_coef"] = given.get("actor.entropy.coef", default=0.0 if given.is_later else 1e-4)
+    flat["algo.entropy_coef"] = given.get("actor.entropy.coef", default=1e-4 if given.is_july else 0.0)
     own = {"gamma": "gamma", "lamda": "gae_lambda"} if gae else {"norm_var": "norm_var", "global_norm": "global_norm"}
     for name, field in own.items():
         if (value := given.get(f"adv.{name}")) is not None:
@@ -129,7 +135,7 @@ def kl(given: Given) -> Part:
 
 def correction(given: Given) -> Part:
     """Truncated importance sampling: min(π / sampler, tis_coef) of the current policy, on the KL too."""
-    most = given.get("actor.tis_coef", default=0.0)
+    most = given.get("actor.tis_coef", default=2.0 if given.is_september else 0.0)
     if not most:
         return {}
     weighed = {"threshold": most, "current": True, "kl": True}
@@ -153,7 +159,7 @@ def updates(given: Given, gae: bool) -> Part:
     """update_per_rollout of actor and critic, and freeze_steps."""
     flat: Part = {}
     number = given.count("actor.update_per_rollout")
-    prompts = given.count("data.prompts_per_rollout", "rollout.train.prompts_per_rollout", default=number)
+    prompts = given.count(*PROMPTS, default=number)
     if prompts % number:
         whole = [n for n in range(1, prompts + 1) if prompts % n == 0]
         near = sorted(whole, key=lambda n: abs(n - number))[:3]
@@ -169,7 +175,7 @@ def updates(given: Given, gae: bool) -> Part:
                 f"actor.freeze_steps={frozen} with adv.estimator=reinforce would train nothing; leave it out"
             )
         return flat
-    usual = number if given.is_later else max(12 // number * number, number)
+    usual = max(12 // number * number, number) if given.is_july else number
     critic = given.count("critic.update_per_rollout", default=usual)
     if critic % number:
         given.problems.append(
@@ -181,7 +187,7 @@ def updates(given: Given, gae: bool) -> Part:
 
 def selection(given: Given) -> Part:
     """dynamic_filtering and group_filtering: which groups a step trains on, others in place of the rest."""
-    number = given.count("data.responses_per_prompt", "rollout.train.responses_per_prompt")
+    number = given.count(*RESPONSES)
     low, high = (given.get(f"rollout.group_filtering.{name}") for name in ("lower", "upper"))
     filters = given.get("rollout.dynamic_filtering", "rollout.train.dynamic_filtering", default=True) and number > 1
     if low is None and high is None:

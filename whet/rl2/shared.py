@@ -74,7 +74,7 @@ def optimizer(given: Given, role: str, section: str) -> Part:
     optim, (rate, least, ratio) = f"{section}.optim", DEFAULTS[given.verb][role]
     rate = LATER_RATES[role] if given.is_later else rate
     both = lambda name: (f"{role}.{name}", f"{role}.optimizer.{name}")
-    inherited = {} if role == "actor" or given.is_later else given.below("actor")  # July's critic has the actor's
+    inherited = {} if role == "actor" or given.is_later else given.below("actor")  # 2025's critic has the actor's
     decay = given.get(*both("weight_decay"), default=inherited.get("weight_decay", 1e-2))
     flat = {f"{optim}.lr": given.get(*both("lr"), default=rate), f"{optim}.weight_decay": decay}
     flat[f"{optim}.max_grad_norm"] = given.get(f"{role}.max_grad_norm", default=inherited.get("max_grad_norm", 1.0))
@@ -85,10 +85,16 @@ def optimizer(given: Given, role: str, section: str) -> Part:
         name = given.get(f"{role}.scheduler.name", default="cosine_with_min_lr")
         more = {"min_lr": least, **more} if name == "cosine_with_min_lr" else more
         ratio = 0.03
+    elif given.is_september:
+        usual = inherited.get("scheduler", "constant" if ratio is None else "cosine")
+        name = given.get(f"{role}.scheduler", default=usual)
+        ratio = given.get(f"{role}.warmup_ratio", default=inherited.get("warmup_ratio", 0.1))
+        ratio = 0.0 if name == "constant" else ratio  # which takes no notice of it there
+        return {**flat, f"{optim}.schedule": name, f"{optim}.warmup_ratio": ratio, f"{optim}.schedule_kwargs": {}}
     else:
         ratio = given.get(f"{role}.warmup_ratio", default=ratio)
         name = "constant" if ratio is None else "cosine"
-    name = given.get(f"{role}.scheduler.name", default=name)
+    name = given.get(f"{role}.scheduler.name", f"{role}.scheduler", default=name)
     flat[f"{optim}.warmup_ratio"] = given.get(
         f"{role}.warmup_ratio", f"{role}.scheduler.warmup_ratio", default=ratio or 0.0
     )

@@ -38,7 +38,7 @@ def rows(given: Given) -> Part:
 def averaging(given: Given) -> Part:
     """avg_level: a mean over the conversations of a batch in July 2025, over its tokens since, unless it is said."""
     modes = {"token": "token-mean", "sequence": "sequence-mean-token-mean"}
-    level = given.get("actor.avg_level", default="token" if given.is_later else "sequence")
+    level = given.get("actor.avg_level", default="sequence" if given.is_july else "token")
     return {"algo.loss_agg_mode": modes.get(given.one_of("actor.avg_level", level, tuple(modes)))}
 
 

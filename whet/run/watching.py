@@ -29,7 +29,7 @@ BEST, BEFORE_STOP = "best", "before_stop"
 EVAL = "eval/"
 """What the name of a metric of evaluations begins with in stop_when, as for loggers."""
 PATIENCE = 3
-"""Rows in which a metric may be missing from the start; some come only with their cause."""
+"""Rows of steps that learned something in which a metric may be missing; some come only with their cause."""
 _NO_METRIC = ("step", "mode", "version")
 
 
@@ -160,10 +160,8 @@ class StopWhen(Observer):
     def _look(self, run: Observed, name: str, band: Band, row: Mapping[str, Any]) -> None:
         own = name.removeprefix(EVAL)
         if own not in row:
-            self.missed[name] += self.missed[name] >= 0
-            if self.missed[name] >= max(PATIENCE, band.steps):
-                count = self.missed[name]
-                raise ConfigError(f"trainer.stop_when.{name}: {count} rows, and none had that metric{_known(own, row)}")
+            if name.startswith(EVAL) or _learned(row):
+                self._miss(name, band, row)
             return
         self.missed[name], value = -1, float(row[own])
         if math.isnan(value):
@@ -182,6 +180,13 @@ class StopWhen(Observer):
             if run.folder is not None:
                 found = {"step": row["step"], "metric": name, "value": value, "why": self.reason, "before": self.inside}
                 run.folder.write_json("stopped.json", found)
+
+    def _miss(self, name: str, band: Band, row: Mapping[str, Any]) -> None:
+        """Counts a row that should have had a metric. Raises ConfigError where none has had it for too long."""
+        self.missed[name] += self.missed[name] >= 0
+        if (count := self.missed[name]) >= max(PATIENCE, band.steps):
+            found = _known(name.removeprefix(EVAL), row)
+            raise ConfigError(f"trainer.stop_when.{name}: {count} rows, and none had that metric{found}")
 
     def _path(self, run: Observed) -> Path:
         return (run.checkpoints.root or Path()) / f"step-{self.inside:06d}"
@@ -222,6 +227,15 @@ def _crossed(band: Band, value: float) -> str:
     if band.below is not None and value < band.below:
         return f"below {band.below:g}"
     return f"above {band.above:g}" if band.above is not None and value > band.above else ""
+
+
+def _learned(row: Mapping[str, Any]) -> bool:
+    """Whether a step's policy was updated on something, so that what an update measures (entropy, kl) is in its row.
+
+    >>> _learned({"reward": 0.0}), _learned({"grad_norm": 0.0, "advantage/nonzero_frac": 0.0})
+    (False, False)
+    """
+    return "grad_norm" in row and row.get("advantage/nonzero_frac") != 0
 
 
 def _known(name: str, row: Mapping[str, Any]) -> str:

@@ -265,8 +265,10 @@ import torch
 from whet.torchrl import Trajectory, mc_advantage
 
 stream = (Trajectory(group=i % 2, rewards=torch.tensor([float(i)])) for i in range(8))
-for group in mc_advantage(stream, 4, max_queued_groups=100, group_timeout=600.0):
+groups = mc_advantage(stream, 4, max_queued_groups=100, group_timeout=600.0)
+for group in groups:
     print([(t.group, advantages.tolist()) for t, advantages in group])
+print(groups.get_stats()["written_groups"], groups.get_stats()["evicted_groups"])
 ```
 
 As the transform of a ReplayBuffer, MCAdvantage must be made after TorchRL has been imported, which is when it becomes a
@@ -274,8 +276,9 @@ Transform: `ReplayBuffer(storage=..., transform=MCAdvantage(4), batch_size=16)`.
 """
 _2025 = """## The version of 2025
 
-`GRPOLoss(actor, compat="0.9")` and `MCAdvantage(4, compat="0.9")` keep the keys and formulas of TorchRL's releases of
-2025 (about 0.9), for runs that are to be repeated:
+`GRPOLoss(actor, compat="0.9")` and `MCAdvantage(4, compat="0.9")` keep the keys and formulas that TorchRL's main branch
+had in May and June of 2025, on the way to 0.9, for runs that are to be repeated. The releases 0.9.0 and 0.10 themselves
+have today's keys and objective: for those leave `compat` out (MCAdvantage pools steps there: `trajectory_return=None`).
 
 - keys `advantage`, `action` = "tokens_response", `sample_log_prob` = "log_probs", `ref_log_prob` = ("next",
   "ref_log_prob"); MCAdvantage groups by "text" and pools steps;

@@ -235,14 +235,28 @@ class GroupGatherer:
         return chosen
 
 
-def mc_advantage(
-    trajectories: Iterable[Trajectory], grpo_size: int, **options: Any
-) -> Iterator[list[tuple[Trajectory, Tensor]]]:
+class Groups(Iterator[list[tuple[Trajectory, Tensor]]]):
+    """The groups of a stream, as they fill up. Args: gatherer: what gathers them. trajectories: the stream."""
+
+    def __init__(self, gatherer: GroupGatherer, trajectories: Iterable[Trajectory]) -> None:
+        self._gatherer = gatherer
+        self._full = (group for t in trajectories if (group := gatherer.add(t)) is not None)
+
+    def __next__(self) -> list[tuple[Trajectory, Tensor]]:
+        """The next group that is full, each trajectory with the advantages of its steps."""
+        return next(self._full)
+
+    def get_stats(self) -> dict[str, float]:
+        """What was counted so far (COUNTERS), and the incomplete groups that are held."""
+        return {**self._gatherer.stats, "queued_groups": len(self._gatherer.queues)}
+
+
+def mc_advantage(trajectories: Iterable[Trajectory], grpo_size: int, **options: Any) -> Groups:
     """The groups of a stream of trajectories, as they fill up: each trajectory with the advantage of its steps.
 
     Args: trajectories: in any order, finished. grpo_size, options: see GroupGatherer.
     Returns: an iterator over groups: [(trajectory, advantages in the shape of its rewards), ...]. Groups that never
-        fill up are not in it.
+        fill up are not in it; its get_stats() counts them.
     Raises: ConfigError: an unknown option. DataError: a reward that is not finite.
 
     >>> stream = [Trajectory("a", torch.tensor([0., 1.])), Trajectory("b", torch.tensor([1.])),
@@ -253,13 +267,7 @@ def mc_advantage(
     known = [n for n in GroupGatherer.__init__.__annotations__ if n not in ("return", "grpo_size")]
     if wrong := [name for name in options if name not in known]:
         raise lookup_error("option of mc_advantage", wrong[0], known)
-    return _groups(GroupGatherer(grpo_size, **options), trajectories)
-
-
-def _groups(gatherer: GroupGatherer, trajectories: Iterable[Trajectory]) -> Iterator[list[tuple[Trajectory, Tensor]]]:
-    for trajectory in trajectories:
-        if (group := gatherer.add(trajectory)) is not None:
-            yield group
+    return Groups(GroupGatherer(grpo_size, **options), trajectories)
 
 
 def _relative(rewards: Tensor) -> Tensor:

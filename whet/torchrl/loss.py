@@ -67,8 +67,8 @@ class GRPOLoss(nn.Module):
         device: of the clip range; None = the actor's.
         masking_strategy: sft (the response), rlhf (the assistant's tokens) or generic (all but the first).
         ref_log_prob_padding_side, ref_log_prob_padding_value: for reference logprobs of different lengths.
-        compat: the release of TorchRL that is meant: "0.14", or "0.9" of 2025, with its keys and means over all
-            positions, padding included.
+        compat: the TorchRL that is meant: "0.14", or "0.9", what was to be 0.9 in mid-2025, with its keys and means
+            over all positions, padding included; the release 0.9.0 itself is as "0.14".
     Returns: GRPOLossOutput; the fields that begin with loss_ sum to the loss.
     Raises: ConfigError: an unknown option or value; gamma or clip_value, which a loss without a critic can't follow.
         When called: MissingKeyError, DataError: what is wrong with the data.
@@ -214,7 +214,7 @@ class GRPOLoss(nn.Module):
         outside = ((ratio < 1 - low) | (ratio > 1 + high)).to(ratio.dtype)
         share = trained.share if self.compat == "0.9" else 1.0
         found = {
-            "loss_objective": self._reduced(self.surrogate(x, low, high)[0], kept),
+            "loss_objective": self._objective(self.surrogate(x, low, high)[0], kept),
             "clip_fraction": _mean(outside) * share,
             "kl_approx": _mean(moved["sampling/kl_approx"]) * share,
             "ESS": self._ess(kept).to(ratio.dtype),
@@ -253,6 +253,16 @@ class GRPOLoss(nn.Module):
         everywhere = torch.ones_like(weights[:, 0], dtype=torch.bool)
         each = torch.stack([effective_sample_size(column, everywhere) for column in weights.unbind(1)])
         return each.sum() if self.reduction == "sum" else each.mean()
+
+    def _objective(self, loss: Tensor, kept: Tokens) -> Tensor:
+        """The surrogate [s], aggregated; in 2025 places that are not trained count too, with a ratio of 1."""
+        if self.compat != "0.9" or type(self).surrogate is not GRPOLoss.surrogate:
+            return self._reduced(loss, kept)
+        rest = torch.where(kept.mask, 0.0, -kept.advantages)
+        return (
+            self._reduced(loss, kept)
+            + {"none": rest[..., None], "sum": rest.sum(), "mean": rest.mean()}[self.reduction]
+        )
 
     def _reduced(self, loss: Tensor, kept: Tokens) -> Tensor:
         """A loss [s] of the tokens that are kept, aggregated: 0-d, or [B, T, 1] where it is given for each token."""

@@ -36,7 +36,7 @@ class Keys:
 
 @dataclass
 class Keys2025:
-    """The keys of TorchRL's releases of 2025."""
+    """The keys of TorchRL in mid-2025, before the release of 0.9."""
 
     advantage: Any = "advantage"
     action: Any = "tokens_response"

@@ -34,7 +34,7 @@ class MCAdvantage:
             compat="0.9".
         rewards_key, advantage_key, done_key: a number at each step, read and written, and whether the trajectory ends.
         verbose: accepted; get_stats() says what is held and what became of it.
-        compat: the release of TorchRL whose defaults are meant: "0.14" or "0.9".
+        compat: the TorchRL whose defaults are meant: "0.14" or "0.9", as of GRPOLoss.
         options: of GroupGatherer: trajectory_return ("sum"; None, TorchRL's default and that of compat="0.9", pools the
             steps), keep_return_bounds, candidate_group_size, candidate_selection_min_size, candidate_selector,
             max_queued_groups, group_timeout, clock.

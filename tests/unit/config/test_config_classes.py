@@ -12,6 +12,7 @@ from whet.config import (
     MetricsLoggerOptions,
     Mode,
     OptimConfig,
+    PPOConfig,
     RLTrainingConfig,
     Role,
     RoleConfig,
@@ -110,6 +111,7 @@ def test_a_users_own_class_is_checked_too_and_calls_its_bases():
     assert Mine(gain=2.0, beta=0.0).gain == 2.0
     refused("unknown keyword Mine.gian; did you mean gain", Mine, gian=2.0)
     refused("greater than 1", Mine, num_generations=1)
+    refused("greater than 1", PPOConfig, advantage_estimator="rloo")  # which gae, its own, takes
 
 
 # ---- enums -----------------------------------------------------------------------------------------------------------

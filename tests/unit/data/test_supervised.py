@@ -115,7 +115,11 @@ def test_an_example_knows_its_row(tokenizer):
         ({"conversations": [{"from": "humn", "value": "x"}]}, "from 'humn' is no known role; did you mean human?"),
         ({"messages": TALK, "tools": "x"}, "column 'tools' is not JSON"),
         ({"messages": TALK, "tools": {"a": 1}}, "column 'tools' holds {'a': 1}; expected a list of functions"),
-        ({"prompt": 3, "response": "x"}, "column 'prompt' holds int 3; expected a text or a list of messages"),
+        (
+            {"prompt": 3, "response": "x"},
+            "column 'prompt' holds int 3; expected a text or a list of messages; a csv file's numbers are read as "
+            "numbers: keep texts such as '42' in a .jsonl file",
+        ),
         ({"prompt": TALK, "response": "x"}, "the prompt ends in a turn of the assistant's, and the answer is a text"),
         ({"prompt": "", "response": "x"}, "the prompt '' has no tokens"),
         ({"text": "a\ud800"}, "row 2, column 'text': 'a\\ud800' is not valid text"),

@@ -26,7 +26,10 @@ def weigh(x, *, norm_var):
         (GRPOConfig(norm_var=True), "norm_var=True has no effect: advantage estimator 'grpo'"),
         (GRPOConfig(global_norm=True), "global_norm=True has no effect: advantage estimator 'grpo'"),
         (PPOConfig(scale_rewards="none"), "scale_rewards='none' has no effect: advantage estimator 'gae'"),
-        (PPOConfig(advantage_estimator="rloo", whiten_advantages=False), "whiten_advantages=False has no effect"),
+        (
+            PPOConfig(advantage_estimator="rloo", num_generations=2, whiten_advantages=False),
+            "whiten_advantages=False has no effect",
+        ),
     ],
 )
 def test_a_parameter_that_the_chosen_estimator_does_not_take_is_refused(made, said):
@@ -37,7 +40,7 @@ def test_a_parameter_that_the_chosen_estimator_does_not_take_is_refused(made, sa
 @pytest.mark.parametrize(
     "made",
     [
-        PPOConfig(advantage_estimator="rloo", gamma=0.9, gae_lambda=0.5),  # the critic's returns have them
+        PPOConfig(advantage_estimator="rloo", num_generations=2, gamma=0.9, gae_lambda=0.5),  # of the critic's returns
         PPOConfig(value_loss_fn=weigh, norm_var=True),
         GRPOConfig(loss_masks=(weigh,), norm_var=True),
         GRPOConfig(advantage_estimator=lambda rewards, group_ids: rewards, norm_var=True),

@@ -1,7 +1,9 @@
 import ast
 import doctest
 import importlib
+import inspect
 import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 import whet.ops
 import whet.ops.preference
+from whet.ops import CORRECTIONS, POLICY_LOSSES, TOKEN_MASKS, VALUE_LOSSES, reference_kl
 
 PARTS = [m.name for m in pkgutil.walk_packages(whet.ops.__path__, "whet.ops.")]
 MODULES = ["whet.errors", "whet.types", "whet.ops", *PARTS]
@@ -40,6 +43,14 @@ def test_every_public_function_has_an_example(name):
         value = getattr(module, public)
         if callable(value):
             assert ">>>" in value.__doc__, public
+
+
+def test_a_piece_of_an_objective_states_its_mask_its_denominator_and_what_is_constant():
+    pieces = {**POLICY_LOSSES, **VALUE_LOSSES, **CORRECTIONS, **TOKEN_MASKS, "the KL": reference_kl}
+    for name, fn in pieces.items():
+        said = " ".join((inspect.getdoc(getattr(fn, "func", fn)) or "").split())
+        assert "divided by nothing" in said and ("masked out" in said or name in TOKEN_MASKS), name
+        assert re.search(r"constant|without gradient|gets no gradient", said), name
 
 
 def test_ops_exports_all_that_its_modules_do():

@@ -157,6 +157,34 @@ PUBLISHED = {
             "trainer.max_steps": 512,
         },
     ),
+    "september": (
+        [
+            "train_data.path=Chenmien/OpenReasonerZero",
+            "train_data.prompts_per_rollout=128",
+            "train_data.responses_per_prompt=64",
+            "test_data.path=Chenmien/OlympiadBench",
+            "actor.model_name=Qwen/Qwen2.5-7B",
+            "rollout.train_sampling_params.max_new_tokens=8192",
+            "rollout.env_path=envs/orz.py",
+            "adv.estimator=gae",
+            "critic.scheduler=cosine",
+            "trainer.use_wandb=false",
+        ],
+        {
+            "data.path": "Chenmien/OpenReasonerZero",
+            "data.eval_path": "Chenmien/OlympiadBench",
+            "data.batch_size": 128,
+            "algo.num_generations": 64,
+            "algo.critic_updates": 1,
+            "algo.entropy_coef": 0.0,
+            "algo.sampler_is_threshold": 2.0,
+            "actor.optim.schedule": "constant",
+            "actor.optim.warmup_ratio": 0.0,
+            "critic.optim.schedule": "cosine",
+            "critic.optim.warmup_ratio": 0.1,
+            "trainer.num_epochs": 1,
+        },
+    ),
     "deepseek_grpo": (
         [
             *LEAST["ppo"],
@@ -223,6 +251,22 @@ def test_a_published_command_is_this_configuration(name):
             assert at(made, key) == value, key
     if name == "countdown_reinforce":
         assert made.rollout.for_mode("eval").stop == ("</answer>",)  # its test takes training's
+
+
+@pytest.mark.parametrize(
+    ("words", "averaged", "rate", "schedule", "kept"),
+    [
+        (("data.path=d", "data.max_length=8", "trainer.disable_wandb=true"), "sequence-mean-", 5e-6, "cosine", 0.0),
+        (("data.path=d", "data.max_length=8", "trainer.use_wandb=false"), "", 5e-6, "cosine", 0.0),
+        (("data.train.path=d", "data.train.max_length=8", "trainer.use_wandb=false"), "", 1e-6, "cosine_with_", 0.03),
+    ],
+    ids=["July 2025", "September 2025", "2026"],
+)
+def test_a_command_has_the_defaults_of_its_generation(words, averaged, rate, schedule, kept):
+    made = translated("sft", ["actor.model_name=m", *words])
+    assert made.algo.loss_agg_mode == f"{averaged}token-mean"
+    assert made.actor.optim.lr == rate and made.actor.optim.schedule.startswith(schedule)
+    assert made.data.eval_fraction == kept
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
@@ -307,7 +351,7 @@ ddp_size tp_size cp_size sp_size fsdp_size
 """.split()
 OPTIM = """
 lr weight_decay max_grad_norm warmup_ratio optimizer.lr optimizer.weight_decay scheduler.name scheduler.min_lr
-scheduler.warmup_ratio offload_optimizer
+scheduler.warmup_ratio scheduler offload_optimizer
 """.split()
 ROLE = """
 model_name dtype use_liger_kernel max_length_per_device max_inference_length_per_device offload_model
@@ -351,6 +395,7 @@ LISTED = [
     *(f"adv.{k}" for k in "estimator gamma lamda responses_per_prompt global_norm norm_var".split()),
     *(f"trainer.{k}" for k in TRAINER),
     *(f"data.{k}" for k in "path max_length batch_size prompts_per_rollout responses_per_prompt".split()),
+    *(f"{d}_data.{k}" for d in ("train", "test") for k in "path prompts_per_rollout responses_per_prompt".split()),
 ]
 
 

@@ -21,6 +21,8 @@ from whet.train.role_trainer import RoleTrainer
 from whet.train.worker import ModelWorker
 
 NAN = float("nan")
+UPDATED = {"grad_norm": 1.0}
+"""What the row of every update has."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ def train(worker, tmp_path, monkeypatch):
     """Runs steps whose `entropy` and evaluations are scripted."""
     monkeypatch.setattr("whet.run.run.check_reads", lambda *_, **__: None)
 
-    def run_of(steps, evals=None, entropy=None, *, name="run", keep=1, observers=(), each=1, **fields):
+    def run_of(steps, evals=None, entropy=None, *, learned=None, name="run", keep=1, observers=(), each=1, **fields):
         config = TrainingConfig(
             **{
                 "run_dir": str(tmp_path / name),
@@ -101,6 +103,7 @@ def train(worker, tmp_path, monkeypatch):
         with made as run:
             for index, _ in run.steps():
                 row = {} if entropy is None or entropy[index] is None else {"entropy": entropy[index]}
+                row |= {} if learned is None else learned[index]
                 run.end_step(Record(index), row, num_tokens=1)
         return made
 
@@ -217,17 +220,22 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(train):
 )
 def test_a_metric_that_never_comes_is_an_error(train, fields, evals, said, caplog):
     with pytest.raises(ConfigError, match=said):
-        train(8, evals, entropy=[1.0] * 9, **fields)
+        train(8, evals, entropy=[1.0] * 9, learned=[UPDATED] * 9, **fields)
     assert ("keep_best.metric=acuracy is none of the metrics that are known" in caplog.text) == ("acuracy" in said)
 
 
 def test_a_metric_that_comes_late_is_no_error(train):
-    run = train(5, entropy=[None, None, None, 0.5, None, None], stop_when={"entropy": Band(below=0.1)})
-    assert run.step == 5
+    late = {"entropy": [None, None, None, 0.5, None, None], "stop_when": {"entropy": Band(below=0.1)}}
+    assert train(5, learned=[UPDATED] * 6, **late).step == 5
+
+
+def test_steps_that_learn_nothing_have_not_what_an_update_measures(train):
+    still = [{}, {}, {}, {**UPDATED, "advantage/nonzero_frac": 0.0}, *[{}] * 3]  # a critic's warm-up, equal rewards
+    assert train(6, learned=still, stop_when={"entropy": Band(below=0.1)}).step == 6
 
 
 def test_a_run_too_short_to_tell_warns(train, caplog):
-    train(2, entropy=[None, 1.0, 1.0], stop_when={"entropi": Band(below=0.1)})
+    train(2, entropy=[None, 1.0, 1.0], learned=[UPDATED] * 3, stop_when={"entropi": Band(below=0.1)})
     assert "no row had that metric; did you mean entropy" in caplog.text
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import same, tiny_model, weights_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError
@@ -18,12 +19,26 @@ ARGS = {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": False, "l
         "max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2}  # fmt: skip
 
 
-def trainer(folder, **kwargs):
+class Counts(TrainerCallback, ExportableState):
+    """Counts updates, over the breaks of a run."""
+
+    def __init__(self, of=""):
+        self.of, self.updates = of, 0
+
+    def state(self):
+        return {"args": {"of": self.of}, "attributes": {"updates": self.updates}}
+
+    def on_step_end(self, *_, **__):
+        self.updates += 1
+
+
+def trainer(folder, counted=("a", "b"), **kwargs):
     model = tiny_model()
     model.generation_config.eos_token_id, model.generation_config.top_k = [256, 33], 20
     rows = [{"text": f"one and {i}"} for i in range(8)]
     args = SFTConfig(str(folder), **{**ARGS, **kwargs})
-    return SFTTrainer(model, args, train_dataset=rows, processing_class=byte_tokenizer())
+    counts = [Counts(of) for of in counted]
+    return SFTTrainer(model, args, train_dataset=rows, processing_class=byte_tokenizer(), callbacks=counts)
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +73,10 @@ def test_one_that_was_packed_and_moved_is_resumed(run, tmp_path, monkeypatch):
     shutil.make_archive(str(tmp_path / "packed"), "tar", folder, "checkpoint-2")
     shutil.unpack_archive(tmp_path / "packed.tar", tmp_path / "new")
     (tmp_path / "new" / f".tmp-{'0' * 16}-checkpoint-4").mkdir()  # of a run that was killed while it saved
-    again = trainer("new", save_total_limit=1)  # a relative name
+    again = trainer("new", ("x", "x"), save_total_limit=1, restore_callback_states_from_checkpoint=True)
     again.train(resume_from_checkpoint=True)
+    found = [(c.of, c.updates) for c in again.callback_handler.callbacks if isinstance(c, Counts)]
+    assert found == [("a", 4), ("b", 4)]
     assert same(weights_of(again.model), weights_of(made.model))
     assert [row["step"] for row in again.state.log_history] == [1, 2, 3, 4, 4]
     assert [p.name for p in (tmp_path / "new").iterdir()] == ["checkpoint-4"]

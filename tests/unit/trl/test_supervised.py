@@ -182,10 +182,16 @@ def test_evaluation_checkpoints_and_a_resumed_run(method, tmp_path):
     more = {"eval_dataset": sets, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
     if method == "Reward":  # its schedule and its state are those of the class's
         more["optimizer_cls_and_kwargs"] = (torch.optim.NAdam, {"lr": 1e-2})
+    else:  # a rate that goes by evaluations, of which none is so much better
+        kind = {"SFT": "greedy", "DPO": "reduce_lr_on_plateau"}[method]
+        kwargs = {"patience": 0, "threshold": 9.0, "threshold_mode": "abs"}
+        more |= {"lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs, "metric_for_best_model": "eval_a_loss"}
     whole = trainer(tmp_path / "whole", method, max_steps=3, **more)
     whole.train()
     logged = [row["step"] for row in whole.state.log_history if "eval_a_loss" in row]
     assert logged == [1, 2, 3]
+    rates = [row["learning_rate"] for row in whole.state.log_history if "learning_rate" in row]
+    assert rates[0] == 1e-2 and len({*rates}) == (3 if method == "Reward" else 2)
     assert whole.state.epoch == 1.5
     first = trainer(tmp_path / "part", method, max_steps=3, callbacks=[Stop()], **more)
     first.train()

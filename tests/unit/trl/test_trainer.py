@@ -4,6 +4,8 @@ import functools
 import json
 import logging
 import math
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -31,6 +33,8 @@ from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError, DataError, RewardError
 from whet.trl import GRPOConfig, GRPOTrainer
 from whet.trl.config.grpo import warn
+from whet.trl.rl.completions import Completions
+from whet.trl.rl.reward_functions import reward_functions
 
 SMALL = {"per_device_train_batch_size": 3, "num_generations": 3, "max_completion_length": 6, "learning_rate": 0.1,
          "logging_steps": 1, "bf16": False, "disable_tqdm": True, "save_strategy": "no", "max_steps": 2,
@@ -82,7 +86,17 @@ def trained(made, **kwargs):
         {"loss_type": "cispo", "epsilon_high": 5.0, "scale_rewards": "group", "dataloader_num_workers": 2},
         {"loss_type": "bnpo", "pad_to_multiple_of": 8, "min_p": 0.1, "repetition_penalty": 1.1},
         {"off_policy_mask_threshold": 0.5, "num_iterations": 2, "max_steps": 4},
-        {"generation_kwargs": {"top_k": 20, "temperature": 0.8, "max_new_tokens": 4}, "top_p": 0.9, "min_p": 0.01},
+        {
+            "generation_kwargs": {
+                "top_k": 20,
+                "temperature": 0.8,
+                "max_new_tokens": 4,
+                "suppress_tokens": [65],
+                "stop_strings": ["~"],
+            },
+            "top_p": 0.9,
+            "min_p": 0.01,
+        },
         {"optim": "adafactor"},
         {"optim": "rmsprop", "lr_scheduler_type": "cosine", "warmup_steps": 0.5},
         {"bf16": None, "gradient_checkpointing": True, "cast_lm_head_to_fp32": True, "torch_compile": True},
@@ -100,6 +114,7 @@ def test_it_trains(kwargs, tmp_path):
         assert "kl" in made.state.log_history[0]
     if "use_adaptive_entropy" in kwargs:  # moved once in each optimizer step, from the second on
         assert made.state.log_history[-2]["entropy_coef"] == pytest.approx(0.11)
+        assert made.entropy_coef == pytest.approx(0.11)  # where the arguments have 0.1
     made.close()
 
 
@@ -117,10 +132,13 @@ def small(config, model, **fields):
     return model(config(vocab_size=264, max_position_embeddings=128, **{**sizes, **fields}))
 
 
-def test_models_of_other_kinds_train_too(tmp_path):
+def test_models_of_other_kinds_train_too_and_what_is_not_read_of_one_that_is_loaded_is_told(tmp_path, caplog):
     trained(trainer(tmp_path, model=small(Qwen2Config, Qwen2ForCausalLM), max_steps=1))
     experts = {"head_dim": 8, "moe_intermediate_size": 8, "num_experts": 2, "num_experts_per_tok": 2}
-    trained(trainer(tmp_path, model=small(Qwen3MoeConfig, Qwen3MoeForCausalLM, **experts), max_steps=1))
+    trained(trainer(tmp_path, model=small(Qwen3MoeConfig, Qwen3MoeForCausalLM, **experts), max_steps=1,
+                    model_init_kwargs={"dtype": "float32"}, quantization_config=1))  # fmt: skip
+    for told in ("router_aux_loss_coef=0.001", "model_init_kwargs is not read", "quantization_config is not read"):
+        assert told in caplog.text
 
 
 def test_nothing_but_model_rewards_and_rows_is_needed(tmp_path, monkeypatch):
@@ -134,16 +152,22 @@ def test_nothing_but_model_rewards_and_rows_is_needed(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("loss", "level", "said"),
+    ("loss", "level", "more", "said"),
     [
-        ("dapo", "sequence", "counts by its length"),
-        ("grpo", "sequence", ""),
-        ("luspo", "token", "made for importance_sampling_level='sequence'"),
-        ("vespo", "sequence", "ratio of sequences of its own"),
+        ("dapo", "sequence", {}, "counts by its length"),
+        ("grpo", "sequence", {}, ""),
+        ("luspo", "token", {}, "made for importance_sampling_level='sequence'"),
+        ("vespo", "sequence", {}, "ratio of sequences of its own"),
+        ("cispo", "token", {}, "the cap of the weights is epsilon_high=0.2 itself"),
+        ("cispo", "token", {"epsilon_high": 5.0}, ""),
+        ("dapo", "token", {"beta": 0.1}, "the KL is multiplied by the importance ratio"),
+        ("dapo", "token", {"beta": 0.1, "use_bias_correction_kl": False}, ""),
+        ("sapo", "token", {"mask_truncated_completions": True}, "count in the mean over rows"),
+        ("dapo", "token", {"vllm_device": "cuda:1"}, "vllm_device='cuda:1' is not read"),
     ],
 )
-def test_a_level_that_a_loss_was_not_made_for_is_told(loss, level, said, caplog):
-    warn(GRPOConfig(loss_type=loss, importance_sampling_level=level))
+def test_what_is_followed_though_it_may_not_be_meant_is_told(loss, level, more, said, caplog):
+    warn(GRPOConfig(loss_type=loss, importance_sampling_level=level, **more))
     assert said in caplog.text
     assert bool(caplog.text) == bool(said)
 
@@ -186,6 +210,22 @@ def test_functions_of_every_kind_with_columns_state_and_logs_of_their_own(tmp_pa
     assert {"step", "prompt", "completion", "judge", "later", "upper", "advantage"} <= set(table.column_names)
     assert table["step"][0] == 2
     assert len(table) == 3
+
+
+def test_completions_are_shown_by_the_loggers_too(tmp_path, monkeypatch, capsys):
+    shown = []
+    wandb = SimpleNamespace(run=None, log=shown.append, Table=lambda dataframe: dataframe)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    args = GRPOConfig(str(tmp_path), report_to="wandb", wandb_log_unique_prompts=True, num_completions_to_print=1)
+    made = Completions(args)
+    for step, run in ((1, None), (2, object())):
+        wandb.run = run
+        made.columns = {"prompt": ["a", "a", "b"], "completion": ["1", "2", "3"]}
+        made.write(step)
+    assert [table["completions"]["completion"].tolist() for table in shown] == [["1", "3"]]
+    whole = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
+    assert whole["completion"].tolist() == ["1", "2", "3"]
+    assert capsys.readouterr().out.count("Step") == 2
 
 
 def test_rewards_that_are_all_none_or_nan_are_told_of_and_teach_nothing(tmp_path, caplog):
@@ -237,6 +277,12 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
     name = "judge" if by == "folder" else "Qwen3ForSequenceClassification"
     assert math.isfinite(made.state.log_history[0][f"rewards/{name}/mean"])
     again = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge")
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{{ messages }}"
+    tokenizer.save_pretrained(tmp_path / "judge")
+    given = AutoModelForSequenceClassification.from_pretrained(tmp_path / "judge")
+    (loaded,) = reward_functions([given], None, byte_tokenizer(), made.args)
+    assert loaded.tokenizer.chat_template == tokenizer.chat_template  # its own, not the policy's
     inputs = byte_tokenizer()("0+1=ab", return_tensors="pt")
     expected = again(**inputs).logits.item()
     fn = made.reward_funcs[0]
@@ -255,8 +301,12 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
             r"reward weights \(2\) must match number of reward functions \(1\)",
         ),
         ({"reward_processing_classes": [None, None]}, ConfigError, "must match the number of reward functions"),
+        (
+            {"reward": [length_reward] * 2, "reward_processing_classes": byte_tokenizer()},
+            ConfigError,
+            r"classes \(1\) must match",
+        ),
         ({"peft_config": object()}, ConfigError, "peft_config is a object; adapters here are LoRA"),
-        ({"quantization_config": 1}, ConfigError, "for a model given by its name"),
         ({"data": rows(2), "gradient_accumulation_steps": 3}, ConfigError, "has 2 rows.*takes 3 prompts.*for 0 steps"),
         ({"data": [{"question": "1"}]}, DataError, "no column 'prompt'"),
         (
@@ -280,6 +330,7 @@ def test_reward_models_by_name_and_as_modules(by, tmp_path):
         ({"optimizers": (None, 1)}, ConfigError, "give both"),
         ({"generation_kwargs": {"num_beams": 2}}, ConfigError, "beam"),
         ({"generation_kwargs": {"do_sample": False}}, ConfigError, "do_sample=False"),
+        ({"generation_kwargs": {"max_length": 9}}, ConfigError, "max_length is not taken; set max_completion_length"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else str(value),
 )
@@ -300,12 +351,21 @@ def test_a_subclass_s_log_is_used_and_methods_that_nothing_calls_are_refused(tmp
         def log(self, logs, start_time=None):
             super().log({**logs, "mine": 1.0}, start_time)
 
-    made = Mine(tiny_model(), length_reward, GRPOConfig(str(tmp_path), **SMALL), rows(4),
+        def save_model(self, output_dir=None, _internal_call=False):
+            (Path(output_dir) / "mine.txt").write_text(str(_internal_call))
+            super().save_model(output_dir, _internal_call)
+
+    args = GRPOConfig(str(tmp_path), **{**SMALL, "save_strategy": "steps", "save_steps": 1})
+    made = Mine(tiny_model(), length_reward, args, rows(4),
                 processing_class=byte_tokenizer())  # fmt: skip
     made.train()
     assert made.state.log_history[0]["mine"] == 1.0
+    assert (tmp_path / "checkpoint-1" / "mine.txt").read_text() == "True"
+    made.train(resume_from_checkpoint=True)
     with pytest.raises(ConfigError, match=r"compute_loss would never be called.*loss_type"):
         type("Other", (GRPOTrainer,), {"compute_loss": lambda self: 0})
+    with pytest.raises(ConfigError, match="training_step would never be called"):
+        type("Mixed", (type("Mixin", (), {"training_step": lambda self: 0}), GRPOTrainer), {})
 
 
 # ---- data ----------------------------------------------------------------------------------------------------------
@@ -499,6 +559,7 @@ def test_the_metric_names_of_an_earlier_release(tmp_path):
     made = trained(trainer(tmp_path, compat="0.16", max_completion_length=6))
     row = made.state.log_history[0]
     assert row["completion_length"] == row["completions/mean_length"]
+    assert row["clip_ratio"] == row["clip_ratio/region_mean"]
     assert row["reward/length_reward"] == row["rewards/length_reward/mean"]
     assert "kl" in row
 

@@ -67,6 +67,7 @@ class PPOConfig(PolicyConfig):
     def __post_init__(self) -> None:
         """Checks the ranges."""
         super().__post_init__()
+        self.check_groups()
         if not 0 <= self.gae_lambda <= 1:
             raise ConfigError(f"gae_lambda must be between 0 and 1, got {self.gae_lambda!r}")
         if self.vf_coef <= 0:

@@ -34,13 +34,15 @@ def clipped_surrogate(
 
     Args:
         x: needs logprobs, mask, sequence and advantages; old_logprobs None = logprobs.detach(), a ratio of exactly 1.
+            Advantages and old_logprobs are constants.
         epsilon, epsilon_high: clip range, epsilon_high None = epsilon.
         epsilon_c: dual clip, above 1; None = off.
         delta: δ, the largest ratio of the arm that is not clipped, at least 1; None = off.
         importance_sampling_level: a name of IMPORTANCE_LEVELS.
-    Returns: loss [s], and per token: pg_loss, pg_loss/unclipped and /clipped (both arms), pg_clipfrac, ppo_kl
-        (−log π + log π_old, before any clip), is_ratio, log_ratio_abs (both as used), clip_ratio/low, /high and
-        /region (sequence_clip_ratio/* where r is a sequence's); pg_clipfrac_lower with epsilon_c.
+    Returns: loss [s], 0 where masked out, divided by nothing; and per token: pg_loss, pg_loss/unclipped and /clipped
+        (both arms), pg_clipfrac, ppo_kl (−log π + log π_old, before any clip), is_ratio, log_ratio_abs (both as used),
+        clip_ratio/low, /high and /region (sequence_clip_ratio/* where r is a sequence's); pg_clipfrac_lower with
+        epsilon_c.
     Raises: ConfigError: epsilon_c not above 1, delta below 1, negative epsilon, unknown level. DataError: a missing
         column.
     Source: PPO arXiv:1707.06347; GRPO arXiv:2402.03300; dual clip arXiv:1912.09729; clip-higher, DAPO arXiv:2503.14476;
@@ -83,8 +85,10 @@ def geometric_mean(x: LossInputs, *, epsilon: float = 0.2, epsilon_high: float |
     ±20, n the trained tokens of the sequence. All tokens of the sequence have this loss; d_t has its gradient through
     the mean, none where clipped. The aggregation that the paper means is a mean over sequences of means over tokens.
 
-    Args: x: needs advantages. epsilon, epsilon_high: the range, in log space: the paper's is 0.4, e^±0.4.
-    Returns: loss [s]; clip_ratio/low, /high, /region of tokens; ppo_kl; is_ratio and log_ratio_abs of the sequence.
+    Args: x: needs advantages; they and old_logprobs are constants. epsilon, epsilon_high: the range, in log space: the
+            paper's is 0.4, e^±0.4.
+    Returns: loss [s], 0 where masked out, divided by nothing; clip_ratio/low, /high, /region of tokens; ppo_kl;
+        is_ratio and log_ratio_abs of the sequence.
     Raises: ConfigError: negative epsilon. DataError: no advantages.
     Source: arXiv:2507.20673; agrees with TRL's experimental GMPOTrainer, whose default is ε = 0.4.
 

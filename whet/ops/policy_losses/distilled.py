@@ -20,10 +20,11 @@ def distillation(x: LossInputs, *, teacher_coef: float = 1.0, importance_samplin
 
     Args:
         x: needs advantages, and teacher_logprobs [s]: what the teacher gives the same tokens; old_logprobs None =
-            logprobs.detach().
+            logprobs.detach(). All three are constants.
         teacher_coef: c.
         importance_sampling_level: a name of IMPORTANCE_LEVELS.
-    Returns: loss [s]; teacher_kl, log π_old − log π_teacher; is_ratio, log_ratio_abs, ppo_kl.
+    Returns: loss [s], 0 where masked out, divided by nothing; teacher_kl, log π_old − log π_teacher; is_ratio,
+        log_ratio_abs, ppo_kl.
     Raises: ConfigError: an unknown level. DataError: a missing column.
     Source: Thinking Machines, "On-policy distillation" (2025); agrees with tinker's importance_sampling loss under its
         KL penalty with a discount of 0.
@@ -48,9 +49,9 @@ def gkd(x: LossInputs, *, gkd_beta: float = 0.5) -> LossOutput:
     temperature. No gradient goes through the sampling, and none comes from advantages: rewards are logged alone.
 
     Args:
-        x: needs divergence [s], with gradient.
+        x: needs divergence [s], with gradient to the policy; the teacher is a constant.
         gkd_beta: β, with which the divergence was made: from 0 (forward KL) to 1 (reverse KL).
-    Returns: loss [s]; divergence, the loss itself.
+    Returns: loss [s], 0 where masked out, divided by nothing; divergence, the loss itself.
     Raises: ConfigError: β is not in [0, 1]. DataError: no divergence.
     Source: GKD, arXiv:2306.13649, on the student's own completions (λ = 1); agrees with TRL's GKDTrainer under
         loss_agg_mode=token-mean.

@@ -31,10 +31,10 @@ def soft_gate(
     l = −A·σ(τ(r − 1))·4/τ, τ = τ_pos where A > 0, else τ_neg. At r = 1 its gradient is that of −A·r.
 
     Args:
-        x: needs advantages; old_logprobs None = a ratio of exactly 1.
+        x: needs advantages; old_logprobs None = a ratio of exactly 1. Both are constants.
         sapo_temperature_pos, sapo_temperature_neg: τ; the larger, the sooner the gradient fades.
         importance_sampling_level: a name of IMPORTANCE_LEVELS.
-    Returns: loss [s]; is_ratio, log_ratio_abs, ppo_kl.
+    Returns: loss [s], 0 where masked out, divided by nothing; is_ratio, log_ratio_abs, ppo_kl.
     Raises: ConfigError: a temperature that is not positive, an unknown level. DataError: no advantages.
     Source: arXiv:2511.20347; agrees with TRL's loss_type="sapo".
 
@@ -59,8 +59,9 @@ def clipped_ratio(
 
     l = −A·clip(r, 1 − ε, 1 + ε_high), with the gradient of r. It is here so that such runs can be repeated; a token
     that has become unlikely can't be pushed back up (A > 0, r < 1 − ε), which cispo and clipped_surrogate do.
-    Args: as clipped_surrogate.
-    Returns: loss [s]; clip_ratio/low, /high, /region, where the gradient is lost; is_ratio, log_ratio_abs, ppo_kl.
+    Args: as clipped_surrogate; advantages and old_logprobs are constants.
+    Returns: loss [s], 0 where masked out, divided by nothing; clip_ratio/low, /high, /region, where the gradient is
+        lost; is_ratio, log_ratio_abs, ppo_kl.
     Raises: ConfigError: a negative bound, an unknown level. DataError: no advantages.
     Source: agrees with TorchRL's CISPOLoss.
 

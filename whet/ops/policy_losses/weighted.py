@@ -31,7 +31,7 @@ def nll(x: LossInputs) -> LossOutput:
 
     l = −log π(a).
     Args: x: needs logprobs and mask.
-    Returns: loss [s], 0 where masked out, and the metric nll.
+    Returns: loss [s], 0 where masked out, divided by nothing, and the metric nll.
 
     >>> nll(LossInputs(sequence=torch.tensor([0]), mask=torch.tensor([True]), logprobs=torch.tensor([-1.5])))[0]
     tensor([1.5000])
@@ -45,8 +45,8 @@ def reinforce(x: LossInputs) -> LossOutput:
     """The plain policy gradient: no ratio, no clip.
 
     l = −A·log π(a). Off policy (several updates of a rollout, stale tokens) nothing corrects it but the factors.
-    Args: x: needs advantages.
-    Returns: loss [s], 0 where masked out.
+    Args: x: needs advantages, which are constants.
+    Returns: loss [s], 0 where masked out, divided by nothing.
     Raises: DataError: no advantages.
     Source: Williams (1992); RLOO's argument for it in post-training arXiv:2402.14740.
 
@@ -72,12 +72,12 @@ def cispo(
     l = −sg(clip(r, 1 − ε_low, 1 + ε_high))·A·log π, r at a level of IMPORTANCE_LEVELS, sg without gradient.
 
     Args:
-        x: needs advantages; old_logprobs None = a ratio of exactly 1.
+        x: needs advantages; old_logprobs None = a ratio of exactly 1. Both are constants.
         epsilon, epsilon_high: the cap is 1 + ε_high; epsilon_high None = epsilon.
         cispo_epsilon_low: ε_low; None = no lower bound, as in the paper's own runs.
         importance_sampling_level: a name of IMPORTANCE_LEVELS.
-    Returns: loss [s]; cispo_clip_ratio (r above the cap and A > 0, as TRL; sequence_cispo_clip_ratio where r is a
-        sequence's); is_ratio (before the cap), log_ratio_abs, ppo_kl.
+    Returns: loss [s], 0 where masked out, divided by nothing; cispo_clip_ratio (r above the cap and A > 0, as TRL;
+        sequence_cispo_clip_ratio where r is a sequence's); is_ratio (before the cap), log_ratio_abs, ppo_kl.
     Raises: ConfigError: a negative bound, an unknown level. DataError: no advantages.
     Source: MiniMax-M1, arXiv:2506.13585, equations 4 and 5. TRL's cispo has its cap at ε_high itself: cispo_trl.
         TorchRL's CISPOLoss is another loss, with a gradient through the clipped ratio: clipped_ratio.
@@ -101,8 +101,8 @@ def cispo_trl(
 
     l = −sg(min(r, ε_high))·A·log π. With the ε of a clip, 0.2, every weight near the old policy is 0.2, and so the step
     is a fifth of what it would be: take cispo, or an ε_high above 1 (5.0 is TRL's example).
-    Args: as cispo; epsilon_high None = epsilon. epsilon has no other use.
-    Returns: as cispo.
+    Args: as cispo, advantages and old_logprobs constants; epsilon_high None = epsilon, which has no other use.
+    Returns: as cispo: loss [s], 0 where masked out, divided by nothing.
     Raises: as cispo.
     Source: agrees with TRL's loss_type="cispo"; cispo with epsilon_high one less is the same.
 
@@ -141,12 +141,12 @@ def vespo(
     space: each log r in ±20, each log ρ in [ln 1e-8, 20], log w in [ln 1e-8, 20].
 
     Args:
-        x: needs advantages; old_logprobs None = r of exactly 1.
+        x: needs advantages; old_logprobs None = r of exactly 1. Both are constants.
         vespo_k_pos, vespo_lambda_pos: k and λ where A ≥ 0.
         vespo_k_neg, vespo_lambda_neg: k and λ where A < 0.
         correction: gives ρ [s], of tokens; None = 1. The configuration's sampler_is is given here, "token" or your own.
-    Returns: loss [s]; vespo/phi_seq_mean, φ, whose mean over sequences TRL reports; is_ratio (Π r) and log_ratio_abs of
-        the sequence, ppo_kl.
+    Returns: loss [s], 0 where masked out, divided by nothing; vespo/phi_seq_mean, φ, whose mean over sequences TRL
+        reports; is_ratio (Π r) and log_ratio_abs of the sequence, ppo_kl.
     Raises: ConfigError: a k or λ that is not positive. DataError: no advantages.
     Source: arXiv:2602.10693; agrees with TRL's loss_type="vespo", which bounds λ below by 1e-4.
 

@@ -126,7 +126,7 @@ class Arguments:
         self.output_dir = str(Path(self.output_dir).expanduser())
         self.words()
         reports = [self.report_to] if isinstance(self.report_to, str) else list(self.report_to or ())
-        self.report_to = [] if reports == ["none"] else reports
+        self.report_to = _available() if reports == ["all"] else [] if reports == ["none"] else reports
         launched(self)
         if self.disable_tqdm is None:
             self.disable_tqdm = False
@@ -157,10 +157,10 @@ class Arguments:
     def _check(self) -> None:
         if self.logging_strategy == "steps" and self.logging_steps <= 0:
             raise ConfigError(f"logging_steps={self.logging_steps!r} must be positive; or logging_strategy='no'")
-        if self.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy"):
+        if self.lr_scheduler_type.value in ("reduce_lr_on_plateau", "greedy") and self.eval_strategy == "no":
             raise ConfigError(
-                f"lr_scheduler_type={str(self.lr_scheduler_type)!r} goes by an evaluation, which schedules here do "
-                "not see; take one that goes by the step (cosine), or pass optimizers=(optimizer, scheduler)"
+                f"lr_scheduler_type={self.lr_scheduler_type.value!r} goes by an evaluation, and eval_strategy is 'no'; "
+                "set it, with an eval_dataset, or take one that goes by the step (cosine)"
             )
         if self.max_steps == 0:
             raise ConfigError(
@@ -263,6 +263,13 @@ class Arguments:
     def to_sanitized_dict(self) -> dict[str, Any]:
         """`to_dict` for loggers: numbers and texts."""
         return {n: v if isinstance(v, bool | int | float | str) else str(v) for n, v in self.to_dict().items()}
+
+
+def _available() -> list[str]:
+    """The loggers that are installed."""
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    return get_available_reporting_integrations()
 
 
 def _mapping(name: str, value: str) -> dict[str, Any]:

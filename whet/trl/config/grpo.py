@@ -48,7 +48,7 @@ GRPO_FIELDS: Table = {
     "vllm_mode": other("colocate", '"server" is refused: weights are shared with an engine in this process'),
     "vllm_model_impl": works("vllm"),
     "vllm_enable_sleep_mode": other(False, "what the engine holds besides the weights is freed for each update"),
-    "vllm_structured_outputs_regex": other(None, "with every engine", str),
+    "vllm_structured_outputs_regex": other(None, "with whet's own engine; refused with use_vllm", str),
     "vllm_server_base_url": inert(None, _SERVER, str),
     "vllm_server_host": inert("0.0.0.0", _SERVER),
     "vllm_server_port": inert(8000, _SERVER),
@@ -110,11 +110,13 @@ GRPO_FIELDS: Table = {
 
 OLD_GRPO_FIELDS: Table = {
     "max_prompt_length": old("prompts are cut on the left to so many tokens", int),
-    "vllm_device": old('must be "auto": the engine is where the trainer is'),
+    "vllm_device": old("not read: the engine is where the trainer is"),
     "vllm_dtype": old("nothing to do: the engine has the trainer's weights, in their dtype"),
     "vllm_max_model_len": old("vllm_max_model_length", int),
     "vllm_enable_prefix_caching": old("vLLM's enable_prefix_caching", bool),
     "vllm_guided_decoding_regex": old("vllm_structured_outputs_regex"),
+    "use_liger_loss": old("nothing to do: logits are never held", bool),
+    "wandb_log_unique_prompts": old("log_unique_prompts", bool),
     "compat": old('"0.16" = the defaults and metric names of that release'),
 }
 """Field of an earlier TRL -> how it is read; `compat` is whet's own."""
@@ -174,8 +176,10 @@ def warn(args: Any) -> None:
             bound,
         )
     if args.beta and args.use_bias_correction_kl:
-        log.info("beta=%s: the KL is multiplied by the importance ratio, as in TRL; use_bias_correction_kl=False is k3 "
-                 "alone", args.beta)  # fmt: skip
+        log.warning(
+            "beta=%s: the KL is multiplied by the importance ratio, as in TRL; use_bias_correction_kl=False is k3",
+            args.beta,
+        )
     if args.mask_truncated_completions and args.loss_type in ("grpo", "sapo", "dr_grpo", "luspo"):
         log.warning(
             "mask_truncated_completions: completions that are masked out count in the mean over rows, as in TRL, so a "

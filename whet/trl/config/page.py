@@ -99,7 +99,8 @@ tools have answered; ids are appended and never made again, and only what the mo
 - A step is one rollout and its updates. Logging, evaluation and checkpoints that fall between two updates of a rollout
   come at its end; so does the end of the run. `global_step` counts optimizer steps, as there.
 - The order of callbacks is transformers'. An optimizer step is one call, so `on_pre_optimizer_step` and
-  `on_optimizer_step` are told after it, and `on_substep_end` never.
+  `on_optimizer_step` are told after it, and `on_substep_end` never; an evaluation is one, so `on_prediction_step` is
+  never told. Of the flags of `control`, `should_epoch_stop` raises: an epoch is not left early.
 - Where a rollout has several updates, its completions are split in their order, groups whole where they fit; TRL
   shuffles them first.
 - A loss is divided by counts of the whole update, TRL's by those of a micro-batch (bnpo) or by a mean over the updates
@@ -107,6 +108,7 @@ tools have answered; ids are appended and never made again, and only what the mo
 - `top_entropy_quantile` and the entropy bonus go by the tokens of the whole update, TRL's by those of a micro-batch.
 - The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum
   masks long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
+- An update takes whole parts of one rollout: accumulation that mixes two of them is an error with the nearest settings.
 - Every end token of the model and the tokenizer ends a completion, and counts as ended.
 - A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
   alone.
@@ -115,7 +117,10 @@ tools have answered; ids are appended and never made again, and only what the mo
 - Master weights are fp32 whatever computes; the reference is the model as it was given, not its file read again.
 - The draws are whet's, by (seed, step, place): they are not TRL's of the same seed.
 - Completions whose advantage is 0 are not run; means of `entropy` are over the tokens that were.
-- Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name.
+- Methods of TRL's trainer that a subclass overrides and nothing would call are refused by name. Its own `save_model` is
+  called for every checkpoint too, as there, and adds to what a resume needs.
+- The auxiliary loss of a mixture of experts is not added, which a warning says where the model's configuration has a
+  `router_aux_loss_coef`; TRL adds it.
 - What TRL's trainers have as attributes of their own (`trainer.num_generations`, `trainer.beta`) is read of the
   arguments, and not set there. Others (`data_collator`, `get_train_dataloader`) say what to use instead.
 - Callbacks are given `lr_scheduler` with `get_last_lr()` and `state_dict()`; `train_dataloader` and `eval_dataloader`
@@ -135,7 +140,7 @@ tools have answered; ids are appended and never made again, and only what the mo
 - The least and largest clip ratios of a rollout are over all its updates, TRL's are means over them.
 
 CISPO's cap at `epsilon_high` itself, the KL times the ratio, and masked rows in the mean over rows are followed, with a
-line in the log.
+warning.
 """
 
 _SUPERVISED = """## What is different on purpose: SFT, DPO and reward models

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 from whet.errors import ConfigError
@@ -10,9 +11,12 @@ from whet.trl.config.batches import Batches, batches_of
 
 __all__ = ["RLArguments"]
 
+log = logging.getLogger("whet")
+
 _RENAMED = {
     "vllm_guided_decoding_regex": "vllm_structured_outputs_regex",
     "vllm_max_model_len": "vllm_max_model_length",
+    "wandb_log_unique_prompts": "log_unique_prompts",
 }
 _SIZES = (
     "num_generations",
@@ -53,13 +57,32 @@ class RLArguments(Arguments):
                 f"of generations used for evaluation ({group}); set per_device_eval_batch_size={up}, or "
                 f"num_generations_eval to a divisor of {self.per_device_eval_batch_size}"
             )
-        if self.use_vllm and self.vllm_mode != "colocate":
+        if self.use_vllm:
+            self._check_vllm()
+        if self.vllm_device not in (None, "auto"):
+            log.warning("vllm_device=%r is not read: %s", self.vllm_device, self.OLD["vllm_device"].note)
+        self.to_whet()  # what it can't express is said here
+
+    def _check_vllm(self) -> None:
+        """What vLLM can't do here."""
+        if self.vllm_mode != "colocate":
             raise ConfigError(
                 f"vllm_mode={self.vllm_mode!r} is not taken: vLLM runs in this process; set vllm_mode='colocate'"
             )
-        if self.vllm_device not in (None, "auto"):
-            raise ConfigError(f"vllm_device={self.vllm_device!r} is not taken: {self.OLD['vllm_device'].note}")
-        self.to_whet()  # what it can't express is said here
+        if (regex := self.vllm_structured_outputs_regex) is not None:
+            raise ConfigError(
+                f"vllm_structured_outputs_regex={regex!r} is not taken with use_vllm=True: its logprobs would be of the "
+                "constrained distribution; leave use_vllm out, whet's own engine has it"
+            )
+        cut = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+        cut = {name: value for name, value in cut.items() if value not in (None, 0, 1.0)}
+        if cut and self.temperature != 1:
+            said = ", ".join(f"{name}={value}" for name, value in cut.items())
+            raise ConfigError(
+                f"{said} with use_vllm=True and temperature={self.temperature}: vLLM would report logprobs after that, "
+                "and the loss compares with the whole distribution; set temperature=1.0, or leave "
+                f"{', '.join(cut)} or use_vllm out"
+            )
 
     def to_whet(self) -> Any:
         """The algorithm as whet's own configuration."""

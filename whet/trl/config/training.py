@@ -117,7 +117,7 @@ TRAINING_FIELDS: Table = {
     "metric_for_best_model": works(None, kind=str),
     "greater_is_better": works(None, kind=bool),
     "ignore_data_skip": refused(False, "a resumed run continues at the very row; leave it out"),
-    "restore_callback_states_from_checkpoint": refused(False, "not there yet; give the callbacks their state", bool),
+    "restore_callback_states_from_checkpoint": works(False),
     "full_determinism": works(False),
     "seed": works(42, "of every draw; the draws are whet's own, not torch's"),
     "data_seed": works(None, kind=int),
@@ -158,7 +158,7 @@ TRAINING_FIELDS: Table = {
 OLD_TRAINING_FIELDS: Table = {
     "warmup_ratio": old("warmup_steps below 1", float),
     "save_safetensors": old("must be True: nothing else is written", bool),
-    "logging_dir": old("TENSORBOARD_LOGGING_DIR, which transformers' callback reads"),
+    "logging_dir": old("where TensorBoard's files go; later releases read TENSORBOARD_LOGGING_DIR"),
     "evaluation_strategy": old("eval_strategy"),
     "no_cuda": old("use_cpu", bool),
     "overwrite_output_dir": old("nothing to do: what lies there stays, and only checkpoints of one step are replaced",

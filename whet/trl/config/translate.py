@@ -26,6 +26,7 @@ from whet.learners.objective import keywords_of
 from whet.ops import POLICY_LOSSES
 
 __all__ = [
+    "BY_EVALUATION",
     "LOSS_TYPES",
     "NEVER",
     "REWARD_MANAGER",
@@ -52,6 +53,8 @@ _OPTIMIZERS = {
     "sgd": "sgd",
 }
 """transformers' optim -> whet's."""
+BY_EVALUATION = ("greedy", "reduce_lr_on_plateau")
+"""lr_scheduler_type that an evaluation moves, not an update."""
 NEVER = 10**9
 """Steps between what callbacks ask for and no interval does."""
 REWARD_MANAGER = "whet.trl.rl.reward_functions:TRLRewards"
@@ -89,7 +92,23 @@ CORRECTIONS = {
 }
 """vllm_importance_sampling_mode -> sampler_is and its mode. TRL's sum over a sequence is sequence_sum_*: a sum masks
 long completions for being long."""
-_GENERATE = {"max_new_tokens": "max_tokens_to_generate", "min_new_tokens": "min_tokens"}
+_GENERATE = {
+    "max_new_tokens": "max_tokens_to_generate",
+    "max_tokens": "max_tokens_to_generate",
+    "min_new_tokens": "min_tokens",
+    "min_tokens": "min_tokens",
+    "stop": "stop",
+    "stop_strings": "stop",
+    "suppress_tokens": "forbidden_tokens",
+}
+"""Options of transformers' generate and of vLLM's SamplingParams -> the field that stands for one."""
+_ELSEWHERE = {
+    "eos_token_id": "set model.generation_config.eos_token_id",
+    "max_length": "set max_completion_length",
+    "min_length": "give min_new_tokens",
+    "num_return_sequences": "set num_generations",
+}
+"""Those that are not taken -> what to do instead."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -98,6 +117,8 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
     if args.optim not in _OPTIMIZERS:
         raise lookup_error("optim", str(args.optim), _OPTIMIZERS)
     schedule = args.lr_scheduler_type.value
+    moved = schedule in BY_EVALUATION  # by the front; to the optimizer it is constant
+    schedule = "constant" if moved else schedule
     return OptimConfig(
         name=_OPTIMIZERS[args.optim],
         lr=args.learning_rate,
@@ -105,7 +126,7 @@ def optimizer(args: Any, total: int | None) -> OptimConfig:
         eps=args.adam_epsilon,
         weight_decay=args.weight_decay,
         schedule=schedule,
-        schedule_kwargs=dict(args.lr_scheduler_kwargs or {}),
+        schedule_kwargs={} if moved else dict(args.lr_scheduler_kwargs or {}),
         warmup_steps=0 if schedule == "constant" else args.get_warmup_steps(total or 0),  # there it takes no notice
         total_steps=total,
         max_grad_norm=args.max_grad_norm or 0.0,
@@ -254,7 +275,10 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
     }
     for name in [*_SAMPLING, *_GENERATE]:
         if name in given:
-            fields[_GENERATE.get(name, name)] = given.pop(name)
+            value = given.pop(name)
+            fields[_GENERATE.get(name, name)] = tuple(value) if isinstance(value, list) else value
+    if taken := sorted(given.keys() & _ELSEWHERE.keys()):
+        raise ConfigError(f"generation_kwargs: {taken[0]} is not taken; {_ELSEWHERE[taken[0]]}")
     fields |= {"top_k": fields["top_k"] or None, "min_p": fields["min_p"] or 0.0}
     regex = args.vllm_structured_outputs_regex
     return RolloutConfig(

@@ -1,8 +1,10 @@
-"""log_completions: a table on the console, and output_dir/completions/completions_{step:05d}.parquet."""
+"""log_completions: a table on the console, output_dir/completions/completions_{step:05d}.parquet, wandb and trackio."""
 
 from __future__ import annotations
 
+import importlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,19 +39,29 @@ class Completions:
         }
 
     def write(self, step: int) -> None:
-        """Prints and stores them, if there are any. Args: step: optimizer steps so far."""
+        """Prints, stores and sends them, if there are any. Args: step: optimizer steps so far."""
         if not self.columns:
             return
         import pandas
 
         table = pandas.DataFrame({"step": [step] * len(self.columns["prompt"]), **self.columns})
-        if self.args.log_unique_prompts:
-            table = table[~table["prompt"].astype(str).duplicated()]
         folder = Path(self.args.output_dir) / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         table.to_parquet(folder / f"completions_{step:05d}.parquet")
         self._print(table, step)
+        if self.args.log_unique_prompts:
+            table = table[~table["prompt"].astype(str).duplicated()]
+        for logger in self._loggers():
+            logger.log({"completions": logger.Table(dataframe=table)})
         self.columns = {}
+
+    def _loggers(self) -> Iterator[Any]:
+        """Those of report_to that show tables."""
+        for name in ("wandb", "trackio"):
+            if name in self.args.report_to:
+                logger: Any = importlib.import_module(name)
+                if name == "trackio" or logger.run is not None:
+                    yield logger
 
     def _print(self, table: Any, step: int) -> None:
         from rich.console import Console

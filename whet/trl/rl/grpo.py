@@ -78,3 +78,8 @@ class GRPOTrainer(RLTrainer):
             environment_factory,
         )
         warn(self.args)
+
+    @property
+    def entropy_coef(self) -> float:
+        """The coefficient of the entropy bonus, as it is now."""
+        return self.learner.control.entropy_coef

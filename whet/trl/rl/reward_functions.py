@@ -120,7 +120,7 @@ def reward_functions(
     """The functions, with models in place of their names; then those of environments.
 
     Args: given: one or a list: functions, names or folders of reward models, modules. tokenizers: reward_processing_
-        classes, one for each function; None = what lies in the model's folder, else the policy's. others: of
+        classes, one for each function; None = that of where the model was loaded from, else the policy's. others: of
         environments, after which none need be given.
     Raises: ConfigError: none is given; not one tokenizer for each.
     """
@@ -134,8 +134,12 @@ def reward_functions(
         raise ConfigError(
             f"Number of reward weights ({len(args.reward_weights)}) must match number of reward functions ({len(fns)})"
         )
-    own = [tokenizers] * len(fns) if not isinstance(tokenizers, list | tuple) else list(tokenizers)
-    if isinstance(tokenizers, list | tuple) and len(own) != len(fns):
+    own = (
+        list(tokenizers)
+        if isinstance(tokenizers, list | tuple)
+        else [tokenizers] * (len(fns) if tokenizers is None else 1)
+    )
+    if len(own) != len(fns):
         raise ConfigError(
             f"The number of reward processing classes ({len(own)}) must match the number of reward functions "
             f"({len(fns)})."
@@ -150,8 +154,9 @@ def reward_functions(
 def _model(model: Any, tokenizer: Any, policy_tokenizer: Any, args: Any) -> RewardModel:
     """A reward model as a function, named after the last part of its name."""
     loaded = load_model(model, device=args.device, role="reward")
-    if tokenizer is None and isinstance(model, str):
-        tokenizer = load_tokenizer(model)
+    folder = model if isinstance(model, str) else model.config._name_or_path
+    if tokenizer is None and folder:
+        tokenizer = load_tokenizer(folder)
     return RewardModel(
         ModelWorker(loaded),
         name=PurePosixPath(loaded.name.rstrip("/")).name,

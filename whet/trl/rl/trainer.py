@@ -271,9 +271,9 @@ class RLTrainer(Trainer):
         self.window.add({**found, **own, "num_tokens": float(self.state.num_input_tokens_seen)})
         self.completions.add(step, extra)
 
-    def log_window(self) -> None:
+    def log_window(self, of_run: dict[str, float] | None = None) -> None:
         """Logs the means since the last time, and the completions of the last rollout."""
-        super().log_window()
+        super().log_window(of_run)
         self.completions.write(self.state.global_step)
 
     def _load_best(self, folder: Any) -> None:

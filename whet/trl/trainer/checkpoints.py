@@ -87,6 +87,7 @@ class FrontCheckpoints(Checkpoints):
         def fill(place: Path) -> None:
             self.fill(place, state=state, tokenizer=tokenizer)
             set_apart(place)
+            self._front.save_own(place)
 
         def write(place: Path) -> None:
             summed(place, fill, run=self.run, step=step)

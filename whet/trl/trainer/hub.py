@@ -36,6 +36,11 @@ class Hub:
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub("Model save")
 
+    def save_own(self, folder: Path) -> None:
+        """Calls save_model for a checkpoint where it is a user's own: what it adds lies beside what a resume needs."""
+        if getattr(self.save_model, "__func__", None) is not Hub.save_model:
+            self.save_model(str(folder), _internal_call=True)
+
     def save_state(self) -> None:
         """Writes trainer_state.json into output_dir."""
         Path(self.args.output_dir).mkdir(parents=True, exist_ok=True)

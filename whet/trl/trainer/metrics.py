@@ -14,6 +14,9 @@ __all__ = ["Window", "best_metric", "supervised_metrics", "trl_metrics"]
 
 _RENAMED = {
     MEASURED_ENTROPY: "entropy",
+    "sampler_is/weight_max": "sampling/importance_sampling_ratio/max",
+    "sampler_is/weight_mean": "sampling/importance_sampling_ratio/mean",
+    "sampler_is/weight_min": "sampling/importance_sampling_ratio/min",
     "time/step": "step_time",
 }
 """whet's name -> TRL's, where they differ."""
@@ -39,6 +42,8 @@ def trl_metrics(row: Mapping[str, Any], *, compat: str | None = None) -> dict[st
 
     Args: row: of numbers. compat: "0.16" = that release's names besides.
 
+    >>> trl_metrics({"sampler_is/weight_mean": 0.9, "perf/x": 1.0})
+    {'sampling/importance_sampling_ratio/mean': 0.9}
     >>> trl_metrics({"reward": 0.5, "entropy/token_mean": 2.0, "perf/x": 1.0, "rewards/f/mean": 0.5}, compat="0.16")
     {'reward': 0.5, 'entropy': 2.0, 'rewards/f/mean': 0.5, 'rewards/f': 0.5, 'reward/f': 0.5}
     """
@@ -68,6 +73,8 @@ def _names_of_0_16(found: Mapping[str, float], row: Mapping[str, Any]) -> dict[s
     old = {}
     if "completions/mean_length" in found:
         old["completion_length"] = found["completions/mean_length"]
+    if "clip_ratio/region_mean" in found:
+        old["clip_ratio"] = found["clip_ratio/region_mean"]
     if "reward_std_within_groups" in row:
         old["reward_std"] = row["reward_std_within_groups"]
     for name, value in found.items():
@@ -107,7 +114,7 @@ class Window:
     {'loss': 2.0, 'kl': None}
     """
 
-    _FIRST = ("loss", "grad_norm", "learning_rate")
+    FIRST = ("loss", "grad_norm", "learning_rate")
     """What a printed row begins with, as transformers' rows do."""
     _LAST = ("num_tokens", "grad_norm", "learning_rate", "entropy_coef")
 
@@ -124,5 +131,5 @@ class Window:
     def take(self) -> dict[str, Any]:
         """The means, which are forgotten; of a counter, a rate and the gradient's norm the last one."""
         found, self._values = self._values, {}
-        values = {**{name: found[name] for name in self._FIRST if name in found}, **found}
+        values = {**{name: found[name] for name in self.FIRST if name in found}, **found}
         return {n: None if not v else v[-1] if n in self._LAST else sum(v) / len(v) for n, v in values.items()}

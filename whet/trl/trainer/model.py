@@ -103,16 +103,22 @@ def adapted(
     """The model as a cluster takes it, with its adapter.
 
     Args: model: a name, a folder or a module. args: the configuration. peft_config: PEFT's; None = no adapter.
-        quantization_config: BitsAndBytesConfig, for a model given by its name; None = none. dropout: as of _lora_of.
+        quantization_config: BitsAndBytesConfig, for a model given by its name; None = that of model_init_kwargs.
+        dropout: as of _lora_of.
     """
     lora = None if peft_config is None else _lora_of(peft_config, model, dropout=dropout)
     if isinstance(model, str):
-        bits = None if quantization_config is None else _quantization_of(quantization_config)
+        own = (args.model_init_kwargs or {}).get("quantization_config")
+        if own is not None and quantization_config is not None:
+            raise ConfigError("quantization_config is in model_init_kwargs too; give it to the trainer alone")
+        given = quantization_config if own is None else own
+        bits = None if given is None else _quantization_of(given)
         return dataclasses.replace(_role(args, model), lora=lora, quantization=bits)
     if any(p.is_meta for p in model.parameters()):
         raise ConfigError(f"{name_of(model)} lies on the meta device, and has no weights; load it by from_pretrained")
-    if quantization_config is not None:
-        raise ConfigError("quantization_config is for a model given by its name; this one is loaded already")
+    for name, value in (("model_init_kwargs", args.model_init_kwargs), ("quantization_config", quantization_config)):
+        if value is not None:
+            log.warning("%s is not read: the model is loaded already", name)
     if lora is not None:
         with_adapter(model, lora, seed=args.seed)  # pyright: ignore[reportArgumentType]
     if args.gradient_checkpointing:
@@ -122,7 +128,7 @@ def adapted(
 
 def _role(args: Any, model: str) -> RoleConfig:
     """The section of a model that is given by name or folder."""
-    taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache"}
+    taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache", "quantization_config"}
     if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
         taken.add("revision")
     if others := sorted(set(args.model_init_kwargs or {}) - taken):

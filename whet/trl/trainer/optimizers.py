@@ -1,4 +1,7 @@
-"""Optimizers besides whet's own: those that transformers' `optim` names, a user's, made already or as a class."""
+"""Optimizers besides whet's own: those that transformers' `optim` names, a user's, made already or as a class.
+
+And the schedules that go by the metric of an evaluation, which no step of an optimizer moves.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,27 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from transformers import get_scheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import GreedyLR, get_scheduler
 
 from whet.errors import ConfigError
+from whet.trl.config.translate import BY_EVALUATION
 
-__all__ = ["Rates", "adafactor", "adagrad", "given", "of_class", "rmsprop"]
+__all__ = [
+    "Rates",
+    "adafactor",
+    "adagrad",
+    "begin",
+    "given",
+    "of_class",
+    "plain",
+    "restore",
+    "rmsprop",
+    "step_by",
+]
+
+_BY_METRIC = (ReduceLROnPlateau, GreedyLR)
+"""Schedules that a metric steps, not an update."""
 
 
 class Rates:
@@ -83,9 +102,56 @@ def _stepping(optimizer: Any, scheduler: Any, max_grad_norm: float) -> torch.opt
 
     if max_grad_norm:
         optimizer.register_step_pre_hook(clip)
-    if scheduler is not None:
+    if scheduler is not None and not isinstance(scheduler, _BY_METRIC):
         optimizer.register_step_post_hook(lambda *_: scheduler.step())
     return optimizer
+
+
+def begin(front: Any) -> None:
+    """Makes the schedule of a front's next run where it goes by an evaluation and the optimizer is whet's own, whose
+    rate is constant but for it.
+    """
+    optim = front.worker.optim
+    if optim is None or optim.config is None:
+        return
+    front.scheduler = None
+    if front.args.lr_scheduler_type in BY_EVALUATION:
+        own = front.args.lr_scheduler_kwargs
+        front.scheduler = get_scheduler(front.args.lr_scheduler_type, optim.optimizer, scheduler_specific_kwargs=own)
+    front.callback_handler.lr_scheduler = front.scheduler or Rates(front)
+
+
+def step_by(front: Any, value: float) -> None:
+    """Tells an evaluation's metric to the schedule, where it goes by one."""
+    if isinstance(front.scheduler, _BY_METRIC):
+        front.scheduler.step(value)
+        _keep_rates(front.worker.optim)
+
+
+def restore(front: Any, state: Mapping[str, Any]) -> None:
+    """Restores a schedule from what `plain` has kept of it; the rest is as the schedule has it."""
+    front.scheduler.load_state_dict({**front.scheduler.state_dict(), **state})
+    if isinstance(front.scheduler, _BY_METRIC):
+        optim = front.worker.optim
+        for group, rate in zip(optim.optimizer.param_groups, front.scheduler.get_last_lr(), strict=True):
+            group["lr"] = rate
+        _keep_rates(optim)
+
+
+def _keep_rates(optim: Any) -> None:
+    """The optimizer's own schedule, which is constant, goes on at the rates of now."""
+    if optim.schedule is not None:
+        optim.schedule.base_lrs = [group["lr"] for group in optim.optimizer.param_groups]
+
+
+def plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a schedule's state can be stored: numbers, texts and lists of them."""
+
+    def simple(value: Any) -> bool:
+        return value is None or isinstance(value, int | float | str)
+
+    lists = {n: list(v) for n, v in state.items() if isinstance(v, list) and all(map(simple, v))}
+    return {**{n: v for n, v in state.items() if simple(v)}, **lists}
 
 
 def adafactor(groups: Any, lr: float) -> torch.optim.Optimizer:

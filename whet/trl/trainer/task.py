@@ -139,7 +139,17 @@ class TellsCallbacks(Task):
                 "the checkpoint was not written by whet.trl; resume it with the learner that wrote it"
             )
         self.front.take(state["trl"])
+        if self.front.args.restore_callback_states_from_checkpoint:
+            self._restore_callbacks()
         self._restored = True
+
+    def _restore_callbacks(self) -> None:
+        """Makes callbacks whose state a checkpoint has what they were then."""
+        held = {n: s if isinstance(s, list) else [s] for n, s in self.front.state.stateful_callbacks.items()}
+        for callback in self.front.callback_handler.callbacks:
+            if states := held.get(type(callback).__name__):
+                state, *held[type(callback).__name__] = states
+                vars(callback).update({**vars(type(callback)(**state.get("args", {}))), **state.get("attributes", {})})
 
 
 class TellingRLTask(TellsCallbacks, RLTask):

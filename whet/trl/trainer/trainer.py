@@ -95,10 +95,10 @@ class Trainer(Hub, TakesUp):
             return attribute(self, name)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Refuses a subclass that overrides what nothing would call."""
+        """Refuses a subclass that overrides what nothing would call, itself or by another base."""
         super().__init_subclass__(**kwargs)
         for name, instead in cls.NOT_CALLED.items():
-            if name in vars(cls):
+            if hasattr(cls, name):
                 raise ConfigError(
                     f"{cls.__name__}.{name} would never be called: whet trains by its own loop; {instead}"
                 )
@@ -129,6 +129,9 @@ class Trainer(Hub, TakesUp):
         self.callback_handler = CallbackHandler(
             [DefaultFlowCallback, *own, *(callbacks or ())], None, self.processing_class, None, None
         )
+        for callback in self.callback_handler.callbacks if args.logging_dir else ():
+            if type(callback).__name__ == "TensorBoardCallback":
+                callback.logging_dir = str(Path(args.logging_dir).expanduser())
         self.callback_handler.add_callback(PrinterCallback if args.disable_tqdm else ProgressCallback)
         self.control = TrainerControl()
         self.state = TrainerState(stateful_callbacks=self._stateful())
@@ -158,6 +161,8 @@ class Trainer(Hub, TakesUp):
         told: Any = self.callback_handler
         told.optimizer = None if optim is None else optim.optimizer
         told.lr_scheduler = factories.Rates(self) if self.scheduler is None else self.scheduler
+        if coefficient := vars(self.worker.module.config).get("router_aux_loss_coef"):
+            log.warning("router_aux_loss_coef=%s: the auxiliary loss of the experts is not added", coefficient)
         best_metric(self.args, self.eval_rows, self.may_log)  # what it can't be is said here
         self._read = Read(self.args)
         self.models.checkpoints = FrontCheckpoints(self, self.resumable_root)
@@ -297,6 +302,7 @@ class Trainer(Hub, TakesUp):
         if kwargs:
             raise ConfigError(f"train() takes no {sorted(kwargs)[0]!r}; give resume_from_checkpoint alone")
         self.begin_anew()
+        factories.begin(self)
         resume = None if not resume_from_checkpoint else to_resume(self.args.output_dir, resume_from_checkpoint)
         self.resume_from(None if resume is None else str(resume))
         self.state = TrainerState(stateful_callbacks=self._stateful())
@@ -317,7 +323,7 @@ class Trainer(Hub, TakesUp):
             "total_flos": self.state.total_flos,
             "train_loss": sum(self.losses) / max(len(self.losses), 1),
         }
-        self.log(metrics)
+        self.log_window(metrics)
         self.tell("on_train_end")
         return TrainOutput(steps, metrics["train_loss"], metrics)
 
@@ -402,18 +408,22 @@ class Trainer(Hub, TakesUp):
         self.state.log_history.append({**logs, "step": self.state.global_step})
         self.tell("on_log", logs=logs)
 
-    def log_window(self) -> None:
-        """Logs the means since the last time."""
-        self.log(self.window.take())
+    def log_window(self, of_run: dict[str, float] | None = None) -> None:
+        """Logs the means since the last time. Args: of_run: numbers of a run that ends, which are logged with them."""
+        found = self.window.take()
+        if of_run is not None:
+            of_run |= {n: v for n, v in found.items() if n not in Window.FIRST}
+        self.log(found if of_run is None else of_run)
 
     def note_best(self, metrics: Mapping[str, float]) -> None:
-        """Keeps the best value of metric_for_best_model."""
+        """Keeps the best value of metric_for_best_model, and tells it to a schedule that goes by it."""
         args, state = self.args, self.state
         name = best_metric(args, self.eval_rows, self.may_log)
         if name is None:
             return
         if name not in metrics:
             raise lookup_error("metric_for_best_model", name, metrics)
+        factories.step_by(self, metrics[name])
         value, best = metrics[name], state.best_metric
         if best is None or (value > best if args.greater_is_better else value < best):
             state.best_metric, state.best_global_step = value, state.global_step
@@ -428,6 +438,7 @@ class Trainer(Hub, TakesUp):
         folder.parent.mkdir(parents=True, exist_ok=True)
         self.note_save()
         Checkpoints.export(folder, self.run.step, self.worker, self.processing_class)
+        self.save_own(folder)
         self.state.save_to_json(str(folder / "trainer_state.json"))
         self.saved(folder)
 
@@ -451,7 +462,7 @@ class Trainer(Hub, TakesUp):
 
     def held(self) -> dict[str, Any]:
         """What a resume needs of the trainer: its state, and that of a schedule that was given."""
-        schedule = {} if self.scheduler is None else _plain(self.scheduler.state_dict())
+        schedule = {} if self.scheduler is None else factories.plain(self.scheduler.state_dict())
         return {"state": json.dumps(dataclasses.asdict(self.state)), "scheduler": schedule}
 
     def take(self, held: Mapping[str, Any]) -> None:
@@ -461,30 +472,18 @@ class Trainer(Hub, TakesUp):
         if best is not None and not Path(best).is_dir():
             self.state.best_model_checkpoint = str(Path(self.args.output_dir) / Path(best).name)
         if self.scheduler is not None and held["scheduler"]:
-            own = self.scheduler.state_dict()  # what can't be stored (functions of the step) is as the schedule has it
-            self.scheduler.load_state_dict({**own, **held["scheduler"]})
+            factories.restore(self, held["scheduler"])
 
     def close(self) -> None:
         """Frees what training has made besides the model."""
         self.learner.close()
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a schedule's state can be stored: numbers, texts and lists of them."""
-
-    def simple(value: Any) -> bool:
-        return value is None or isinstance(value, int | float | str)
-
-    lists = {n: list(v) for n, v in state.items() if isinstance(v, list) and all(map(simple, v))}
-    return {**{n: v for n, v in state.items() if simple(v)}, **lists}
-
-
 def _reporting(names: Sequence[str]) -> list[Any]:
     """The callbacks of loggers that transformers has."""
     from transformers.integrations import integration_utils
 
-    wanted = integration_utils.get_available_reporting_integrations() if list(names) == ["all"] else list(names)
     try:
-        return integration_utils.get_reporting_integration_callbacks(wanted)
+        return integration_utils.get_reporting_integration_callbacks(list(names))
     except ValueError as error:
         raise ConfigError(f"report_to={list(names)}: {error}") from error

@@ -242,8 +242,8 @@ def gmpo(**changes: Any) -> GRPOConfig:
 
     L = (1/N) Σ_i −A exp((1/n_i) Σ_t c_t), c_t = min(log ρ, ε) where A > 0, else max(log ρ, −ε); A as in GRPO.
     Args: changes: fields in place of these.
-    Source: arXiv:2507.20673; the range (e^-0.4, e^0.4) as TRL's GMPOConfig has it from the paper. The number of
-        completions, and that there is no KL: not verified, 8.
+    Source: arXiv:2507.20673; the range (e^-0.4, e^0.4) as TRL's GMPOConfig has it from the paper; 8 completions and no
+        KL: the authors' script.
 
     >>> gmpo().epsilon
     0.4
@@ -257,13 +257,13 @@ def luspo(**changes: Any) -> GRPOConfig:
 
     L = (1/N) Σ_i n_i · −min(s A, clip(s, 1 − ε, 1 + ε_high) A), s and A as in GSPO.
     Args: changes: fields in place of these.
-    Source: arXiv:2602.05261, as TRL's loss_type="luspo" has it; ε = 3e-4 and ε_high = 4e-4 are GSPO's, and 8
-        completions a usual number: not verified.
+    Source: arXiv:2602.05261, as TRL's loss_type="luspo" has it; ε = 2e-3 and ε_high = 2.5e-3: section 5.1, as TRL's
+        paper index has them. The number of completions: not verified, 8.
 
     >>> luspo().loss_agg_mode
     'seq-mean-token-sum'
     """
-    return gspo(**{**_SUMS, **changes})
+    return gspo(**{**_SUMS, "epsilon": 2e-3, "epsilon_high": 2.5e-3, **changes})
 
 
 def vespo(**changes: Any) -> GRPOConfig:
@@ -272,8 +272,8 @@ def vespo(**changes: Any) -> GRPOConfig:
     L = Σ_i Σ_t −sg(φ(w_i)) A log π / Σ_i n_i, φ(w) = w^k exp(λ − λ w), w_i = Π_t ρ; k = 2, λ = 3 where A ≥ 0, else
     k = 3, λ = 2; A as in GRPO.
     Args: changes: fields in place of these; sampler_is="token" is a factor of w.
-    Source: arXiv:2602.10693; k, λ and the mean over tokens are TRL's, as are the bounds of log w. The number of
-        completions: not verified, 8.
+    Source: arXiv:2602.10693; k, λ and the mean over tokens are TRL's, as are the bounds of log w; k, λ, 8 completions
+        and no KL: the authors' script.
 
     >>> vespo().vespo_k_neg
     3.0
