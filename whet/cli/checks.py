@@ -32,6 +32,7 @@ from whet.errors import ConfigError, raise_all
 from whet.learners.grpo import check_drawn
 from whet.learners.objective import objective_checks, policy_loss, resolve_name
 from whet.learners.preference_objective import make_preference_objective, make_reward_loss
+from whet.observe.files import check_writable
 from whet.observe.loggers import check_loggers
 from whet.observe.store import check_new
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
@@ -116,6 +117,9 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
         yield partial(Checkpoints(trainer.checkpoint_root, {}).find, trainer.resume)
     elif trainer.run_dir is not None:
         yield partial(check_new, trainer.run_dir)
+    for key in ("run_dir", "checkpoint_root_directory"):
+        if (folder := getattr(trainer, key)) is not None:
+            yield partial(check_writable, folder, f"trainer.{key}")
 
 
 def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:

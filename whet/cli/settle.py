@@ -1,4 +1,5 @@
-"""What a run leaves to its model and data, settled before a model is loaded: the chat template, and the lengths.
+"""What a run leaves to its model and data, settled before a model is loaded: the chat template, the date that it
+writes, and the lengths.
 
 The rows are encoded here, once; a learner takes the prompts as they are.
 """
@@ -9,6 +10,7 @@ import dataclasses
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
+from datetime import date
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from whet.config import Mode, RunConfig, SupervisedRunConfig
@@ -16,7 +18,7 @@ from whet.config.run_sections import NEW_TOKENS
 from whet.data.lengths import Spread
 from whet.data.order import encode_all, first_of, has_places, is_batch, unbatch
 from whet.data.prompts import PromptEncoder, find_prompt_column
-from whet.data.templates import goes_through
+from whet.data.templates import DAY, goes_through, writes_date
 from whet.data.tokenizer import load_tokenizer
 from whet.envs import load_script
 from whet.errors import ConfigError, DataError
@@ -71,18 +73,31 @@ def settled(config: RunConfig, train: Any, evaluation: Any) -> Settled:
 
 
 def with_template(config: C, tokenizer: PreTrainedTokenizerBase, rows: Any) -> C:
-    """The configuration with apply_chat_template settled; one line of the log where plain text is templated by auto."""
-    data = config.data
-    if data.apply_chat_template != "auto":
-        return config
+    """The configuration with apply_chat_template and the date that a template writes settled, a log line each."""
+    data, plain = config.data, _plain(config, rows)
     options = (config.rollout if isinstance(config, RunConfig) else config.data).chat_template_kwargs
-    applied = goes_through(tokenizer, options)
-    if applied and _plain(config, rows):
-        log.info(
-            "chat template: each plain-text prompt is a user's turn in it (data.apply_chat_template=auto; false keeps "
-            "plain text)"
-        )
-    return dataclasses.replace(config, data=dataclasses.replace(data, apply_chat_template=applied))
+    applied = data.apply_chat_template
+    if applied == "auto":
+        applied = goes_through(tokenizer, options)
+        if applied and plain:
+            log.info(
+                "chat template: each plain-text prompt is a user's turn in it (data.apply_chat_template=auto; false "
+                "keeps plain text)"
+            )
+        config = dataclasses.replace(config, data=dataclasses.replace(data, apply_chat_template=applied))
+    return _with_day(config) if (applied or not plain) and writes_date(tokenizer, options) else config
+
+
+def _with_day(config: C) -> C:
+    """The configuration with the day that its chat template writes: resumed tomorrow, a run has today's prompts."""
+    name = "rollout" if isinstance(config, RunConfig) else "data"
+    section = vars(config)[name]
+    if DAY in section.chat_template_kwargs:
+        return config
+    today = date.today().isoformat()
+    log.info("chat template: it writes the date, which stays %s (%s.chat_template_kwargs.%s)", today, name, DAY)
+    options = {**section.chat_template_kwargs, DAY: today}
+    return dataclasses.replace(config, **{name: dataclasses.replace(section, chat_template_kwargs=options)})
 
 
 def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:

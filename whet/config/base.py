@@ -16,7 +16,7 @@ import re
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, TypeVar, dataclass_transform
 
 from pydantic import TypeAdapter, ValidationError
@@ -277,16 +277,22 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
         return f"unknown keyword {key}{f'; did you mean {own}?' if own else nearest(path[-1], inside)}"
     keys = _keys(cls)
     whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
-    given = {leaf: meant(leaf, {*whole, *short}) for leaf in leaves_of(path, value)}
-    if any(given.values()):
-        hints = {".".join(leaf): f"; did you mean {hint}?" if hint else "" for leaf, hint in given.items()}
-        return "\n".join(f"unknown key {leaf}{hint}" for leaf, hint in hints.items())
     if path[-1] in NOTES:
         return f"unknown key {key}: {NOTES[path[-1]]}"
+    told = {leaf: _told(leaf, {*whole, *short}) for leaf in leaves_of(path, value)}
+    if any(told.values()):
+        return "\n".join(f"unknown key {'.'.join(leaf)}{said}" for leaf, said in told.items())
     same = [k for k in whole if k.split(".")[-1] == path[-1]]
     near = nearest(path[-1], inside, prefix=".".join((*path[:-1], "")))
     near = near or (f"; did you mean {' or '.join(same[:3])}?" if same else nearest(key, [*keys, *short]))
     return f"unknown key {key}{near}"
+
+
+def _told(path: tuple[str, ...], known: Collection[str]) -> str:
+    """The end of a message about an unknown key that other libraries have; "" of one that is in no table."""
+    if (hint := meant(path, known)) is not None:
+        return f"; did you mean {hint}?"
+    return f": {NOTES[path[-1]]}" if path[-1] in NOTES else ""
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """What of a configuration says something: config.yaml of a run folder.
 
 A key is left out where it was not set, so that it has its class's default, and has no effect there: it is off (None,
-false, empty, a number that its docstring calls off), or nothing reads it, since what would is not chosen. So what is
+false, empty, a value that its docstring calls off), or nothing reads it, since what would is not chosen. So what is
 written reads back as the same configuration, and what has an effect is there in full, whatever was set.
 """
 
@@ -35,13 +35,16 @@ __all__ = ["brief", "unread"]
 _OFF = {
     "beta": 0.0,
     "entropy_coef": 0.0,
+    "eval_every_n_steps": 0,
     "eval_fraction": 0.0,
+    "gradient_checkpointing": "none",
     "max_turns": 1,
     "metrics_prefix": "",
     "min_p": 0.0,
     "min_tokens": 0,
     "momentum": 0.0,
     "repetition_penalty": 1.0,
+    "reward_workers": 0,
     "show_samples": 0,
     "top_entropy_quantile": 1.0,
     "top_p": 1.0,
@@ -49,7 +52,7 @@ _OFF = {
     "warmup_steps": 0,
     "weight_decay": 0.0,
 }
-"""Numbers that turn something off."""
+"""Values that turn something off."""
 _STAYS = ("apply_chat_template", "seed")
 """Fields that are always written: others read them in the file."""
 _TUNIX: Mapping[type, Collection[str]] = {

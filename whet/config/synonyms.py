@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 __all__ = ["NOTES", "SECTIONS", "SYNONYMS", "leaves_of", "meant", "owner"]
 
 _GENERATED = ("rollout.max_tokens_to_generate", "max_tokens", "data.max_length")
-_COMPLETIONS = ("algo.num_generations", "rollout.num_generations_eval", "num_generations")
+_COMPLETIONS = ("algo.num_generations", "num_generations")
 _MICRO = ("trainer.max_tokens_per_microbatch",)
 _EPOCHS, _STEPS, _ROWS = ("trainer.num_epochs",), ("trainer.max_steps",), ("data.batch_size", "batch_size")
 _SAVE, _EVALUATE, _FOLDER = (
@@ -58,13 +58,14 @@ _ALL: dict[tuple[str, ...], str] = {
     ("data.train_on",): "assistant_only_loss completion_only_loss train_on_responses_only",
     ("data.max_length", *_GENERATED[:2]): "max_seq_length max_seq_len max_length",
     _ROWS: "per_device_train_batch_size train_batch_size global_batch_size prompts_per_rollout rollout_batch_size",
-    _MICRO: "micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu "
+    _MICRO: "micro_batch_size micro_batch_size_per_gpu ppo_micro_batch_size_per_gpu log_prob_micro_batch_size_per_gpu "
     "ppo_max_token_len_per_gpu max_length_per_device max_token_len_per_gpu",
-    ("trainer.mini_batch_size",): "ppo_mini_batch_size",
+    ("trainer.mini_batch_size",): "ppo_mini_batch_size steps_per_generation update_per_rollout",
+    ("trainer.show_samples",): "log_completions num_completions_to_print",
     _EPOCHS: "num_train_epochs n_epochs total_epochs epochs",
     _STEPS: "steps total_steps total_training_steps num_train_steps train_steps",
-    _FOLDER: "output_dir save_dir default_local_dir checkpoint_dir",
-    _SAVE: "save_steps save_freq save_interval",
+    _FOLDER: "output_dir output save_dir default_local_dir checkpoint_dir",
+    _SAVE: "save_steps save_strategy save_freq save_interval",
     ("trainer.checkpointing_options.max_to_keep",): "save_total_limit max_actor_ckpt_to_keep",
     _EVALUATE: "eval_steps test_freq eval_interval",
     ("trainer.keep_best.metric",): "load_best_model_at_end metric_for_best_model",
@@ -79,16 +80,21 @@ _ALL: dict[tuple[str, ...], str] = {
     "max_prompt_length",
     _GENERATED: "max_tokens max_new_tokens max_completion_length max_response_length response_length max_gen_len "
     "total_generation_steps max_tokens_to_generate max_generation_steps",
-    _COMPLETIONS: "num_generations n n_samples group_size responses_per_prompt num_return_sequences",
+    _COMPLETIONS: "num_generations n n_samples num_samples group_size responses_per_prompt num_return_sequences",
     ("rollout.eos_tokens", "eos_tokens"): "stop_token_ids eos_token_id",
     ("rollout.stop", "stop"): "stop_strings stop_sequences",
     ("rollout.constraint.regex", "constraint.regex"): "guided_regex vllm_structured_outputs_regex",
     ("rollout.kv_cache_tokens",): "gpu_memory_utilization vllm_gpu_memory_utilization mem_fraction_static",
     ("rollout_engine",): "use_vllm vllm_mode",
+    ("rollout.chat_template_kwargs", "data.chat_template_kwargs", "chat_template_kwargs"): "enable_thinking thinking",
+    ("rollout.on_long_prompt", "data.on_long"): "truncation filter_overlong_prompts",
     ("rollout.max_turns",): "max_assistant_turns",
     ("reward",): "reward_funcs reward_fn reward_fns reward_function custom_reward_function",
     ("algo.beta",): "kl_coef kl_loss_coef init_kl_coef kl_penalty_coef kl_beta",
     ("algo.kl_loss_mode",): "kl_loss_type kl_estimator kl_penalty",
+    ("algo.kl_type",): "use_kl_in_reward",
+    ("algo.scale_rewards",): "norm_adv_by_std_in_grpo",
+    ("algo.loss_agg_mode",): "avg_level",
     ("algo.epsilon",): "clip clip_eps clip_range cliprange clip_ratio clip_ratio_low epsilon_low",
     ("algo.epsilon_high",): "clip_ratio_high",
     ("algo.epsilon_c",): "clip_ratio_c",
@@ -110,9 +116,10 @@ def _places(section: str, word: str) -> tuple[str, ...]:
 
 
 _OWN = {
-    "actor": "model",
+    "actor": "model gradient_checkpointing",
     "actor.optim": "betas weight_decay warmup_ratio warmup_steps max_grad_norm",
-    "algo": "beta epsilon epsilon_high kl_loss_mode loss_agg_mode num_iterations scale_rewards sampler_is",
+    "algo": "beta delta epsilon epsilon_high kl_loss_mode loss_agg_mode num_iterations scale_rewards sampler_is "
+    "sync_ref_model",
     "data": "system_prompt prompt_column apply_chat_template",
     "rollout": "temperature top_p top_k min_p repetition_penalty min_tokens eos_tokens chat_template_kwargs",
     "trainer": "max_steps num_epochs seed run_dir loggers eval_every_n_steps mini_batch_size",
@@ -154,17 +161,27 @@ NOTES: dict[str, str] = {
     "logging_steps": "every step is logged",
     "packing": "rows are always packed, without padding",
     "padding_free": "rows are always packed, without padding",
+    "reward_weights": "reward={name: weight, ...} has the weights beside the functions",
+    "role_to_mesh": _ONE_PROCESS,
+    "val_before_train": "an evaluation before the first step is always made, where there are rows for it",
     "remove_unused_columns": "columns that nothing reads stay where they are; reward functions are given them by name",
 }
 """Names that stand for nothing here, with the reason."""
 _WHOLE: dict[str, tuple[str, ...]] = {
+    "actor.kl.coef": ("algo.beta",),
+    "actor.kl.type": ("algo.kl_type",),
     "actor_rollout_ref.model.path": ("actor.model", "reward_model.model"),
     "actor_rollout_ref.rollout.name": ("rollout_engine",),
     "critic.model.path": ("critic.model",),
+    "adv.estimator": ("algo.advantage_estimator",),
+    "adv.norm_var": ("algo.norm_var",),
+    "custom_reward_function.name": ("reward",),
     "custom_reward_function.path": ("reward",),
     "peft_config.r": ("actor.lora.r",),
     "reward_model.enable": ("reward_model.model",),
     "reward_model.model.path": ("reward_model.model",),
+    "test_data.path": ("data.eval_path",),
+    "train_data.path": ("data.path",),
 }
 """Keys that only their whole path tells."""
 _CLASSES = {
@@ -202,7 +219,7 @@ def meant(path: Sequence[str], known: Collection[str]) -> str | None:
         places = [f"{role}.{inner}" for role in roles] if section == "actor" and dot else [target]
         if place := next((place for place in places if place in known), None):
             shorter = place.replace(".optim.", ".")
-            return shorter if shorter in known else place
+            return shorter if shorter in known and inner != "optim.name" else place  # actor.name tells nobody of what
     renamed = (".".join([section, *rest]) for section in SECTIONS.get(first, ()))
     return next((key for key in renamed if key in known), None)
 

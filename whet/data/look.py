@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from whet.data.forms import options_of
-from whet.data.prompts import PromptEncoder
+from whet.data.prompts import PromptEncoder, said_by
 from whet.data.segments import decoded
 from whet.data.supervised import RowEncoder
 from whet.data.templates import ChatTemplate
@@ -154,11 +154,11 @@ def _origins(
             return ""
 
     start = written()
-    said = next((m["content"] for m in messages if isinstance(m.get("content"), str) and m["content"]), "")
+    said = next((text for m in messages if (text := said_by(m))), "")
     if messages[0]["role"] == "system":
         system = "the row's own" if own else "data.system_prompt"
     else:
-        system = "the template's own" if "system" in start[: max(0, start.find(str(said)))] else "none"
+        system = "the template's own" if "system" in start[: max(0, start.find(said))] else "none"
     lines = [f"  chat template: {origin}", f"  system prompt: {system}"]
     if tools := options.get("tools", template.options.get("tools")):
         lines.append(f"  tools: {len(tools)}, {'the row' if 'tools' in options else 'the environment'}'s")

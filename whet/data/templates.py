@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import TYPE_CHECKING, Any
 
 from whet.errors import ConfigError, DataError
@@ -15,7 +16,12 @@ from whet.types import Message
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["ChatTemplate", "alike", "goes_through"]
+__all__ = ["DAY", "ChatTemplate", "alike", "goes_through", "writes_date"]
+
+DAY = "strftime_now"
+"""transformers' function by which a template writes the date; as an argument of the template, the day that it is to
+write, as ISO text."""
+_WRITTEN = re.compile(rf"""{DAY}\(\s*(['"])(.*?)\1\s*\)""")
 
 
 class ChatTemplate:
@@ -88,14 +94,33 @@ class ChatTemplate:
 
     def _apply(self, messages: Sequence[Message], row: int, asked: Mapping[str, Any]) -> Any:
         self.need()
+        given = {**self.options, **asked}
         try:
-            return self.tokenizer.apply_chat_template(list(messages), **{**self.options, **asked})
+            if (day := given.pop(DAY, None)) is not None:
+                given["chat_template"] = _dated(given.get("chat_template", self.tokenizer.chat_template), day)
+            return self.tokenizer.apply_chat_template(list(messages), **given)
         except Exception as error:  # a template is a program: it may raise anything
             roles = ", ".join(str(m["role"]) for m in messages)
             raise DataError(
                 f"row {row}: the chat template refused turns of {roles}: {type(error).__name__}: {error}; change "
-                "the row, or the tokenizer's chat_template"
+                f"{_cause(messages)}, or the tokenizer's chat_template"
             ) from error
+
+
+def _dated(template: str, day: str) -> str:
+    """A template that writes this day, not today: transformers gives templates no functions of others.
+
+    >>> _dated("{{ strftime_now('%d %b %Y') }}", "2026-11-23")
+    "{{ '23 Nov 2026' }}"
+    """
+    return _WRITTEN.sub(lambda call: repr(date.fromisoformat(day).strftime(call[2])), template)
+
+
+def _cause(messages: Sequence[Message]) -> str:
+    """What of a conversation templates refuse most often."""
+    if any(isinstance(m.get("content"), list | tuple) for m in messages):
+        return "the content from a list of parts to its text"
+    return "the row (or data.system_prompt)" if messages[0]["role"] == "system" else "the row"
 
 
 def goes_through(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
@@ -107,6 +132,11 @@ def goes_through(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] 
     True
     """
     return tokenizer.chat_template is not None or "chat_template" in (options or {})
+
+
+def writes_date(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
+    """Whether a chat template writes the date, as those of Llama 3.2 and gpt-oss do: prompts differ from day to day."""
+    return DAY in str((options or {}).get("chat_template", tokenizer.chat_template))
 
 
 def alike(a: str, b: str) -> str:

@@ -22,6 +22,7 @@ from torch import nn
 from whet.cluster import RLCluster
 from whet.config import Role
 from whet.config.watching import Band
+from whet.errors import nearest
 from whet.learners.symptoms import symptoms
 from whet.ops import Support, group_spread
 from whet.train.role_trainer import lower_rate
@@ -38,6 +39,8 @@ LONGER = 10
 """What lasts so many times as long as when it was said got worse."""
 FIRST = {"signal": 3, "gradient": 10, "certain": 10, "even": 10}
 """Steps in a row, of each thing that is watched, before the first warning."""
+MISSING = 3
+"""Steps after which it is said that none had a metric of trainer.warn_when."""
 CERTAIN = 1e-4
 """Mean entropy, in nats, below which all completions of a prompt are almost surely the same."""
 EVEN = 1e-3
@@ -75,6 +78,8 @@ class Health:
         self.cluster = cluster
         self.of_rewards = of_rewards
         self.symptoms = symptoms(bands)
+        self._unseen = set(bands or {})
+        """Metrics of bands that no row has had."""
         self._since: dict[str, tuple[int, int]] = {}
         """Of what is wrong: the first step, and how many rows have shown it."""
         self._said: dict[str, float] = {}
@@ -103,6 +108,11 @@ class Health:
             count = self._over(name) if told is None else self._lasts(name, step)
             if told and count >= symptom.steps and told.badness >= symptom.worse * self._said.get(name, 0.0):
                 self._say(name, told.badness, told.message)
+        self._unseen -= row.keys()
+        for name in sorted(self._unseen):
+            if self._lasts(f"no {name}", step) == MISSING:
+                where = nearest(name, row) or "; docs/run-folder.md says which there are, and when"
+                log.warning("trainer.warn_when.%s: %d rows, and none had that metric%s", name, MISSING, where)
 
     def _lasts(self, name: str, step: int) -> int:
         """Notes what a row shows. Returns: how many have shown it."""
@@ -207,7 +217,9 @@ def _known(batch: TokenBatch) -> bool:
 def _silence(seen: Seen) -> str:
     """Why no token has an advantage, and what to look at."""
     group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
-    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, reward {float(seen.batch.rewards[0])}"
+    reward = float(seen.batch.rewards[0])
+    scored = "no reward" if math.isnan(reward) else f"reward {reward}"
+    said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, {scored}"
     done = [c.finish_reason for g in seen.rewarded.groups for c in g.completions]
     share = sum(reason == "length" for reason in done) / len(done)
     ended = "All completions ended by themselves"

@@ -23,6 +23,7 @@ from whet.errors import CheckpointError, ConfigError
 
 __all__ = [
     "append_to",
+    "check_writable",
     "create",
     "finite",
     "is_temporary",
@@ -148,6 +149,16 @@ def usable_folder(path: str | Path, key: str) -> Path:
             f"{key}={path} can't be written: {error}; fix its permissions, or give another folder"
         ) from error
     return folder
+
+
+def check_writable(path: str | Path, key: str) -> None:
+    """Looks whether files can be written to a folder, and leaves none that was not there. Raises: as usable_folder."""
+    folder = Path(path).absolute()
+    made = [place for place in (folder, *folder.parents) if not os.path.lexists(place)]
+    usable_folder(folder, key)
+    for place in made:
+        with suppress(OSError):  # another run's by now
+            place.rmdir()
 
 
 def unwritable(path: Path, error: OSError) -> CheckpointError:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from whet.config import RolloutConfig
 from whet.config.base import config
 from whet.config.fields import Count
-from whet.config.lengths import one_length
+from whet.config.lengths import COMPLETION, one_length
+from whet.config.synonyms import owner
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
@@ -266,7 +267,10 @@ class Sampler:
         own = {"temperature": 0.0, "top_p": None, "top_k": None, "eos_tokens": None, "forbidden_tokens": None}
         for name in options.keys() - own.keys():
             if name not in OPTIONS:
-                raise lookup_error("sampling option", name, [*own, *OPTIONS, "max_generation_steps", "beam_size"])
+                known = [*own, *OPTIONS, "max_generation_steps", "beam_size"]
+                if (meant := owner(name, {*known, *COMPLETION, "num_generations"})) is not None:
+                    raise ConfigError(f"unknown sampling option {name!r}; did you mean {meant}?")
+                raise lookup_error("sampling option", name, known)
         given = {**own, **options}
         kwargs = dict(given.pop("generation_kwargs", {}))
         if beam_size is not None:

@@ -15,7 +15,8 @@ log = logging.getLogger("whet")
 
 
 def note_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *, resumed: bool) -> None:
-    """Writes environment.json; a resumed run logs what changed, since that may change the last bits.
+    """Writes environment.json; a resumed run logs what changed, since that may change the last bits; in
+    a folder of its own it has nothing to compare.
 
     Args: passes: what a step runs and what it leaves out, which is logged too.
     """
@@ -24,7 +25,7 @@ def note_environment(folder: RunFolder, roles: Roles, passes: dict[str, str], *,
         now["run"] = roles.checkpoints.run
     before = noted_environment(folder.path)
     parts = ("versions", "cpu", "threads", "devices", "compute_dtype", "training", "rollout")
-    changed = [k for k in parts if resumed and before.get(k) != now.get(k)]
+    changed = [k for k in parts if resumed and before and before.get(k) != now.get(k)]
     if changed:
         old, new = ({k: e.get(k) for k in changed} for e in (before, now))
         log.warning(

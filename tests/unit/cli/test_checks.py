@@ -86,7 +86,14 @@ def test_a_folder_that_holds_a_run_and_a_checkpoint_that_is_none_are_found_befor
         check_run(load_run([*words, f"trainer.run_dir={tmp_path}"]))
     with pytest.raises(CheckpointError, match="is not a checkpoint"):
         check_run(load_run([*words, f"trainer.resume={tmp_path / 'step-000001'}"]))
-    check_run(load_run([*words, f"trainer.run_dir={tmp_path / 'other'}"]))
+    other = tmp_path / "other" / "run"
+    check_run(load_run([*words, f"trainer.run_dir={other}"]))
+    assert not other.parent.exists()
+    below = tmp_path / "metrics.jsonl" / "run"  # which is no folder
+    with pytest.raises(ConfigError) as error:
+        check_run(load_run([*words, f"trainer.run_dir={below}", f"trainer.checkpoint_root_directory={below}"]))
+    said = [line.partition(" can't be written")[0] for line in findings(error)]
+    assert said == [f"trainer.run_dir={below}", f"trainer.checkpoint_root_directory={below}"]
 
 
 def test_from_python_a_cluster_and_a_learner_check_theirs(unloaded, monkeypatch):

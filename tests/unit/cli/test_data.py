@@ -199,5 +199,13 @@ def test_the_chat_template_is_applied_to_plain_text_and_said_in_one_line(folder,
     bare.chat_template = None
     bare.save_pretrained("bare")
     assert settle("tokenizer=bare").config.data.apply_chat_template is False
+    dated = "data.chat_template_kwargs={chat_template: '{{ strftime_now(\"%d/%m\") }}{{ messages[0].content }}'}"
+    made = settle("tokenizer=bare", dated, train=[{"prompt": "x"}])  # and keeps its date in the run's configuration
+    day = made.config.rollout.chat_template_kwargs["strftime_now"]
+    assert f"it writes the date, which stays {day} (rollout.chat_template_kwargs.strftime_now)" in caplog.text
+    assert made.train[0].tokens.tolist() == [*f"{day[8:]}/{day[5:7]}x".encode()]
+    again = dated.replace("}'}", "}', strftime_now: 2020-02-03}")
+    (prompt,) = settle("tokenizer=bare", again, train=[{"prompt": "x"}]).train
+    assert bytes(prompt.tokens.tolist()) == b"03/02x"
     own = settle("tokenizer=bare", "data.chat_template_kwargs={chat_template: '<{{ messages[0].content }}>'}")
     assert bytes(own.train[0].tokens.tolist()) == b"<xxx>" and own.config.rollout.chat_template_kwargs

@@ -36,7 +36,7 @@ def test_every_synonym_is_answered_with_a_key_that_the_command_has(command):
         own = [t if t in known else t.replace("actor.", "reward_model.") for t in targets]
         found = next((key for key in own if key in known), None)
         if word not in known and found is not None:
-            short = found.replace(".optim.", ".")
+            short = found.replace(".optim.", ".") if not found.endswith(".name") else found
             found = short if short in known else found
             assert answer(command, word) == f"unknown key {word}; did you mean {found}?"
 
@@ -70,6 +70,17 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "custom_reward_function.path", "did you mean reward?"),
         ("grpo", "peft_config.r", "did you mean actor.lora.r?"),
         ("grpo", "trainer.n_gpus_per_node", "this release runs one process, on one device"),
+        ("grpo", "actor_rollout_ref.rollout.tensor_model_parallel_size", "parallel_size: this release runs one"),
+        ("grpo", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "mean trainer.max_tokens_per_micro"),
+        ("grpo", "algorithm.norm_adv_by_std_in_grpo", "did you mean algo.scale_rewards?"),
+        ("grpo", "train_data.path", "unknown key train_data.path; did you mean data.path?"),
+        ("grpo", "adv.estimator", "did you mean algo.advantage_estimator?"),
+        ("grpo", "sync_ref_model", "did you mean algo.sync_ref_model?"),
+        ("grpo", "optim", "did you mean actor.optim.name?"),
+        ("grpo", "delta", "did you mean algo.delta?"),
+        ("grpo", "log_completions", "did you mean trainer.show_samples?"),
+        ("grpo", "reward_weights", "reward={name: weight, ...} has the weights"),
+        ("sft", "truncation", "did you mean data.on_long?"),
         ("grpo", "gradient_accumulation_steps", "trainer.max_tokens_per_microbatch bounds their memory"),
     ],
 )
@@ -81,6 +92,7 @@ def test_from_python_the_answer_is_a_keyword_or_the_class_that_has_it():
     for made, said in (
         (lambda: config.OptimConfig(learning_rate=1.0), "unknown keyword OptimConfig.learning_rate; did you mean lr?"),
         (lambda: config.GRPOConfig(learning_rate=1.0), "GRPOConfig.learning_rate; did you mean OptimConfig.lr?"),
+        (lambda: config.RolloutConfig(n=8), "RolloutConfig.n; did you mean GRPOConfig.num_generations?"),
         (lambda: config.RolloutConfig(max_new_tokens=1), "did you mean max_tokens_to_generate?"),
         (lambda: config.RolloutConfig(eval={"max_new_tokens": 1}), "did you mean eval.max_tokens_to_generate?"),
         (lambda: config.GRPOConfig(kl_coef=1.0), "did you mean beta?"),

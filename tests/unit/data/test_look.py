@@ -94,6 +94,8 @@ def test_parts_and_tools_are_rendered_or_refused_and_never_printed_as_python():
     parts = [user([{"type": "text", "text": "2+"}, {"type": "text", "text": "2?"}])]
     encode = PromptEncoder(tokenizer_with(OF_PARTS))
     assert "2+2?<|im_end|>" in shown(prompt_lines(encode, encode({"prompt": parts})))
+    own = PromptEncoder(tokenizer_with("<|im_start|>system\nYou are Q.<|im_end|>\n" + OF_PARTS))
+    assert "  system prompt: the template's own" in prompt_lines(own, own({"prompt": parts}))
     for kind in ("qwen", "llama", "gemma", "mistral"):
         with pytest.raises(DataError, match=r"row 4: the chat template prints .* as Python does"):
             PromptEncoder(tokenizer_with(kind))({"prompt": parts}, 4)

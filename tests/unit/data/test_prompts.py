@@ -193,6 +193,10 @@ def test_a_template_that_raises_names_the_row_and_the_turns():
     picky.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"row 4: the chat template refused turns of user, user: .*must alternate"):
         PromptEncoder(picky)({"prompt": [{"role": "user", "content": "a"}] * 2}, 4)
+    with pytest.raises(DataError, match=r"turns of system, user: .*; change the row \(or data.system_prompt\), or the"):
+        PromptEncoder(picky, system_prompt="b")({"prompt": [{"role": "user", "content": "a"}]})
+    with pytest.raises(DataError, match=r"; change the content from a list of parts to its text, or the tokenizer's"):
+        PromptEncoder(picky)({"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]})
 
 
 def test_settings_that_cannot_be_carried_out_are_refused(tokenizer):

@@ -90,7 +90,9 @@ def test_steps_without_signal_are_said_with_their_cause_and_an_example(health, c
     when = "step 7" if case in ("none", "failed") else "for 3 steps, since step 5"
     assert text.startswith(f"{when}: nothing is learned from the rewards: ")
     assert re.search(words, text), text
-    assert "All completions ended by themselves. To '2+2=' the model said 'four'" in text
+    first = options.get("rewards", (1.0,))[0]
+    scored = "no reward" if case in ("none", "failed") else f"reward {first}"
+    assert f"All completions ended by themselves. To '2+2=' the model said 'four', {scored}." in text
 
 
 def test_a_silence_says_how_many_completions_were_cut(health, caplog):
@@ -135,6 +137,12 @@ def test_a_symptom_is_said_once_and_again_only_when_it_got_worse(tiny, health, c
         "for 4 steps, since step 6: kl is 3, above 0.5",
     ]
     assert told(Health(tiny, bands={"kl": Band(above=5.0)}), **kl) == []
+    missed = told(Health(tiny, bands={"grad_nrm": Band(above=1.0), "eval/x": Band(above=1.0)}), loss=(1.0,) * 5)
+    assert missed == [
+        "trainer.warn_when.eval/x: 3 rows, and none had that metric",
+        "trainer.warn_when.grad_nrm: 3 rows, and none had that metric",
+    ]
+    assert told(Health(tiny, bands={"x": Band(above=1.0)}), x=(0.0,) * 5) == []
 
 
 # ---- collapse ------------------------------------------------------------------------------------------------------

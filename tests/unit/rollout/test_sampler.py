@@ -194,6 +194,8 @@ def test_a_cache_size_bounds_prompt_and_completion_together(tokenizer):
         ({"top_p": 0.9}, "temperature=0.0 takes the likeliest token, so top_p=0.9 would do nothing"),
         ({"num_generations": 2}, "2 generations would all be the same"),
         ({"temperature": 1.0, "top_kk": 3}, "unknown sampling option 'top_kk'; did you mean top_k"),
+        ({"max_new_tokens": 3}, r"unknown sampling option 'max_new_tokens'; did you mean max_tokens_to_generate\?"),
+        ({"n": 3}, r"'n'; did you mean num_generations\?"),
         ({"temperature": -1.0}, "temperature must not be negative"),
         ({"beam_size": 2, "temperature": 1.0}, "num_beams=2 searches, it does not draw"),
         ({"beam_size": 2, "top_p": 0.5}, "top_p=0.5 would do nothing"),

@@ -224,6 +224,11 @@ def test_what_the_environment_was_is_compared_on_a_resume_alone(make, tmp_path, 
         written = json.loads(path.read_text())
         assert written.pop("run") == again.checkpoints.run
         assert written == {name: value for name, value in noted.items() if name != "run"}
+    path.unlink()  # as where a checkpoint is resumed from in another folder
+    caplog.clear()
+    with RunFolder(tmp_path, resume_step=1) as again.folder:
+        note_environment(again.folder, again.roles, {}, resumed=True)
+    assert "environment changed" not in caplog.text and path.is_file()
 
 
 def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkeypatch):
