@@ -35,7 +35,7 @@ LIMIT_S = 900
 """Seconds of a check in a process of its own."""
 FAMILIES = ("Qwen3", "Llama", "Mistral")
 """Models whose tokens are compared."""
-MOST = 48
+MAX_TOKENS = 48
 """Tokens of a completion."""
 
 
@@ -371,7 +371,7 @@ def _drawn(engine: Any) -> list[list[int]]:
 
     out: dict[int, list[int]] = {}
     for temperature in (1.0, 0.0):
-        sampling = Sampling(max_tokens=MOST, temperature=temperature, stop_ids=tuple(range(0, 512, 40)))
+        sampling = Sampling(max_tokens=MAX_TOKENS, temperature=temperature, stop_ids=tuple(range(0, 512, 40)))
         for i in range(24):
             prompt = np.random.RandomState(i // 4).randint(1, 512, 5 + 13 * (i // 4)).astype(np.int32)
             request = Request(id=i, tokens=prompt, sampling=sampling, group=i // 4, address=(0, 0, i // 4, i % 4))

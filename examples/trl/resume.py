@@ -1,4 +1,4 @@
-"""A run that is taken up again at its checkpoint, by a trainer made anew."""
+"""A run that is taken up again at its checkpoint, by a new trainer."""
 
 from local import SMALL, gsm8k, tiny_model
 

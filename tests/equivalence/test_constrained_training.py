@@ -56,7 +56,7 @@ def test_trainer_and_sampler_agree_on_every_logprob(engine, fields):
 def test_the_ratio_is_one_on_policy_and_the_gradient_flows(head, monkeypatch):
     c = cluster(rollout={"constraint": REGEX, "max_tokens_to_generate": 10})
     if head == "checkpointed":
-        monkeypatch.setattr("whet.models.forward.HELD_BYTES", 0)
+        monkeypatch.setattr("whet.models.forward.MAX_KEPT_BYTES", 0)
         monkeypatch.setattr("whet.models.forward.CHUNK_BYTES", 264 * 4 * 5)
     _, batch = sampled(c)
     ratios = []

@@ -77,7 +77,7 @@ def test_where_the_device_is_lost_the_rest_runs_in_a_new_process(script, monkeyp
 
 def test_the_checks_themselves_pass_on_a_cpu(script, started, monkeypatch):
     monkeypatch.setattr(script, "FAMILIES", ("Mistral",))
-    monkeypatch.setattr(script, "MOST", 4)
+    monkeypatch.setattr(script, "MAX_TOKENS", 4)
     monkeypatch.setitem(script.CHECKS, "update", lambda d: script.update(d, shape="tiny", batch=2, most=4))
     said = []
     script.run([name for name in script.CHECKS if name not in ("flex", "rest")], CPU, said.append)

@@ -19,7 +19,7 @@ from pydantic import AfterValidator, BeforeValidator
 from whet.errors import shown
 
 __all__ = [
-    "DEEPEST",
+    "MAX_DEPTH",
     "SPOKEN",
     "Bool",
     "Count",
@@ -39,9 +39,9 @@ __all__ = [
     "Tree",
 ]
 
-DEEPEST = 64
+MAX_DEPTH = 64
 """Nesting depth of lists and mappings; what walks them stays far from Python's own limit."""
-LARGEST, SMALLEST = 3.4e38, 1.2e-38
+MAX_FLOAT, MIN_FLOAT = 3.4e38, 1.2e-38
 """What fp32 holds, besides 0."""
 
 
@@ -104,9 +104,9 @@ def _float(value: Any, *, least: float, most: float, unit: str) -> float:
 
 
 def _fp32(value: Any) -> float:
-    number = _float(value, least=-LARGEST, most=LARGEST, unit=", what fp32 holds")
-    if 0 < abs(number) < SMALLEST:
-        raise ValueError(f"must be 0 or at least {SMALLEST} in magnitude, which fp32 can hold, got {shown(value)}")
+    number = _float(value, least=-MAX_FLOAT, most=MAX_FLOAT, unit=", what fp32 holds")
+    if 0 < abs(number) < MIN_FLOAT:
+        raise ValueError(f"must be 0 or at least {MIN_FLOAT} in magnitude, which fp32 can hold, got {shown(value)}")
     return number
 
 
@@ -149,8 +149,8 @@ def _name(value: str) -> str:
 
 def _plain(value: Any, depth: int = 0) -> Any:
     """The value. Raises ValueError for what would not come back from a file as it was."""
-    if depth > DEEPEST:
-        raise ValueError(f"is nested more than {DEEPEST} deep, or contains itself")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"is nested more than {MAX_DEPTH} deep, or contains itself")
     if isinstance(value, Mapping):
         for key, inside in value.items():
             _plain(key, depth + 1)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import yaml
 
 from whet.config.base import check, choices, field_docs, leaves, section_at, type_text
-from whet.config.fields import DEEPEST
+from whet.config.fields import MAX_DEPTH
 from whet.config.words import is_file, meant_by, rest_of_value
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
@@ -83,7 +83,7 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[st
             files = merged(files, _expand(read_yaml(text), short))
             continue
         parts = key.replace("-", "_").split(".")
-        if "" in parts or len(parts) > DEEPEST:
+        if "" in parts or len(parts) > MAX_DEPTH:
             raise ConfigError(f"{shown(word, 60)}: expected key=value, where a key is names joined by single dots")
         plain = parts[-2:] in EXPRESSIONS and text[:1] not in "'\""
         node: Any = text if plain or not text else _value(key, text, argv[place + 1 :])

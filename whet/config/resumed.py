@@ -69,7 +69,7 @@ def _check_unedited(brief: Mapping[str, Any], whole: Mapping[str, Any], given: M
     ]
     if edited:
         raise ConfigError(
-            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL} and writes {BRIEF} anew; undo the edit, or "
+            f"{'; '.join(edited)}: a resume takes a run's keys from {FULL} and writes {BRIEF} again; undo the edit, or "
             "give what is to change as key=value, with trainer.allow_config_change=true"
         )
 

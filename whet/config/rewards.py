@@ -9,11 +9,11 @@ from whet.errors import ConfigError
 if TYPE_CHECKING:
     from whet.config.model import RoleConfig
 
-__all__ = ["MOST_WORKERS", "REWARD_MODEL", "ListedRewards", "check_workers"]
+__all__ = ["MAX_WORKERS", "REWARD_MODEL", "ListedRewards", "check_workers"]
 
 REWARD_MODEL = "reward_model"
 """The place of the reward model among the rewards: its section's own name."""
-MOST_WORKERS = 1024
+MAX_WORKERS = 1024
 """Processes of reward functions."""
 
 
@@ -48,11 +48,11 @@ class ListedRewards:
 
 
 def check_workers(count: int) -> None:
-    """Raises ConfigError where reward_workers is no number of processes.
+    """Raises ConfigError where reward_workers is not a possible number of processes.
 
     >>> check_workers(-1)
     Traceback (most recent call last):
     whet.errors.ConfigError: reward_workers must be between 0 and 1024, got -1; 0 = no processes
     """
-    if not 0 <= count <= MOST_WORKERS:
-        raise ConfigError(f"reward_workers must be between 0 and {MOST_WORKERS}, got {count}; 0 = no processes")
+    if not 0 <= count <= MAX_WORKERS:
+        raise ConfigError(f"reward_workers must be between 0 and {MAX_WORKERS}, got {count}; 0 = no processes")

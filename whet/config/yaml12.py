@@ -17,9 +17,9 @@ from whet.errors import ConfigError
 
 __all__ = ["Dumper", "parse", "read_text"]
 
-DEEPEST = 100
+MAX_DEPTH = 100
 """Levels of nesting that are read."""
-MOST_REPEATED = 100_000
+MAX_REPEATED = 100_000
 """Values that all aliases of a text may stand for together."""
 _TAG = "tag:yaml.org,2002:"
 _SCALARS = {
@@ -65,11 +65,11 @@ class _Loader(yaml.SafeLoader):
                 raise self.refuse(event.start_mark, f"*{event.anchor} lies inside &{event.anchor}; write the values")
             size = self.sizes.get(event.anchor, 0)
             self.values, self.repeated = self.values + size, self.repeated + size
-            if self.repeated > MOST_REPEATED:
-                raise self.refuse(event.start_mark, f"the aliases stand for more than {MOST_REPEATED} values")
+            if self.repeated > MAX_REPEATED:
+                raise self.refuse(event.start_mark, f"the aliases stand for more than {MAX_REPEATED} values")
             return super().compose_node(parent, index)
-        if self.depth == DEEPEST:
-            raise self.refuse(event.start_mark, f"nested more than {DEEPEST} deep")
+        if self.depth == MAX_DEPTH:
+            raise self.refuse(event.start_mark, f"nested more than {MAX_DEPTH} deep")
         before, anchor = self.values, event.anchor
         self.depth, self.values = self.depth + 1, self.values + 1
         self.open_anchors |= {anchor}

@@ -25,11 +25,11 @@ __all__ = ["example_lines", "prompt_lines", "text_lines"]
 
 WIDTH = 46
 """Characters of a line: a terminal's 80 without the time and the level that a log line begins with."""
-MOST = 24
+MAX_LINES = 24
 """Lines of a text."""
 
 
-def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, most: int = MOST) -> list[str]:
+def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, most: int = MAX_LINES) -> list[str]:
     r"""A prompt as the model is given it.
 
     Args: encode: has made it. prompt: of a row. width: characters of a line. most: lines of the text, at most.
@@ -61,7 +61,7 @@ def prompt_lines(encode: PromptEncoder, prompt: Prompt, *, width: int = WIDTH, m
 
 
 def example_lines(
-    encode: RowEncoder, example: Example, row: Mapping[str, Any], *, width: int = WIDTH, most: int = MOST
+    encode: RowEncoder, example: Example, row: Mapping[str, Any], *, width: int = WIDTH, most: int = MAX_LINES
 ) -> list[str]:
     """The sequences of a row of supervised training, with what is trained of them.
 
@@ -93,7 +93,7 @@ def example_lines(
     return [*lines, *_origins(encode.template, messages, own, options, "data.chat_template_kwargs", example.row)]
 
 
-def text_lines(parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MOST) -> list[str]:
+def text_lines(parts: Sequence[tuple[str, bool]], *, width: int = WIDTH, most: int = MAX_LINES) -> list[str]:
     r"""Lines of a text. Args: parts: (text, whether it is trained). width: characters of a line. most: lines, at most;
     those in the middle are left out.
 

@@ -38,7 +38,7 @@ __all__ = [
 
 log = logging.getLogger("whet")
 
-TELL_S = 10.0
+LOG_INTERVAL_S = 10.0
 """Seconds between two log lines on the progress of encoding prompts."""
 HOLD_OUT = 2**32
 """Stands for the epoch in the draw of held-out rows, so that it is not the order of an epoch."""
@@ -315,7 +315,7 @@ class PromptStream:
         self.read_digest = count = 0
         for count, item in enumerate(islice(items, used), 1):
             self.read_digest = chained(item, self.read_digest)
-            if time.monotonic() - told > TELL_S:
+            if time.monotonic() - told > LOG_INTERVAL_S:
                 told = time.monotonic()
                 log.info("read %d of the %d %s that the checkpoint had used", count, used, what)
         if count < used:
@@ -427,7 +427,7 @@ def encode_all(rows: Any, encode: Encode, what: str) -> list[Any]:
             made = encode(row, place)
             if made is not None:
                 out.append(made)
-            if time.monotonic() - told > TELL_S:
+            if time.monotonic() - told > LOG_INTERVAL_S:
                 told = time.monotonic()
                 log.info("encoded %d of %d %s", place + 1, len(rows), what)
     return out

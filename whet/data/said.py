@@ -24,7 +24,7 @@ WORDS = ("content", "reasoning_content", "reasoning", "thinking")
 """Keys of a message that hold what is said."""
 TAG = re.compile("(<[^<>\n\ue000]{1,40}>)")
 STAND_IN = re.compile("\ue000([0-9]+)\ue001")
-MOST = 160
+MAX_SHOWN = 160
 """Characters of each text in a message."""
 
 
@@ -217,11 +217,11 @@ def _both(place: int, role: str, given: str, made: str) -> str:
 
 def _cut(text: str, other: str) -> str:
     """The part of a text where it begins to differ from another."""
-    if len(text) <= MOST:
+    if len(text) <= MAX_SHOWN:
         return text
     same = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), min(len(text), len(other)))
-    start = max(0, min(same - MOST // 2, len(text) - MOST))
-    return ("..." if start else "") + text[start : start + MOST] + ("..." if start + MOST < len(text) else "")
+    start = max(0, min(same - MAX_SHOWN // 2, len(text) - MAX_SHOWN))
+    return ("..." if start else "") + text[start : start + MAX_SHOWN] + ("..." if start + MAX_SHOWN < len(text) else "")
 
 
 def _refuse_python(messages: Sequence[Message], shown: Shown, row: int) -> None:
@@ -231,8 +231,8 @@ def _refuse_python(messages: Sequence[Message], shown: Shown, row: int) -> None:
         printed = repr(value)
         if printed in shown.text and printed not in (json.dumps(value), json.dumps(value, ensure_ascii=False)):
             raise DataError(
-                f"row {row}: the chat template prints {printed[:MOST]} as Python does; it can't take such a part: give "
-                "the text itself, or take a template that knows it"
+                f"row {row}: the chat template prints {printed[:MAX_SHOWN]} as Python does; it can't take such a part: "
+                "give the text itself, or take a template that knows it"
             )
 
 

@@ -26,7 +26,7 @@ __all__ = ["check_source", "load_rows"]
 
 log = logging.getLogger("whet")
 
-TELL_S = 3.0
+LOG_AFTER_S = 3.0
 """Seconds of waiting for the hub after which that is logged."""
 SPLITS = ("train", "training", "test", "testing", "validation", "valid", "val", "dev", "eval")
 """Words in a file's name that say which split it holds."""
@@ -187,7 +187,7 @@ def _no_path(name: str) -> str:
 @contextmanager
 def _telling(name: str) -> Iterator[None]:
     """Logs that the hub is being waited for, where that takes more than a moment."""
-    timer = threading.Timer(TELL_S, log.warning, ("waiting for the hub, which is asked for the data set %r", name))
+    timer = threading.Timer(LOG_AFTER_S, log.warning, ("waiting for the hub, which is asked for the data set %r", name))
     timer.daemon = True
     timer.start()
     try:

@@ -51,7 +51,7 @@ log = logging.getLogger("whet")
 
 SOURCES = ("source", "data_source")
 """Columns by which results are broken down where no other is named."""
-MOST_SOURCES = 64
+MAX_SOURCES = 64
 """Such a column with more values than this is no source, but a name of each row."""
 _OF_ENGINE = ("eval", "kv_cache_size", "kv_cache_tokens", "max_batch_size", "native_kernels", "sglang", "vllm")
 """Fields of the rollout section that may differ in a resumed evaluation."""
@@ -311,7 +311,7 @@ class _Work:
         found = next((name for name in SOURCES if name in columns), None) if named is None else named
         if named is None and found is not None:
             count = len({str(p.columns.get(found)) for p in self.prompts})
-            if count > MOST_SOURCES:
+            if count > MAX_SOURCES:
                 log.info("column %s has %d values: no breakdown; ask for it with data.source_column", found, count)
                 return None
         return found

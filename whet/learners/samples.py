@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["sample_shown"]
 
-MOST = 600
+MAX_CHARACTERS = 600
 """Characters of a text that are shown: its beginning and its end."""
 
 
@@ -61,4 +61,4 @@ def _text(source: Any) -> str:
         messages = list(source)
         parts = [f"{m.get('role', '')}: {m.get('content')}" for m in messages]
         source = str(messages[0].get("content")) if len(messages) == 1 else "\n".join(parts)
-    return visible(clipped(source, MOST)).replace("\n", "\n    ")
+    return visible(clipped(source, MAX_CHARACTERS)).replace("\n", "\n    ")

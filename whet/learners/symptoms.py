@@ -17,9 +17,9 @@ from whet.config.watching import Band
 
 __all__ = ["BANDS", "SYMPTOMS", "Finding", "Symptom", "apart", "beyond", "cut", "symptoms"]
 
-MOST = 0.5
+MAX_CUT_SHARE = 0.5
 """A share of completions above which most are cut."""
-APART = 0.05
+MAX_DIFFERENCE = 0.05
 """Nats by which sampler and trainer may differ at a token, on average: rounding in bf16 makes 0.01 or 0.02."""
 BANDS = {
     "kl": Band(above=0.5, steps=3),
@@ -59,7 +59,7 @@ def cut(row: Mapping[str, float]) -> Finding | None:
     '90% of completions were cut, at 64 tokens, and 10% of those scored above 0; raise rollout.max_'
     """
     share = row.get("completions/clipped_ratio", math.nan)
-    if not share > MOST:
+    if not share > MAX_CUT_SHARE:
         return None
     scored = row.get("completions/clipped_scored_ratio", math.nan)
     of_those = "" if math.isnan(scored) else f", and {scored:.0%} of those scored above 0"
@@ -78,7 +78,7 @@ def apart(row: Mapping[str, float]) -> Finding | None:
     True
     """
     gap = row.get("sampling/sampling_logp_difference/mean", math.nan)
-    if not gap > APART:
+    if not gap > MAX_DIFFERENCE:
         return None
     message = (
         f"sampler and trainer are {gap:.2g} nats apart at a token on average, where rounding makes 0.02 at most; take "

@@ -42,7 +42,7 @@ BLOCK = 128
 """Tokens of a block, torch's default."""
 CHUNK_PAIRS = 1 << 25
 """Query-key pairs looked at together while blocks are counted."""
-COMPILED = 64
+MAX_COMPILED = 64
 """Variants that may be compiled (head counts, dtypes, with and without gradient) before it counts as a fault."""
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest difference of the probe from the plain path in fp32, relative to the largest number."""
@@ -216,7 +216,7 @@ class FlexRow:
         wide = fp32_or_wider(q.dtype)
         cap = None if softcap is None else torch.full((q.shape[1],), softcap, dtype=wide, device=q.device)
         run = _attention if q.device.type == "cpu" else _compiled()
-        with torch._dynamo.config.patch(recompile_limit=COMPILED):
+        with torch._dynamo.config.patch(recompile_limit=MAX_COMPILED):
             return run(q, k, v, self.mask(window), scale, cap, sinks)[:, :, : self.tokens]
 
 

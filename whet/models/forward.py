@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from whet.errors import ConfigError
 from whet.models.heads import Head
 from whet.models.linear_divergence import HeadStates, linear_divergence
-from whet.models.linear_logprob import CHUNK_BYTES, HELD_BYTES, linear_stats
+from whet.models.linear_logprob import CHUNK_BYTES, MAX_KEPT_BYTES, linear_stats
 from whet.models.micro_batch import MicroBatch
 from whet.models.products import chunks
 from whet.models.projection import Projection
@@ -236,7 +236,7 @@ def _supported(
         return selective_log_softmax(z, keep), entropy_of(z) if entropy else None, correct, log_sum, mean
 
     count, size = len(micro.hidden_index), vocab * 4
-    if count * size <= HELD_BYTES or not torch.is_grad_enabled():
+    if count * size <= MAX_KEPT_BYTES or not torch.is_grad_enabled():
         parts = [part(s) for s in chunks(count, max(1, CHUNK_BYTES // size))]
     else:
         parts = [checkpoint(part, s, use_reentrant=False) for s in chunks(count, max(1, CHUNK_BYTES // size))]

@@ -22,11 +22,11 @@ from whet.ops import is_likeliest, log_sum_sq_probs
 from whet.ops.masked import fp32_or_wider
 from whet.types import TokenStats
 
-__all__ = ["CHUNK_BYTES", "HELD_BYTES", "linear_logprob", "linear_stats"]
+__all__ = ["CHUNK_BYTES", "MAX_KEPT_BYTES", "linear_logprob", "linear_stats"]
 
 CHUNK_BYTES = 100_000_000
 """Logits of one chunk."""
-HELD_BYTES = 16_000_000
+MAX_KEPT_BYTES = 16_000_000
 """Logits up to this size are kept for the backward pass."""
 _CONSTANTS = ("correct", "log_sum_sq_probs", "mean_logits")
 """Those of types.loss.CONSTANTS, in the order in which they come."""
@@ -56,7 +56,7 @@ def linear_stats(
     entropy: bool = False,
     constants: Collection[str] = (),
     chunk_bytes: int = CHUNK_BYTES,
-    held_bytes: int = HELD_BYTES,
+    held_bytes: int = MAX_KEPT_BYTES,
 ) -> TokenStats:
     """Log-probability of each target under softmax of a linear head, that distribution's entropy, and what it is asked.
 

@@ -38,11 +38,11 @@ __all__ = ["Read", "cant_be", "check_config", "read_model", "read_positions"]
 
 logger = logging.getLogger("whet")
 
-LARGEST = 1 << 24
+MAX_CONFIG_BYTES = 1 << 24
 """Bytes of a config at most; real ones have thousands."""
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
 """Whole numbers above 0 wherever a config has them, or one for each layer."""
-LAYERS = 10_000
+MAX_LAYERS = 10_000
 """More than any model has: transformers would fill the memory with lists of them before it looks at the weights."""
 CONSTANTS = re.compile(
     r"(^|\.)(inv_freq|original_inv_freq|position_ids|cos_cached|sin_cached|masked_bias|causal_mask"
@@ -184,8 +184,10 @@ def _check_files(path: str) -> None:
         file = Path(path) / name
         if not file.is_file():
             continue
-        if (size := file.stat().st_size) > LARGEST and "index" not in name:
-            raise ConfigError(f"{file} has {size} bytes, and no config has more than {LARGEST}; is it another file?")
+        if (size := file.stat().st_size) > MAX_CONFIG_BYTES and "index" not in name:
+            raise ConfigError(
+                f"{file} has {size} bytes, and no config has more than {MAX_CONFIG_BYTES}; is it another file?"
+            )
         try:
             found = json.loads(file.read_bytes())
             why = None if isinstance(found, dict) else "holds no object"
@@ -197,8 +199,8 @@ def _check_files(path: str) -> None:
                 "the weights come from"
             )
         for key in ("num_hidden_layers", "num_layers", "n_layer", "n_layers"):
-            if isinstance(layers := found.get(key), int) and layers > LAYERS:
-                raise ConfigError(f"{file} says {key} {layers}, and no model has more than {LAYERS}; copy it again")
+            if isinstance(layers := found.get(key), int) and layers > MAX_LAYERS:
+                raise ConfigError(f"{file} says {key} {layers}, and no model has more than {MAX_LAYERS}; copy it again")
 
 
 def _weights(

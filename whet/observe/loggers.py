@@ -169,7 +169,7 @@ class Trackio:
         self._trackio.finish()
 
 
-MOST_ROWS = 64
+MAX_TABLE_ROWS = 64
 """Completions in a table."""
 _PACKAGES = {
     "tensorboard": "tensorboard.summary.writer.event_file_writer",
@@ -357,7 +357,7 @@ def _table_rows(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any
         if name in columns
     }
     shown |= {f"reward/{name}": values for name, values in rewards.items()}
-    count = min(MOST_ROWS, len(columns["completion"]))
+    count = min(MAX_TABLE_ROWS, len(columns["completion"]))
     text = lambda value: to_json(value) if isinstance(value, list | tuple) else value
     number = lambda value: float(value) if isinstance(value, np.floating) else value
     return [{"step": step, **{name: number(text(values[i])) for name, values in shown.items()}} for i in range(count)]

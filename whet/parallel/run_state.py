@@ -21,7 +21,7 @@ from whet.parallel.formats import RUN_FORMAT, check_format
 
 __all__ = ["check_storable", "read_run_state"]
 
-MOST = 2**63 - 1
+MAX_COUNT = 2**63 - 1
 """No count is larger: it has to fit a 64-bit word."""
 
 
@@ -87,7 +87,7 @@ def _check(path: Path, name: str, value: Any, what: str, holds: Callable[[Any], 
 
 
 def _count(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MOST
+    return type(value) is int and 0 <= value <= MAX_COUNT
 
 
 def _mapping(value: Any, holds: Callable[[Any], bool] = lambda _: True) -> bool:

@@ -20,7 +20,7 @@ __all__ = ["math_match", "need_math_verify"]
 
 PARSE_S, VERIFY_S = 5, 5
 """Seconds for reading a formula, and for comparing two."""
-LONGEST = 20_000
+MAX_CHARACTERS = 20_000
 """Characters of a completion that are read, from its end: an answer stands there, and reading takes its time."""
 
 
@@ -59,7 +59,7 @@ def math_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float 
         if not known:
             return -1.0
         try:
-            said = read(text[-LONGEST:])
+            said = read(text[-MAX_CHARACTERS:])
             return float(any(verify(gold, said, timeout_seconds=limit) for gold in known)) if said else 0.0
         except Exception:  # sympy's own, of what nobody thought of
             return 0.0

@@ -17,7 +17,7 @@ from whet.rewards.text import last_box, scored
 
 __all__ = ["number_match", "read_value"]
 
-MOST_DIGITS = 1000
+MAX_DIGITS = 1000
 """A longer number is none: Python takes its time with them."""
 _DIGITS = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 _DECIMAL = rf"(?:{_DIGITS}(?:\.[0-9]+)?|\.[0-9]+)"
@@ -88,7 +88,7 @@ def read_value(text: str) -> Fraction | None:
     found = None
     for found in NUMBER.finditer(text):  # noqa: B007  (the last one)
         pass
-    return None if found is None or len(found[0]) > MOST_DIGITS else _value(found)
+    return None if found is None or len(found[0]) > MAX_DIGITS else _value(found)
 
 
 def _value(found: re.Match[str]) -> Fraction | None:

@@ -24,7 +24,7 @@ from whet.errors import RewardError
 __all__ = ["Judged", "OnError", "checked_rewards", "judged", "raised", "said", "settled", "shown"]
 
 LOG = logging.getLogger(__name__)
-LARGEST = 1e15
+MAX_REWARD = 1e15
 """The size of a reward: beyond it, differences within a group are lost in double precision."""
 NO_NUMBERS = (
     str,
@@ -130,14 +130,14 @@ def judged(value: Any, ids: Sequence[str], *, name: str, nan_is_none: bool = Fal
         if item is None or (nan_is_none and _is_nan(item)):
             continue
         number = _number(item)
-        if abs(number) <= LARGEST:
+        if abs(number) <= MAX_REWARD:
             rewards[i] = number
             continue
         row, _, generation = ids[i].rpartition("_")
         if problem is None:
             problem = (
                 f"reward function {name} returned {shown(item)} for row {row}, generation {generation} (entry {i}), "
-                f"{_kind(item)}; return a finite number up to {LARGEST:g} in size, or None where it does not apply"
+                f"{_kind(item)}; return a finite number up to {MAX_REWARD:g} in size, or None where it does not apply"
             )
         wrong += 1
     return Judged(rewards=rewards, wrong=wrong, problem=problem)

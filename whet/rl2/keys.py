@@ -146,7 +146,7 @@ def _trained(role: str, section: str) -> dict[str, Key]:
 _TRAINER = {
     "project": Key("same", "trainer.metrics_logging_options.project_name"),
     "experiment_name": Key("same", "trainer.metrics_logging_options.run_name", "the run folder is ckpts/<its value>"),
-    "load_ckpt_from": Key("same", "trainer.resume", '"latest" too; a run without a checkpoint starts anew'),
+    "load_ckpt_from": Key("same", "trainer.resume", '"latest" too; a run without a checkpoint begins at step 1'),
     "load_ckpt_from_dir": Key("same", "trainer.resume"),
     "save_dir": Key("made", "trainer.run_dir", "the model is in final/ at the end, checkpoints in checkpoints/"),
     "save_freq": Key(

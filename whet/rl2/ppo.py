@@ -179,7 +179,7 @@ def updates(given: Given, gae: bool) -> Part:
     critic = given.count("critic.update_per_rollout", default=usual)
     if critic % number:
         given.problems.append(
-            f"critic.update_per_rollout={critic} is no multiple of actor.update_per_rollout={number}: the critic's "
+            f"critic.update_per_rollout={critic} is not a multiple of actor.update_per_rollout={number}: the critic's "
             "updates are parts of the actor's"
         )
     return flat | {"algo.critic_updates": max(1, critic // number), "algo.critic_warmup_steps": frozen}

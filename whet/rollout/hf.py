@@ -10,6 +10,7 @@ Dim legend: n rows, V vocabulary.
 
 from __future__ import annotations
 
+import inspect
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -30,6 +31,10 @@ from whet.rollout.requests import SamplingPlan, check_request, completed_string,
 from whet.rollout.simple import QueueEngine
 
 __all__ = ["HFEngine"]
+
+CACHES = ("past_key_values", "cache_params")
+"""What models call their cache, in their outputs and as an argument: most of them, and Mamba's relatives. RWKV's
+`state` is left out: with it transformers 5.23 mixes up the rows of a batch."""
 
 
 class HFEngine(QueueEngine):
@@ -68,6 +73,9 @@ class HFEngine(QueueEngine):
         self._vocabulary = int(self._module.get_input_embeddings().weight.shape[0])  # pyright: ignore
         self._positions = max_positions(self._module)
         self._decode, self._batch_size, self._grammars = decode, batch_size, grammars
+        takes = inspect.signature(self._module.forward).parameters
+        self._options = {"use_cache": True} | ({"logits_to_keep": 1} if "logits_to_keep" in takes else {})
+        """Of a forward pass; the logits of all tokens of a prompt would be the largest thing in memory."""
 
     def _check(self, request: Request) -> None:
         """Raises EngineError or ConfigError for a request that could never be served."""
@@ -117,9 +125,10 @@ class HFEngine(QueueEngine):
         tokens, logprobs = np.zeros((0, len(batch)), np.int64), np.zeros((0, len(batch)), np.float32)
         raw: list[np.ndarray] = []
         ended: dict[int, tuple[int, str]] = {}
-        cache, fresh = None, ids
+        cache: dict[str, Any] = {}
+        fresh = ids
         for step in range(plan.sampling.max_tokens):
-            logits, cache = self._forward(ids, fresh, cache)
+            logits, cache = self._forward(fresh if cache else ids, cache)
             scores = None if process is None else process(ids, logits.float())
             if scores is not None and not bool((scores > -torch.inf).any(1).all()):
                 raise EngineError("generation_kwargs leave no token to draw; loosen bad_words_ids and the like")
@@ -141,13 +150,14 @@ class HFEngine(QueueEngine):
         whole = (len(tokens), "length")
         return [self._output(r, i, ended.get(i, whole), tokens, logprobs, raw) for i, r in enumerate(batch)]
 
-    def _forward(self, ids: Tensor, fresh: Tensor, cache: object) -> tuple[Tensor, object]:
-        """Logits [n V] behind the last token: with the model's cache, or over everything where it keeps none."""
-        if cache is None:
-            out = self._module(input_ids=ids, use_cache=True)
-        else:
-            out = self._module(input_ids=fresh, past_key_values=cache, use_cache=True)
-        return out.logits[:, -1], out.past_key_values if "past_key_values" in out else None
+    def _forward(self, ids: Tensor, cache: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Logits [n V] behind the last token, and the model's cache by its name; {} where it keeps none.
+
+        Args: ids: Long [n T], what the cache does not hold.
+        """
+        out = self._module(input_ids=ids, **self._options, **cache)
+        name = next((name for name in CACHES if name in out), None)
+        return out.logits[:, -1], {} if name is None else {name: out[name]}
 
     def _look(self, batch: list[Request], tokens: np.ndarray, ended: dict[int, tuple[int, str]]) -> None:
         """Notes the rows that the last token has ended."""

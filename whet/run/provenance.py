@@ -42,7 +42,7 @@ BLOCK = 2**16
 """Words of 8 bytes in one sum: they fit a processor's cache."""
 BLOCKS_AT_ONCE = 256
 """Blocks of one operation away from the CPU."""
-TELL_BYTES = 8 * 2**30
+MIN_LOGGED_BYTES = 8 * 2**30
 """Weights on a CPU of this many bytes take seconds to read, which is then logged."""
 _GAMMA = 0x9E3779B97F4A7C15 - 2**64
 """The golden ratio as an int64: its multiples are spread over all words."""
@@ -282,7 +282,7 @@ def _model(
     digest = None
     if not view and (only_read or adapted):
         size = sum(t.numel() * t.element_size() for t in module.parameters() if t.device.type == "cpu")
-        if size >= TELL_BYTES:
+        if size >= MIN_LOGGED_BYTES:
             log.info("%s: hashing %.0f GB of weights for the checkpoint's resume check", role, size / 1e9)
         trained = {} if only_read else dict(module.named_parameters(remove_duplicate=False))
         digest = weights_digest(module, without={name for name, p in trained.items() if p.requires_grad})

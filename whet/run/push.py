@@ -368,7 +368,7 @@ def _repo(repo: str | None, folder: Path, who: Mapping[str, Any] | None) -> str:
     try:
         validate_repo_id(whole)
     except HFValidationError as error:
-        raise ConfigError(f"repo={whole!r} is no name on the hub: {error}; write repo=user/name") from error
+        raise ConfigError(f"repo={whole!r} is not a name on the hub: {error}; write repo=user/name") from error
     owner = whole.partition("/")[0]
     if who is not None:
         mine = [who["name"], *(org["name"] for org in who.get("orgs") or ())]

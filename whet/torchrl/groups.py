@@ -23,7 +23,7 @@ __all__ = ["COUNTERS", "GroupGatherer", "Trajectory", "mc_advantage"]
 
 RETURNS: dict[str, Callable[[Tensor], Tensor]] = {"max": torch.amax, "mean": torch.mean, "sum": torch.sum}
 """What the return of a trajectory is, of its rewards [T]."""
-LEAST_STD = 1e-6
+MIN_STD = 1e-6
 """What a group's deviation is held above, as TorchRL does."""
 COUNTERS = (
     "completed_trajectories",
@@ -273,7 +273,7 @@ def mc_advantage(trajectories: Iterable[Trajectory], grpo_size: int, **options: 
 def _relative(rewards: Tensor) -> Tensor:
     """(r − mean) / max(σ, 1e-6) of one group: [n], fp32, exactly 0 where all are equal."""
     g = Grouped.by(rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device))
-    return g.advantages((g.rewards - g.mean) / g.std(1).clamp(min=LEAST_STD))
+    return g.advantages((g.rewards - g.mean) / g.std(1).clamp(min=MIN_STD))
 
 
 def _checked_bounds(bounds: tuple[float, float] | None) -> tuple[float, float] | None:

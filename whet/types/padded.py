@@ -112,5 +112,5 @@ def _numbers(name: str, x: Tensor, counted: Tensor) -> Tensor:
     wrong = ~x.isfinite() & (counted if shape == whole else counted.any(1))
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0, 0])
-        raise DataError(f"TrainExample.{name} is not finite in row {row}; leave the row out, or mend the number")
+        raise DataError(f"TrainExample.{name} is not finite in row {row}; leave the row out, or fix the number")
     return x

@@ -289,7 +289,7 @@ def test_a_hub_that_answers_is_left_to_datasets_whatever_it_raises(online, monke
 
 def test_waiting_for_the_hub_is_said(online, monkeypatch):
     told, lines = threading.Event(), []
-    monkeypatch.setattr(sources, "TELL_S", 0.0)
+    monkeypatch.setattr(sources, "LOG_AFTER_S", 0.0)
     monkeypatch.setattr(sources.log, "warning", lambda text, *values: (lines.append(text % values), told.set()))
     monkeypatch.setattr(HfApi, "dataset_info", lambda *_, **__: told.wait(30))
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict({"prompt": ["a"]}))

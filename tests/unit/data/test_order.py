@@ -308,7 +308,7 @@ def test_ready_made_batches_keep_their_number():
 
 
 def test_skipping_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
-    monkeypatch.setattr(order, "TELL_S", -1.0)
+    monkeypatch.setattr(order, "LOG_INTERVAL_S", -1.0)
     stream = PromptStream(Stream(5), batch_size=2)
     take(stream, 1)
     with caplog.at_level("INFO", logger="whet"):
@@ -402,7 +402,7 @@ def test_held_out_rows_are_not_those_that_an_epoch_would_have_begun_with():
 
 
 def test_encoding_that_takes_long_says_how_far_it_is(monkeypatch, caplog):
-    monkeypatch.setattr(order, "TELL_S", -1.0)
+    monkeypatch.setattr(order, "LOG_INTERVAL_S", -1.0)
     with caplog.at_level("INFO", logger="whet"):
         PromptStream(rows(4), batch_size=2, encode=lambda row, place: None if place == 1 else row)
     assert [r.getMessage() for r in caplog.records] == [f"encoded {n} of 4 prompts" for n in (1, 2, 3, 4)]

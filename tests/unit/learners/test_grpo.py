@@ -271,12 +271,12 @@ def test_groups_without_signal_are_run_where_another_term_needs_them(monkeypatch
 
 
 def test_a_sequence_has_signal_where_a_token_that_counts_has_an_advantage_of_either_sign():
-    batch = random_batch((3, [2, 2, 2, 2]))
+    batch = random_batch((3, [2, 2, 2, 2, 2]))
     batch = batch.replace(
-        advantages=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, -1.0, 2.0, 2.0]),
-        mask=torch.tensor([True, True, True, True, True, True, False, False]),
+        advantages=torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, -1.0, 2.0, 2.0, torch.nan, 1.0]),
+        mask=torch.tensor([True, True, True, True, True, True, False, False, False, True]),
     )
-    assert with_signal(batch).tolist() == [0, 2]
+    assert with_signal(batch).tolist() == [0, 2, 4]  # what is not a number where nothing is trained takes none away
 
 
 # ---- what is not trained -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from helpers import cluster, completion, length_reward, prompt, rows
 
 from whet.config import DataConfig, GRPOConfig
 from whet.learners.grpo import GRPOLearner
-from whet.learners.samples import MOST, sample_shown
+from whet.learners.samples import MAX_CHARACTERS, sample_shown
 from whet.rewards.manager import RewardManager
 from whet.types import Group
 
@@ -44,11 +44,11 @@ def test_the_prompt_is_another_each_time_and_one_whose_rewards_differ_where_ther
 
 def test_messages_lines_and_control_characters_are_readable():
     chat = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1"}]
-    answers = [[{"role": "assistant", "content": text}] for text in ("a\n\x1b[2J" + "b" * 2 * MOST, "c")]
+    answers = [[{"role": "assistant", "content": text}] for text in ("a\n\x1b[2J" + "b" * 2 * MAX_CHARACTERS, "c")]
     shown = sample_shown(1, rewarded([1.0, 0.0], answers, [chat]))
     asked, best = "sample of step 1, row 0: system: Add.\n    user: 1+1", "  best (reward 1, 2 tokens): a\n    ␛[2Jb"
     assert shown.startswith(f"{asked}\n{best}")
-    assert "characters] bbb" in shown and len(shown) < 2 * MOST and shown.endswith("): c")
+    assert "characters] bbb" in shown and len(shown) < 2 * MAX_CHARACTERS and shown.endswith("): c")
 
 
 def test_a_run_shows_samples_every_n_steps_and_its_lengths_in_the_progress_line(caplog, capsys):

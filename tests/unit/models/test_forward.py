@@ -132,7 +132,7 @@ def test_chunks_and_their_recomputation_change_nothing(monkeypatch):
     loaded = load_model(tiny())
     for support in (SUPPORTS["temperature"], SUPPORTS["all at once"]):
         whole = run(loaded, support)
-        monkeypatch.setattr(forward, "HELD_BYTES", 0)
+        monkeypatch.setattr(forward, "MAX_KEPT_BYTES", 0)
         monkeypatch.setattr(forward, "CHUNK_BYTES", 3 * VOCAB * 4)
         parts = run(loaded, support)
         monkeypatch.undo()
@@ -215,7 +215,7 @@ def test_packed_rows_for_a_model_that_takes_none_are_refused():
 @pytest.mark.parametrize("name", ["temperature", "repetition penalty"])
 @pytest.mark.parametrize("held", [0, 10**9])
 def test_constants_are_of_the_distribution_drawn_from(name, held, monkeypatch):
-    monkeypatch.setattr("whet.models.forward.HELD_BYTES", held)
+    monkeypatch.setattr("whet.models.forward.MAX_KEPT_BYTES", held)
     loaded, support = load_model(tiny()), SUPPORTS[name]
     (micro,) = plan_micro_batches(BATCH, max_tokens=1000)
     other = lambda v: dataclasses.replace(micro, targets=torch.full_like(micro.targets, v))

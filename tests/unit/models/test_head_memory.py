@@ -115,7 +115,7 @@ def test_a_pass_holds_a_chunk_of_logits(kind, support, tied, train, monkeypatch)
 
     def peak(completions, chunk):
         monkeypatch.setattr(forward, "CHUNK_BYTES", chunk * ROW)
-        monkeypatch.setattr(forward, "HELD_BYTES", 0)
+        monkeypatch.setattr(forward, "MAX_KEPT_BYTES", 0)
         head = partial(linear_stats, chunk_bytes=chunk * ROW, held_bytes=0)
         monkeypatch.setattr(forward, "linear_stats", head)
         (micro,) = plan_micro_batches(random_batch((4, [32] * completions)), max_tokens=10_000)

@@ -144,7 +144,7 @@ def test_json_that_is_none_is_named(folder, name, content):
 
 
 def test_a_config_of_megabytes_is_not_read(folder, monkeypatch):
-    monkeypatch.setattr(read, "LARGEST", 100)
+    monkeypatch.setattr(read, "MAX_CONFIG_BYTES", 100)
     assert "config.json has" in (said := refused(folder)) and "more than 100" in said
 
 

@@ -96,7 +96,7 @@ def test_weights_that_take_long_to_read_are_said(monkeypatch, caplog):
     model = tiny_model()
     provenance._model("reference", model, True)
     assert not caplog.messages
-    monkeypatch.setattr(provenance, "TELL_BYTES", 1)
+    monkeypatch.setattr(provenance, "MIN_LOGGED_BYTES", 1)
     provenance._model("actor", model, False)
     assert not caplog.messages  # which is trained, so it is not read
     provenance._model("reference", model, True)

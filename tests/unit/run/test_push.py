@@ -147,7 +147,7 @@ def test_a_dry_run_asks_nobody_and_sends_the_same(finished, capsys):
 @pytest.mark.parametrize(
     ("given", "hub", "said"),
     [
-        ({"repo": "a b"}, {}, "is no name on the hub"),
+        ({"repo": "a b"}, {}, "is not a name on the hub"),
         ({"repo": "other/x"}, {}, "the token is of me, lab, not of other"),
         ({"repo": "lap/x"}, {}, "did you mean lab"),
         ({}, {"role": "read"}, "the token may only read"),

@@ -69,7 +69,7 @@ inline void score(const float* q, const T* k, int count, int hidden, int size, f
     const int whole = count / W * W;
     for (int j = 0; j < whole; j += W) store(p + j, scores_of(q, k + j * size, size));
     if (whole < count) {
-        alignas(64) T room[W * MOST];
+        alignas(64) T room[W * MAX_HEAD_SIZE];
         std::memcpy(room, k + whole * size, sizeof(T) * (count - whole) * size);
         std::memset(room + (count - whole) * size, 0, sizeof(T) * (W - count + whole) * size);
         store(p + whole, scores_of(q, room, size));
@@ -125,7 +125,7 @@ inline void look_at(const float* const* q, Seen* seen, int queries, const int* h
 template <class T>
 void look(const float* const* q, Seen* seen, int queries, const int64_t* first, const T* k, const T* v, int64_t begin,
           int64_t end, int size) {
-    alignas(64) float keys[BLOCK * MOST], values[BLOCK * MOST];
+    alignas(64) float keys[BLOCK * MAX_HEAD_SIZE], values[BLOCK * MAX_HEAD_SIZE];
     for (int64_t at = begin; at < end; at += BLOCK) {
         const int count = int(std::min<int64_t>(BLOCK, end - at));
         int hidden[TILE];
@@ -146,7 +146,7 @@ void look(const float* const* q, Seen* seen, int queries, const int64_t* first, 
 // Norm, rotation and place of one head of one row: x [D] -> out [D] as floats.
 template <class T>
 void turned(const T* x, const T* weight, float epsilon, const T* cos, const T* sin, int size, float* out) {
-    alignas(64) float y[MOST + MOST / 2];  // its first half once more behind it
+    alignas(64) float y[MAX_HEAD_SIZE + MAX_HEAD_SIZE / 2];  // its first half once more behind it
     const T* kind = nullptr;
     if (weight) {
         vec squares{};
@@ -187,7 +187,7 @@ void attend(const Step& s, const Layer& layer, const T* qkv, T* out) {
                 q[2 * size + 1] = -INFINITY;
             }
             for (int64_t h = 0; h < s.kv; h++) {
-                alignas(64) float k[MOST];
+                alignas(64) float k[MAX_HEAD_SIZE];
                 const T* weight = norm ? norm + (s.heads + h) * size : nullptr;
                 turned(x + (s.heads + h) * size, weight, float(layer.key_epsilon), c, n, size, k);
                 int64_t at = ((row * s.kv + h) * layer.places + s.made[row]) * size;

@@ -11,7 +11,7 @@
 
 namespace {
 
-constexpr int LONG = MOST + W;  // an odd number of cache lines, so that rows of floats don't share their sets
+constexpr int LONG = MAX_HEAD_SIZE + W;  // an odd number of cache lines, so that rows of floats don't share their sets
 
 template <class T> struct Multiplied { typedef float C; };
 #if defined(__AVX512BF16__)

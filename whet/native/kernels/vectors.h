@@ -20,7 +20,7 @@ constexpr int W = 8;
 #endif
 constexpr int DEEP = W == 16 ? 12 : 6;  // rows of a product that fill the registers,
 constexpr int PANEL = 2 * W;            // with so many columns
-constexpr int MOST = 256;               // head size
+constexpr int MAX_HEAD_SIZE = 256;               // head size
 typedef float vec __attribute__((vector_size(4 * W)));
 typedef float loose_vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t ints __attribute__((vector_size(4 * W)));

@@ -1,0 +1,60 @@
+"""The naive engine runs a token once where the model keeps a cache, whatever the model calls it."""
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from whet.ops.uniform import address_key, uniform
+from whet.rollout.base import Request, Sampling
+from whet.rollout.engine.sampler import sample_rows
+from whet.rollout.hf import HFEngine
+from whet.rollout.requests import make_plan
+
+ENDS = {"vocab_size": 40, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+MODELS = {
+    "past_key_values": lambda: tf.BloomForCausalLM(tf.BloomConfig(hidden_size=32, n_layer=2, n_head=4, **ENDS)),
+    "cache_params": lambda: tf.MambaForCausalLM(
+        tf.MambaConfig(hidden_size=16, num_hidden_layers=2, state_size=4, initializer_range=0.5, **ENDS)
+    ),
+}
+NEW, ADDRESSES = 6, [(0, 0, 0, 0), (0, 0, 0, 1)]
+
+
+def naive(model, ids):
+    """Each token from the whole context, run again; every logit of it is made."""
+    sampling = Sampling(max_tokens=NEW)
+    keys, found = torch.tensor([address_key(*a) for a in ADDRESSES]), []
+    for step in range(NEW):
+        with torch.no_grad():
+            logits = model(input_ids=ids, use_cache=False).logits[:, -1]
+        place = torch.full((2,), step)
+        token, logprob = sample_rows(logits, make_plan(sampling), u=uniform(keys, place), position=place, seen=None)
+        ids = torch.cat([ids, token[:, None]], 1)
+        found.append((token, logprob))
+    return tuple(torch.stack(column, 1) for column in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_token_is_run_once_under_every_name_of_a_cache(name, monkeypatch):
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    prompt = np.arange(1, 12, dtype=np.int32)
+    tokens, logprobs = naive(model, torch.from_numpy(np.stack([prompt, prompt])).long())
+    seen, forward = [], type(model).forward
+
+    def watched(self, input_ids=None, logits_to_keep=0, **kwargs):
+        out = forward(self, input_ids=input_ids, logits_to_keep=logits_to_keep, **kwargs)
+        seen.append((input_ids.shape[1], out.logits.shape[1]))
+        return out
+
+    engine = HFEngine(model)
+    monkeypatch.setattr(type(model), "forward", watched)
+    sampling = Sampling(max_tokens=NEW)
+    engine.submit(
+        [Request(id=i, tokens=prompt, sampling=sampling, group=0, address=a) for i, a in enumerate(ADDRESSES)]
+    )
+    outputs = sorted(engine.poll(), key=lambda o: o.id)
+    assert seen == [(11, 1)] + [(1, 1)] * (NEW - 1)  # tokens that are run, and logits that are made
+    assert [o.tokens.tolist() for o in outputs] == tokens.tolist()
+    torch.testing.assert_close(torch.tensor(np.stack([o.logprobs for o in outputs])), logprobs, atol=1e-5, rtol=0)
