@@ -136,7 +136,7 @@ def goes_through(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] 
 
 def writes_date(tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any] | None = None) -> bool:
     """Whether a chat template writes the date, as those of Llama 3.2 and gpt-oss do: prompts differ from day to day."""
-    return DAY in str((options or {}).get("chat_template", tokenizer.chat_template))
+    return _WRITTEN.search(str((options or {}).get("chat_template", tokenizer.chat_template))) is not None
 
 
 def alike(a: str, b: str) -> str:

@@ -8,7 +8,9 @@ from transformers import TrainerCallback
 
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import WhetError
+from whet.learners.symptoms import symptoms
 from whet.run.interrupts import Stopped
+from whet.train.role_trainer import lower_rate
 from whet.trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from whet.trl.trainer.words import in_trl_words, translated
 
@@ -92,3 +94,20 @@ def test_an_error_stays_what_it_is():
     assert translated("mytrainer.max_steps and max_tokens_to_generate_x") == (
         "mytrainer.max_steps and max_tokens_to_generate_x"
     )
+
+
+def test_what_is_warned_of_is_in_them_too(tmp_path, caplog):
+    def nothing(completions, **_):
+        return [0.0] * len(completions)
+
+    grpo(tmp_path, reward=nothing, max_steps=3).train()
+    assert "raise max_completion_length" in caplog.text and "raise num_generations or temperature" in caplog.text
+    rows_of_metrics = [
+        {"completions/clipped_ratio": 1.0, "sampling/sampling_logp_difference/mean": 1.0},
+        {"kl": 9.0, "entropy/token_mean": 0.0},
+        {"entropy/token_mean": 9.0},
+    ]
+    found = [told.message for row in rows_of_metrics for s in symptoms(None).values() if (told := s.find(row))]
+    assert len(found) == 5
+    for message in [*found, lower_rate()]:
+        assert not FOREIGN.search(translated(message)) and not re.search(r"(actor|algo)\.|_when", translated(message))

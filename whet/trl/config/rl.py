@@ -71,8 +71,8 @@ class RLArguments(Arguments):
             )
         if (regex := self.vllm_structured_outputs_regex) is not None:
             raise ConfigError(
-                f"vllm_structured_outputs_regex={regex!r} is not taken with use_vllm=True: its logprobs would be of the "
-                "constrained distribution; leave use_vllm out, whet's own engine has it"
+                f"vllm_structured_outputs_regex={regex!r} is not taken with use_vllm=True: its logprobs would be those "
+                "of a constrained distribution; leave use_vllm out, whet's own engine has it"
             )
         cut = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
         cut = {name: value for name, value in cut.items() if value not in (None, 0, 1.0)}

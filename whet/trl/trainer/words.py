@@ -1,10 +1,11 @@
-"""Errors of the layers below in TRL's words: fields of whet's sections become the arguments that a script has.
+"""Errors and warnings of the layers below in TRL's words: fields of whet's sections become a script's arguments.
 
 Whoever raises knows whet's own names alone; here is the one place where a front translates what it lets through.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,9 +33,25 @@ _PHRASES = {
     r"name columns by data\.\*_column": "rename them, or in SFT name that of texts in dataset_text_field",
     r"text_column, or in prompt_column and response_column": "dataset_text_field",
     r", or set on_empty to drop": "",
+    r"(resume from an earlier checkpoint) \(trainer\.resume=.*?that was saved": r"\1 with a lower learning_rate",
+    r"\(data\.apply_chat_template=true\)": "(conversational prompts)",
+    r"\(rollout\.eos_tokens\)": "(model.generation_config.eos_token_id)",
+    r"(; )?trainer\.stop_when\.\S+ ends a run there, trainer\.warn_when\.\S+ sets the bound": "",
+    r"take rollout_engine=embedded(, which samples with the trainer's own weights)": r"leave use_vllm out\1",
+    r"actor\.dtype=float32": "set bf16=False",
+    r"algo\.sampler_is=token": "vllm_importance_sampling_mode",
+    r"algo\.policy_loss_fn and algo\.loss_agg_mode": "loss_type",
 }
 """What a message says -> what it says here; the first ones first."""
 _NAMES = {
+    "actor.lr": "learning_rate",
+    "algo.advantage_estimator": "scale_rewards",
+    "algo.beta": "beta",
+    "algo.entropy_coef": "entropy_coef",
+    "algo.epsilon_high": "epsilon_high",
+    "algo.mask_truncated_completions": "mask_truncated_completions",
+    "algo.num_generations": "num_generations",
+    "algo.reward_weights": "reward_weights",
     "data.batch_size": "per_device_train_batch_size",
     "data.max_length": "max_length",
     "optim.lr": "learning_rate",
@@ -48,6 +65,7 @@ _NAMES = {
     "rollout.generation_kwargs": "generation_kwargs",
     "rollout.max_prompt_length": "max_prompt_length",
     "rollout.max_tokens_to_generate": "max_completion_length",
+    "rollout.temperature": "temperature",
     "trainer.checkpoint_root_directory": "output_dir",
     "trainer.max_steps": "max_steps",
     "trainer.max_tokens_per_microbatch": "max_tokens_per_microbatch",
@@ -70,11 +88,24 @@ def translated(text: str) -> str:
     return _NAMED.sub(lambda found: _NAMES[found[1]], text)
 
 
+class _Warnings(logging.Filter):
+    """Translates what is logged."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Lets every record pass."""
+        record.msg, record.args = translated(record.getMessage()), ()
+        return True
+
+
 @contextmanager
 def in_trl_words() -> Iterator[None]:
-    """Translates whet's errors that pass, each still of its class and with its traceback."""
+    """Translates whet's errors that pass, each still of its class and with its traceback, and what is logged."""
+    log, words = logging.getLogger("whet"), _Warnings()
+    log.addFilter(words)
     try:
         yield
     except (WhetError, Stopped) as error:
         error.args = (translated(str(error)),)
         raise
+    finally:
+        log.removeFilter(words)
