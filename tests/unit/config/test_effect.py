@@ -82,7 +82,7 @@ def test_the_kl_s_correction_goes_by_ppos_name_of_the_estimate_too():
     ("cls", "fields"),
     [
         (PPOConfig, {"beta": 0.0}),
-        (PPOConfig, {"beta": 0.0, "advantage_estimator": "maxrl"}),
+        (PPOConfig, {"beta": 0.0, "advantage_estimator": "maxrl", "num_generations": 2}),
         (PPOConfig, {"loss_agg_mode": "sequence-mean-token-mean", "loss_agg_units": "all"}),
         (GRPOConfig, {"beta": 0.0, "kl_type": "reward", "advantage_estimator": "maxrl"}),
         (GRPOConfig, {"loss_agg_mode": "sequence-mean-token-sum-norm", "loss_agg_units": "all"}),
