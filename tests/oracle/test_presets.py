@@ -215,9 +215,9 @@ def reinforce_pp(e):
     return mean_of_means([clipped(rho, a) for rho, a in zip(e.rho, whitened(earned), strict=True)])
 
 
-def reinforce_pp_baseline(e):
+def reinforce_pp_baseline(e, beta=1e-5):
     advantages = whitened([a * torch.ones(n) for a, n in zip(centred(e), e.lengths, strict=True)])
-    kl = [0.01 * 0.5 * (now - ref) ** 2 for now, ref in zip(e.now, e.ref, strict=True)]
+    kl = [beta * 0.5 * (now - ref) ** 2 for now, ref in zip(e.now, e.ref, strict=True)]
     return mean_of_means([clipped(rho, a) + k for rho, a, k in zip(e.rho, advantages, kl, strict=True)])
 
 
@@ -253,16 +253,16 @@ def gdpo(e):
         r = e.of_prompt(e.table[name])
         total = total + weight * (r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-6)
     advantages = ((total - total.mean()) / (total.std() + 1e-6)).flatten()
-    return mean_of_means([clipped(rho, a) for rho, a in zip(e.rho, advantages, strict=True)])
+    return mean_of_tokens([clipped(rho, a) for rho, a in zip(e.rho, advantages, strict=True)])
 
 
 def dppo(e):
-    rows = []
-    for now, old, a in zip(e.now, e.old, scaled(e), strict=True):
+    total = 0.0
+    for now, old, a in zip(e.now, e.old, centred(e), strict=True):
         moved = now.detach().exp() - old.exp()
         kept = moved <= 0.2 if a > 0 else moved >= -0.2
-        rows.append(torch.where(kept, -(now - old).exp() * a, 0.0))
-    return mean_of_tokens(rows)
+        total = total + torch.where(kept, -(now - old).exp() * a, 0.0).sum() / LONGEST
+    return total / e.number
 
 
 def rl2_reinforce(e):
@@ -344,6 +344,22 @@ def test_what_the_critic_learns_by_a_preset(name, lam, beta, clip):
 
 def test_every_preset_has_a_source_to_be_compared_with():
     assert {*FORMULAS, "trl_grpo", "trl_rloo"} == set(presets.PRESETS)
+
+
+def test_the_kl_of_reinforce_pp_baseline_where_it_is_felt():
+    e = Example(1, size=4)
+    close(whet(presets.reinforce_pp_baseline(beta=0.1), e), of_source(reinforce_pp_baseline(e, 0.1), e))
+
+
+def test_dppo_s_ratio_may_be_cut_off():
+    e = Example(1, size=4)
+    rows = []
+    for rho, now, old, a in zip(e.rho, e.now, e.old, centred(e), strict=True):
+        moved = now.detach().exp() - old.exp()
+        kept = moved <= 0.2 if a > 0 else moved >= -0.2
+        rows.append(torch.where(kept, -rho.detach().clamp(max=5.0) * a * now, 0.0).sum() / LONGEST)
+    found = whet(presets.dppo(policy_loss_fn="cispo-trl", epsilon_high=5.0), e)
+    close(found, of_source(sum(rows) / e.number, e))
 
 
 def test_equation_8_of_dapo_is_a_mean_over_prompts_and_its_code_one_over_tokens():

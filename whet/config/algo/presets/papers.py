@@ -1,8 +1,9 @@
 """Methods as their papers have them. Symbols: g the group (prompt) of completion i, G its size, N all completions, n_i
 the tokens of one, ρ = π/π_old of a token, A the advantage, sg without gradient; a loss is minimised.
 
-"Not verified" is a value that a paper may state, and that was not looked up there: it is a usual one. Where a paper
-divides by a deviation alone, 1e-6 is added to it here (advantage_eps), and the deviation is that of a sample.
+"Not verified" is a value that a paper may state, and that was found neither there nor in its authors' code: it is a
+usual one. Where a paper divides by a deviation alone, 1e-6 is added to it here (advantage_eps), and the deviation
+is that of a sample.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def dr_grpo(**changes: Any) -> GRPOConfig:
     A_i = r_i − mean_g(r); L = (1/N) Σ_i (1/T) Σ_t −min(ρ A, clip(ρ, 1 ± ε) A), T the longest completion allowed
     (rollout.max_tokens_to_generate, or loss_agg_norm).
     Args: changes: fields in place of these.
-    Source: arXiv:2503.20783, section 3; the paper's equation has no 1/T, its code divides by that constant. 8
-        completions and no KL: the authors' repository (as TRL's paper index has it). ε = 0.2: not verified.
+    Source: arXiv:2503.20783, section 3; the paper's equation has no 1/T, its code divides by that constant. ε = 0.2, 8
+        completions and no KL: table 6.
 
     >>> dr_grpo().loss_agg_mode
     'sequence-mean-token-scale'
@@ -119,7 +120,7 @@ def gspo(**changes: Any) -> GRPOConfig:
     Args: changes: fields in place of these.
     Source: arXiv:2507.18071, equations 5 to 7; ε = 3e-4 and ε_high = 4e-4: section 5.1, with four mini-batches of each
         rollout (trainer.mini_batch_size a quarter of the step). No KL: an author's word at verl. The number of
-        completions: not verified, 8.
+        completions is not stated: 8.
 
     >>> gspo().clip_range
     (0.0003, 0.0004)
@@ -149,9 +150,9 @@ def cispo(**changes: Any) -> GRPOConfig:
 
     L = Σ_i Σ_t −sg(min(ρ, 1 + ε_high)) A log π / Σ_i n_i, A as in GRPO.
     Args: changes: fields in place of these; cispo_epsilon_low sets the lower bound.
-    Source: MiniMax-M1, arXiv:2506.13585, equations 4 and 5, section 3.1: no lower bound, no KL. ε_high is not stated
-        there: 4.0, ScaleRL's cap of 5. The number of completions: not verified, 16. The paper adds DAPO's dynamic
-        sampling and length penalty: dynamic_sampling=True, overlong_buffer={"enable": True}.
+    Source: MiniMax-M1, arXiv:2506.13585, equations 4 and 5, section 3.1: no lower bound, no KL. Neither ε_high
+        nor the number of completions is stated in sections 3 to 5: 4.0, ScaleRL's cap of 5, and 16, DAPO's. The paper
+        adds DAPO's dynamic sampling and length penalty: dynamic_sampling=True, overlong_buffer={"enable": True}.
 
     >>> cispo().epsilon_high
     4.0
@@ -168,7 +169,8 @@ def scale_rl(**changes: Any) -> GRPOConfig:
     Prompts whose rewards are all equal are left out and not replaced: dynamic_sampling with one batch of prompts, which
     needs trainer.max_steps.
     Args: changes: fields in place of these.
-    Source: arXiv:2510.13786, its recipe; ε_max = 5.0 and 16 completions as TRL's paper index has them.
+    Source: arXiv:2510.13786, sections 3.2 and 4; 16 completions and no KL: section 2; ε_max = 5.0 as TRL's paper
+        index has it, where appendix A.17 finds 4, 5 and 8 alike.
         Left out: the filter of prompts that have become easy, interruptions of long completions, asynchrony.
 
     >>> scale_rl().loss_agg_mode
@@ -196,7 +198,8 @@ def reinforce_pp(**changes: Any) -> GRPOConfig:
     r_t = −β (log π_old − log π_ref), and r_i at the last token; G_t = Σ_{s ≥ t} r_s; A_t = (G_t − mean)/std over the
     tokens of the batch; L = (1/N) Σ_i (1/n_i) Σ_t −min(ρ A, clip(ρ, 1 ± ε) A).
     Args: changes: fields in place of these.
-    Source: arXiv:2501.03262. β = 0.01, ε = 0.2 and the mean over tokens within a completion: not verified.
+    Source: arXiv:2501.03262v9, equations 1, 4 and 5, algorithm 1. It states neither β nor ε: 0.01 of the authors'
+        script (OpenRLHF's train_reinforce_llama_ray.sh), and 0.2, the default of OpenRLHF.
 
     >>> reinforce_pp().num_generations
     1
@@ -211,13 +214,14 @@ def reinforce_pp_baseline(**changes: Any) -> GRPOConfig:
     a_i = r_i − mean_g(r), A_i = (a_i − mean)/std over the tokens of the batch;
     L = (1/N) Σ_i (1/n_i) Σ_t [−min(ρ A, clip(ρ, 1 ± ε) A) + β (log π − log π_ref)²/2].
     Args: changes: fields in place of these.
-    Source: arXiv:2501.03262. 8 completions, β = 0.01, ε = 0.2 and the mean within a completion: not verified.
+    Source: arXiv:2501.03262v9, equations 1 and 6 to 8. It states neither β, ε nor the number of completions: 1e-5 and
+        8 of the authors' script (OpenRLHF's train_reinforce_baseline_hybrid_engine.sh), and 0.2, its default.
 
     >>> reinforce_pp_baseline().kl_loss_mode
     'k2'
     """
     fields = {"num_generations": 8, "advantage_estimator": "reinforce_plus_plus_baseline", **_CLIPPED}
-    kl = {"kl_type": "loss", "kl_loss_mode": "k2", "beta": 0.01}
+    kl = {"kl_type": "loss", "kl_loss_mode": "k2", "beta": 1e-5}
     return GRPOConfig(**{**fields, **kl, **_OF_SEQUENCES, **changes})
 
 
@@ -226,8 +230,8 @@ def sapo(**changes: Any) -> GRPOConfig:
 
     L = (1/N) Σ_i (1/n_i) Σ_t −A σ(τ (ρ − 1)) 4/τ, τ = 1.0 where A > 0, else 1.05; A as in GRPO.
     Args: changes: fields in place of these.
-    Source: arXiv:2511.20347; τ as TRL's paper index has them. The number of completions, and that there is no KL: not
-        verified, 8.
+    Source: arXiv:2511.20347, equations 5 and 6, without a KL; τ as TRL's paper index has them. The number of
+        completions: not verified, 8.
 
     >>> sapo().sapo_temperature_neg
     1.05
@@ -257,8 +261,8 @@ def luspo(**changes: Any) -> GRPOConfig:
 
     L = (1/N) Σ_i n_i · −min(s A, clip(s, 1 − ε, 1 + ε_high) A), s and A as in GSPO.
     Args: changes: fields in place of these.
-    Source: arXiv:2602.05261, as TRL's loss_type="luspo" has it; ε = 2e-3 and ε_high = 2.5e-3: section 5.1, as TRL's
-        paper index has them. The number of completions: not verified, 8.
+    Source: arXiv:2602.05261, equations 6 and 7, without a KL; ε = 2e-3, ε_high = 2.5e-3 and 8 completions:
+        section 5.1.
 
     >>> luspo().loss_agg_mode
     'seq-mean-token-sum'
@@ -288,8 +292,9 @@ def opo(**changes: Any) -> GRPOConfig:
 
     A_i = r_i − Σ_g n r / Σ_g n; L = (1/N) Σ_i −A_i Σ_t log π. One update of each rollout.
     Args: changes: fields in place of these.
-    Source: arXiv:2505.23585: exact on-policy training, no KL and no entropy bonus. The number of completions: not
-        verified, 8. verl's recipe of it takes the mean over tokens: loss_agg_mode="token-mean".
+    Source: arXiv:2505.23585: exact on-policy training, no KL and no entropy bonus (the abstract, and the authors'
+        README); the baseline: verl's page of it, which the abstract names. The number of completions: not verified, 8.
+        verl's recipe of it takes the mean over tokens: loss_agg_mode="token-mean".
 
     >>> opo().num_iterations
     1
@@ -303,7 +308,8 @@ def remax(**changes: Any) -> GRPOConfig:
 
     A_i = r_i − r(greedy); L = (1/N) Σ_i −A_i Σ_t log π.
     Args: changes: fields in place of these; with beta a KL (k1) comes into the rewards of tokens.
-    Source: arXiv:2310.10505, algorithm 1: one completion of each prompt. That it has no KL: not verified.
+    Source: arXiv:2310.10505, algorithm 1: one completion of each prompt, no KL. The authors' scripts (liziniu/ReMax)
+        have β = 0.05 at each token, not summed over those after it, and rewards discounted by 0.99 a token.
 
     >>> remax().num_generations
     1
@@ -316,29 +322,35 @@ def gdpo(**changes: Any) -> GRPOConfig:
     """GDPO: GRPO for several rewards, each normalised in its group by itself, their sum by the batch.
 
     z_k = (r_k − mean_g(r_k)) / std_g(r_k) of each reward function; R = Σ_k w_k z_k; A = (R − mean(R)) / std(R) over the
-    batch; the loss is GRPO's without the KL.
+    batch; L = Σ_i Σ_t −min(ρ A, clip(ρ, 1 ± ε) A) / Σ_i n_i.
     Args: changes: fields in place of these; reward_weights are the w.
-    Source: arXiv:2601.05242. ε = 0.2, 8 completions, and that there is no KL: not verified.
+    Source: arXiv:2601.05242, equations 4 to 7. 4 completions: section 4.1; ε = 0.2, no KL and the mean over tokens: the
+        authors' code (verl-GDPO of NVlabs/GDPO), where equation 3, GRPO's, has a mean within each completion. Section
+        4.2 has 16 completions and DAPO's bounds.
 
     >>> gdpo(reward_weights=(1.0, 0.5)).advantage_estimator
     'gdpo'
     """
-    fields = {"num_generations": 8, **_SCALED, "advantage_estimator": "gdpo", **_CLIPPED, **_NO_KL, **_OF_SEQUENCES}
+    fields = {"num_generations": 4, **_SCALED, "advantage_estimator": "gdpo", **_CLIPPED, **_NO_KL, **_OF_TOKENS}
     return GRPOConfig(**{**fields, **changes})
 
 
 def dppo(**changes: Any) -> GRPOConfig:
     """DPPO (Binary-TV): no clip of the ratio; tokens whose probability has moved too far are left out.
 
-    L = Σ_i Σ_t −m ρ A / Σ_i n_i, m = 0 where A > 0 and π − π_old > δ, or A ≤ 0 and π_old − π > δ; else 1; A as in GRPO.
-    Args: changes: fields in place of these; loss_masks=("dppo-kl",) is its Binary-KL.
-    Source: arXiv:2602.04879, the mask as verl has it. δ = 0.2, 8 completions, the advantage and the mean over tokens:
-        not verified.
+    A_i = r_i − mean_g(r); L = (1/N) Σ_i (1/T) Σ_t −m ρ A, m = 0 where A > 0 and π − π_old > δ, or A ≤ 0 and
+    π_old − π > δ; else 1; T the longest completion allowed, as in dr_grpo.
+    Args: changes: fields in place of these; loss_masks=("dppo-kl",), dppo_threshold=0.05 is its Binary-KL.
+        policy_loss_fn="cispo-trl", epsilon_high=5.0 cuts the ratio off at 5, as the runs of appendix E do.
+    Source: arXiv:2602.04879, equations 12 and 13; the equation has no 1/T, the authors' script (verl's
+        examples/dppo_trainer/run_qwen30b_dppo.sh) divides by that constant, and has no KL. A: appendix C.1; δ = 0.2
+        and 16 completions: appendix E.
 
     >>> dppo().loss_masks
     ('dppo-tv',)
     """
-    fields = {"num_generations": 8, **_SCALED, **_CLIPPED, "epsilon": 1e9, **_NO_KL, **_OF_TOKENS}
+    fields = {"num_generations": 16, "advantage_estimator": "drgrpo", **_CLIPPED, "epsilon": 1e9, **_NO_KL}
+    fields = {**fields, "loss_agg_mode": "sequence-mean-token-scale"}
     return GRPOConfig(**{**fields, "loss_masks": ("dppo-tv",), "dppo_threshold": 0.2, **changes})
 
 
@@ -350,7 +362,7 @@ def ppo(**changes: Any) -> PPOConfig:
     Σ ½ max((v − R)², (clip(v, V ± c) − R)²) / Σ_i n_i, R = A + V before whitening.
     Args: changes: fields in place of these.
     Source: arXiv:1707.06347, equations 7, 11 and 12; ε = 0.2: table 1, λ = 0.95: table 3, where γ is 0.99. γ = 1 and
-        β = 0.02: InstructGPT, arXiv:2203.02155, appendix C, not verified. The whitening, c = 0.2 and the mean over
+        β = 0.02: InstructGPT, arXiv:2203.02155, appendix C.4. The whitening, c = 0.2 and the mean over
         tokens are usual in code, in neither paper.
 
     >>> ppo().gae_lambda, ppo(gae_lambda=1.0).gae_lambda
