@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from whet.cli.help import command_help, topic_of
-from whet.util.lines import fitted
+from whet.util.lines import columned, fitted
 from whet.util.streams import bury, open_descriptors, unfailing, unread
 
 __all__ = ["explained", "main", "print_text"]
@@ -87,7 +87,7 @@ def explained(who: str, work: Callable[[], Any]) -> int:
 
 def _dispatch(command: str, words: list[str]) -> None:
     if command in ("-h", "--help", "help"):
-        print_text(_help())
+        _print_help(_help())
     elif command in ("version", "--version", "-V"):
         from whet._version import __version__
 
@@ -103,7 +103,7 @@ def _dispatch(command: str, words: list[str]) -> None:
             raise ConfigError(f"{command!r} is no command; name one first, e.g. {whole}")
         raise lookup_error("command", command, COMMANDS)
     elif (topic := topic_of(words)) is not None:
-        print_text(_command_help(command, words, topic))
+        _print_help(_command_help(command, words, topic))
     elif command == "data":
         _data(words)
     else:
@@ -333,6 +333,11 @@ def _command_help(command: str, words: list[str], topic: str) -> str:
     of = {"data": words[0] if words[0] in _RUNS else "grpo", "demo": "grpo"}.get(command, command)
     flags = "".join(f"[--{name}] " for name, takers in _FLAGS.items() if command in takers)
     return command_help(command, COMMANDS[command], topic, *_kind(of), flags)
+
+
+def _print_help(text: str) -> None:
+    """Writes a page of help, broken to a terminal's width."""
+    print_text(columned(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text)
 
 
 def print_text(text: str, end: str = "\n") -> None:

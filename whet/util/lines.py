@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from functools import partial
 
-__all__ = ["clipped", "fitted", "joined", "visible"]
+__all__ = ["clipped", "columned", "fitted", "joined", "visible"]
 
 _WRAPPER = partial(textwrap.TextWrapper, break_long_words=False, break_on_hyphens=False, replace_whitespace=False)
 WIDTH = 80
@@ -34,6 +35,21 @@ def fitted(text: str, width: int = WIDTH, indent: str = "  ") -> str:
     for line in text.split("\n"):
         own = line[: len(line) - len(line.lstrip())]
         lines += _WRAPPER(width=width, subsequent_indent=own + indent).wrap(line) or [line]
+    return "\n".join(lines)
+
+
+def columned(text: str, width: int = WIDTH) -> str:
+    """Text in two columns, two blanks or more between them, broken to a width: the second column stays one.
+
+    >>> print(columned("  data=...  rows: a file, or a folder", 26))
+      data=...  rows: a file,
+                or a folder
+    """
+    lines = []
+    for line in text.split("\n"):
+        first = re.match(r" *\S.*? {2,}(?=\S)", line)
+        hang = len(first[0]) if first and len(first[0]) < width // 2 else len(line) - len(line.lstrip()) + 2
+        lines += _WRAPPER(width=width, subsequent_indent=" " * hang).wrap(line) or [line]
     return "\n".join(lines)
 
 

@@ -121,6 +121,14 @@ def test_help_of_a_section_or_key_shows_it_alone(capsys):
     assert "--help rolout: no such section or key; did you mean rollout" in capsys.readouterr().err
 
 
+def test_help_keeps_its_columns_in_a_narrow_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["grpo", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80 and any(line.startswith(" " * 36) for line in lines)
+
+
 def test_the_version(capsys):
     assert main(["version"]) == 0 and capsys.readouterr().out == f"whet {__version__}\n"
 
