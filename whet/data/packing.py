@@ -4,8 +4,8 @@ Dim legend: B rows, T tokens of a row, s completion tokens of a micro-batch, n i
 A sequence stays whole, and so does a unit (`TokenBatch.unit_of`). A group's sequences share one copy of their prefix,
 and where it pays all that sequences begin with alike is run once (see tree.py); what is over the token budget is split,
 and each part repeats what it needs. A completion's last token predicts nothing, so it is run only where the state at
-the end is asked for. Micro-batches are few, then of like cost (see balance.py). The plan depends on the batch alone,
-never on the clock.
+the end is asked for. Micro-batches are few, then of like cost (see balance.py), the largest first. The plan depends on
+the batch alone, never on the clock.
 Left out on purpose: columns such as advantages; `MicroBatch.token_index` says where a token's columns are.
 """
 
@@ -86,9 +86,9 @@ def plan_micro_batches(
         device, attention: of the tensors; what serves the layouts there, one of models.attention.KERNELS.
         saturating_tokens: from which on a larger micro-batch is no faster; None = unknown, so they are as few as fit.
         multiple: of the layouts' buckets, see SegmentLayout.
-    Returns: the micro-batches, most expensive first.
-    Raises: ConfigError: a budget below 1. DataError: a sequence or a unit over max_tokens, a unit over max_sequences,
-        or an empty prefix, which leaves a first token that nothing predicts.
+    Returns: the micro-batches, the one of most tokens first: what one takes fits where those before it lay.
+    Raises: ConfigError: a budget below 1. DataError: a sequence or unit over max_tokens, a unit over max_sequences, or
+        an empty prefix: nothing predicts a first token.
 
     >>> from whet.types import TrainExample
     >>> two = torch.ones(2, 2, dtype=torch.bool)
@@ -113,12 +113,12 @@ def plan_micro_batches(
         lengths=batch.lengths.numpy() - (not at_end),
     )
     _check_lengths(work, max_tokens)
-    if not packable:
-        bins = pad(_rows(work), work.max_tokens, work.max_sequences)
-        return [_padded(work, [i for item in b for i in item.sequences]).to(device) for b in bins]
-    paired = batch.num_units < batch.num_sequences
-    bins = _unit_bins(work, saturating_tokens) if paired else _sequence_bins(work, saturating_tokens)
-    return [_packed(work, items, multiple, attention).to(device) for items in bins]
+    if packable:
+        cut = _unit_bins if batch.num_units < batch.num_sequences else _sequence_bins
+        micros = [_packed(work, items, multiple, attention) for items in cut(work, saturating_tokens)]
+    else:
+        micros = [_padded(work, items) for items in pad(_rows(work), work.max_tokens, work.max_sequences)]
+    return [micro.to(device) for micro in sorted(micros, key=lambda micro: -micro.num_tokens)]
 
 
 # ---- which sequences share a micro-batch -----------------------------------------------------------------------------
@@ -384,8 +384,9 @@ def _group_part(runs: Sequence[tuple[np.ndarray, np.ndarray]]) -> _Part:
     return _Part(ids, [len(prefix), *own], [-1, *[0] * len(own)], states)
 
 
-def _padded(work: _Work, sequences: list[int]) -> MicroBatch:
+def _padded(work: _Work, items: Sequence[PackItem]) -> MicroBatch:
     """Right-padded rows of prompt and completion."""
+    sequences = [i for item in items for i in item.sequences]
     runs = [work.run(i) for i in sequences]
     width = max(len(p) + len(c) for p, c in runs)
     ids = np.zeros((len(runs), width), dtype=np.int64)

@@ -98,7 +98,8 @@ def test_a_plan_is_never_longer_nor_dearer_than_first_fits_and_tears_no_group_th
     micros = plan_micro_batches(b, max_tokens=budget, max_sequences=most, cost=DEAR)
     assert torch.cat([m.token_index for m in micros]).sort().values.tolist() == list(range(b.num_tokens))
     costs = [counted(m) for m in micros]
-    assert costs == sorted(costs, reverse=True) and all(m.num_tokens <= budget for m in micros)
+    places = [m.num_tokens for m in micros]
+    assert places == sorted(places, reverse=True) and max(places) <= budget  # later passes fit where the first lay
     units, copies = [], {}
     for k, (p, lengths) in enumerate(groups):
         parts = plain_first_fit([(c - 1, 1, c - 1) for c in lengths], budget - p, most)
@@ -108,7 +109,7 @@ def test_a_plan_is_never_longer_nor_dearer_than_first_fits_and_tears_no_group_th
             units.append((p + sum(c for _, _, c in part), len(part), cost))
     first = plain_first_fit(units, budget, most)
     assert len(micros) <= len(first)
-    assert len(micros) < len(first) or costs[0] <= max(sum(u[2] for u in cut) for cut in first)
+    assert len(micros) < len(first) or max(costs) <= max(sum(u[2] for u in cut) for cut in first)
     for k, most_copies in copies.items():
         first = [(m.position == 0) & (b.prefix_of[m.sequences][m.sequence] == k) for m in micros]
         held = sum(len(m.hidden_index[here].unique()) for m, here in zip(micros, first))
@@ -119,7 +120,7 @@ def test_long_sequences_count_for_their_pairs():
     # by tokens alone the long one has room for others beside it; by pairs it weighs more than all of them
     b = random_batch((1, [100]), *[(1, [10])] * 20)
     sequences = lambda cost: [len(m.sequences) for m in plan_micro_batches(b, max_tokens=200, cost=cost)]
-    assert sequences(PassCost()) == [6, 15] and sequences(PassCost(token=1, pair=1)) == [1, 20]
+    assert sequences(PassCost()) == [6, 15] and sequences(PassCost(token=1, pair=1)) == [20, 1]
 
 
 def test_a_group_over_the_budget_is_cut_into_like_parts():
