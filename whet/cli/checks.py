@@ -6,7 +6,8 @@ be known without the data or the models (columns, lengths, what a model can do) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from typing import Any
 
@@ -46,12 +47,15 @@ from whet.util.refs import is_ref, resolve_callable
 
 __all__ = ["check_run", "check_teacher_used"]
 
-Check = Callable[[], Any]
+Check = tuple[str, Callable[[], Any]]
+"""The sections that a check reads together, "" = one value alone, which is wrong whatever the others are; the check."""
 
 
-def check_run(config: RunConfig | SupervisedRunConfig) -> None:
+def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] = ()) -> None:
     """Looks at a run before anything is loaded.
 
+    Args: config: of the run. unread: sections that keys were left out of, since they can't be read (base.check_part):
+        what is wrong with values is said, and with sections that are whole. What is no section may stand for any.
     Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
 
     >>> from whet.config import load_run
@@ -62,43 +66,47 @@ def check_run(config: RunConfig | SupervisedRunConfig) -> None:
     batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4
     unknown optim.name 'adamv'; did you mean adam or adamw? Known: adam, adamw, adamw8bit, package.module:factory, sgd
     """
-    own = _of_policy(config) if isinstance(config, RunConfig) else _supervised(config)
-    raise_all([*own, *_shared(config)])
+    sections = {field.name for field in dataclasses.fields(config)}
+    doubtful = set(unread) if sections.issuperset(unread) else sections
+    own = _of_policy(config, unread) if isinstance(config, RunConfig) else _supervised(config, unread)
+    raise_all(check for reads, check in [*own, *_shared(config)] if doubtful.isdisjoint(reads.split()))
 
 
-def _of_policy(config: RunConfig) -> Iterator[Check]:
+def _of_policy(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
     """The checks of a run of reinforcement learning."""
-    yield partial(check_complete, config)
-    yield partial(config.trainer.resolve_batch_sizes, config.data.batch_size)
+    yield "", partial(check_complete, config, unread)
+    yield "data trainer", partial(config.trainer.resolve_batch_sizes, config.data.batch_size)
     if not config.rollout.open_lengths:  # else the data settle them
-        yield partial(ClusterConfig, rollout_config=config.rollout, training_config=config.trainer)
-    yield from (partial(resolve_reward, name) for name in config.reward_names if name != REWARD_MODEL)
-    yield partial(resolve_reward_manager, config.algo.reward_manager)
-    yield from objective_checks(config.algo)
-    yield partial(resolve_engine, config.rollout_engine)
+        sized = partial(ClusterConfig, rollout_config=config.rollout, training_config=config.trainer)
+        yield "rollout trainer", sized
+    given = "" if config.reward is not None else "reward rollout teacher"
+    yield from ((given, partial(resolve_reward, name)) for name in config.reward_names if name != REWARD_MODEL)
+    yield "", partial(resolve_reward_manager, config.algo.reward_manager)
+    yield from (("algo", check) for check in objective_checks(config.algo))
+    yield "", partial(resolve_engine, config.rollout_engine)
     if not isinstance(config, PPORunConfig):
-        yield partial(check_drawn, config.rollout)
+        yield "rollout", partial(check_drawn, config.rollout)
     if config.teacher is not None:
-        yield partial(check_teacher_used, config)
+        yield "algo teacher", partial(check_teacher_used, config)
     for mode in Mode:
         rollout = config.rollout.for_mode(mode)
         if rollout.env_path is not None:
-            yield partial(load_script, rollout.env_path, turns=rollout.max_turns)
+            yield "rollout", partial(load_script, rollout.env_path, turns=rollout.max_turns)
     for section in ("actor", "critic", "reference", "teacher", "reward_model"):
         yield from _role(section, getattr(config, section), trained=section in ("actor", "critic"))
 
 
-def _supervised(config: SupervisedRunConfig) -> Iterator[Check]:
+def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterator[Check]:
     """The checks of a supervised run."""
-    yield partial(check_supervised, config)
+    yield "", partial(check_supervised, config, unread)
     algo = vars(config)["algo"]
     if isinstance(algo, PreferenceConfig):
-        yield partial(make_preference_objective, algo)
+        yield "algo", partial(make_preference_objective, algo)
     elif isinstance(algo, RewardModelConfig):
-        yield partial(make_reward_loss, algo)
+        yield "algo", partial(make_reward_loss, algo)
     elif isinstance(algo, SFTConfig):
-        yield partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss")
-        yield partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
+        yield "", partial(resolve_name, algo.loss_type, SFT_LOSSES, "SFT loss")
+        yield "", partial(resolve_name, algo.loss_agg_mode, LOSS_AGG_MODES, "loss_agg_mode")
     yield from _role(config.TRAINED, config.trained, trained=True)
     if isinstance(config, DPORunConfig):
         yield from _role("reference", config.reference, trained=False)
@@ -107,19 +115,19 @@ def _supervised(config: SupervisedRunConfig) -> Iterator[Check]:
 def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
     data, trainer = config.data, config.trainer
-    yield from (partial(check_source, path) for path in (data.path, data.eval_path) if path is not None)
+    yield from (("", partial(check_source, path)) for path in (data.path, data.eval_path) if path is not None)
     if config.tokenizer not in (None, "byte"):
-        yield partial(check_model, config.tokenizer)
-    yield partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
+        yield "", partial(check_model, config.tokenizer)
+    yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
     evaluates = data.eval_path is not None or data.eval_split is not None or bool(data.eval_fraction)
-    yield partial(_watched, trainer, evaluates)
+    yield "data trainer", partial(_watched, trainer, evaluates)
     if trainer.resume is not None:
-        yield partial(Checkpoints(trainer.checkpoint_root, {}).find, trainer.resume)
+        yield "trainer", partial(Checkpoints(trainer.checkpoint_root, {}).find, trainer.resume)
     elif trainer.run_dir is not None:
-        yield partial(check_new, trainer.run_dir)
+        yield "trainer", partial(check_new, trainer.run_dir)
     for key in ("run_dir", "checkpoint_root_directory"):
         if (folder := getattr(trainer, key)) is not None:
-            yield partial(check_writable, folder, f"trainer.{key}")
+            yield "", partial(check_writable, folder, f"trainer.{key}")
 
 
 def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[Check]:
@@ -128,9 +136,12 @@ def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[C
         return
     if role.model is not None:
         known = is_ref(role.model)
-        yield partial(resolve_callable, role.model, f"{section}.model") if known else partial(check_model, role.model)
+        looked = (
+            partial(resolve_callable, role.model, f"{section}.model") if known else partial(check_model, role.model)
+        )
+        yield "", looked
     if trained:
-        yield partial(check_optimizer, role.optim)
+        yield "", partial(check_optimizer, role.optim)
 
 
 def _watched(trainer: TrainingConfig, evaluates: bool) -> None:

@@ -102,7 +102,8 @@ class RLTask(Task):
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
         bands = learner.config.warn_when
-        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards, bands=bands)
+        templated = learner.data.apply_chat_template
+        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards, bands=bands, templated=templated)
         self._eval_prompts: list[Prompt] | None = None
 
     # ---- data ----------------------------------------------------------------------------------------------------
