@@ -67,6 +67,36 @@ def test_all_names_references_sizes_and_loggers_are_checked_at_once_before_anyth
     assert said.startswith("whet grpo:\n") and len(said.splitlines()) == len(RUN) + 3  # the head, the model, nowhere.py
 
 
+def test_wrong_keys_are_told_with_all_else_that_does_not_hang_on_them(unloaded, capsys, model_folder):
+    wrong = {
+        "actor.lrr=1e-6": "unknown key actor.lrr; did you mean actor.lr",
+        "rollout.top_p=hot": "rollout.top_p: expected a number, got 'hot'",
+        "reward=exakt": "unknown reward function 'exakt'",
+        f"model={model_folder}x": f"there is no folder {model_folder}x",
+        "trainer.loggers=[tensorbord]": "unknown logger 'tensorbord'",
+        "trainer.mini_batch_size=3": "batch_size=8 must be a multiple of mini_batch_size=3",
+    }
+
+    def said(*words):
+        assert main(["grpo", *wrong, *words]) == 2
+        head, *lines = capsys.readouterr().err.splitlines()
+        assert head == "whet grpo:"
+        return [[finding for finding in (*wrong.values(), "no data; write data=") if finding in line] for line in lines]
+
+    every = [[finding] for finding in (*wrong.values(), "no data; write data=")]
+    assert sorted(said()) == sorted(every)
+    assert sorted(said("rollout.temperature=0")) == sorted(every)  # which says nothing of a section that lacks a key
+    without = [finding for finding in every if "must be a multiple" not in finding[0]]
+    assert sorted(filter(None, said("batch_sise=6"))) == sorted(without)  # it may have been data.batch_size
+    assert sorted(filter(None, said("data.batch_sise=6"))) == sorted(f for f in without if "no data" not in f[0])
+    assert main(["dpo", "algo.bta=1", f"model={model_folder}x", "algo.loss_type=simpoo"]) == 2
+    assert [line.split(";")[0].split()[:2] for line in capsys.readouterr().err.splitlines()[1:]] == [
+        ["unknown", "key"],
+        ["no", "data"],
+        ["there", "is"],
+    ]
+
+
 def test_supervised_runs_are_checked_likewise(unloaded, model_folder):
     given = ["data=rows.jsonl", f"model={model_folder}x", "trainer.loggers=[wanb]"]
     with pytest.raises(ConfigError) as error:
