@@ -1,13 +1,14 @@
 """What is looked at before a run loads data and models: names, references, sizes, loggers, folders; all at once.
 
-Each check raises what it finds; `raise_all` makes them all and raises one error that lists their findings. What can't
-be known without the data or the models (columns, lengths, what a model can do) is found where these are loaded.
+Each check raises what it finds; `raise_all` makes them all and raises one error that lists their findings. Once the
+data are read, and before a model is, reward functions are looked at beside them. Lengths are settle.py's; what a model
+can do is found where it is loaded.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,8 @@ from whet.config import (
     check_supervised,
 )
 from whet.config.rewards import REWARD_MODEL
+from whet.data.order import first_of, has_places, is_batch
+from whet.data.prompts import ANSWER, find_prompt_column
 from whet.data.sources import check_source
 from whet.envs import load_script
 from whet.errors import ConfigError, raise_all
@@ -37,15 +40,17 @@ from whet.observe.files import check_writable
 from whet.observe.loggers import check_loggers
 from whet.observe.store import check_new
 from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
-from whet.rewards.manager import resolve_reward_manager
-from whet.rewards.resolve import resolve_reward
+from whet.rewards.columns import check_answers, check_columns
+from whet.rewards.manager import RewardManager, resolve_reward_manager
+from whet.rewards.resolve import by_name, resolve_reward
 from whet.rollout import resolve_engine
 from whet.train.checkpoints import Checkpoints
 from whet.train.optimizers import check_optimizer
 from whet.train.role_workers import check_model
+from whet.types import Prompt
 from whet.util.refs import is_ref, resolve_callable
 
-__all__ = ["check_run", "check_teacher_used"]
+__all__ = ["check_rewards", "check_run", "check_teacher_used"]
 
 Check = tuple[str, Callable[[], Any]]
 """The sections that a check reads together, "" = one value alone, which is wrong whatever the others are; the check."""
@@ -153,6 +158,32 @@ def _watched(trainer: TrainingConfig, evaluates: bool) -> None:
             f"{', '.join(watched)}: of evaluations, and there is no evaluation data; set data.eval_path, "
             "data.eval_split or data.eval_fraction"
         )
+
+
+def check_rewards(config: RunConfig, train: Any, evaluation: Any) -> None:
+    """Looks at reward functions beside the data, before a model is loaded.
+
+    Args: config: of the run. train, evaluation: rows, ready-made batches, or prompts made of them; None = none.
+    Raises: ConfigError: a function needs a column that is not there. DataError: answers that it can't read.
+    """
+    if resolve_reward_manager(config.algo.reward_manager) is not RewardManager:
+        return  # one of the user's own may offer more
+    fns = by_name([name for name in config.reward_names if name != REWARD_MODEL])
+    fields = {f.name: getattr(config.algo, f.name) for f in dataclasses.fields(config.algo)}
+    checks: list[Callable[[], Any]] = []
+    first = first_of(train)
+    if isinstance(first, Prompt):
+        checks.append(partial(check_columns, fns, first.columns, fields))
+    elif isinstance(first, Mapping):
+        prompt = find_prompt_column(first, config.data.prompt_column)
+        taken_off = [ANSWER] if config.data.on_answered == "take_off" else []
+        checks.append(partial(check_columns, fns, [*(name for name in first if name != prompt), *taken_off], fields))
+    if config.trainer.on_reward_error == "raise":  # else a warning of the run's
+        for rows, what in ((train, "rows"), (evaluation, "evaluation rows")):
+            if has_places(rows) and not is_batch(first_of(rows), config.data.prompt_column):
+                columns = ((p.row, p.columns) if isinstance(p, Prompt) else (n, p) for n, p in enumerate(rows))
+                checks.append(partial(check_answers, fns, columns, what))
+    raise_all(checks)
 
 
 def check_teacher_used(config: RunConfig) -> None:

@@ -270,7 +270,7 @@ def test_a_login_that_is_wanting_is_an_error_before_anything_starts_unless_nothi
         raise RuntimeError("No API key configured. Use `wandb login`")
 
     wandb.login = refused
-    with pytest.raises(ConfigError, match="logger wandb can't start: .*No API key configured.*or take it out of"):
+    with pytest.raises(ConfigError, match=r"logger wandb can't start: .*No API key configured.*or take it out of"):
         check_loggers(["wandb"])
     check_loggers(["wandb"], MetricsLoggerOptions(backend_kwargs={"wandb": {"mode": "offline"}}))
     assert wandb.calls == []
