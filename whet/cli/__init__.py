@@ -131,8 +131,9 @@ def _run(command: str, words: list[str]) -> None:
     if command in _TRAIN:
         words = ["trainer.profile=true" if w == "--profile" else w for w in words]
     printing = [w for w in words if w in ("--print_config", "--print-config")]
+    given = [w for w in words if w not in printing]
     try:
-        config = _config(command, given := [w for w in words if w not in printing])
+        config = _config(command, given)
     except ConfigError as error:
         if command in _RUNS and not printing:
             _check_rest(command, given, error)

@@ -2,8 +2,8 @@
 
 Those with an `answer` compare with that column: a text, a number, or a list of which any will do; None or "", or one
 that the function can't read = not applicable. A run refuses rows whose answers can't be read before its first step
-(RewardManager.check_answers). The gold answer scores 1, the empty completion 0, and nothing that is read raises. Left out on
-purpose: the running of code. Formulas: maths.py. Numbers with fractions, units and powers of ten: numbers.py.
+(RewardManager.check_answers). The gold answer scores 1, the empty completion 0, nothing that is read raises. Left out
+on purpose: the running of code. Formulas: maths.py. Numbers with fractions, units and powers of ten: numbers.py.
 """
 
 from __future__ import annotations
