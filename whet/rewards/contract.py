@@ -161,6 +161,8 @@ def keywords(
             columns = [word for word in offered if word not in always]
             alike = [word for word in always if word.startswith(parameter.name) or parameter.name.startswith(word)]
             near = nearest(parameter.name, dict.fromkeys([*columns, *by_name, *alike]))
+            if parameter.name == "messages":
+                near = "; a function of one conversation takes messages and answer, both."
             raise ConfigError(
                 f"{kind} {name} needs {parameter.name!r}, which is not a column; your columns: "
                 f"{', '.join(columns) or 'none besides the prompt'}{near or '.'} Rename the argument or the column, or "
