@@ -75,7 +75,7 @@ def _of_run(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     whole, brief = (read_yaml(f) if (f := Path(folder) / name).is_file() else {} for name in (FULL, BRIEF))
     if (theirs := command_of(whole)) not in ("", own := cls.COMMAND):
         raise ConfigError(
-            f"{folder} is a run of whet {theirs}; resume it by whet {theirs}, or give whet {own} another trainer.run_dir"
+            f"{folder} is a run of whet {theirs}; resume it by that, or give whet {own} another trainer.run_dir"
         )
     if whole:
         _check_unedited(brief, whole, given, folder)

@@ -132,7 +132,7 @@ def test_a_resumed_run_keeps_what_is_not_given_and_takes_what_is(tmp_path):
     assert found.trainer == dataclasses.replace(trainer, max_steps=20)
     assert resumed(tmp_path, "algo.preset=dr_grpo").algo.num_generations == 8  # a preset gives all of its section
     assert resumed(tmp_path / "none").actor.model is None
-    with pytest.raises(ConfigError, match=r"is a run of whet grpo; resume it by whet grpo, or give whet dpo another"):
+    with pytest.raises(ConfigError, match="is a run of whet grpo; resume it by that, or give whet dpo another"):
         resumed(tmp_path, kind=DPORunConfig)
     for kind in (PPORunConfig, SFTRunConfig, RMRunConfig, DPORunConfig):
         (tmp_path / FULL).write_text(dump(kind()))
