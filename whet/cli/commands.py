@@ -294,11 +294,12 @@ def summarise(run: Run, config: AnyRun, seconds: float) -> dict[str, Any]:
         "run_dir": str(config.trainer.run_dir),
     }
     if evals:
-        found |= {f"eval_{name}_before": finite(evals[0].get(name)), f"eval_{name}_after": finite(evals[-1].get(name))}
+        first = evals[0] if evals[0]["step"] == 0 else {}  # of a run that began elsewhere there is none before it
+        found |= {f"eval_{name}_before": finite(first.get(name)), f"eval_{name}_after": finite(evals[-1].get(name))}
         items = run.task.evaluated
         found[f"eval_{items}"] = int(finite(evals[-1].get(f"{items}/count")) or 0)
-        if "accuracy" in evals[0] and "accuracy" in evals[-1]:
-            found |= {"accuracy_before": evals[0]["accuracy"], "accuracy_after": evals[-1]["accuracy"]}
+        if "accuracy" in first and "accuracy" in evals[-1]:
+            found |= {"accuracy_before": first["accuracy"], "accuracy_after": evals[-1]["accuracy"]}
     return found
 
 

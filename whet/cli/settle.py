@@ -109,7 +109,9 @@ def _plain(config: RunConfig | SupervisedRunConfig, rows: Any) -> bool:
         value = first[find_prompt_column(first, config.data.prompt_column)]
     except DataError:
         return False
-    return isinstance(value[0] if is_batch(first, config.data.prompt_column) else value, str)
+    if is_batch(first, config.data.prompt_column):
+        value = value[0] if len(value) else None
+    return isinstance(value, str)
 
 
 def encoder_of(config: RunConfig, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> PromptEncoder:

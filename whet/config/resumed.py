@@ -16,7 +16,7 @@ from whet.config.engines import nested
 from whet.config.loader import dump_tree, flat, read_yaml, tree
 from whet.errors import ConfigError
 
-__all__ = ["FULL", "kept_of_run", "load_part", "load_resumable"]
+__all__ = ["FULL", "command_of", "kept_of_run", "load_part", "load_resumable"]
 
 T = TypeVar("T")
 
@@ -45,18 +45,37 @@ def load_part(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> tu
 def kept_of_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
     """What `load_resumable` took from the run that is not this release's default: key -> (value, default)."""
     given, kept = tree(argv, short), {}
-    _filled(cls, given, _of_run(given), "", kept)
+    _filled(cls, given, _of_run(cls, given), "", kept)
     return kept
 
 
 def _on_top(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
     """What is given, on top of what the run has."""
     given = tree(argv, short)
-    return _filled(cls, given, _of_run(given), "", {})
+    return _filled(cls, given, _of_run(cls, given), "", {})
 
 
-def _of_run(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The whole configuration of the run that is to go on; {} where there is none."""
+def command_of(settings: Mapping[str, Any]) -> str:
+    """The command whose configuration it is, by the keys of its algorithm; "" where they don't tell.
+
+    >>> command_of({"actor": {}, "algo": {"loss_type": "nll"}}), command_of({})
+    ('sft', '')
+    """
+    algo = settings.get("algo")
+    algo = algo if isinstance(algo, Mapping) else {}
+    if "advantage_estimator" in algo:
+        return "ppo" if "gae_lambda" in algo else "grpo"
+    if "actor" not in settings and "reward_model" in settings:
+        return "rm"
+    if "loss_type" not in algo:
+        return ""
+    return "dpo" if "beta" in algo else "sft"
+
+
+def _of_run(cls: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The whole configuration of the run that is to go on; {} where there is none. Raises ConfigError where another
+    command began it.
+    """
     trainer = given.get("trainer")
     if not isinstance(trainer, Mapping) or trainer.get("resume") != "latest":
         return {}
@@ -64,6 +83,10 @@ def _of_run(given: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(folder, str):
         return {}
     whole, brief = (read_yaml(f) if (f := Path(folder) / name).is_file() else {} for name in (FULL, BRIEF))
+    if (theirs := command_of(whole)) not in ("", own := cls.COMMAND):
+        raise ConfigError(
+            f"{folder} is a run of whet {theirs}; resume it by that, or give whet {own} another trainer.run_dir"
+        )
     if whole:
         _check_unedited(brief, whole, given, folder)
     return whole or brief

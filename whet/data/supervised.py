@@ -174,7 +174,7 @@ class RowEncoder:
 
     def _no_form(self, row: Mapping[str, Any], number: int) -> DataError:
         names = [str(name) for name in row]
-        columns = (*RESPONSES, *PROMPTS, *MESSAGES, "chosen", "rejected")
+        columns = (*RESPONSES, *PROMPTS, *MESSAGES, "chosen", "rejected", "label", "text")
         if nulls := [name for name in columns if row.get(name, 0) is None]:
             return DataError(f"row {number}: column {nulls[0]!r} is null; fill it, or leave the row out")
         known = (*MESSAGES, *PROMPTS, *RESPONSES, "text", "chosen", "rejected", "label")

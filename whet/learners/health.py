@@ -247,8 +247,10 @@ def _silence(seen: Seen, longer: str) -> str:
     said = f"To {group.prompt.source!r:.80} the model said {text!r:.80}, {scored}"
     done = [c.finish_reason for g in seen.rewarded.groups for c in g.completions]
     share = sum(reason == "length" for reason in done) / len(done)
-    ended = "All completions ended by themselves"
-    if share:
+    ended, failed = "All completions ended by themselves", done.count("error")
+    if failed:
+        ended = f"The environment failed in {failed} of {len(done)} episodes: look at the warnings above"
+    elif share:
         ended = f"{share:.0%} of the completions were cut: {longer} if that is why"
     cause = f"nothing is learned from the rewards: {_cause(seen, longer)}"
     return f"{cause}. {ended}. {said}. See completions/ for all of them"
@@ -269,6 +271,11 @@ def _cause(seen: Seen, longer: str) -> str:
             return (
                 f"all rewards are None, since {', '.join(failed)} failed and trainer.on_reward_error=none counts that "
                 "as None; look at rewards/<function>/errors and at the warnings above, or set it to raise"
+            )
+        if all(c.finish_reason == "error" for g in rewarded.groups for c in g.completions):
+            return (
+                "all rewards are None, since the environment failed in each episode and trainer.on_reward_error=none "
+                "ends it without one; repair it, or set that to raise"
             )
         return f"all rewards are None: {functions} applied to no completion; look at the columns that they read"
     if _differ(batch):

@@ -117,7 +117,8 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             )
         if c.sync_ref_model and self.models.worker(Role.REFERENCE).loaded.is_view:
             raise ConfigError(
-                "algo.sync_ref_model moves a reference of its own, and this one is the base of an adapter"
+                "algo.sync_ref_model moves a reference of its own, and this one is the base of an adapter; name its "
+                "model in a section reference (reference.model=...), or leave algo.sync_ref_model out"
             )
 
     @property

@@ -336,7 +336,8 @@ def take_adapter(
         )
     for name, p in own.items():
         if p.shape != tensors[name].shape:
-            raise ConfigError(f"{source}: {name} is {list(tensors[name].shape)} there and {list(p.shape)} here")
+            shapes = f"{list(tensors[name].shape)} there and {list(p.shape)} here"
+            raise ConfigError(f"{source}: {name} is {shapes}; give the same base and lora settings, or start a new run")
     by_id = _masters_by_id(module, masters)
     for name, p in own.items():
         if id(p) in by_id:

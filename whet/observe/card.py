@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import read_yaml
+from whet.config.resumed import command_of
 from whet.errors import ConfigError
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, read_json, write_atomic
@@ -110,17 +111,9 @@ def _datasets(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _method(settings: Mapping[str, Any]) -> str:
     """What a configuration trains by, from the keys of its algorithm."""
-    algo = _section(settings, "algo")
-    if "advantage_estimator" in algo:
-        return "PPO" if "gae_lambda" in algo else "GRPO"
-    if "actor" not in settings and "reward_model" in settings:
-        return "RM"
-    if "loss_type" not in algo:
-        return ""
-    if "beta" not in algo:
-        return "SFT"
-    kind = str(algo["loss_type"])
-    return kind.upper() if kind in _OF_THEIR_OWN else "DPO"
+    command = command_of(settings)
+    kind = str(_section(settings, "algo").get("loss_type"))
+    return (kind if command == "dpo" and kind in _OF_THEIR_OWN else command).upper()
 
 
 def _results(path: str | Path) -> dict[str, Any]:

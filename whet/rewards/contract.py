@@ -161,6 +161,8 @@ def keywords(
             columns = [word for word in offered if word not in always]
             alike = [word for word in always if word.startswith(parameter.name) or parameter.name.startswith(word)]
             near = nearest(parameter.name, dict.fromkeys([*columns, *by_name, *alike]))
+            if parameter.name == "messages":
+                near = "; a function of one conversation takes messages and answer, both."
             raise ConfigError(
                 f"{kind} {name} needs {parameter.name!r}, which is not a column; your columns: "
                 f"{', '.join(columns) or 'none besides the prompt'}{near or '.'} Rename the argument or the column, or "
@@ -426,8 +428,11 @@ def _cancelled(error: BaseException | None) -> bool:
 
 def _hung(what: str, timeout_s: float | None) -> RewardError:
     """The error for a function that is late."""
+    ways = "or raise trainer.reward_timeout_s"
+    if what.startswith("reward function"):  # an environment's interact runs in no worker process
+        ways = "raise trainer.reward_timeout_s (async ones must never block), or set trainer.reward_workers=1, which "
+        ways += "can kill it"
     return RewardError(
-        f"{what} returned nothing within {timeout_s} s; its thread can't be ended and continues in "
-        "the background. Give it a limit of its own, raise trainer.reward_timeout_s (async ones must never block), or "
-        "set trainer.reward_workers=1, which can kill it"
+        f"{what} returned nothing within {timeout_s} s; its thread can't be ended and continues in the background. "
+        f"Give it a limit of its own, {ways}"
     )

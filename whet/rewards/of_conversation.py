@@ -18,16 +18,17 @@ __all__ = ["conversation", "is_of_conversation", "of_conversation"]
 
 
 def is_of_conversation(fn: Callable[..., Any]) -> bool:
-    """Whether a function takes messages and answer, and nothing else that has no default.
+    """Whether a function takes messages and answer, and nothing else that it must be given.
 
-    >>> is_of_conversation(lambda messages, answer: 1.0), is_of_conversation(lambda completions, answer: [1.0])
+    >>> is_of_conversation(lambda messages, answer, **more: 1.0), is_of_conversation(lambda completions, answer: [1.0])
     (True, False)
     """
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):  # a builtin
         return False
-    return [p.name for p in parameters if p.default is p.empty] == ["messages", "answer"]
+    needed = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    return [p.name for p in needed] == ["messages", "answer"]
 
 
 def conversation(prompt: Any, completion: Any) -> list[Message]:

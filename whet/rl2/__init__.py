@@ -6,11 +6,15 @@ translate.py what several of them say together. `--print_config` prints the conf
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["main", "run"]
+
+KEY = re.compile(r"\b(actor|algo|critic|data|reference|reward_model|rollout|trainer)\.[a-z_]+\b")
+"""How a message names a key of whet's."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,7 +37,7 @@ def run(verb: str, words: Sequence[str]) -> Any:
     Raises: ConfigError: an unknown trainer, and what `translated` refuses.
     """
     from whet.cli import print_text
-    from whet.errors import lookup_error
+    from whet.errors import WhetError, lookup_error
     from whet.rl2.page import usage
     from whet.rl2.translate import RULES, translated
 
@@ -54,4 +58,9 @@ def run(verb: str, words: Sequence[str]) -> Any:
     setup_logging()
     from whet.rl2.carry_out import carried_out
 
-    return carried_out(verb, config)
+    try:
+        return carried_out(verb, config)
+    except WhetError as error:
+        if KEY.search(str(error)):
+            error.args = (f"{error}\n(keys named here are whet's: give them as whet.<key>=value)",)
+        raise

@@ -45,7 +45,10 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 def _with_loggers(config: Any) -> Any:
     """The configuration without Weights & Biases where that is not installed: RL2 logs there by default."""
-    if "wandb" not in config.trainer.loggers or importlib.util.find_spec("wandb") is not None:
+    if "wandb" not in config.trainer.loggers:
+        return config
+    if importlib.util.find_spec("wandb") is not None:
+        log.info("metrics go to Weights & Biases too, as RL2's do; trainer.disable_wandb=true leaves that out")
         return config
     log.info("wandb is not installed: metrics go to metrics.jsonl of the run folder (pip install wandb for both)")
     loggers = tuple(name for name in config.trainer.loggers if name != "wandb")

@@ -237,7 +237,8 @@ def check_settings(old: Any, new: Any, *, allow: bool) -> None:
         raise CheckpointError(
             "the configuration differs from the checkpoint's:\n  "
             + "\n  ".join(changed)
-            + "\nresume with the same one, or set trainer.allow_config_change=true to continue with these changes"
+            + "\nresume with the same one, or set trainer.allow_config_change=true to continue with these changes; "
+            "other rows, another data.batch_size or another shape of an adapter need a new run, in another folder"
         )
     if changed:
         log.warning("resuming with a changed configuration:\n  %s", "\n  ".join(changed))

@@ -428,5 +428,6 @@ def _sent(
 def _refused(error: Exception, what: str, fix: str) -> WhetError:
     """An error of the hub's client in one message."""
     silent = hub_silence(error)
-    said = f"the hub does not answer ({silent})" if silent else f"{what}: {str(error).strip() or type(error).__name__}"
-    return ConfigError(f"{said.splitlines()[0]}; {fix}")
+    if silent:
+        return ConfigError(f"the hub does not answer ({silent}); look at the network, and send it again")
+    return ConfigError(f"{what}: {(str(error).strip() or type(error).__name__).splitlines()[0]}; {fix}")

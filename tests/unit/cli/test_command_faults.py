@@ -109,6 +109,13 @@ def test_a_row_without_a_prompt_is_named(tmp_path):
         generate(GenerateConfig(model="m", prompts=str(tmp_path / "rows.jsonl")))
 
 
+def test_a_first_row_that_says_nothing_is_named(tmp_path, model_folder, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"messages": []}\n')
+    words = [f"model={model_folder}", f"data={tmp_path / 'rows.jsonl'}", f"trainer.run_dir={tmp_path / 'run'}"]
+    assert main(["sft", *words]) == 2
+    assert "row 0: column 'messages' holds list []; expected a text or a list of messages" in capsys.readouterr().err
+
+
 def test_an_answer_that_standard_output_cannot_take_ends_the_chat_in_one_line(monkeypatch, model_folder, capsys):
     monkeypatch.setattr(sys, "stdin", lines := io.StringIO("hi\nnever\n"))
     with open("/dev/full", "w") as full:

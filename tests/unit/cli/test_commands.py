@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pandas
 import pytest
@@ -75,6 +76,15 @@ def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, cap
     commands.data(load_run([*streamed, "data.shuffle=false"]))
     commands.data(load_run(words))
     assert caplog.text == ""
+
+
+def test_a_run_that_began_elsewhere_has_no_evaluation_before_it():
+    evaluations = [{"step": 4, "reward": 0.5, "accuracy": 0.5}, {"step": 6, "reward": 0.25, "accuracy": 0.25}]
+    task = SimpleNamespace(headline="reward", evaluated="prompts")
+    run = SimpleNamespace(evaluations=evaluations, rows=[], step=6, task=task)
+    found = commands.summarise(run, load_run(["model=m"]), 1.0)
+    assert found["eval_reward_before"] is None and found["eval_reward_after"] == 0.25
+    assert "accuracy_before" not in found
 
 
 def test_the_command_trains_from_a_shell_and_leaves_a_complete_folder(tmp_path, words):

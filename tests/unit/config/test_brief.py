@@ -132,6 +132,11 @@ def test_a_resumed_run_keeps_what_is_not_given_and_takes_what_is(tmp_path):
     assert found.trainer == dataclasses.replace(trainer, max_steps=20)
     assert resumed(tmp_path, "algo.preset=dr_grpo").algo.num_generations == 8  # a preset gives all of its section
     assert resumed(tmp_path / "none").actor.model is None
+    with pytest.raises(ConfigError, match="is a run of whet grpo; resume it by that, or give whet dpo another"):
+        resumed(tmp_path, kind=DPORunConfig)
+    for kind in (PPORunConfig, SFTRunConfig, RMRunConfig, DPORunConfig):
+        (tmp_path / FULL).write_text(dump(kind()))
+        assert isinstance(resumed(tmp_path, kind=kind), kind)
 
 
 def test_a_resumed_run_goes_on_under_other_defaults_and_says_which(tmp_path):

@@ -130,6 +130,7 @@ def test_an_example_knows_its_row(tokenizer):
         ),
         ({"messages": [user("x"), said("\n")]}, "row 2 has nothing to train"),
         ({"prompt": "x", "response": ""}, "row 2 has nothing to train: its answer is empty"),
+        ({"text": None}, "row 2: column 'text' is null; fill it, or leave the row out"),
     ],
 )
 def test_rows_that_can_t_be_trained_on_say_why_and_which(tokenizer, row, says):

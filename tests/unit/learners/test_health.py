@@ -126,6 +126,16 @@ def test_what_is_set_already_is_no_advice_where_completions_are_cut(tiny, caplog
     assert advice(**settled)[0] == "max_prompt_length"
 
 
+def test_a_silence_of_an_environment_that_fails_blames_it_and_no_function(health, caplog):
+    rewarded, batch = sample((None, None))
+    (group,) = rewarded.groups
+    failed = tuple(dataclasses.replace(c, finish_reason="error") for c in group.completions)
+    watch(health, 1, 1, (dataclasses.replace(rewarded, groups=[dataclasses.replace(group, completions=failed)]), batch))
+    (text,) = said(caplog)
+    assert "since the environment failed in each episode" in text and "failed in 2 of 2 episodes" in text
+    assert "judge" not in text and "ended by themselves" not in text
+
+
 def test_a_silence_is_said_once_and_again_when_it_has_lasted_ten_times_as_long(health, caplog):
     watch(health, 1, 3 * LONGER**2 + 3, sample((1.0, 1.0)))
     assert [text.split(":")[0] for text in said(caplog)] == [f"for {n} steps, since step 1" for n in (3, 30, 300)]

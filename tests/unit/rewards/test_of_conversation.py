@@ -38,6 +38,8 @@ def test_it_keeps_its_name_and_asks_for_its_column():
     assert function_name(fn) == "reward_fn" and fn is not reward_fn and resolve_reward(fn) is fn
     with pytest.raises(ValueError, match="needs 'answer', which is not a column"):
         keywords(fn, {"prompts": [], "completions": []}, {}, name="reward_fn")
+    with pytest.raises(ValueError, match="a function of one conversation takes messages and answer, both"):
+        keywords(lambda messages: 1.0, {"prompts": [], "completions": []}, {}, name="reward_fn")
 
 
 def test_a_function_of_a_batch_stays_as_it_is():

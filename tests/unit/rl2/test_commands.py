@@ -89,13 +89,18 @@ def test_a_calculator_of_two_turns_is_trained_on_what_was_sampled(place, switche
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
-def test_sft_trains_and_evaluates(place, tmp_path):
+def test_sft_trains_and_evaluates(place, tmp_path, capsys):
     more = ["actor.lr=1e-2", "actor.max_length_per_device=256", f"trainer.save_dir={tmp_path}/run"]
     quiet = ["trainer.disable_wandb=true", "whet.trainer.pbar_description=null", "trainer.n_epochs=3"]
     data = [f"data.path={place}/sft.jsonl", "data.max_length=64", "data.batch_size=4"]
     assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet]) == 0
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 9 and losses[-1] < losses[0]
+    capsys.readouterr()
+    assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "set trainer.resume=latest to resume it" in told and "are whet's: give them as whet.<key>=value" in told
+    assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet, "whet.trainer.resume=latest"]) == 0
 
 
 @pytest.mark.parametrize("verb", ["rm", "dpo"])

@@ -152,7 +152,7 @@ def test_a_dry_run_asks_nobody_and_sends_the_same(finished, capsys):
         ({"repo": "lap/x"}, {}, "did you mean lab"),
         ({}, {"role": "read"}, "the token may only read"),
         ({}, {"repos": {"me/sums": False}}, "me/sums is there and is public; set private=false"),
-        ({"which": "best"}, {"fails": ConnectionError("refused")}, r"the hub does not answer \(refused\)"),
+        ({"which": "best"}, {"fails": ConnectionError("refused")}, r"the hub does not answer \(refused\); look at"),
         ({}, {"fails": ValueError("too large")}, "me/sums did not take the model: too large"),
         ({"which": "bst"}, {}, "which='bst': there is no .*; there are final, step-000002, step-000003"),
         ({"which": "before_stop"}, {}, "the run had no trainer.stop_when"),
