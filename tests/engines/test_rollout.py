@@ -1,6 +1,5 @@
-"""Names of engines, the mock's lengths, the adapter of Tunix's rollout classes, and the examples in the docs."""
+"""Names of engines, the mock's lengths, and the adapter of Tunix's rollout classes."""
 
-import doctest
 import functools
 import importlib
 import pkgutil
@@ -23,9 +22,8 @@ MODULES = [m.name for m in pkgutil.walk_packages(whet.rollout.__path__, "whet.ro
 
 
 @pytest.mark.parametrize("name", ["whet.rollout", *MODULES])
-def test_examples_in_the_docs_hold_and_public_names_are_sorted(name):
+def test_public_names_are_sorted(name):
     module = importlib.import_module(name)
-    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
     assert module.__all__ == sorted(module.__all__)
 
 
