@@ -46,7 +46,7 @@ def test_unknown_names_are_refused_with_the_nearest():
     [("fixed", 40, 0), ("uniform", 20.5, 11.5), ("normal", 20, 5), ("skewed", 7.6, 8)],
 )
 def test_mock_lengths_follow_their_distribution(distribution, mean, spread):
-    work = requests(prompts((3,)), Sampling(max_tokens=40, stop_ids=(2,)), group=2000)
+    work = requests(prompts((3,)), Sampling(max_tokens=40, stop_ids=(2,)), group=600)
     done = run(MockEngine(vocabulary=64, length_distribution=distribution), work)
     lengths = np.array([len(o.tokens) for o in done.values()])
     assert lengths.mean() == pytest.approx(mean, rel=0.06)
