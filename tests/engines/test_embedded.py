@@ -58,14 +58,15 @@ def test_greedy_equals_generate_token_for_token(family, form):
         assert done[r.id].tokens.tolist() == cut(plain[r.group], stop)
 
 
-def recomputed(model, request, tokens, sampling):
-    """Logprobs by one full forward and the definitions, token by token, in fp64."""
+def recomputed(model, request, tokens, sampling, *, instead=False):
+    """Logprobs by one full forward and the definitions, token by token, in fp64; `instead`: each as the first."""
     ids = [*request.tokens.tolist(), *tokens.tolist()]
     model.set_attn_implementation("eager")
     with torch.no_grad():
         logits = model(input_ids=torch.tensor([ids])).logits[0].double()
     out = []
     for t, token in enumerate(tokens.tolist()):
+        t = 0 if instead else t
         z = logits[len(request.tokens) + t - 1].clone()
         if sampling.logprob_support == "sampling":
             for i in set(ids[: len(request.tokens) + t]) if sampling.repetition_penalty != 1 else ():
@@ -151,7 +152,7 @@ def test_frequencies_are_those_of_the_model(fields):  # other forms draw the sam
     second = np.bincount([o.tokens[1] for o in done.values() if o.tokens[0] == common], minlength=VOCABULARY)
     for seen, context in ((first, work[0].tokens), (second, np.append(work[0].tokens, common))):
         request = Request(id=0, tokens=context, sampling=sampling, group=0, address=(0, 0, 0, 0))
-        p = np.exp([recomputed(model, request, np.array([i]), sampling)[0] for i in range(VOCABULARY)])
+        p = np.exp(recomputed(model, request, np.arange(VOCABULARY), sampling, instead=True))
         assert p.sum() == pytest.approx(1, abs=1e-6)
         assert seen[p == 0].sum() == 0
         want = p * seen.sum()

@@ -12,6 +12,7 @@ import pytest
 import torch
 from contract import *  # noqa: F403
 from tiny import build, letters, prompts, requests, run
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from whet.config import RolloutConfig
@@ -27,7 +28,7 @@ class Tokenizers:
     """tokenizer_manager: knows the requests under way, and ends them."""
 
     def __init__(self):
-        self.live, self.ended = set(), set()
+        self.live, self.ended = {}, set()
 
     def abort_request(self, rid="", abort_all=False):
         if rid in self.live:
@@ -38,7 +39,7 @@ class Engine:
     """sglang.Engine, one token of every request per round of the loop."""
 
     def __init__(self, **arguments):
-        self.arguments, self.calls = arguments, []
+        self.arguments, self.calls, self.rows = arguments, [], {}
         self.loop, self.tokenizer_manager = asyncio.new_event_loop(), Tokenizers()
         torch.manual_seed(99)
         config = AutoConfig.from_pretrained(arguments["model_path"])
@@ -46,13 +47,21 @@ class Engine:
         assert arguments["load_format"] == "dummy"
 
     @torch.no_grad()
-    def logits(self, ids):
-        return self.model(torch.tensor([ids])).logits[0]
+    def logits(self, *rows):
+        padded = pad_sequence([torch.tensor(ids) for ids in rows], batch_first=True)
+        return [x[: len(ids)] for x, ids in zip(self.model(padded, use_cache=False).logits, rows)]
+
+    def next(self, ids):
+        """Logits behind a live sequence; those of all that live are computed at once."""
+        if tuple(ids) not in self.rows:
+            asked = [x for x in self.tokenizer_manager.live.values() if tuple(x) not in self.rows]
+            self.rows |= {tuple(x): found[-1].double() for x, found in zip(asked, self.logits(*asked))}
+        return self.rows[tuple(ids)].clone()
 
     async def async_generate(self, *, input_ids, sampling_params, return_logprob, logprob_start_len, rid):
         assert return_logprob and logprob_start_len == -1 and rid not in self.tokenizer_manager.live
         p, ids, made = sampling_params, list(input_ids), []
-        self.tokenizer_manager.live.add(rid)
+        self.tokenizer_manager.live[rid] = ids
         reason = {"type": "length", "length": p["max_new_tokens"]}
         while len(made) < p["max_new_tokens"]:
             await asyncio.sleep(0)
@@ -65,7 +74,7 @@ class Engine:
             if token in p["stop_token_ids"]:
                 reason = {"type": "stop", "matched": token}
                 break
-        self.tokenizer_manager.live.discard(rid)
+        del self.tokenizer_manager.live[rid]
         meta = {"id": rid, "finish_reason": reason, "cached_tokens": 0}
         return {
             "output_ids": [m[1] for m in made],
@@ -73,7 +82,7 @@ class Engine:
         }
 
     def draw(self, ids, p, count):
-        logits = self.logits(ids)[-1].double()
+        logits = self.next(ids)
         for i, bias in p.get("logit_bias", {}).items():
             logits[int(i)] += bias
         if count < p["min_new_tokens"]:
@@ -88,7 +97,7 @@ class Engine:
 
     def generate(self, *, input_ids, sampling_params, return_logprob, logprob_start_len):
         assert return_logprob and logprob_start_len == 0
-        rows = self.logits(input_ids)[:-1].log_softmax(-1)
+        rows = self.logits(input_ids)[0][:-1].log_softmax(-1)
         found = [(None, input_ids[0], None)]
         found += [(float(row[t]), t, None) for row, t in zip(rows, input_ids[1:])]
         return {"meta_info": {"input_token_logprobs": found}}
@@ -99,6 +108,7 @@ class Engine:
         if any(t.isnan().any() for _, t in named_tensors):
             return False, "nan"
         self.model.load_state_dict(dict(named_tensors), strict=False)
+        self.rows.clear()
         return True, "Success"
 
     def release_memory_occupation(self, tags=None):

@@ -121,7 +121,10 @@ class _Loader(yaml.SafeLoader):
         raise self.refuse(node.start_mark, f"tag {tag} is not read; write plain values")
 
 
-class Dumper(yaml.SafeDumper):
+_Base = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # libyaml's is five times as fast; not all have it
+
+
+class Dumper(_Base):  # pyright: ignore[reportGeneralTypeIssues]
     """Quotes what YAML 1.1 or 1.2 would read as something else, and escapes every end of a line but the usual one."""
 
     def text(self, value: str) -> Any:

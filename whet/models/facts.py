@@ -170,12 +170,19 @@ def _as_its_class_makes_it(module: PreTrainedModel) -> bool:
     for part in module.modules():
         if "forward" in vars(part) or any(vars(part)[name] for name in HOOKS):
             return False
+    config = module.config
     try:
-        with torch.device("meta"):
-            made = type(module)(copy.deepcopy(module.config))
+        made = _shape_as_made(_Twin(type(module), config.to_json_string(use_diff=False), config))
     except Exception:  # a class with arguments of its own, or a config that no longer fits
         return False
-    return _shape(module) == _shape(made)
+    return _shape(module) == made
+
+
+@functools.lru_cache(maxsize=64)
+def _shape_as_made(model: _Twin) -> dict[str, object]:
+    """The shape of what a class makes of a configuration of full size; every role that has it asks."""
+    with torch.device("meta"):
+        return _shape(model.kind(copy.deepcopy(model.config)))
 
 
 def _shape(module: PreTrainedModel) -> dict[str, object]:

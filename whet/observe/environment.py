@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import platform
@@ -68,13 +69,19 @@ _VARIABLES = ("OMP_", "MKL_NUM", "ATEN_", "CUDA_VISIBLE", "CUBLAS_WORKSPACE", "P
               "WORLD_SIZE", "RANK")  # fmt: skip
 
 
+@functools.cache
+def _version(name: str) -> str | None:
+    """A package's version, read from its files once in a process; None = it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {}
     for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
+        found[name] = _version(name)
     torch = sys.modules.get("torch")
     if torch is not None:  # it says the build too ("+cu130"), which a distribution's name may leave out
         found["torch"] = torch.__version__

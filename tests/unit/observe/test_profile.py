@@ -150,17 +150,19 @@ def test_the_options_choose_the_steps_and_the_folder(tmp_path):
 
 
 def test_a_resumed_run_counts_from_where_it_begins_and_may_ask_for_a_profile(tmp_path):
-    train(tmp_path / "run", steps=2)
-    train(tmp_path / "run", steps=4, resume="latest", profile=True)
-    assert names(tmp_path / "run") == ["profile-step-000004.json.gz", "profile-step-000004.txt"]
+    train(tmp_path / "run", steps=1)
+    train(tmp_path / "run", steps=3, resume="latest", profile=True)
+    assert names(tmp_path / "run") == ["profile-step-000003.json.gz", "profile-step-000003.txt"]
 
 
 def test_a_run_too_short_for_the_options_has_its_last_step_profiled_and_says_so(tmp_path, caplog):
-    train(tmp_path / "one", steps=1, profile=True)
-    assert names(tmp_path / "one") == ["profile-step-000001.json.gz", "profile-step-000001.txt"]
-    assert "the run is no longer than skip_first_n_steps=1; profiling its last step" in caplog.text
-    train(tmp_path / "two", steps=2, profiler_options=ProfilerOptions(skip_first_n_steps=5))
-    assert names(tmp_path / "two") == ["profile-step-000002.json.gz", "profile-step-000002.txt"]
+    train(tmp_path, steps=2, profiler_options=ProfilerOptions(skip_first_n_steps=2))
+    assert names(tmp_path) == ["profile-step-000002.json.gz", "profile-step-000002.txt"]
+    assert "the run is no longer than skip_first_n_steps=2; profiling its last step" in caplog.text
+    for steps, first in ((1, 0), (4, 3), (5, 4), (6, 5), (7, 5)):
+        profiler = StepProfiler(ProfilerOptions(skip_first_n_steps=5), folder=None, trace=Trace())
+        profiler.expect(steps)
+        assert profiler._first == first
 
 
 def test_a_run_of_unknown_length_that_is_over_before_says_so(caplog):
@@ -170,6 +172,12 @@ def test_a_run_of_unknown_length_that_is_over_before_says_so(caplog):
         pass
     profiler.close()
     assert "no step was profiled: the run made 1 and the first 1 are skipped" in caplog.text
+
+
+def one_step(folder):
+    """Profiles a step; what goes wrong in that raises nothing."""
+    with StepProfiler(ProfilerOptions(skip_first_n_steps=0), folder=folder, trace=Trace()).step(1):
+        X @ X
 
 
 def _fails(self, path):
@@ -185,9 +193,9 @@ def _half(self, path):
 @pytest.mark.parametrize(("export", "why"), [(_fails, "No space left on device"), (_half, "half of the timeline")])
 def test_a_profile_on_a_full_disk_costs_no_step_and_says_what_to_free(tmp_path, monkeypatch, caplog, export, why):
     monkeypatch.setattr(profile, "export_chrome_trace", export)
-    run = train(tmp_path, steps=2, profile=True)
-    assert run.step == 2 and names(tmp_path) == ["profile-step-000002.txt"]
-    assert f"the profile of step 2 could not be written to {tmp_path}: " in caplog.text and why in caplog.text
+    one_step(tmp_path)
+    assert names(tmp_path) == ["profile-step-000001.txt"]
+    assert f"the profile of step 1 could not be written to {tmp_path}: " in caplog.text and why in caplog.text
     assert f"training continues. Make room there and in {tempfile.gettempdir()}" in caplog.text
 
 
@@ -225,8 +233,8 @@ def test_a_table_that_the_disk_did_not_take_is_no_reason_to_resume(tmp_path, mon
 
 def test_without_a_folder_the_table_is_logged_and_that_is_said(caplog):
     with caplog.at_level(logging.INFO, "whet"):
-        train(None, steps=2, profile=True)
-    assert "profile of step 2" in caplog.text and "was not written: neither run_dir" in caplog.text
+        one_step(None)
+    assert "profile of step 1" in caplog.text and "was not written: neither run_dir" in caplog.text
 
 
 def test_off_it_marks_nothing_and_other_ranks_write_nothing(monkeypatch, tmp_path):

@@ -99,25 +99,33 @@ def test_what_cannot_be_done_is_said(caplog):
     assert "asks for a checkpoint, and there is no folder" in caplog.text
 
 
+def evaluated(*observers, folder, **more):
+    """The rows of a run, without what the clock says."""
+    found = train(*observers, folder=folder, eval_every_n_steps=2, eval_ds=rows(1), **more)
+    return [json.dumps({k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))}) for r in found.rows]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    """What nobody has stopped."""
+    return evaluated(folder=tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize("event", ["on_step_begin", "on_update_end", "on_log", "on_step_end"])
-def test_one_that_raises_ends_the_run_after_its_step_with_nothing_lost(tmp_path, event):
+def test_one_that_raises_ends_the_run_after_its_step_with_nothing_lost(tmp_path, event, uninterrupted):
     def breaks(now, run):
         if now == event and run.step >= 1:
             raise ValueError("my own")
 
-    def rest(name, **more):
-        found = train(folder=tmp_path / name, eval_every_n_steps=2, eval_ds=rows(1), **more)
-        return [json.dumps({k: v for k, v in r.items() if not k.startswith(("time/", "perf/"))}) for r in found.rows]
-
     other = Noted()
     with pytest.raises(ValueError, match="my own") as raised:
-        train(Noted(breaks), other, folder=tmp_path / "a", eval_every_n_steps=2, eval_ds=rows(1))
+        evaluated(Noted(breaks), other, folder=tmp_path)
     step = 1 if event in ("on_step_end", "on_log") else 2  # the step that was under way
-    assert saved(tmp_path / "a") == [f"step-{step:06d}"] and not (tmp_path / "a" / "final").exists()
+    assert saved(tmp_path) == [f"step-{step:06d}"] and not (tmp_path / "final").exists()
     notes = "\n".join(raised.value.__notes__)
     assert f"raised by observer Noted.{event}" in notes and f"stopped after step {step}" in notes
     assert other.told[-1][0] == "on_run_end" and other.told[-1][2] is raised.value
-    assert rest("a", resume="latest") == rest("whole")
+    assert evaluated(folder=tmp_path, resume="latest") == uninterrupted
 
 
 def test_one_that_raises_at_the_beginning_or_the_end_does_not_go_unnoticed(tmp_path, caplog):
