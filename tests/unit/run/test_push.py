@@ -374,6 +374,13 @@ def test_the_method_is_told_by_the_configuration(tmp_path, settings, method, tag
     assert found["pipeline_tag"] == ("text-classification" if method == "RM" else "text-generation")
 
 
+def test_a_cards_rate_is_the_highest_of_a_schedule():
+    optim = {"actor": {"optim": {"name": "adamw", "schedule": "linear", "lr": None}}}
+    rates = [{"mode": "train", "step": i, "learning_rate": rate} for i, rate in enumerate((5e-5, 1e-4, 0.0))]
+    facts = CardFacts(method="SFT", step=2, base="a/b", base_text="a/b", settings=optim, rows=rates)
+    assert "| adamw, lr 0.0001, linear |" in model_card(facts, title="x")
+
+
 def test_an_adapters_card_says_so():
     facts = CardFacts(method="SFT", step=1, base="a/b", base_text="a/b", adapter=True)
     assert front_matter(model_card(facts, title="x"))["library_name"] == "peft"
