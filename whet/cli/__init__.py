@@ -125,11 +125,19 @@ def _told(who: str, error: Exception) -> bool:
 
 
 def _run(command: str, words: list[str]) -> None:
+    from whet.errors import ConfigError
+
     _check_flags(command, words)
     if command in _TRAIN:
         words = ["trainer.profile=true" if w == "--profile" else w for w in words]
     printing = [w for w in words if w in ("--print_config", "--print-config")]
-    config = _config(command, [w for w in words if w not in printing])
+    given = [w for w in words if w not in printing]
+    try:
+        config = _config(command, given)
+    except ConfigError as error:
+        if command in _RUNS and not printing:
+            _check_rest(command, given, error)
+        raise
     if printing and command != "demo":
         from whet.config import dump
 
@@ -319,6 +327,28 @@ def _check(command: str, config: Any) -> None:
         from whet.config.generate import check_sampled
 
         check_sampled(config)
+
+
+def _check_rest(command: str, words: list[str], error: Exception) -> None:
+    """Raises ConfigError for what is wrong with the keys of a run together with what else is, if that can be told."""
+    from functools import partial
+
+    from whet.config.resumed import load_part
+    from whet.errors import ConfigError, raise_all
+
+    kind, short = _kind(command)
+    try:
+        config, unread = load_part(kind, words, short)
+    except ConfigError:  # of the words, before any key is looked at
+        return
+    if config is None:
+        return
+    from whet.cli.checks import check_run
+
+    def keys() -> None:
+        raise error
+
+    raise_all([keys, partial(check_run, config, unread)])
 
 
 def _help() -> str:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from whet.cli.checks import check_run, check_teacher_used
+from whet.cli.checks import check_rewards, check_run, check_teacher_used
 from whet.cli.settle import settled
 from whet.cluster import RLCluster
 from whet.config import (
@@ -160,6 +160,7 @@ def build(config: RunConfig) -> tuple[RLLearner, Any, Any]:
     check_complete(config)
     found = settled(config, *data(config))
     config = found.config
+    check_rewards(config, found.train, found.evaluation)
     algo = dataclasses.replace(config.algo, reward_weights=config.reward_weights)
     reference = None
     if algo.beta or algo.force_compute_kl:

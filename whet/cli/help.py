@@ -220,7 +220,7 @@ FIRST: Mapping[str, Sequence[Group]] = {
                 "rows=3": "how many rows are shown",
                 "model": "its tokenizer and chat template; nothing else is loaded",
                 "data": _DATA["data"],
-                "data.prompt_column": "prompt, prompts, messages or question if none is given",
+                "data.prompt_column": "else prompt, prompts, messages, question or conversations",
                 "data.apply_chat_template": "auto = where the tokenizer has a template",
                 "data.system_prompt": _DATA["data.system_prompt"],
                 "data.limit": "only the first N rows",

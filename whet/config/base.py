@@ -29,6 +29,7 @@ from whet.errors import ConfigError, nearest, shown
 __all__ = [
     "adapter",
     "check",
+    "check_part",
     "choices",
     "config",
     "explain",
@@ -101,6 +102,39 @@ def check(cls: type[T], tree: Mapping[str, Any], *, short: Mapping[str, str] | N
         return adapter(cls).validate_python(dict(tree))
     except ValidationError as error:
         raise explain(cls, error, tree, short=short) from None
+
+
+def check_part(cls: type[T], tree: Mapping[str, Any]) -> tuple[T | None, frozenset[str]]:
+    """What of nested dicts can be taken, without the keys that `check` refuses.
+
+    Returns: the instance, and which of the top's names something was left out of; None = the rest contradicts itself.
+
+    >>> from whet.config import RunConfig
+    >>> config, lacks = check_part(RunConfig, {"actor": {"lrr": 1.0, "model": "a/b"}, "modle": "a/b"})
+    >>> config.actor.model, sorted(lacks)
+    ('a/b', ['actor', 'modle'])
+    """
+    left: dict[str, Any] = dict(tree)
+    lacks: set[str] = set()
+    while True:
+        try:
+            return adapter(cls).validate_python(left), frozenset(lacks)
+        except ValidationError as error:
+            paths = [_path(cls, item["loc"], left) for item in error.errors(include_url=False)]
+        before = left
+        for path in sorted(paths, key=len, reverse=True):  # a section after its keys
+            left = _without(left, path)
+        if left == before:
+            return None, frozenset(lacks)
+        lacks |= {path[0] for path in paths if path}
+
+
+def _without(tree: Mapping[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """A tree without a key; without what it lies in, where that is no section or lacks it."""
+    inner = tree.get(path[0]) if path else None
+    if len(path) > 1 and isinstance(inner, Mapping) and path[1] in inner:
+        return {**tree, path[0]: _without(inner, path[1:])}
+    return {key: value for key, value in tree.items() if path[:1] != (str(key),)}
 
 
 def need(value: Any, cls: type[T], name: str) -> T:
@@ -277,8 +311,6 @@ def _unknown(cls: type, path: tuple[str, ...], key: str, root: str, short: Mappi
         return f"unknown keyword {key}{f'; did you mean {own}?' if own else nearest(path[-1], inside)}"
     keys = _keys(cls)
     whole = dict.fromkeys(k.rsplit(".", n)[0] for k in keys for n in range(k.count(".") + 1))  # sections too
-    if path[-1] in NOTES:
-        return f"unknown key {key}: {NOTES[path[-1]]}"
     told = {leaf: _told(leaf, {*whole, *short}) for leaf in leaves_of(path, value)}
     if any(told.values()):
         return "\n".join(f"unknown key {'.'.join(leaf)}{said}" for leaf, said in told.items())

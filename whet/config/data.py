@@ -62,7 +62,7 @@ class DataConfig(SourceConfig):
     """Where prompts come from."""
 
     prompt_column: Name | None = None
-    """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
+    """Column with the prompt; None = prompt, prompts, messages, question or conversations, whichever is there."""
     apply_chat_template: Bool = False
     """Make each plain-text prompt a user's turn in the chat template; conversations always go through it."""
     system_prompt: Text = ""

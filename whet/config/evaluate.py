@@ -65,7 +65,7 @@ class EvalDataConfig:
     batch_size: Size = 64
     """Prompts that are completed and judged at a time, then kept in the folder. It changes no number."""
     prompt_column: Name | None = None
-    """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
+    """Column with the prompt; None = prompt, prompts, messages, question or conversations, whichever is there."""
     source_column: Name | None = None
     """Column by whose values the results are also given; None = source or data_source, where there is one."""
     apply_chat_template: Bool | Literal["auto"] = "auto"

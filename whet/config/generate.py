@@ -119,7 +119,7 @@ class GenerateConfig(SampledConfig):
     prompts: Name | None = None
     """Data set of prompts: a json, jsonl, csv, parquet or arrow file, a folder, a hub name, "file.py:function"."""
     prompt_column: Name | None = None
-    """Column with the prompt; None = prompt, prompts, messages or question, whichever is there."""
+    """Column with the prompt; None = prompt, prompts, messages, question or conversations, whichever is there."""
     split: Name = "train"
     """Split of the data set."""
     limit: Count | None = None

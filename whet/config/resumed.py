@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from whet.config.base import check, section_at
+from whet.config.base import check, check_part, section_at
 from whet.config.engines import nested
 from whet.config.loader import dump_tree, flat, read_yaml, tree
 from whet.errors import ConfigError
 
-__all__ = ["FULL", "kept_of_run", "load_resumable"]
+__all__ = ["FULL", "kept_of_run", "load_part", "load_resumable"]
 
 T = TypeVar("T")
 
@@ -34,8 +34,12 @@ def load_resumable(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) 
     Args: cls: of a run's configuration. argv, short: see `loader.tree`.
     Raises: ConfigError: every problem at once, a line each.
     """
-    given = tree(argv, short)
-    return check(cls, _filled(cls, given, _of_run(given), "", {}), short=short)
+    return check(cls, _on_top(cls, argv, short), short=short)
+
+
+def load_part(cls: type[T], argv: Sequence[str], short: Mapping[str, str]) -> tuple[T | None, frozenset[str]]:
+    """What of the same can be taken, where some of its keys can't: see `base.check_part`."""
+    return check_part(cls, _on_top(cls, argv, short))
 
 
 def kept_of_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, tuple[Any, Any]]:
@@ -43,6 +47,12 @@ def kept_of_run(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dic
     given, kept = tree(argv, short), {}
     _filled(cls, given, _of_run(given), "", kept)
     return kept
+
+
+def _on_top(cls: type, argv: Sequence[str], short: Mapping[str, str]) -> dict[str, Any]:
+    """What is given, on top of what the run has."""
+    given = tree(argv, short)
+    return _filled(cls, given, _of_run(given), "", {})
 
 
 def _of_run(given: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field
 from typing import Any, ClassVar, TypeVar
 
@@ -141,20 +141,24 @@ def lacking(model: str | None, path: str | None, of: str = "<hub name or folder>
     return [line for line, given in ((f"no model; write model={of}", model), (data, path)) if given is None]
 
 
-def check_complete(config: RunConfig) -> None:
+def check_complete(config: RunConfig, unread: Collection[str] = ()) -> None:
     """Raises ConfigError, all at once, where a run lacks what has no default.
+
+    Args: config: of the run. unread: sections of which nothing is said, since not all that was given is in them.
 
     >>> check_complete(RunConfig(reward="exact_match"))
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
-    missing = lacking(config.actor.model, config.data.path)
-    if not config.reward_names and (config.teacher is None or isinstance(config, PPORunConfig)):
+    said = lambda *sections: not {*sections} & {*unread}
+    missing = lacking(config.actor.model if said("actor") else "", config.data.path if said("data") else "")
+    learns = config.reward_names or (config.teacher is not None and not isinstance(config, PPORunConfig))
+    if not learns and said("reward", "rollout", "teacher"):
         missing.append("no reward; write reward=file.py:function, or the name of one of whet's own")
-    if config.teacher is not None and config.teacher.model is None:
+    if config.teacher is not None and config.teacher.model is None and said("teacher"):
         missing.append("teacher has no model; write teacher.model=<hub name or folder>")
-    if config.reward_model is not None and config.reward_model.model is None:
+    if config.reward_model is not None and config.reward_model.model is None and said("reward_model"):
         missing.append("reward_model has no model; write reward_model.model=<hub name or folder>")
     if config.critic is not None and not isinstance(config, PPORunConfig):
         missing.append("critic: GRPO has no critic; leave it out, or train with whet ppo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -134,13 +134,16 @@ def load_supervised(argv: Sequence[str], kind: type[R]) -> R:
     return load(kind, argv, shorthands(kind))
 
 
-def check_supervised(config: SupervisedRunConfig) -> None:
+def check_supervised(config: SupervisedRunConfig, unread: Collection[str] = ()) -> None:
     """Raises ConfigError, all at once, where a run lacks what has no default.
+
+    Args: as of check_complete.
 
     >>> check_supervised(SFTRunConfig())
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     """
-    if missing := lacking(config.trained.model, config.data.path):
+    model = "" if config.TRAINED in unread else config.trained.model
+    if missing := lacking(model, "" if "data" in unread else config.data.path):
         raise ConfigError("\n".join(missing))

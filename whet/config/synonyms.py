@@ -236,11 +236,11 @@ def owner(word: str, fields: Collection[str]) -> str | None:
 
 
 def leaves_of(path: Sequence[str], value: object) -> list[tuple[str, ...]]:
-    """What was given below a path, key by key.
+    """What was given below a path, key by key; a name of NOTES is told as a whole.
 
     >>> leaves_of(("actor",), {"lr": 1, "lora": {"r": 2}})
     [('actor', 'lr'), ('actor', 'lora', 'r')]
     """
-    if not isinstance(value, Mapping) or not value:
+    if path[-1] in NOTES or not isinstance(value, Mapping) or not value:
         return [tuple(path)]
     return [leaf for key, inner in value.items() for leaf in leaves_of((*path, str(key)), inner)]

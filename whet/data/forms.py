@@ -16,7 +16,7 @@ import numpy as np
 from whet.errors import DataError, nearest, shown
 from whet.types import Message
 
-__all__ = ["conversation", "find_column", "message_of", "options_of", "refuse_images", "said_in", "text_of"]
+__all__ = ["conversation", "find_column", "message_of", "options_of", "refuse_images", "said_in", "text_of", "turns"]
 
 IMAGE_COLUMNS = ("image", "images")
 ROLES = {
@@ -70,14 +70,14 @@ def said_in(row: Mapping[str, Any], column: str, number: int) -> Said:
         value = value.decode("utf-8", "surrogateescape")
     if isinstance(value, str):
         listed = _json_list(value)
-        return text_of(str(value), f"row {number}, column {column!r}") if listed is None else _turns(listed, number)
+        return text_of(str(value), f"row {number}, column {column!r}") if listed is None else turns(listed, number)
     if not isinstance(value, list | tuple | np.ndarray) or len(value) == 0:
         number_of_csv = "; a csv file's numbers are read as numbers: keep texts such as '42' in a .jsonl file"
         raise DataError(
             f"row {number}: column {column!r} holds {type(value).__name__} {shown(value)}; expected a text or a list "
             f"of messages{number_of_csv if isinstance(value, int | float) else ''}"
         )
-    return _turns(value, number)
+    return turns(value, number)
 
 
 def conversation(row: Mapping[str, Any], column: str, number: int) -> list[Message]:
@@ -174,7 +174,8 @@ def without_none(value: Any) -> Any:
     return [without_none(inner) for inner in value] if isinstance(value, list | tuple | np.ndarray) else value
 
 
-def _turns(messages: Iterable[Any], number: int) -> list[Message]:
+def turns(messages: Iterable[Any], number: int) -> list[Message]:
+    """The messages of a row, checked, those of ShareGPT's form in the usual one. Raises DataError for what is none."""
     return [message_of(_renamed(m, place, number), place, number) for place, m in enumerate(messages)]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from whet.data.forms import message_of, options_of, refuse_images, text_of
+from whet.data.forms import options_of, refuse_images, text_of, turns
 from whet.data.lengths import Spread
 from whet.data.said import Shown, changed_words
 from whet.data.templates import ChatTemplate
@@ -33,7 +33,7 @@ OF_DATA = ("prompt_column", "apply_chat_template", "system_prompt", "on_template
 """Fields of the section data that an encoder takes."""
 ANSWER = "answer"
 """The column that an answer becomes which is taken off a conversation."""
-PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question")
+PROMPT_COLUMNS = ("prompt", "prompts", "messages", "question", "conversations")
 """Names of the prompt column, in the order of preference."""
 GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompt_ids", "prompts", "rewards", "trajectory_ids")
 """Keywords that reward and metric functions are given besides the columns: no column may have such a name."""
@@ -42,8 +42,8 @@ GIVEN = ("advantages", "completion_ids", "completions", "mode", "prompt_ids", "p
 def find_prompt_column(columns: Iterable[str], prompt_column: str | None = None, row: int | None = None) -> str:
     """The column that holds the prompts.
 
-    Args: columns: what a row has. prompt_column: the one to take; None = prompt, prompts, messages or
-        question, whichever is there, in this order. row: whose columns they are, for the message.
+    Args: columns: what a row has. prompt_column: the one to take; None = prompt, prompts, messages,
+        question or conversations, whichever is there, in this order. row: whose columns they are, for the message.
     Raises: DataError: it is not there; the message lists the columns and the nearest.
 
     >>> find_prompt_column(["answer", "messages"])
@@ -106,7 +106,7 @@ class PromptEncoder:
     ) -> None:
         """Args:
             tokenizer: of transformers.
-            prompt_column: None = prompt, prompts, messages or question, the first that is there.
+            prompt_column: None = prompt, prompts, messages, question or conversations, the first that is there.
             apply_chat_template: texts become a user turn; messages always go through it.
             chat_template_kwargs: further arguments of the template, e.g. {"enable_thinking": False}, which is the
                 default; templates ignore what they don't know. A chat_template among them is taken for the tokenizer's.
@@ -332,4 +332,4 @@ def _source(value: Any, name: str, number: int) -> str | list[Message]:
             f"row {number}: column {name!r} holds {type(value).__name__} {shown(value)}; a prompt is a text or a list "
             "of messages"
         )
-    return [message_of(message, place, number) for place, message in enumerate(value)]
+    return turns(value, number)

@@ -251,6 +251,7 @@ class _Work:
         self.source_column = self._source_column()
         self.manager = reward_manager(self.config, sampler, evaluator.reward)
         self.manager.check(list(dict.fromkeys(name for p in self.prompts for name in p.columns)))
+        self.manager.check_answers((prompt.row, prompt.columns) for prompt in self.prompts)
         fns = self.manager.fns  # the one that says what passes says what is right
         deciding = [fns[self.config.pass_reward]] if self.config.pass_reward in fns else list(fns.values())
         self.read, self.votes_on = answer_reader(self.config.answer_fn, deciding)

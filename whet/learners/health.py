@@ -20,10 +20,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from whet.cluster import RLCluster
-from whet.config import Role
+from whet.config import Mode, Role
 from whet.config.watching import Band
+from whet.data.templates import goes_through
 from whet.errors import nearest
-from whet.learners.symptoms import symptoms
+from whet.learners.symptoms import FULL, RAISE, cut, symptoms
+from whet.models.modes import max_positions
 from whet.ops import Support, group_spread
 from whet.train.role_trainer import lower_rate
 from whet.types import TokenBatch
@@ -69,14 +71,22 @@ class Health:
     """Watches the steps of a run.
 
     Args: cluster: whose run it is. of_rewards: something is learned only where a token has an advantage. bands: of
-        metrics, trainer.warn_when.
+        metrics, trainer.warn_when. templated: texts go through the chat template too.
 
     Example: health.watch(step, row, rewarded, batch) after each step; health.state() into the checkpoint.
     """
 
-    def __init__(self, cluster: RLCluster, *, of_rewards: bool = True, bands: Mapping[str, Band] | None = None) -> None:
+    def __init__(
+        self,
+        cluster: RLCluster,
+        *,
+        of_rewards: bool = True,
+        bands: Mapping[str, Band] | None = None,
+        templated: bool = False,
+    ) -> None:
         self.cluster = cluster
         self.of_rewards = of_rewards
+        self.templated = templated
         self.symptoms = symptoms(bands)
         self._unseen = set(bands or {})
         """Metrics of bands that no row has had."""
@@ -105,6 +115,8 @@ class Health:
                 self._say(name, count, self._what(name, seen))
         for name, symptom in self.symptoms.items():
             told = symptom.find(row)
+            if told and name == "cut":
+                told = cut(row, **self._ways(seen))
             count = self._over(name) if told is None else self._lasts(name, step)
             if told and count >= symptom.steps and told.badness >= symptom.worse * self._said.get(name, 0.0):
                 self._say(name, told.badness, told.message)
@@ -133,7 +145,7 @@ class Health:
     def _what(self, name: str, seen: Seen) -> str:
         """What is wrong, what it means, and what to look at."""
         if name == "signal":
-            return _silence(seen)
+            return _silence(seen, self._ways(seen)["longer"])
         if name == "gradient":
             return (
                 "the gradient is exactly 0 though advantages are not, so nothing is learned; look at "
@@ -160,6 +172,19 @@ class Health:
         most = self._choices()
         even = most is not None and entropy >= (1 - EVEN) * math.log(most)
         return {"certain": entropy <= CERTAIN, "even": even}
+
+    def _ways(self, seen: Seen) -> dict[str, Any]:
+        """What can still be set where completions are cut: see symptoms.cut."""
+        rollout, positions = self.cluster.rollout_for(Mode.TRAIN), max_positions(self.cluster.actor.module)
+        prompts = [group.prompt for group in seen.rewarded.groups]
+        room = math.inf if positions is None else positions - rollout.max_tokens_to_generate
+        full = room <= max(len(p.tokens) for p in prompts) or room == rollout.max_prompt_length  # the longest of all
+        plain = isinstance(prompts[0].source, str) and not self.templated
+        return {
+            "longer": FULL if full else RAISE,
+            "template": plain and goes_through(self.cluster.tokenizer, rollout.chat_template_kwargs),
+            "end": not rollout.eos_tokens,
+        }
 
     def _choices(self) -> int | None:
         return most_choices(self.cluster.actor.support, _vocabulary(self.cluster.actor.module))
@@ -214,8 +239,8 @@ def _known(batch: TokenBatch) -> bool:
     return not bool(batch.rewards.isnan().all())
 
 
-def _silence(seen: Seen) -> str:
-    """Why no token has an advantage, and what to look at."""
+def _silence(seen: Seen, longer: str) -> str:
+    """Why no token has an advantage, and what to look at. Args: longer: what gives completions more room."""
     group, text = seen.rewarded.groups[0], seen.rewarded.texts[0][0]
     reward = float(seen.batch.rewards[0])
     scored = "no reward" if math.isnan(reward) else f"reward {reward}"
@@ -224,17 +249,17 @@ def _silence(seen: Seen) -> str:
     share = sum(reason == "length" for reason in done) / len(done)
     ended = "All completions ended by themselves"
     if share:
-        ended = f"{share:.0%} of the completions were cut: raise rollout.max_tokens_to_generate if that is why"
-    cause = f"nothing is learned from the rewards: {_cause(seen)}"
+        ended = f"{share:.0%} of the completions were cut: {longer} if that is why"
+    cause = f"nothing is learned from the rewards: {_cause(seen, longer)}"
     return f"{cause}. {ended}. {said}. See completions/ for all of them"
 
 
-def _cause(seen: Seen) -> str:
+def _cause(seen: Seen, longer: str) -> str:
     rewarded, batch = seen.rewarded, seen.batch
     if not batch.mask.any():
         return (
-            "no completion ended by itself, and algo.mask_truncated_completions leaves those out; raise "
-            "rollout.max_tokens_to_generate, or switch it off"
+            "no completion ended by itself, and algo.mask_truncated_completions leaves those out; "
+            f"{longer}, or switch it off"
         )
     none, number = int(batch.rewards.isnan().sum()), len(batch.rewards)
     functions = ", ".join(rewarded.names) or "the reward functions"

@@ -102,7 +102,8 @@ class RLTask(Task):
         self.eval_ds = eval_ds
         self.has_evaluation = eval_ds is not None
         bands = learner.config.warn_when
-        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards, bands=bands)
+        templated = learner.data.apply_chat_template
+        self.health = Health(self.cluster, of_rewards=learner.learns_from_rewards, bands=bands, templated=templated)
         self._eval_prompts: list[Prompt] | None = None
 
     # ---- data ----------------------------------------------------------------------------------------------------
@@ -134,6 +135,7 @@ class RLTask(Task):
             self._check_fit(stream.source, Mode.TRAIN)
             if isinstance(learner.reward_manager, RewardManager):
                 learner.reward_manager.check(list(stream.source[0].columns))
+                learner.reward_manager.check_answers((p.row, p.columns) for p in stream.source)
         c.resolve_batch_sizes(stream.batch_size)
         return stream
 
@@ -159,6 +161,8 @@ class RLTask(Task):
         stream = PromptStream(rows, batch_size=1, shuffle=False, last_batch="keep", encode=encode, prompt_column=column)
         prompts = [p for batch in stream for p in batch]
         self._check_fit(prompts, Mode.EVAL)
+        if isinstance(manager := self.learner.reward_manager, RewardManager):
+            manager.check_answers(((p.row, p.columns) for p in prompts), "evaluation rows")
         log.info("evaluation data: %d prompts%s", len(prompts), _counted(encode))
         return prompts
 

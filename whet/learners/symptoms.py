@@ -15,10 +15,14 @@ from typing import NamedTuple
 
 from whet.config.watching import Band
 
-__all__ = ["BANDS", "SYMPTOMS", "Finding", "Symptom", "apart", "beyond", "cut", "symptoms"]
+__all__ = ["BANDS", "FULL", "RAISE", "SYMPTOMS", "Finding", "Symptom", "apart", "beyond", "cut", "symptoms"]
 
 MAX_CUT_SHARE = 0.5
 """A share of completions above which most are cut."""
+RAISE = "raise rollout.max_tokens_to_generate"
+"""What to do where completions are too short."""
+FULL = "make room by shorter prompts (rollout.max_prompt_length): the model's positions are all taken"
+"""What to do instead where that can't be raised."""
 MAX_DIFFERENCE = 0.05
 """Nats by which sampler and trainer may differ at a token, on average: rounding in bf16 makes 0.01 or 0.02."""
 BANDS = {
@@ -49,8 +53,11 @@ class Symptom:
     """It is said again where its badness is so many times what it was."""
 
 
-def cut(row: Mapping[str, float]) -> Finding | None:
+def cut(row: Mapping[str, float], *, longer: str = RAISE, template: bool = True, end: bool = True) -> Finding | None:
     """Most completions end at the limit.
+
+    Args: row: of metrics. longer: what gives completions more room. template, end: whether a chat template, an end
+        token is still to be set.
 
     >>> cut({"completions/clipped_ratio": 0.4}) is None
     True
@@ -63,12 +70,14 @@ def cut(row: Mapping[str, float]) -> Finding | None:
         return None
     scored = row.get("completions/clipped_scored_ratio", math.nan)
     of_those = "" if math.isnan(scored) else f", and {scored:.0%} of those scored above 0"
-    message = (
-        f"{share:.0%} of completions were cut, at {row.get('completions/max_length', math.nan):.0f} tokens{of_those}; "
-        "raise rollout.max_tokens_to_generate, or where the model never ends by itself, give it its chat template "
-        "(data.apply_chat_template=true) or its end token (rollout.eos_tokens)"
+    never = ["its chat template (data.apply_chat_template=true)"] * template + [
+        "its end token (rollout.eos_tokens)"
+    ] * end
+    ways = [longer, *([f"where the model never ends by itself, give it {' or '.join(never)}"] if never else [])]
+    longest = row.get("completions/max_length", math.nan)
+    return Finding(
+        f"{share:.0%} of completions were cut, at {longest:.0f} tokens{of_those}; {', or '.join(ways)}", share
     )
-    return Finding(message, share)
 
 
 def apart(row: Mapping[str, float]) -> Finding | None:

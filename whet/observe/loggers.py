@@ -123,7 +123,7 @@ class Wandb:
 
     def __init__(self, folder: Path, options: MetricsLoggerOptions, config: Mapping[str, Any], **kwargs: Any) -> None:
         wandb = _package("wandb", "wandb")
-        os.environ.setdefault("WANDB_SILENT", "true")  # it would write over the progress bar
+        os.environ.setdefault("WANDB_SILENT", "true")  # it would write over the progress bar, and ask on the terminal
         given = {"project": options.project_name, "name": options.run_name or folder.name, "dir": str(folder)}
         self._run = wandb.init(**{**given, "config": dict(config), **kwargs})
         self._table = wandb.Table
@@ -262,7 +262,7 @@ class Loggers:
             usable_folder(self._folder, self._key)
             kwargs = self._options.backend_kwargs.get(item, {})
             if item == "wandb" and self._run is not None:
-                kwargs = {"id": _wandb_id(self._run), "resume": "allow", **kwargs}
+                return name, self._wandb(self._run, self._folder, kwargs)
             return name, LOGGERS[item](self._folder, self._options, self._config, **kwargs)
         if isinstance(item, str):
             item = resolve_ref(item, "logger")
@@ -273,6 +273,16 @@ class Loggers:
         if callable(item):
             return name, _Function(item)
         raise ConfigError(f"logger {item!r} has no log(step, values) and close(), and is not a function either")
+
+    def _wandb(self, run: Path, folder: Path, kwargs: Mapping[str, Any]) -> Logger:
+        """Weights & Biases, in the same run there for one run folder; the id is kept once it has begun."""
+        kept = usable_folder(run, "trainer.run_dir") / "wandb-id.txt"
+        known = kept.read_text(errors="replace").strip() if kept.is_file() else ""
+        own = known if known.isalnum() else secrets.token_hex(4)
+        made = LOGGERS["wandb"](folder, self._options, self._config, **{"id": own, "resume": "allow", **kwargs})
+        if own != known:
+            write_atomic(kept, own.encode())
+        return made
 
     def log(self, step: int, values: Mapping[str, float], mode: str = "train") -> None:
         """Gives the metrics of one step to every logger, under "<prefix>/<mode>/<name>"."""
@@ -312,41 +322,44 @@ class Loggers:
 def check_loggers(given: Sequence[Any], options: MetricsLoggerOptions | None = None) -> None:
     """Looks at loggers without starting them.
 
-    Raises: ConfigError: unknown names, references that can't be resolved, packages that are not installed, a log_dir
-        that can't be written; all of these at once.
+    Raises: ConfigError: unknown names, references that can't be resolved, packages that are not installed, no login to
+        Weights & Biases, a log_dir that can't be written; all of these at once.
     """
     options = options or MetricsLoggerOptions()
     unknown = [name for name in options.backend_kwargs if name not in LOGGERS]
     checks: list[Callable[[], Any]] = [
         partial(_raise, lookup_error("logger in backend_kwargs", n, LOGGERS)) for n in unknown
     ]
-    checks += [partial(_check_name, name) for name in given if isinstance(name, str)]
+    checks += [
+        partial(_check_name, name, options.backend_kwargs.get(name, {})) for name in given if isinstance(name, str)
+    ]
     if options.log_dir and given:
         checks.append(partial(usable_folder, options.log_dir, "trainer.metrics_logging_options.log_dir"))
     raise_all(checks)
 
 
-def _check_name(name: str) -> None:
+def _check_name(name: str, kwargs: Mapping[str, Any]) -> None:
     if name in _PACKAGES:
-        _package(_PACKAGES[name], name)
+        package = _package(_PACKAGES[name], name)
+        if name == "wandb" and kwargs.get("mode", "online") == "online" and "settings" not in kwargs:
+            _check_login(package)
     elif name not in LOGGERS:
         if not is_ref(name):
             raise lookup_error("logger", name, LOGGERS)
         resolve_ref(name, "logger")
 
 
+def _check_login(wandb: Any) -> None:
+    """Raises ConfigError where Weights & Biases is to be sent to and nobody has logged in; its server is not asked."""
+    os.environ.setdefault("WANDB_SILENT", "true")
+    try:
+        wandb.login(verify=False)  # returns at once where the environment or its settings say offline
+    except Exception as error:
+        raise ConfigError(_no_start("wandb", error)) from error
+
+
 def _raise(error: ConfigError) -> None:
     raise error
-
-
-def _wandb_id(folder: Path) -> str:
-    """The id of a run folder's run in Weights & Biases, made when it is first asked for."""
-    kept = usable_folder(folder, "trainer.run_dir") / "wandb-id.txt"
-    if kept.is_file() and (found := kept.read_text(errors="replace").strip()).isalnum():
-        return found
-    made = secrets.token_hex(4)
-    write_atomic(kept, made.encode())
-    return made
 
 
 def _table_rows(step: int, columns: Mapping[str, Any], rewards: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,7 +17,8 @@ import numpy as np
 from whet.config.rewards import check_workers
 from whet.errors import ConfigError, DataError, lookup_error
 from whet.metrics import Max, Mean, Metric, Min, Sum, merge
-from whet.rewards.contract import Called, OnError, RewardInputs, call_rewards, keywords
+from whet.rewards.columns import check_answers, check_columns
+from whet.rewards.contract import Called, OnError, RewardInputs, call_rewards
 from whet.rewards.functions import named
 from whet.rewards.library import REWARDS
 from whet.rewards.maths import math_match
@@ -209,18 +210,22 @@ class RewardManager:
         Raises: ConfigError: a function needs an argument that is neither a column nor offered, or a worker can't
             import one.
         """
-        empty = RewardInputs(
-            prompts=[],
-            completions=[],
-            completion_ids=[],
-            trajectory_ids=[],
-            columns={name: [] for name in columns},
-            extras=extras or {},
-        )
-        for name, fn in self.fns.items():
-            keywords(fn, empty.offered(), self.algo_fields, name=name, extras=empty.extras.keys())
+        check_columns(self.fns, columns, self.algo_fields, extras)
         if self.workers is not None:
             self.workers.start()
+
+    def check_answers(self, rows: Iterable[tuple[int, Mapping[str, Any]]], what: str = "rows") -> None:
+        """Looks over the answers of a data set: one that a function can't read is None there, and teaches nothing.
+
+        Args: rows: the number and the columns of each. what: they are, for the message.
+        Raises: DataError: some can't be read; a warning where on_error is "none".
+        """
+        try:
+            check_answers(self.fns, rows, what)
+        except DataError as error:
+            if self.on_error == "raise":
+                raise
+            LOG.warning("%s", error)
 
     def __call__(
         self,

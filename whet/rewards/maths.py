@@ -54,17 +54,17 @@ def math_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float 
     read = functools.partial(parse, parsing_timeout=read_s)
     limit: Any = VERIFY_S if alarmed else None
 
-    def score(text: str, golds: list[str]) -> float:
+    def score(text: str, golds: list[str]) -> float | None:
         known = [found for found in map(read, map(_formula, golds)) if found]
         if not known:
-            return -1.0
+            return None
         try:
             said = read(text[-MAX_CHARACTERS:])
             return float(any(verify(gold, said, timeout_seconds=limit) for gold in known)) if said else 0.0
         except Exception:  # sympy's own, of what nobody thought of
             return 0.0
 
-    return [None if found is not None and found < 0 else found for found in scored(completions, answer, score)]
+    return scored(completions, answer, score)
 
 
 def _formula(gold: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError
 from whet.rewards.text import last_box, scored
 
 __all__ = ["number_match", "read_value"]
@@ -53,8 +53,8 @@ def number_match(completions: Sequence[Any], answer: Sequence[Any], *, tolerance
 
     Args: completions [N]: texts or messages. answer [N]: the column; a worked solution ("... #### 1,000") will do.
         tolerance: t; numbers are equal where |said − gold| ≤ t · |gold|. 0 = exactly.
-    Returns: [N].
-    Raises: DataError: an answer without a number. ConfigError: a tolerance below 0, or that is no number.
+    Returns: [N]; None where the answer has no number.
+    Raises: ConfigError: a tolerance below 0, or that is no number.
 
     >>> number_match(["it is 3/4 of them", r"\boxed{0.75} m^2, not 2", "0.7501", ""], ["3/4"] * 4)
     [1.0, 1.0, 0.0, 0.0]
@@ -65,9 +65,11 @@ def number_match(completions: Sequence[Any], answer: Sequence[Any], *, tolerance
         raise ConfigError(f"tolerance must be a number of at least 0, got {tolerance!r}; 0 = equal to the digit")
     allowed = Fraction(tolerance)
 
-    def score(text: str, golds: list[str]) -> float:
+    def score(text: str, golds: list[str]) -> float | None:
+        wanted = [found for gold in golds if (found := read_value(gold)) is not None]
+        if not wanted:
+            return None
         said = read_value(text)
-        wanted = [_gold(gold) for gold in golds]
         return float(said is not None and any(abs(said - gold) <= allowed * abs(gold) for gold in wanted))
 
     return scored(completions, answer, score)
@@ -104,10 +106,3 @@ def _value(found: re.Match[str]) -> Fraction | None:
         return None
     exponent = int(found["e"] or 0) + int(found["ten"] or 0)
     return sign * number["value"] / number.get("over", 1) * Fraction(10) ** exponent
-
-
-def _gold(text: str) -> Fraction:
-    number = read_value(text)
-    if number is None:
-        raise DataError(f"the answer {text!r} contains no number; use exact_match or math_match for such a column")
-    return number

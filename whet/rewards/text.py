@@ -1,8 +1,9 @@
 """Reward functions for text that need nothing but the standard library: 1.0 right, 0.0 wrong, None not applicable.
 
-Those with an `answer` compare with that column: a text, a number, or a list of which any will do; None or "" = not
-applicable. The gold answer scores 1, the empty completion 0, and nothing that a model writes raises. Left out on
-purpose: the running of code. Formulas: maths.py. Numbers with fractions, units and powers of ten: numbers.py.
+Those with an `answer` compare with that column: a text, a number, or a list of which any will do; None or "", or one
+that the function can't read = not applicable. A run refuses rows whose answers can't be read before its first step
+(RewardManager.check_answers). The gold answer scores 1, the empty completion 0, nothing that is read raises. Left out
+on purpose: the running of code. Formulas: maths.py. Numbers with fractions, units and powers of ten: numbers.py.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from whet.errors import ConfigError, DataError
+from whet.errors import ConfigError
 from whet.rewards.functions import per_completion
 
 __all__ = [
@@ -20,6 +21,9 @@ __all__ = [
     "exact_match",
     "format_match",
     "fuzzy_match",
+    "gold_boxed",
+    "gold_number",
+    "golds_of",
     "last_box",
     "last_number",
     "read_box",
@@ -73,13 +77,12 @@ def last_number(completions: Sequence[Any], answer: Sequence[Any]) -> list[float
     """1 where the last number of the completion equals the last number of the answer, by value.
 
     Args: completions [N]: texts or messages. answer [N]: the column; a worked solution ("... #### 1,000") will do.
-    Returns: [N].
-    Raises: DataError: an answer without a number.
+    Returns: [N]; None where the answer has no number, or is a fraction, whose last number alone says little.
 
     >>> last_number(["so 3 + 4 = 7.0.", "it is 5-7", "no idea"], ["7", "#### 7", 7])
     [1.0, 1.0, 0.0]
     """
-    return _judged(completions, answer, read_number, _gold_number)
+    return _judged(completions, answer, read_number, gold_number)
 
 
 def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -93,7 +96,7 @@ def boxed(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | Non
     >>> boxed([r"thus \boxed{\dfrac{1}{2}}", "1/2", r"\boxed{1,000.0}"], ["1/2", "1/2", 1000])
     [1.0, 0.0, 1.0]
     """
-    return _judged(completions, answer, read_box, _gold_boxed)
+    return _judged(completions, answer, read_box, gold_boxed)
 
 
 def fuzzy_match(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
@@ -169,7 +172,7 @@ def unrewarded(completions: Sequence[Any], **_: Any) -> list[float | None]:
 
 
 def scored(
-    completions: Sequence[Any], answer: Sequence[Any], score: Callable[[str, list[str]], float]
+    completions: Sequence[Any], answer: Sequence[Any], score: Callable[[str, list[str]], float | None]
 ) -> list[float | None]:
     """What a function of a text and its golds says of each completion; None where there is no gold.
 
@@ -178,22 +181,28 @@ def scored(
     >>> scored(["a", "b"], [["a", "c"], None], lambda text, golds: float(text in golds))
     [1.0, None]
     """
-    scores: list[float | None] = []
-    for completion, accepted in zip(completions, answer, strict=True):
-        golds = accepted if isinstance(accepted, list | tuple) else [accepted]
-        golds = [str(one) for one in golds if one is not None and str(one).strip()]
-        scores.append(score(text_of(completion), golds) if golds else None)
-    return scores
+    pairs = zip(completions, map(golds_of, answer), strict=True)
+    return [score(text_of(completion), golds) if golds else None for completion, golds in pairs]
+
+
+def golds_of(answer: Any) -> list[str]:
+    """What a row of the column accepts, as texts: any of them will do.
+
+    >>> golds_of(4), golds_of(["a", None, " "]), golds_of(None)
+    (['4'], ['a'], [])
+    """
+    accepted = answer if isinstance(answer, list | tuple) else [answer]
+    return [str(one) for one in accepted if one is not None and str(one).strip()]
 
 
 def _judged(
     completions: Sequence[Any], answer: Sequence[Any], read: Callable[[str], Any], gold: Callable[[str], Any]
 ) -> list[float | None]:
-    """1.0 where the answer read from a completion is one of its golds; None where there is no gold."""
+    """1.0 where the answer read from a completion is one of its golds; None where no gold can be read."""
 
-    def score(text: str, golds: list[str]) -> float:
-        said = read(text)
-        return float(said is not None and said in [gold(one) for one in golds])
+    def score(text: str, golds: list[str]) -> float | None:
+        known = [found for one in golds if (found := gold(one)) is not None]
+        return float(read(text) in known) if known else None
 
     return scored(completions, answer, score)
 
@@ -217,13 +226,13 @@ def read_number(text: str) -> Decimal | None:
     return Decimal(found[-1].replace(",", "")) if found else None
 
 
-def _gold_number(text: str) -> Decimal:
-    if FRACTION.fullmatch(text.strip()):
-        raise DataError(f"the answer {text!r} is a fraction, whose last number alone says little; use number_match")
-    number = read_number(text)
-    if number is None:
-        raise DataError(f"the answer {text!r} contains no number; use exact_match or boxed for such a column")
-    return number
+def gold_number(text: str) -> Decimal | None:
+    """The last number of an answer; None = there is none, or it is one half of a fraction.
+
+    >>> gold_number("#### 18"), gold_number("3/4")
+    (Decimal('18'), None)
+    """
+    return None if FRACTION.fullmatch(text.strip()) else read_number(text)
 
 
 def last_box(text: str) -> str | None:
@@ -251,20 +260,21 @@ def read_box(text: str) -> str | Decimal | None:
     '1/2'
     """
     held = last_box(text)
-    return None if held is None else _normal(held) or None
+    return None if held is None else _normal(held)
 
 
-def _gold_boxed(text: str) -> str | Decimal | None:
+def gold_boxed(text: str) -> str | Decimal | None:
+    """An answer in normal form, boxed itself or not; None = there is nothing, or its box is not closed."""
     return read_box(text) if r"\boxed{" in text else _normal(text)
 
 
-def _normal(latex: str) -> str | Decimal:
-    """A short formula in one of the forms that mean the same; a number where it is one."""
+def _normal(latex: str) -> str | Decimal | None:
+    """A short formula in one of the forms that mean the same; a number where it is one, None where nothing is left."""
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", latex.replace("−", "-"))
     text = re.sub(r"\\(?:left|right)(?![a-zA-Z])|\\[!,;: ]|[$\s]|\\%", "", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\\frac\{(-?[0-9]+)\}\{([0-9]+)\}", r"\1/\2", text).rstrip(".")
-    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else text
+    return Decimal(text.replace(",", "")) if NUMBER.fullmatch(text) else text or None
 
 
 def _plain(text: str) -> str:

@@ -169,6 +169,14 @@ class Run(Giving):
             self._resume()
         if c.resume is None:
             self.checkpoints.open(new=True)
+        options = c.metrics_logging_options
+        self.loggers = Loggers(
+            c.chosen_loggers if self.ranks.is_writer else (),
+            options=options,
+            folder=c.run_dir,
+            config=self.settings,
+            prefix=c.metrics_prefix,
+        )
         if self.folder is not None:
             self.folder.write_config(self.task.sections())
             passes = self.task.planned_passes(self.stream.batch_size)
@@ -182,14 +190,6 @@ class Run(Giving):
             trainer.worker.plan(None if total is None else self.task.total_updates(role, total, size))
             trainer.hooks.on_train_start(trainer)
             trainer.listeners.append(self._updated)
-        options = c.metrics_logging_options
-        self.loggers = Loggers(
-            c.chosen_loggers if self.ranks.is_writer else (),
-            options=options,
-            folder=c.run_dir,
-            config=self.settings,
-            prefix=c.metrics_prefix,
-        )
         self._begun = True
         self._tell("on_run_begin", self)
         self._check_observers()

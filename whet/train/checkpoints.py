@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Collection, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,7 @@ class Checkpoints:
         self.run: str | None = secrets.token_hex(8)
         """Who writes here, so that no run removes another's; None = a run that an earlier version has begun."""
         self._lock: FolderLock | None = None
+        self._made = False
         self._aside: dict[str, int] = {}
         """The steps whose checkpoints are kept whatever their number, by what they are kept as."""
 
@@ -69,6 +71,7 @@ class Checkpoints:
         Raises: CheckpointError: it can't be written. ConfigError: another process uses it, or a new run finds some.
         """
         if self.root is not None and self._lock is None:
+            self._made = not self.root.exists()
             self._lock = open_root(self.root)
         if new and self.exist():
             raise ConfigError(
@@ -76,9 +79,12 @@ class Checkpoints:
             )
 
     def close(self) -> None:
-        """Releases the lock."""
+        """Releases the lock; a folder that was made and stayed empty is taken away."""
         if self._lock is not None:
             self._lock.release()
+            with suppress(OSError):  # what holds something stays
+                if self._made:
+                    self._lock.path.parent.rmdir()
         self._lock = None
 
     def find(self, resume: str) -> Path | None:

@@ -4,6 +4,7 @@ import pytest
 
 from whet.cli import main
 from whet.cli.checks import check_run
+from whet.cli.commands import build
 from whet.cluster import RLCluster
 from whet.config import (
     ClusterConfig,
@@ -67,6 +68,36 @@ def test_all_names_references_sizes_and_loggers_are_checked_at_once_before_anyth
     assert said.startswith("whet grpo:\n") and len(said.splitlines()) == len(RUN) + 3  # the head, the model, nowhere.py
 
 
+def test_wrong_keys_are_told_with_all_else_that_does_not_hang_on_them(unloaded, capsys, model_folder):
+    wrong = {
+        "actor.lrr=1e-6": "unknown key actor.lrr; did you mean actor.lr",
+        "rollout.top_p=hot": "rollout.top_p: expected a number, got 'hot'",
+        "reward=exakt": "unknown reward function 'exakt'",
+        f"model={model_folder}x": f"there is no folder {model_folder}x",
+        "trainer.loggers=[tensorbord]": "unknown logger 'tensorbord'",
+        "trainer.mini_batch_size=3": "batch_size=8 must be a multiple of mini_batch_size=3",
+    }
+
+    def said(*words):
+        assert main(["grpo", *wrong, *words]) == 2
+        head, *lines = capsys.readouterr().err.splitlines()
+        assert head == "whet grpo:"
+        return [[finding for finding in (*wrong.values(), "no data; write data=") if finding in line] for line in lines]
+
+    every = [[finding] for finding in (*wrong.values(), "no data; write data=")]
+    assert sorted(said()) == sorted(every)
+    assert sorted(said("rollout.temperature=0")) == sorted(every)  # which says nothing of a section that lacks a key
+    without = [finding for finding in every if "must be a multiple" not in finding[0]]
+    assert sorted(filter(None, said("batch_sise=6"))) == sorted(without)  # it may have been data.batch_size
+    assert sorted(filter(None, said("data.batch_sise=6"))) == sorted(f for f in without if "no data" not in f[0])
+    assert main(["dpo", "algo.bta=1", f"model={model_folder}x", "algo.loss_type=simpoo"]) == 2
+    assert [line.split(";")[0].split()[:2] for line in capsys.readouterr().err.splitlines()[1:]] == [
+        ["unknown", "key"],
+        ["no", "data"],
+        ["there", "is"],
+    ]
+
+
 def test_supervised_runs_are_checked_likewise(unloaded, model_folder):
     given = ["data=rows.jsonl", f"model={model_folder}x", "trainer.loggers=[wanb]"]
     with pytest.raises(ConfigError) as error:
@@ -121,3 +152,31 @@ def test_one_finding_keeps_its_class_and_the_same_one_is_said_once():
         raise_all([lambda: fails(DataError("a")), lambda: fails(ConfigError("b")), lambda: fails(ConfigError("a"))])
     with pytest.raises(ZeroDivisionError):
         raise_all([lambda: 1 / 0])
+
+
+def test_reward_functions_are_looked_at_beside_the_data_before_a_model_is_loaded(tmp_path, model_folder, monkeypatch):
+    def loaded(*_, **__):
+        raise AssertionError("a model was loaded before the rewards were checked")
+
+    monkeypatch.setattr("whet.cli.commands.RLCluster", loaded)
+    (tmp_path / "own.py").write_text("def graded(completions, gold): ...\ndef easy(completions, anwser=0): ...\n")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n{"prompt": "1/2+1=", "answer": "3/2"}\n')
+    words = [f"model={model_folder}", f"data={tmp_path / 'rows.jsonl'}", f"trainer.run_dir={tmp_path / 'run'}"]
+
+    def refused(reward, *more):
+        with pytest.raises((ConfigError, DataError, AssertionError)) as error:
+            build(load_run([*words, f"reward=[{reward}]", *more]))
+        return findings(error)
+
+    lengths = ["rollout.max_prompt_length=64", "rollout.max_tokens_to_generate=4"]  # rows, not prompts, are looked at
+    for given in ([], lengths):
+        said = refused(f"{tmp_path}/own.py:graded, {tmp_path}/own.py:easy, last_number, exact_match", *given)
+        assert [line.split(",")[0] for line in said] == [
+            "reward function graded needs 'gold'",
+            "last_number can't read the answer of 1 of 2 rows (row 1: '3/2')",
+        ]
+        assert "a model was loaded" in refused("exact_match", *given)[0]
+    assert "a model was loaded" in refused("last_number", "trainer.on_reward_error=none")[0]
+    talk = '{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "4"}]}\n'
+    (tmp_path / "rows.jsonl").write_text(talk)
+    assert "a model was loaded" in refused("exact_match", "data.on_answered=take_off", *lengths)[0]

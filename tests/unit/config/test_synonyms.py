@@ -72,6 +72,7 @@ def test_every_entry_of_the_tables_is_of_use():
         ("grpo", "trainer.n_gpus_per_node", "this release runs one process, on one device"),
         ("grpo", "actor_rollout_ref.rollout.tensor_model_parallel_size", "parallel_size: this release runs one"),
         ("grpo", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", "mean trainer.max_tokens_per_micro"),
+        ("grpo", "algorithm.fsdp.size", "unknown key algorithm.fsdp: this release runs one process"),
         ("grpo", "algorithm.norm_adv_by_std_in_grpo", "did you mean algo.scale_rewards?"),
         ("grpo", "train_data.path", "unknown key train_data.path; did you mean data.path?"),
         ("grpo", "adv.estimator", "did you mean algo.advantage_estimator?"),

@@ -87,6 +87,14 @@ def test_a_prompt_that_holds_its_answer_is_refused_with_two_ways_on(tokenizer, t
     assert kept.columns == {"answer": "four"}  # the row's own
     going_on = PromptEncoder(tokenizer, on_answered="continue")({"messages": turns})
     assert text(going_on).endswith("<|im_start|>assistant\n4")
+    share_gpt = [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}]
+    found = encode({"conversations": share_gpt, "id": 1})
+    assert (found.source, found.columns) == (
+        taken.source,
+        taken.columns,
+    ) and found.tokens.tolist() == taken.tokens.tolist()
+    with pytest.raises(DataError, match=r"row 3 ends with the assistant's turn '4'.*data\.on_answered=take_off"):
+        PromptEncoder(tokenizer)({"conversations": share_gpt}, 3)
     with pytest.raises(DataError, match="no turn but the assistant's"):
         encode({"messages": turns[1:]})
 

@@ -5,12 +5,13 @@ import io
 import logging
 import math
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers import cluster, completion, prompt, rows
 
-from whet.config import DataConfig, GRPOConfig
+from whet.config import DataConfig, GRPOConfig, Mode
 from whet.config.watching import Band
 from whet.learners.grpo import GRPOLearner
 from whet.learners.health import LONGER, Health, most_choices
@@ -103,6 +104,26 @@ def test_a_silence_says_how_many_completions_were_cut(health, caplog):
     watch(health, 1, 3, (dataclasses.replace(rewarded, groups=groups), batch))
     (text,) = said(caplog)
     assert "50% of the completions were cut: raise rollout.max_tokens_to_generate if that is why" in text
+
+
+def test_what_is_set_already_is_no_advice_where_completions_are_cut(tiny, caplog):
+    row = {**FINE, "completions/clipped_ratio": 1.0}
+    rollout = tiny.rollout_for(Mode.TRAIN)
+
+    def advice(templated=False, **changes):
+        made = SimpleNamespace(**vars(tiny), rollout_for=lambda mode: dataclasses.replace(rollout, **changes))
+        made.actor = tiny.actor
+        watch(Health(made, templated=templated), 1, 1, sample(), row)
+        (text,) = said(caplog)
+        words = ("max_tokens_to_generate", "max_prompt_length", "apply_chat_template", "eos_tokens")
+        return [word for word in words if word in text]
+
+    assert advice() == ["max_tokens_to_generate", "apply_chat_template", "eos_tokens"]
+    assert advice(templated=True, eos_tokens=(3,)) == ["max_tokens_to_generate"]
+    positions = tiny.actor.module.config.max_position_embeddings
+    assert advice(templated=True, max_tokens_to_generate=positions - 4)[0] == "max_prompt_length"
+    settled = {"max_tokens_to_generate": positions - 60, "max_prompt_length": 60}  # by the longest of all prompts
+    assert advice(**settled)[0] == "max_prompt_length"
 
 
 def test_a_silence_is_said_once_and_again_when_it_has_lasted_ten_times_as_long(health, caplog):

@@ -11,7 +11,7 @@ from whet.config import DataConfig, GRPOConfig, RLTrainingConfig
 from whet.learners.grpo import GRPOLearner
 from whet.learners.health import FIRST
 from whet.learners.report import rewarded_metrics
-from whet.learners.symptoms import BANDS, SYMPTOMS, apart, beyond, cut, symptoms
+from whet.learners.symptoms import BANDS, FULL, SYMPTOMS, apart, beyond, cut, symptoms
 from whet.rewards.manager import RewardManager
 from whet.types import Group
 
@@ -26,6 +26,8 @@ def test_most_completions_cut_and_how_many_of_those_scored():
         "75% of completions were cut, at 512 tokens, and 2% of those scored above 0; raise "
     )
     assert "rollout.max_tokens_to_generate" in found.message and found.badness == 0.75
+    assert cut(row, longer=FULL, template=False, end=False).message.endswith(f"scored above 0; {FULL}")
+    assert cut(row, template=False).message.endswith("by itself, give it its end token (rollout.eos_tokens)")
 
 
 def test_how_many_of_those_cut_scored_is_counted_over_them():

@@ -177,6 +177,7 @@ def wandb(monkeypatch):
     fake = types.SimpleNamespace(
         init=lambda **kwargs: calls.append(("init", kwargs)) or Run(),
         Table=lambda columns, data: (columns, data),
+        login=lambda verify: True,
         calls=calls,
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
@@ -261,6 +262,18 @@ def test_all_that_is_wrong_with_loggers_is_said_at_once_and_those_that_began_are
     with pytest.raises(ConfigError, match=r"Broken can't start: OSError: no network"):
         Loggers(["wandb", Broken], folder=tmp_path)
     assert wandb.calls[-1] == ("finish",)
+
+
+def test_a_login_that_is_wanting_is_an_error_before_anything_starts_unless_nothing_is_sent(wandb):
+    def refused(verify):
+        assert verify is False  # no server is asked
+        raise RuntimeError("No API key configured. Use `wandb login`")
+
+    wandb.login = refused
+    with pytest.raises(ConfigError, match=r"logger wandb can't start: .*No API key configured.*or take it out of"):
+        check_loggers(["wandb"])
+    check_loggers(["wandb"], MetricsLoggerOptions(backend_kwargs={"wandb": {"mode": "offline"}}))
+    assert wandb.calls == []
 
 
 def test_trackio_gets_the_same(tmp_path, monkeypatch):

@@ -1,8 +1,12 @@
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from whet.errors import DataError
+from whet.rewards.manager import RewardManager
+from whet.rewards.numbers import number_match
 from whet.rewards.text import boxed, exact_match, last_number
 
 REWARDS = {fn.__name__: fn for fn in (boxed, exact_match, last_number)}
@@ -67,11 +71,22 @@ def test_last_number(text, answer, score):
     assert one(last_number, text, answer) == score
 
 
-def test_last_number_needs_a_number_in_the_answer():
-    with pytest.raises(DataError, match="'four' contains no number"):
-        one(last_number, "4", "four")
-    with pytest.raises(DataError, match=r"'1/2' is a fraction.*use number_match"):  # 3/2 would be right
-        one(last_number, "3/2", "1/2")
+def test_an_answer_that_cannot_be_read_is_none_and_refused_before_a_run(caplog):
+    assert one(last_number, "4", "four") is None
+    assert one(last_number, "3/2", "1/2") is None  # 3/2 would be right
+    assert one(boxed, r"\boxed{4}", r"\boxed{4") is None
+    answers = ["4", "four", None, "1/2", ["four", 4], r"\boxed{4"]
+    rows = [(row, {"answer": answer}) for row, answer in enumerate(answers, 3)]
+    about = partial(number_match, tolerance=0.1)
+    with pytest.raises(DataError) as error:
+        RewardManager([last_number, about, "boxed", "exact_match", lambda answer: [1.0]]).check_answers(rows)
+    assert [line.split(", which")[0] for line in str(error.value).split("\n")] == [
+        "last_number can't read the answer of 2 of 6 rows (row 4: 'four', row 6: '1/2')",
+        "number_match can't read the answer of 1 of 6 rows (row 4: 'four')",
+        r"boxed can't read the answer of 1 of 6 rows (row 8: '\\boxed{4')",
+    ]
+    RewardManager(last_number, on_error="none").check_answers(rows)
+    assert "last_number can't read the answer of 2 of 6 rows" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -85,6 +100,7 @@ def test_last_number_needs_a_number_in_the_answer():
         (r"\boxed{\left( 1,\, 2 \right)}", "(1,2)", 1),
         (r"\boxed{\text{(C)}}", "(C)", 1),
         (r"\boxed{10\%}", "10", 1),
+        (r"\boxed{0}", 0, 1),
         (r"\boxed{1,234.0}", 1234, 1),
         (r"\boxed{\leftarrow}", "arrow", 0),
         (r"\boxed{4", 4, 0),

@@ -247,6 +247,10 @@ def test_a_run_that_cannot_open_closes_what_it_has_opened(make, tmp_path, monkey
         patch.setattr(run._stop, "listen", lambda: 1 / 0)
         run.__enter__()
     assert mine.closed == 1 and not (tmp_path / ".lock").exists()
+    broken = Run(make(run_dir=str(tmp_path / "new"), loggers=[lambda: 1 / 0, mine, type(mine.log)]), rows(4))
+    with pytest.raises(ConfigError, match="logger method can't start"):
+        broken.__enter__()
+    assert not (tmp_path / "new").exists()  # nothing is left of a run that never began
     run = Run(run.task.learner, rows(4))
     with pytest.raises(RewardError), run:
         monkeypatch.setattr(run.progress, "__exit__", lambda *a: closed.append("bar"), raising=False)
