@@ -181,8 +181,9 @@ class PreferenceLearner(SupervisedLearner[PreferenceConfig]):
             with self.models.trace.span("policy_pass"):
                 learning = step.mode is Mode.TRAIN
                 passes = self._passes(batch)
-                batch, kept = self.objective.with_passes(batch, passes, running=self._running, learning=learning)
-            self._running = kept if learning else self._running
+                batch, self._running = self.objective.with_passes(
+                    batch, passes, running=self._running, learning=learning
+                )
         return step.replace(batch=batch)
 
     def update(self, step: ExampleStep) -> ExampleStep:

@@ -185,8 +185,7 @@ def _model_of(folder: Path, which: str) -> tuple[Path, int]:
         raise ConfigError(f"which={which!r}: there is no {place}; there are {', '.join(there)}")
     verify(place, ["run.pt"])
     roles = sorted(p.parent for p in place.glob("*/optimizer.safetensors"))
-    role = next((p for p in roles if p.name == "actor"), roles[0] if roles else place / "actor")
-    return role, step_of(place) or 0
+    return (roles[0] if roles else place / "actor"), step_of(place) or 0  # of actor and critic the first
 
 
 def _pointed(root: Path, which: str) -> str:

@@ -212,6 +212,13 @@ def test_marks_of_a_header_excuse_none_before_it():
         SFTEncoder(tokenizer_with(template))({"messages": TALK})
 
 
+def test_marks_of_earlier_turns_in_a_fork_are_context():
+    template = MARKED.replace("{% generation %}{{", "{% generation %}{% if loop.last %}!{% endif %}{{", 1)
+    tokenizer = tokenizer_with(template)
+    _, second = SFTEncoder(tokenizer)({"messages": TALK}).sequences
+    assert bracketed(tokenizer, second).count("[[") == 1 and bracketed(tokenizer, second).endswith("[[!4<|im_end|>]]\n")
+
+
 def test_a_header_that_is_marked_stays_given():
     template = MARKED.replace("{% generation %}", "{% generation %}ok:")
     template = template.replace("<|im_start|>assistant\n{% endif %}", "<|im_start|>assistant\nok:{% endif %}")
@@ -261,6 +268,9 @@ def test_special_tokens_before_a_text_are_found():
         single="</s> $A", special_tokens=[("</s>", eos)]
     )
     assert leading_ids(tokenizer, "ab") == [eos]
+    assert SFTEncoder(tokenizer)({"text": "ab"}).sequences[0].prefix.tolist() == [eos]
+    lead, *prompt = SFTEncoder(tokenizer)({"prompt": "a", "response": "b"}).sequences[0].prefix.tolist()
+    assert lead == eos and prompt == tokenizer("a", add_special_tokens=False).input_ids
 
 
 def test_renderings_are_stretches_of_what_the_template_writes():

@@ -388,6 +388,7 @@ def test_all_rows_together_give_one_message_with_how_many_the_longest_and_the_95
 def test_a_pair_is_dropped_whole(tokenizer, on_long):
     encode = PreferenceEncoder(tokenizer, SupervisedDataConfig(max_length=5, on_long=on_long))
     assert encode({"prompt": [user("a")], "chosen": "b", "rejected": "c"}) is None
+    assert encode({"prompt": "abc", "chosen": "defg", "rejected": "dehi"}) is None  # alike once they are cut
     long = {"prompt": "abc", "chosen": "defg", "rejected": "h"}
     made = encode(long)
     assert (made is None) == (on_long == "drop")

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from helpers import cluster, one_by_one, rows, same, tiny_model, weights_of
+from tokenizers import processors
 
 from whet.config import DataConfig, GRPOConfig, Mode, PPOConfig
 from whet.config.evaluate import check_eval, load_eval
 from whet.data.prompts import PromptEncoder
 from whet.data.tokenizer import byte_tokenizer
-from whet.envs import Conversation, Script, load_script
+from whet.envs import Conversation, Script, Transcript, load_script
 from whet.errors import ConfigError, RewardError
 from whet.learners.grpo import GRPOLearner
 from whet.learners.ppo import PPOLearner
@@ -113,6 +114,17 @@ def test_a_template_that_rewrites_an_earlier_turn_forks_the_episode():
     assert (first.versions == 4).all() and (second.versions == 4).all()  # each token trained where it was sampled
     assert first.generation == second.generation == 3 and second.info == {"turns": 2, "forks": 1}
     assert [len(c.messages) for c in (first, second)] == [1, 3]
+
+
+def test_a_fork_begins_with_what_the_template_writes_alone():
+    encode = encoder(FORGETFUL)
+    encode.tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_end|> $A", special_tokens=[("<|im_end|>", 256)]
+    )
+    talk, ids = Transcript(encode(SUM, 0), encode), np.array([*b"think|calc", 256], np.int32)
+    talk.say(Output(id=0, tokens=ids, logprobs=np.zeros(11), versions=np.zeros(11, int), finish_reason="stop"))
+    talk.hear([{"role": "tool", "content": "5"}])
+    assert talk.context.tolist() == [*b"[u]2+3=", 256, *b"[a]calc", 256, *b"[t]5", 256, *b"[a]"]
 
 
 def test_a_prompt_that_ends_in_the_models_own_turn_is_continued():

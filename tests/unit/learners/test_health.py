@@ -145,9 +145,9 @@ def test_a_silence_is_said_once_and_again_when_it_has_lasted_ten_times_as_long(h
 
 
 def test_without_advantages_the_rewards_tell(health, caplog):
-    for sampled, count in ((sample((1.0, 1.0)), 1), (sample(), 0)):
+    for sampled, count in ((sample((1.0, 1.0)), 1), (sample(), 0), (sample(trained=False), 1)):
         rewarded, batch = sampled
-        watch(health, 1, 3, (rewarded, batch.replace(advantages=None)))
+        watch(Health(health.cluster), 1, 3, (rewarded, batch.replace(advantages=None)))
         assert len(said(caplog)) == count
 
 

@@ -114,6 +114,11 @@ def test_it_learns_down_to_the_entropy_of_the_data():
     assert before > 3 and best <= after < best + 0.01
 
 
+def test_the_norm_of_an_aggregation_is_the_trainers():
+    made = learner(algo=SFTConfig(loss_agg_mode="sequence-mean-token-sum-norm", loss_agg_norm=3.0))
+    assert made.models.trainer.loss_agg_norm == 3.0
+
+
 def test_entropy_is_logged_where_it_is_asked_for():
     run = learner(algo=SFTConfig(log_entropy=True), max_steps=1).train(ROWS)
     assert 0 < run.rows[0]["entropy"] < math.log(264)

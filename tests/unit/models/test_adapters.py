@@ -47,6 +47,10 @@ def test_off_is_the_base_model_and_afterwards_everything_is_as_before():
         raise RuntimeError("inside")
     assert not any(layer.disable_adapters for layer in loaded.adapter.layers.values())
     assert state(loaded.module) == before
+    with loaded.adapter.off():
+        with loaded.adapter.off():  # a reference that is read while it is off
+            pass
+        assert all(layer.disable_adapters for layer in loaded.adapter.layers.values())
 
 
 def test_the_effective_weight_of_a_layer_that_is_off_is_its_base():

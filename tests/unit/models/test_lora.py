@@ -217,6 +217,7 @@ def test_dropout_is_on_in_training_alone_and_its_draws_have_an_address(base, tmp
     losses = [worker.evaluate(WEIGHTED, nll)["loss"].value for _ in range(2)]
     drawn = [worker.forward_backward(WEIGHTED, nll)["loss"].value for _ in range(2)]
     assert losses[0] == losses[1] == plain.evaluate(WEIGHTED, nll)["loss"].value
+    assert worker.evaluate(WEIGHTED, nll)["loss"].value == losses[0]  # off again after a pass of training
     assert len({*losses, *drawn}) == 3  # each pass has draws of its own
     first = gradients(base)
     torch.manual_seed(7)  # no global generator has a part in it

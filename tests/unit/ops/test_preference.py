@@ -89,6 +89,7 @@ def test_labelled_rows_by_hand():
     rows = mismatched(batch).with_token_columns(ref_logprobs=torch.tensor([-1.0, -1.0]).double())
     passes = StepPasses(mismatched=rows, mismatched_logprobs=torch.tensor([-0.9, -0.7]).double())
     loss, metrics = made(inputs(made.with_passes(batch, passes)[0], logprobs))  # z = (0.1 + 0.3) / 2
+    assert made.with_passes(batch, passes, running={"kto_kl": 3.0}, learning=False)[1] == {"kto_kl": 3.0}
     sigma = lambda z: 1 / (1 + math.exp(-z))
     assert loss.tolist() == pytest.approx([2 * (1 - sigma(1 - 0.2)), 1 - sigma(0.2 - 0.5)])
     assert metrics["rewards/chosen"].tolist() == [1.0, 0.0] and metrics["rewards/rejected"].tolist() == [0.0, 0.5]
@@ -243,7 +244,11 @@ def test_a_mix_is_the_weighted_sum_and_says_each():
         PreferenceConfig(loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0])
     )
     batch = prepared(made, batch, logprobs)
-    loss, metrics = made(inputs(batch, logprobs))
+    right = torch.arange(batch.num_tokens) % 3 > 0
+    loss, metrics = made(inputs(batch, logprobs, entropy=-logprobs, correct=right))
+    assert metrics["entropy"].sum().item() == pytest.approx(-logprobs[batch.mask].sum().item())
+    of_chosen = batch.mask & (batch.sequence % 2 == 0)
+    assert metrics["mean_token_accuracy"].sum() == (right & of_chosen).sum()
     each = [objective(name)(inputs(batch, logprobs))[0] for name in ("sigmoid", "bco_pair", "sft")]
     torch.testing.assert_close(loss, 0.8 * each[0] + 0.2 * each[1] + each[2])
     assert torch.equal(metrics["loss/bco_pair"], each[1])
@@ -263,6 +268,8 @@ def test_bco_keeps_the_mean_of_all_rewards_so_far():
         assert running == {"bco_mean": pytest.approx(mean), "bco_rewards": sum(len(s) for s in seen)}
     quiet, same = made.with_passes(batch, passes, running=running, learning=False)
     assert same == running and quiet.bco_shift[0].item() == running["bco_mean"]
+    mix = make_preference_objective(PreferenceConfig(loss_type=["bco", "aot"], beta=0.5))
+    assert mix.with_passes(batch, passes, running=running)[1]["bco_rewards"] > running["bco_rewards"]
 
 
 def test_length_desensitisation_weighs_what_lies_beyond_the_shorter_side():
@@ -377,10 +384,10 @@ def test_the_loss_of_a_reward_model_by_hand():
         logprobs=torch.zeros(4),
         scores=torch.tensor([2.0, 1.0, -1.0, 1.0]),
         unit_of=torch.tensor([0, 0, 1, 1]),
-        sequence_columns={"chosen": torch.tensor([1.0, 0.0, 0.0, 1.0]), "margin": torch.tensor([0.5, 0.5, 0.0, 0.0])},
+        sequence_columns={"chosen": torch.tensor([1.0, 0.0, 0.0, 1.0]), "margin": torch.tensor([1.5, 1.5, 0.0, 0.0])},
     )
     loss, metrics = bradley_terry(x, center_rewards_coefficient=0.1)
-    assert loss.tolist() == pytest.approx([math.log1p(math.exp(-0.5)) + 0.9, math.log1p(math.exp(-2.0))])
+    assert loss.tolist() == pytest.approx([math.log1p(math.exp(0.5)) + 0.9, math.log1p(math.exp(-2.0))])
     assert {n: m.tolist() for n, m in metrics.items()} == {
         "accuracy": [1.0, 1.0],
         "margin": [1.0, 2.0],

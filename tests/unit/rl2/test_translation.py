@@ -269,6 +269,47 @@ def test_a_command_has_the_defaults_of_its_generation(words, averaged, rate, sch
     assert made.data.eval_fraction == kept
 
 
+@pytest.mark.parametrize(
+    ("verb", "words", "want"),
+    [
+        ("dpo", ["actor.model_name=m", "data.path=d"], {"actor.optim.lr": 5e-7, "actor.optim.warmup_ratio": 0.1}),
+        ("rm", ["critic.model_name=m", "data.path=d"], {"reward_model.optim.lr": 1e-5}),
+        (
+            "rm",
+            ["critic.model_name=m", "data.train.path=d"],
+            {"reward_model.optim.lr": 5e-6, "reward_model.optim.schedule_kwargs": {"min_lr": 5e-7}},
+        ),
+        (
+            "ppo",
+            [
+                *LEAST["ppo"],
+                "adv.estimator=gae",
+                "actor.weight_decay=0.1",
+                "actor.kl.coef=0.1",
+                "actor.kl.type=loss",
+                "critic.clip=0.3",
+                "trainer.save_dir=out/actor/",
+            ],
+            {
+                "critic.optim.weight_decay": 0.1,
+                "algo.kl_loss_mode": "k2",
+                "algo.clip_range_value": 0.3,
+                "trainer.run_dir": "out",
+            },
+        ),
+        (
+            "ppo",
+            [word.replace("data.p", "train_data.p") for word in LEAST["ppo"]],
+            {"algo.sampler_is": "token", "algo.sampler_is_threshold": 2.0, "algo.sampler_is_kl": True},
+        ),
+    ],
+)
+def test_each_trainer_has_the_defaults_of_its_own(verb, words, want):
+    length = [] if verb == "ppo" else [f"{words[1].rpartition('path')[0]}max_length=8"]
+    made = translated(verb, [*words, *length])
+    assert {key: at(made, key) for key in want} == want
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 REFUSED = [

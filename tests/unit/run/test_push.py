@@ -11,13 +11,16 @@ import yaml
 from helpers import cluster, rows, tiny_model
 from huggingface_hub import ModelCardData
 from huggingface_hub.errors import RepositoryNotFoundError
+from safetensors.torch import load
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from whet.cli import main
-from whet.config import CheckpointingOptions, DataConfig, GRPOConfig
+from whet.config import CheckpointingOptions, DataConfig, GRPOConfig, LoraConfig
 from whet.data.tokenizer import byte_tokenizer
 from whet.errors import CheckpointError, ConfigError
 from whet.learners.grpo import GRPOLearner
+from whet.models.load import load_model, save_model
+from whet.models.lora import adapter_tensors, merged_model
 from whet.observe.card import CARD, CardFacts, card_facts, model_card, write_card
 from whet.observe.lineage import base_of, hub_name, licence_of
 from whet.run.push import push_to_hub
@@ -131,6 +134,33 @@ def test_the_best_and_a_checkpoint_by_name_are_sent_without_the_optimizer(finish
     assert all(torch.equal(a, b) for a, b in zip(sent.parameters(), kept.parameters(), strict=True))
     named = finished.push_to_hub("lab/sums", which="step-000002", private=False, dry_run=True)
     assert named.card == done.card and named.files == done.files
+
+
+def test_a_checkpoint_is_sent_in_the_dtype_that_final_has(folder):
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings["trainer"]["final_dtype"] = "bfloat16"
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    hub = Hub()
+    push_to_hub(folder, "sums", which="best", api=hub)
+    assert {t.dtype for t in load(hub.sent["model.safetensors"]).values()} == {torch.bfloat16}
+
+
+def test_an_adapter_is_sent_merged_in_the_dtype_of_its_base(folder, tmp_path):
+    pytest.importorskip("peft")
+    tiny_model(num_hidden_layers=1).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    loaded = load_model(str(tmp_path / "base"), lora=LoraConfig(r=2))
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(loaded.module).items():
+            tensor.fill_(0.1 if "lora_B" in name else 0.5)
+    for name in ("config.json", "model.safetensors"):
+        (folder / "final" / name).unlink()
+    save_model(loaded, None, folder / "final")
+    hub = Hub()
+    push_to_hub(folder, "sums", merged=True, api=hub)
+    assert not any("adapter" in name for name in hub.sent) and "tokenizer.json" in hub.sent
+    want = {name: p.to(torch.bfloat16) for name, p in merged_model(loaded.module).named_parameters()}
+    sent = load(hub.sent["model.safetensors"])
+    assert sent and all(torch.equal(tensor, want[name]) for name, tensor in sent.items())
 
 
 def test_a_dry_run_asks_nobody_and_sends_the_same(finished, capsys):
@@ -342,6 +372,13 @@ def test_the_method_is_told_by_the_configuration(tmp_path, settings, method, tag
     found = front_matter(model_card(facts, title="x"))
     assert facts.method == method and found["tags"] == ["whet", *tags]
     assert found["pipeline_tag"] == ("text-classification" if method == "RM" else "text-generation")
+
+
+def test_a_cards_rate_is_the_highest_of_a_schedule():
+    optim = {"actor": {"optim": {"name": "adamw", "schedule": "linear", "lr": None}}}
+    rates = [{"mode": "train", "step": i, "learning_rate": rate} for i, rate in enumerate((5e-5, 1e-4, 0.0))]
+    facts = CardFacts(method="SFT", step=2, base="a/b", base_text="a/b", settings=optim, rows=rates)
+    assert "| adamw, lr 0.0001, linear |" in model_card(facts, title="x")
 
 
 def test_an_adapters_card_says_so():

@@ -202,6 +202,10 @@ def test_a_resumed_run_stops_where_the_uninterrupted_one_does(train):
     parts = train(6, entropy=entropy, name="parts", stop_when=band, resume="latest")
     assert whole.step == parts.step == 4
     assert kept(whole) == kept(parts) == [1, 4] and named(parts, "before_stop") == "step-000001"
+    good = [None, 1.0, 1.0, 0.01]  # what it is resumed from is the checkpoint before
+    for steps, resume in ((2, None), (3, "latest")):
+        run = train(steps, entropy=good, name="good", stop_when={"entropy": {"below": 0.05, "steps": 1}}, resume=resume)
+    assert json.loads((run.folder.path / "stopped.json").read_text())["before"] == 2
 
 
 @pytest.mark.parametrize(

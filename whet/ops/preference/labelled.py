@@ -82,8 +82,7 @@ def _kl(step: StepInputs) -> StepColumns:
     z = step.running.get("kto_kl", 0.0)
     if step.mismatched is not None:
         z = float(step.mismatched.chosen.logratio.double().mean().clamp(min=0))
-    running = {"kto_kl": z} if step.learning else step.running
-    return StepColumns(columns={"kto_kl": torch.tensor(z, dtype=torch.float64)}, running=running)
+    return StepColumns(columns={"kto_kl": torch.tensor(z, dtype=torch.float64)}, running={"kto_kl": z})
 
 
 @needs(rows="labels", mismatched_pass=True, running=True, step=_kl)

@@ -147,10 +147,12 @@ class PreferenceObjective:
 
     def inputs(self, x: LossInputs) -> PreferenceInputs:
         """The sums of each unit's sides, as the losses are given them."""
-        reference = self.needs.reference
-        generator = self.generator if reference else None
         return preference_inputs(
-            x, side=self._side(x), reference=reference, ld_alpha=self.ld_alpha, generator=generator
+            x,
+            side=self._side(x),
+            reference=self.needs.reference,
+            ld_alpha=self.ld_alpha,
+            generator=self.generator,
         )
 
     def with_counts(self, batch: TokenBatch) -> TokenBatch:
@@ -192,7 +194,8 @@ class PreferenceObjective:
             running=running or {},
             learning=learning,
         )
-        return self._with_columns(batch, seen, passes=True)
+        batch, kept = self._with_columns(batch, seen, passes=True)
+        return batch, kept if learning else dict(seen.running)
 
     def _with_columns(
         self, batch: TokenBatch, seen: StepInputs, *, passes: bool
