@@ -65,7 +65,8 @@ def check_answers(fns: Mapping[str, RewardFn], rows: Iterable[tuple[int, Mapping
             found.append(
                 f"{name} can't read the answer of {len(unread)} of {len(answers)} {what} ({some}{more}), which would "
                 "have no reward; take another function (number_match reads fractions, math_match formulas, "
-                "exact_match texts), correct or empty these answers, or let them be by on_reward_error=none"
+                "exact_match texts), correct or empty these answers, or let them be by trainer.on_reward_error=none "
+                "(of whet eval: on_reward_error=none)"
             )
     if found:
         raise DataError("\n".join(found))

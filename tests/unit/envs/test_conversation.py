@@ -164,6 +164,11 @@ def test_a_turn_has_no_more_tokens_than_are_left_in_all(limit, lengths):
     assert len(made.tokens) == sum(lengths) + 1 and made.finish_reason == "length"
 
 
+def test_what_leaves_room_for_no_token_at_all_is_taken_back():
+    (made,), contexts = played(["abcde", "fghij"], twice, PromptEncoder(byte_tokenizer()), each=5, tokens=6)
+    assert len(contexts) == 1 and len(made.tokens) == 5 and made.finish_reason == "length"
+
+
 @pytest.mark.parametrize("template", [None, FORGETFUL])
 def test_what_leaves_no_room_for_an_answer_is_taken_back(template):
     loud = lambda messages: [{"role": "tool", "content": "x" * 100}]

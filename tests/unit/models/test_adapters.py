@@ -61,6 +61,9 @@ def test_the_effective_weight_of_a_layer_that_is_off_is_its_base():
     with adapter.off():
         assert torch.equal(effective_weight(layer), base)
     assert torch.equal(effective_weight(layer), on)
+    layer.merge()  # the base's own tensor has the adapter in it now: nothing is added twice
+    assert torch.equal(effective_weight(layer), base)
+    torch.testing.assert_close(base, on)
 
 
 def test_dropout_keeps_the_mean_and_draws_anew_in_each_layer():

@@ -54,6 +54,8 @@ def read(loaded):
 )
 def test_packed_numbers_and_gradients_are_those_of_peft_padded(base, tmp_path, fields):
     loaded = adapted(base, **fields)
+    scale = 4 / 2**0.5 if "use_rslora" in fields else 4 / 2
+    assert {layer.scaling["default"] for layer in loaded.adapter.layers.values()} == {scale}
     save_model(loaded, None, tmp_path / "adapter")
     model = peft.PeftModel.from_pretrained(
         transformers.AutoModelForCausalLM.from_pretrained(base), str(tmp_path / "adapter"), is_trainable=True
@@ -143,6 +145,12 @@ def test_an_adapter_that_peft_has_saved_is_read(base, tmp_path):
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_merged_it_is_a_plain_model_of_the_same_numbers(base, tmp_path, role):
+    if role == "actor":  # of a family whose layers have a bias
+        model = tiny("Qwen2")
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(p)
+        model.save_pretrained(base)
     loaded = adapted(base, role)
     save_model(loaded, None, tmp_path / "merged", merge=True)
     plain = load_model(str(tmp_path / "merged"), role=role)
@@ -152,6 +160,26 @@ def test_merged_it_is_a_plain_model_of_the_same_numbers(base, tmp_path, role):
         ours, theirs = (getattr(ModelWorker(x), kind)(BATCH) for x in (loaded, plain))
         ours, theirs = (x if isinstance(x, torch.Tensor) else x.logprobs for x in (ours, theirs))
         torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=1e-5)
+
+
+def test_masters_of_an_adapter_are_taken_up_to_the_bit_and_merged(base, tmp_path):
+    def worker(seed):
+        return ModelWorker(stirred(adapted(base), seed), optim=OptimConfig(lr=1e-3), dtype=torch.bfloat16)
+
+    first, second = worker(1), worker(2)
+    first.forward_backward(WEIGHTED, nll)
+    first.optim_step()
+    (tmp_path / "kept").mkdir()
+    first.save(tmp_path / "kept")
+    second.load(tmp_path / "kept")
+    masters = first.optim.masters
+    assert any(not torch.equal(m, first.optim.params[name].float()) for name, m in masters.items())
+    assert all(torch.equal(second.optim.masters[name], m) for name, m in masters.items())
+    name, layer = next(iter(first.loaded.adapter.layers.items()))
+    a, b = (masters[f"{name}.lora_{x}.default.weight"] for x in "AB")
+    want = layer.get_base_layer().weight.float() + 2.0 * (b @ a)
+    got = merged_model(first.module, masters).get_submodule(name).weight
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-6)
 
 
 def test_engines_of_their_own_are_given_the_merged_weights_under_the_bases_names(base):
