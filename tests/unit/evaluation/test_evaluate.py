@@ -100,6 +100,8 @@ def test_the_draws_are_the_samplers(tiny, measured, tmp_path):
     sampler, ends = Sampler(tiny, "byte"), DRAWN["rollout"]["eos_tokens"]
     drawn = sampler([r["prompt"] for r in ROWS], 6, temperature=1.0, seed=5, num_generations=4, eos_tokens=ends)
     assert kept.completion.tolist() == drawn.text
+    own = measured(seed=6, rollout={"seed": 5})
+    assert values(own) == values(measured()) != values(measured(seed=6))
 
 
 def test_a_greedy_evaluation_gives_the_numbers_of_a_runs_own(measured):
