@@ -79,9 +79,7 @@ def _version(name: str) -> str | None:
 
 
 def _versions() -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in _PACKAGES:
-        found[name] = _version(name)
+    found = {name: _version(name) for name in _PACKAGES}
     torch = sys.modules.get("torch")
     if torch is not None:  # it says the build too ("+cu130"), which a distribution's name may leave out
         found["torch"] = torch.__version__

@@ -13,8 +13,8 @@ from typing import Any
 
 __all__ = ["main", "run"]
 
-KEY = re.compile(r"\b(actor|algo|critic|data|reference|reward_model|rollout|trainer)\.[a-z_]+\b")
-"""How a message names a key of whet's."""
+DOTTED = re.compile(r"[a-z_]+(?:\.[a-z_]+)+")
+"""What may be a key in a message: a file's name looks alike."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,6 +37,7 @@ def run(verb: str, words: Sequence[str]) -> Any:
     Raises: ConfigError: an unknown trainer, and what `translated` refuses.
     """
     from whet.cli import print_text
+    from whet.config.base import leaves
     from whet.errors import WhetError, lookup_error
     from whet.rl2.page import usage
     from whet.rl2.translate import RULES, translated
@@ -61,6 +62,6 @@ def run(verb: str, words: Sequence[str]) -> Any:
     try:
         return carried_out(verb, config)
     except WhetError as error:
-        if KEY.search(str(error)):
+        if not {key for key, *_ in leaves(type(config), True)}.isdisjoint(DOTTED.findall(str(error))):
             error.args = (f"{error}\n(keys named here are whet's: give them as whet.<key>=value)",)
         raise
