@@ -15,7 +15,7 @@ import torch
 
 from whet.observe import plot_curves
 
-torch.set_num_threads(1)
+torch.set_num_threads(int(os.environ.get("WHET_TEST_THREADS", "1")))
 pytest.register_assert_rewrite("contract", "tiny")  # what they assert is shown as in a test
 
 
