@@ -15,6 +15,7 @@ from whet.types import Example, TrainSequence
 trl = pytest.importorskip("trl")
 
 FIELDS = {
+    "adam_epsilon": 1e-2,  # below it a step is of the gradient; without, of its sign, which rounding decides near 0
     "bf16": False,
     "disable_tqdm": True,
     "eval_strategy": "steps",
