@@ -1,4 +1,4 @@
-"""Fixtures and settings of the whole suite: one thread, no network, fixed seeds."""
+"""Fixtures and settings of the whole suite: one thread (or WHET_TEST_THREADS), no network, fixed seeds."""
 
 import os
 import sys
