@@ -161,6 +161,10 @@ _DIFFERS = (
         "budget",
     ),
     (
+        "with the chat template rm and dpo do not look at a prompt beside whole conversations",
+        "one that they do not begin with is an error",
+    ),
+    (
         "a second run of an `experiment_name` writes over the first",
         "it has a folder of its own, `ckpts/<name>_2`; `load_ckpt_from=latest` goes on with the last of them",
     ),
