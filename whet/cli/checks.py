@@ -27,6 +27,7 @@ from whet.config import (
     check_complete,
     check_supervised,
 )
+from whet.config.data import paths_of
 from whet.config.rewards import REWARD_MODEL
 from whet.data.order import first_of, has_places, is_batch
 from whet.data.prompts import ANSWER, find_prompt_column
@@ -120,7 +121,7 @@ def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterato
 def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
     data, trainer = config.data, config.trainer
-    yield from (("", partial(check_source, path)) for path in (data.path, data.eval_path) if path is not None)
+    yield from (("", partial(check_source, path)) for given in (data.path, data.eval_path) for path in paths_of(given))
     if config.tokenizer not in (None, "byte"):
         yield "", partial(check_model, config.tokenizer)
     yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)

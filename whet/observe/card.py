@@ -105,8 +105,8 @@ def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _datasets(data: Mapping[str, Any]) -> tuple[str, ...]:
-    names = (data.get("path"), data.get("eval_path"))
-    return tuple(dict.fromkeys(name for name in names if isinstance(name, str) and hub_name(name)))
+    names = (*paths_of(data.get("path")), *paths_of(data.get("eval_path")))
+    return tuple(dict.fromkeys(name for path in names if (name := hub_name(path))))
 
 
 def _method(settings: Mapping[str, Any]) -> str:
@@ -233,10 +233,11 @@ def _rate(facts: CardFacts, optim: Mapping[str, Any]) -> str:
 
 
 def _data(data: Mapping[str, Any], on_hub: Sequence[str]) -> str:
-    path = data.get("path")
-    if not isinstance(path, str):
+    paths = paths_of(data.get("path"))
+    if not paths:
         return "given from Python"
-    name = f"[{path}](https://huggingface.co/datasets/{path})" if path in on_hub else Path(path).name
+    link = lambda hub: f"[{hub}](https://huggingface.co/datasets/{hub})"
+    name = ", ".join(link(hub) if (hub := hub_name(path)) in on_hub else Path(path).name for path in paths)
     subset = f", {data['subset']}" if data.get("subset") else ""
     return f"{name}{subset}, split {data['split']}" if data.get("split") else name + subset
 
@@ -268,8 +269,8 @@ def _further(found: Mapping[str, Any]) -> str:
     """A table of `whet eval`."""
     by_source = _section(found, "by_source")
     columns = {"all": found["results"], **(by_source if len(by_source) > 1 else {})}
-    data, sampling = _section(found, "data").get("path"), _section(found, "sampling")
-    named = data if isinstance(data, str) and hub_name(data) else Path(str(data or "data")).name
+    paths, sampling = paths_of(_section(found, "data").get("path")), _section(found, "sampling")
+    named = ", ".join(hub_name(path) or Path(path).name for path in paths) or "data"
     drawn = f"{sampling.get('num_generations')} completions of each prompt at temperature {sampling.get('temperature')}"
     lines = [
         f"| {n} | " + " | ".join(_with_error(of.get(n)) for of in columns.values()) + " |" for n in found["results"]
