@@ -35,8 +35,8 @@ def _sources(value: Any) -> str | tuple[Any, ...]:
         for key in item if isinstance(item, Mapping) else ():
             if key not in OF_A_SOURCE:
                 raise ValueError(
-                    f"data set {path!r} has an unknown key {key!r}{nearest(str(key), OF_A_SOURCE)}; its keys are "
-                    f"{', '.join(OF_A_SOURCE)}"
+                    f"data set {path!r} has an unknown key {key!r} (its keys are {', '.join(OF_A_SOURCE)})"
+                    f"{nearest(str(key), OF_A_SOURCE)}"
                 )
     weights = [item.get("weight") if isinstance(item, Mapping) else None for item in value]
     if any(weight is not None for weight in weights):
@@ -112,11 +112,6 @@ class SourceConfig:
             raise ConfigError(f"eval_fraction must lie in [0, 1), got {self.eval_fraction!r}; 0.0 turns it off")
         if any(isinstance(item, Mapping) and "weight" in item for item in self.eval_path or ()):
             raise ConfigError("eval_path takes no weights: an evaluation reads every row once; leave them out")
-        if self.shuffle_buffer and not self.streaming:
-            raise ConfigError(
-                f"shuffle_buffer={self.shuffle_buffer} is for a stream (streaming=true); rows with a length are "
-                "shuffled whole"
-            )
         if self.eval_fraction and (self.eval_path or self.eval_split):
             raise ConfigError("eval_fraction cuts rows off the training data; drop it, or eval_path and eval_split")
 

@@ -178,7 +178,7 @@ class PromptStream:
         self.what = "rows" if isinstance(encode, RowEncoder) else "prompts"
         self.batch_size = self._size(self.first, batch_size)
         self.shuffle = self.kind == "rows" if shuffle is None else shuffle
-        self.shuffle_buffer = shuffle_buffer if self.kind == "stream" and shuffle is not False else 0
+        self.shuffle_buffer = 0 if shuffle is False else shuffle_buffer
         self.epoch = self.batch = self.used = self.read_digest = 0
         self.dropped_rows = 0
         self._items: Iterator[Any] | None = None
@@ -203,6 +203,11 @@ class PromptStream:
 
     def _check(self) -> None:
         """Refuses what would train on nothing; encodes rows that have a length."""
+        if self.shuffle_buffer and self.kind != "stream":
+            raise ConfigError(
+                f"data.shuffle_buffer={self.shuffle_buffer} is for a stream (data.streaming=true); rows with a length "
+                "are shuffled whole, ready-made batches not at all"
+            )
         if self.kind != "rows" and self.shuffle:
             kind = "a stream" if self.kind == "stream" else "ready-made batches"
             raise ConfigError(

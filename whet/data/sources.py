@@ -18,11 +18,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from whet.config.data import OF_A_SOURCE
 from whet.data.files import FORMATS, file_format, read_files, sound, stream_files
 from whet.data.mixture import MixedRows, MixedStream
 from whet.data.reading import reading, said
 from whet.errors import ConfigError, DataError, WhetError, nearest, shown
-from whet.util.model_paths import hub_silence
+from whet.util.model_paths import hub_silence, split_revision
 from whet.util.refs import is_ref, resolve_ref
 
 __all__ = ["check_source", "load_rows"]
@@ -91,8 +92,9 @@ def load_rows(
 
 def _names_several(source: Any) -> bool:
     """Whether a source is a list of sources, not of rows."""
-    several = isinstance(source, list | tuple) and len(source) > 0
-    return several and (isinstance(source[0], str | Path) or (isinstance(source[0], Mapping) and "path" in source[0]))
+    first = next(iter(source), None) if isinstance(source, list | tuple) else None
+    named = isinstance(first, Mapping) and "path" in first and set(first) <= set(OF_A_SOURCE)
+    return named or isinstance(first, str | Path)
 
 
 def _several(source: Sequence[Any], *, limit: int | None, streaming: bool, **usual: Any) -> MixedRows | MixedStream:
@@ -102,7 +104,7 @@ def _several(source: Sequence[Any], *, limit: int | None, streaming: bool, **usu
             f"limit {limit} is of one data set; give each of the list its own: {{path: ..., limit: {limit}}}"
         )
     named = [item if isinstance(item, Mapping) else {"path": item} for item in source]
-    weights = [item.get("weight") for item in named]
+    weights: Any = [item.get("weight") for item in named]
     parts = []
     for item in named:
         options = {name: item[name] for name in ("split", "subset", "limit") if item.get(name) is not None}
@@ -200,15 +202,9 @@ def _downloaded(url: str) -> Path:
         part.unlink(missing_ok=True)
 
 
-def _revision(name: str) -> tuple[str, str | None]:
-    """A hub name and the revision behind its "@"; None = its main branch."""
-    found = re.fullmatch(r"([\w.-]+/[\w.-]+)@([\w./-]+)", name)
-    return (found[1], found[2]) if found else (name, None)
-
-
 def _check_name(text: str, path: Path) -> None:
     """Raises DataError for what is not there, and no hub data set's name."""
-    text, _ = _revision(text)
+    text, _ = split_revision(text)
     looks_local = path.suffix in (*FORMATS, ".py") or path.is_absolute() or text.startswith((".", "~"))
     if looks_local or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", text):
         raise DataError(f"no file or folder {shown(text)}{_beside(path) or '; check the path'}")
@@ -239,7 +235,7 @@ def _hub(name: str, split: str | None, subset: str | None, streaming: bool) -> A
     """The rows of a hub data set."""
     import datasets
 
-    name, revision = _revision(name)
+    name, revision = split_revision(name)
     _check_hub(name)
     pinned = {} if revision is None else {"revision": revision}
     if split is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from whet.config import read_yaml
+from whet.config.data import paths_of
 from whet.config.resumed import command_of
 from whet.errors import ConfigError
 from whet.observe.environment import noted_environment

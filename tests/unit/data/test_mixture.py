@@ -81,11 +81,11 @@ def test_streams_are_mixed_to_within_a_row_until_one_ends():
 
 
 @pytest.mark.parametrize(
-    "path, message",
+    ("path", "message"),
     [
         ([], "expected the name of a data set, or a list"),
         ([{"weight": 1}], "each data set of a list is a name, or has a path"),
-        ([{"path": "a", "wieght": 1}], "unknown key 'wieght'; did you mean weight"),
+        ([{"path": "a", "wieght": 1}], r"unknown key 'wieght' \(its keys are .*\); did you mean weight"),
         ([{"path": "a", "weight": 1}, "b"], "data set 'b' has weight None; give each of the list a weight above 0"),
         ([{"path": "a", "weight": 0}], "data set 'a' has weight 0"),
     ],

@@ -489,6 +489,11 @@ def test_a_shuffled_stream_is_shuffled_within_its_buffer_anew_in_each_epoch():
     assert seen[:3] != [sorted(batch) for batch in seen[:3]] and seen[:3] != seen[3:]
 
 
+def test_a_shuffle_buffer_of_rows_with_a_length_is_refused():
+    with pytest.raises(ConfigError, match="shuffle_buffer=4 is for a stream"):
+        PromptStream(rows(8), batch_size=2, shuffle_buffer=4)
+
+
 def test_a_stream_whose_first_row_changed_does_not_go_on(tmp_path):
     paths = lines(tmp_path, "a.jsonl")
     stream = PromptStream(load_rows(paths[0], streaming=True), batch_size=3, shuffle=False)
