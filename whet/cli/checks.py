@@ -45,6 +45,7 @@ from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import by_name, resolve_reward
 from whet.rollout import resolve_engine
+from whet.run.hub import check_push
 from whet.train.checkpoints import Checkpoints
 from whet.train.optimizers import check_optimizer
 from whet.train.role_workers import check_model
@@ -125,6 +126,8 @@ def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     if config.tokenizer not in (None, "byte"):
         yield "", partial(check_model, config.tokenizer)
     yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
+    if trainer.hub_model_id is not None:
+        yield "trainer", partial(check_push, trainer)
     evaluates = data.eval_path is not None or data.eval_split is not None or bool(data.eval_fraction)
     yield "data trainer", partial(_watched, trainer, evaluates)
     if trainer.resume is not None:

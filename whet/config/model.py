@@ -37,16 +37,17 @@ class OptimConfig:
 
     name: Name = "adamw"
     """"adamw" (fused where torch has it), "adam" (decay joins the gradient), "sgd", "adamw8bit" (moments of one byte
-    each; pip install 'whet[quant]'), or "package.module:factory", called with (parameter groups, lr=...)."""
+    each; pip install 'whet[quant]'), "muon" (matrices of layers; adamw takes embeddings, heads and
+    vectors), or "package.module:factory", called with (parameter groups, lr=...)."""
     lr: Float | None = None
     """Learning rate, at its peak where there is a schedule. None = 2e-5 in `whet sft`, 1e-4 in `whet rm` and of
     adapters, 1e-6 elsewhere."""
     betas: tuple[Float, Float] = (0.9, 0.999)
-    """Decay of the first and second moment; for adamw, adam and adamw8bit."""
+    """Decay of the first and second moment; for adamw, adam, adamw8bit, and what muon leaves to adamw."""
     eps: Float = 1e-8
-    """ε, added to the root of the second moment; for adamw, adam and adamw8bit."""
-    momentum: Float = 0.0
-    """Share of the last step that is kept; for sgd only. 0.0 = off."""
+    """ε, added to the root of the second moment; as betas."""
+    momentum: Float | None = None
+    """Share of the last step that is kept; for sgd and muon. None = 0.0 (off) in sgd, 0.95 in muon."""
     weight_decay: Float = 0.0
     """Decay of matrices; vectors (norms, biases) never decay. Decoupled, but in adam and sgd part of the gradient.
     0.0 = off."""
@@ -74,10 +75,10 @@ class OptimConfig:
             raise ConfigError(
                 f"warmup_ratio={self.warmup_ratio!r} and warmup_steps={self.warmup_steps} are both set; keep one"
             )
-        if not 0 <= self.momentum < 1:
+        if self.momentum is not None and not 0 <= self.momentum < 1:
             raise ConfigError(f"momentum must lie in [0, 1), got {self.momentum!r}")
         if self.momentum and self.name in ("adamw", "adam", "adamw8bit"):
-            raise ConfigError(f"momentum={self.momentum!r} is for sgd; {self.name} has betas, leave it at 0.0")
+            raise ConfigError(f"momentum={self.momentum!r} is for sgd and muon; {self.name} has betas, leave it out")
         if self.eps <= 0:
             raise ConfigError(f"eps must be positive, got {self.eps!r}")
         if any(not 0 <= b < 1 for b in self.betas):
