@@ -172,7 +172,7 @@ class RoleTrainer:
         Raises: ConfigError: another word.
         """
         for name, how in metrics.items():
-            labels = {name: how} if isinstance(how, str) or callable(how) else how
+            labels: Any = {name: how} if isinstance(how, str) or callable(how) else how
             if not isinstance(labels, Mapping):
                 labels = {f"{name}/{h}": h for h in labels}
             for h in labels.values():

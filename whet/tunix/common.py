@@ -109,7 +109,9 @@ def process_ids(
     Raises: DataError: arrays that don't fit. ConfigError: rows packed by hand.
     """
     _unpacked(segment_ids)
-    prompts, completions = (torch.as_tensor(x).long() for x in (prompt_tokens, completion_tokens))
+    prompts, completions = (
+        torch.as_tensor(np.asarray(x) if isinstance(x, list) else x).long() for x in (prompt_tokens, completion_tokens)
+    )
     if prompts.dim() != 2 or completions.dim() != 2 or len(prompts) != len(completions):
         raise DataError(
             f"prompt_tokens {list(prompts.shape)} and completion_tokens {list(completions.shape)}: give [B, P] and "
@@ -173,7 +175,7 @@ def compute_per_token_logps(
     Returns: [B, C], at padding too, where they have no meaning.
     """
     ids, positions, _, seen = process_ids(prompt_tokens, completion_tokens, pad_id, eos_id, segment_ids)
-    width = torch.as_tensor(completion_tokens).shape[1]
+    width = len(completion_tokens[0])
     with torch.set_grad_enabled(torch.is_grad_enabled() and not stop_gradient):
         logits = _called(model, ids, positions, seen).logits[:, -width - 1 : -1].float()
         logits = logits if temperature in (0.0, 1.0) else logits / temperature
@@ -235,7 +237,8 @@ def compute_kl_divergence(
     """
     if method not in _KL:
         raise lookup_error("KL method", method, _KL)
-    kl = kl_divergence(torch.as_tensor(per_token_logps).float(), torch.as_tensor(ref_per_token_logps).float(), method)
+    logps, ref = (torch.as_tensor(x).float() for x in (per_token_logps, ref_per_token_logps))
+    kl = kl_divergence(logps, ref, mode=method)
     return kl if clamp_value is None else kl.clamp(-clamp_value, clamp_value)
 
 

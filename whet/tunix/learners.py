@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from whet.config import Mode
+from whet.config import DataConfig, Mode
 from whet.errors import ConfigError, DataError
 from whet.learners import grpo, ppo
 from whet.learners.base import RLLearner
@@ -47,6 +47,7 @@ class TunixLearner(RLLearner):
 
     A subclass may replace `_generate_and_compute_advantage(training_input, mode)`: from a step's rows to the
     TrainExample that is trained on. Where checkpoint_root_directory holds checkpoints, `train` goes on from the newest.
+    The data are taken in their order, once, as in Tunix: `data=DataConfig(shuffle=True)` and num_epochs say otherwise.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -79,6 +80,7 @@ class TunixLearner(RLLearner):
         self._called: Rewarded | None = None
         config = _one(algo_config=algo_config, grpo_config=grpo_config, ppo_config=ppo_config)
         cluster = _one(rl_cluster=rl_cluster, rl_engine=rl_engine)
+        options.setdefault("data", DataConfig(shuffle=False))
         super().__init__(cluster, config, reward_fns, metric_fns, data_shuffle_seed, **options)
 
     @property
@@ -96,9 +98,13 @@ class TunixLearner(RLLearner):
         for role, trainer in self.cluster.trainers.items():
             if getattr(trainer, "data_hooks", None) is not None:
                 raise ConfigError(
-                    f"the {role.value}'s trainer has data hooks, and a learner makes its batches from rollouts; replace "
-                    "_generate_and_compute_advantage, or give the hooks' batches to trainer.train()"
+                    f"the {role.value}'s trainer has data hooks, and a learner makes its batches from rollouts; "
+                    "replace _generate_and_compute_advantage, or give the hooks' batches to trainer.train()"
                 )
+        if self.config.num_epochs is None:  # there training ends with the data
+            self.config = dataclasses.replace(self.config, num_epochs=1)
+        if eval_ds is None and self.config.eval_every_n_steps:  # there it has to be given, whether it means anything
+            self.config = dataclasses.replace(self.config, eval_every_n_steps=0)
         if train_ds is not None and self.config.resume is None and getattr(self.cluster, "restored_step", 0):
             self.config = dataclasses.replace(self.config, resume="latest")
         return super().new_run(train_ds, eval_ds)
@@ -110,7 +116,7 @@ class TunixLearner(RLLearner):
 
     def _buffer(self, step: Step) -> None:
         """Rewards and completions of a step under Tunix's names, for the external logger if there is one."""
-        if not self.cluster.has_external_logger:
+        if not getattr(self.cluster, "has_external_logger", False):  # of whet's own cluster it is told nothing of them
             return
         rewarded = step.need_rewarded()
         found = _told(rewarded, step.batch)
@@ -250,6 +256,9 @@ class TunixLearner(RLLearner):
         if filled is not None and own is not None and torch.equal(own.ends, batch.ends):
             names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
             return filled.replace(batch=own.replace(**{name: getattr(batch, name) for name in names}))
+        if example.old_per_token_logps is None:  # compared with itself: a ratio of 1
+            sampler = self.cluster.actor.logprobs(batch).logprobs
+            batch = batch.replace(sampler_logprobs=sampler)
         groups = self._groups(step, example)
         rewarded = self._rewarded(groups)
         rewards = torch.as_tensor(rewarded.total)
@@ -275,7 +284,7 @@ class TunixLearner(RLLearner):
         """What `_compute_rewards` found of them; no rewards where it was not called."""
         texts = [[self.cluster.decode(c.tokens) for c in g.completions] for g in groups]
         count = sum(map(len, texts))
-        called, inputs = self._called, self.reward_manager.inputs(groups, texts)
+        called, inputs = self._called, self.reward_manager.inputs(groups, texts, mode=Mode.TRAIN, extras={})
         if called is None or len(called.total) != count:
             nothing = np.full(count, np.nan)
             return Rewarded(groups=list(groups), total=nothing, metrics={}, table={}, texts=texts, inputs=inputs)

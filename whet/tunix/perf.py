@@ -37,7 +37,7 @@ def perf_options(config: Any) -> PerfMetricsOptions | None:
         if given is not None and given is not _default_export:
             raise ConfigError(
                 f"PerfMetricsConfig.{name}: there are no Tunix spans to export; time/ metrics go to every logger, and "
-                "RLTrainingConfig(perf_metrics_options=PerfMetricsOptions(trace_dir=...)) writes a timeline for Perfetto"
+                "perf_metrics_options=PerfMetricsOptions(trace_dir=...) of RLTrainingConfig writes a timeline"
             )
     return None
 

@@ -5,8 +5,8 @@ Dim legend: B rows, P prompt, C completion, T = P + C.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -20,9 +20,6 @@ from whet.rollout.sampler import CacheConfig, Sampler
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.tunix.common import compute_per_token_logps, compute_score
 from whet.types import RolloutOutput
-
-if TYPE_CHECKING:
-    from whet.tunix.engine import RLEngine
 
 __all__ = ["ClusterInference", "InferenceWorker", "RolloutWorker", "Tokenizer", "VanillaRollout", "own_tokenizer"]
 
@@ -48,7 +45,9 @@ class VanillaRollout:
     True
     """
 
-    def __init__(self, model: Any, tokenizer: Any = None, cache_config_or_size: CacheConfig | int | None = None) -> None:
+    def __init__(
+        self, model: Any, tokenizer: Any = None, cache_config_or_size: CacheConfig | int | None = None
+    ) -> None:
         size = cache_config_or_size
         self._cache = CacheConfig(cache_size=size) if isinstance(size, int) else size
         self._sampler = Sampler(model, own_tokenizer(tokenizer), self._cache)
@@ -114,7 +113,7 @@ class RolloutWorker:
     Args: cluster: whose engine it is.
     """
 
-    def __init__(self, cluster: RLEngine, engine: RolloutEngine) -> None:
+    def __init__(self, cluster: Any, engine: RolloutEngine) -> None:
         self._cluster, self.engine = cluster, engine
 
     def __getattr__(self, name: str) -> Any:
@@ -208,7 +207,7 @@ class InferenceWorker:
 class ClusterInference(InferenceWorker):
     """The same of a cluster's models, which its workers run: values at completion tokens, [B, C], 0 at padding."""
 
-    def __init__(self, cluster: RLEngine) -> None:
+    def __init__(self, cluster: Any) -> None:
         roles = (role for role in (Role.CRITIC, Role.REFERENCE, Role.REWARD) if role in cluster.workers)
         super().__init__({role.value: cluster.worker(role).loaded.module for role in roles})
         self._cluster = cluster
@@ -235,10 +234,12 @@ class ClusterInference(InferenceWorker):
         raise ConfigError(f"the {role} of a cluster is given when it is made, or moves by sync_ref_model")
 
 
-def Tokenizer(tokenizer_type: str = "huggingface", tokenizer_path: str = "", **options: Any) -> Any:  # noqa: N802
+def Tokenizer(tokenizer_type: str = "huggingface", tokenizer_path: str = "", **options: Any) -> Any:
     """A tokenizer of transformers, from a folder or a hub name. Raises ConfigError: another type, or other options."""
     if tokenizer_type != "huggingface":
-        raise ConfigError(f"tokenizer_type {tokenizer_type!r}: tokenizers are transformers' own; give a folder with one")
+        raise ConfigError(
+            f"tokenizer_type {tokenizer_type!r}: tokenizers are transformers' own; give a folder with one"
+        )
     if named := [name for name, value in options.items() if value is not None]:
         raise ConfigError(f"Tokenizer({named[0]}=...) has no place here: the tokenizer's folder says it")
     return load_tokenizer(tokenizer_path)

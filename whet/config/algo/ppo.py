@@ -78,8 +78,9 @@ class PPOConfig(PolicyConfig):
             raise ConfigError(f"clip_range_value must be positive, got {self.clip_range_value!r}")
         if self.epsilon_low is not None and self.epsilon_low < 0:
             raise ConfigError(f"epsilon_low must not be negative, got {self.epsilon_low!r}")
-        if isinstance(self.kl_method, str) and self.kl_method not in CHOICES["kl_loss_mode"] and not is_ref(self.kl_method):
-            raise lookup_error("kl_method", self.kl_method, CHOICES["kl_loss_mode"])
+        known = CHOICES["kl_loss_mode"]
+        if isinstance(self.kl_method, str) and self.kl_method not in known and not is_ref(self.kl_method):
+            raise lookup_error("kl_method", self.kl_method, known)
         if "low_var_kl" not in (self.kl_method, self.kl_loss_mode) and self.kl_method != self.kl_loss_mode:
             raise ConfigError(
                 f"kl_method={self.kl_method!r} and kl_loss_mode={self.kl_loss_mode!r} both choose the KL estimate; "
