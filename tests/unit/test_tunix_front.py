@@ -261,6 +261,9 @@ def test_a_generation_from_nothing_has_its_rewards_logged():
     run = learner(c, Own).train(ROWS)
     assert [row["reward"] for row in run.rows] == pytest.approx([row["own/reward"] for row in run.rows])
     assert gap(started, weights_of(c.actor.module)) > 0
+    two = cluster(mini_batch_size=1)  # two updates a step: the second is compared with the policy before the first
+    run = learner(two, Own).train(ROWS)
+    assert two.actor_trainer.train_steps == 4 and run.rows[0]["is_ratio/max"] > 1 + 1e-6
     short = type("Short", (Own,), {"_generate_and_compute_advantage": lambda self, given, mode: example()})
     with pytest.raises(DataError, match="gave 2 rows for 2 prompts of 2 generations"):
         learner(cluster(), short).train(ROWS)

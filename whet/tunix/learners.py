@@ -256,9 +256,9 @@ class TunixLearner(RLLearner):
         if filled is not None and own is not None and torch.equal(own.ends, batch.ends):
             names = ("mask", "advantages", "old_logprobs", "ref_logprobs", "values", "returns")
             return filled.replace(batch=own.replace(**{name: getattr(batch, name) for name in names}))
-        if example.old_per_token_logps is None:  # compared with itself: a ratio of 1
-            sampler = self.cluster.actor.logprobs(batch).logprobs
-            batch = batch.replace(sampler_logprobs=sampler)
+        if example.old_per_token_logps is None:  # those of the policy as it is, before the step's first update
+            old = self.cluster.actor.logprobs(batch).logprobs
+            batch = batch.replace(sampler_logprobs=old, old_logprobs=old)
         groups = self._groups(step, example)
         rewarded = self._rewarded(groups)
         rewards = torch.as_tensor(rewarded.total)
