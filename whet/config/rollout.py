@@ -187,7 +187,7 @@ class RolloutConfig:
     """Ids that are never drawn."""
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. {regex: "[0-9]+"}; None = any text. Needs
-    whet[grammar]."""
+    the extra `grammar`."""
     logprob_support: Literal["sampling", "full"] = "sampling"
     """Distribution of all logprobs: "sampling" = the penalised, truncated one drawn from; "full" = temperature only."""
     on_long_prompt: Literal["error", "truncate_left", "drop"] = "error"

@@ -23,6 +23,7 @@ import numpy as np
 from whet.config import MetricsLoggerOptions
 from whet.errors import ConfigError, lookup_error, raise_all
 from whet.observe.files import append_to, to_json, usable_folder, write_atomic
+from whet.util.install import install_hint
 from whet.util.refs import is_ref, resolve_ref
 
 __all__ = ["LOGGERS", "Jsonl", "Logger", "Loggers", "TensorBoard", "Trackio", "Wandb", "check_loggers"]
@@ -392,6 +393,4 @@ def _package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"logger {extra!r} needs a package that is not installed; pip install 'whet[{extra}]'"
-        ) from error
+        raise ConfigError(f"logger {extra!r} needs a package that is not installed; {install_hint(extra)}") from error

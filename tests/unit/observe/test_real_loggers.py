@@ -9,7 +9,7 @@ from whet.config import MetricsLoggerOptions
 from whet.observe import Loggers
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed; pip install 'whet[wandb]'")
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed; the extra wandb")
 def test_wandb_writes_an_offline_run_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     options = MetricsLoggerOptions(project_name="p", run_name="r", backend_kwargs={"wandb": {"mode": "offline"}})
@@ -30,7 +30,7 @@ def test_wandb_writes_an_offline_run_without_a_network(tmp_path, monkeypatch):
     assert all(w in files[0].read_bytes() for w in wanted)
 
 
-@pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed; pip install 'whet[trackio]'")
+@pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed; the extra trackio")
 def test_trackio_keeps_a_run_on_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     options = MetricsLoggerOptions(project_name="p", run_name="r")
