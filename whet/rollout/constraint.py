@@ -247,7 +247,7 @@ class Grammars:
         if inner.is_error():
             raise ConfigError(
                 f"constraint {constraint} is refused: {_reason(inner.get_error())}; fix it, or use what llguidance "
-                "supports: docs/constraints.md"
+                "supports: whet docs constraints"
             )
         every, stop, forbidden = (
             _packed(ids, words.vocab_size) for ids in (range(self._vocabulary), stop_ids, forbidden_ids)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-__all__ = ["DISTRIBUTION", "REPOSITORY", "foreign_whet", "install_hint", "page_url"]
+__all__ = ["DISTRIBUTION", "REPOSITORY", "foreign_whet", "install_hint", "is_checkout"]
 
 DISTRIBUTION = "whet-rl"
 """The name that is installed; pyproject.toml has the same."""
@@ -34,17 +34,12 @@ def install_hint(extra: str = "", options: str = "") -> str:
     if source is None:
         what = DISTRIBUTION + extras
     elif source.startswith("/"):
-        what = ("-e " if _is_checkout() else "") + shlex.quote(source + extras)
+        what = ("-e " if is_checkout() else "") + shlex.quote(source + extras)
     else:
         what = shlex.quote(f"{DISTRIBUTION}{extras} @ {source}")
     if source is None and extras:
         what = f"'{what}'"
     return " ".join(word for word in ("pip install", options, what) if word)
-
-
-def page_url(name: str) -> str:
-    """The address of a page or a file of the repository. Args: name: its path, e.g. "docs/lora.md"."""
-    return f"{REPOSITORY}/blob/main/{name}"
 
 
 def foreign_whet() -> str | None:
@@ -62,14 +57,14 @@ def foreign_whet() -> str | None:
     return None if own else found.version
 
 
-def _is_checkout() -> bool:
+def is_checkout() -> bool:
     """Whether the package lies in the repository."""
     return (PACKAGE.parent / "pyproject.toml").is_file() and (PACKAGE.parent / "recipes").is_dir()
 
 
 def _source() -> str | None:
     """The folder or the URL that whet was installed from; None = the index."""
-    if _is_checkout():
+    if is_checkout():
         return str(PACKAGE.parent)
     import json
     from importlib import metadata

@@ -19,7 +19,7 @@ def test_the_name_and_the_repository_are_those_of_pyproject():
     assert PYPROJECT["project"]["name"] == install.DISTRIBUTION
     assert all(url.startswith(install.REPOSITORY) for url in PYPROJECT["project"]["urls"].values())
     own = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"][0]["replacement"]
-    assert own == f"]({install.page_url(chr(92))}1)"
+    assert own == f"]({install.REPOSITORY}/blob/main/\\1)"
 
 
 def test_no_text_tells_to_install_the_strangers_distribution():
