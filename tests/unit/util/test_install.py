@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from whet._version import __version__
 from whet.util import install
 
 ROOT = Path(__file__).parents[3]
@@ -20,6 +21,11 @@ def test_the_name_and_the_repository_are_those_of_pyproject():
     assert all(url.startswith(install.REPOSITORY) for url in PYPROJECT["project"]["urls"].values())
     own = PYPROJECT["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"][0]["replacement"]
     assert own == f"]({install.REPOSITORY}/blob/main/\\1)"
+
+
+def test_the_citation_has_the_version_and_the_repository():
+    text = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {__version__}\n" in text and f"repository-code: {install.REPOSITORY}\n" in text
 
 
 def test_no_text_tells_to_install_the_strangers_distribution():
