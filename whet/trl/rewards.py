@@ -182,10 +182,15 @@ def _comparison() -> Callable[[str, str], tuple[float | None, str, str]]:
 
     def compare(answer: str, gold: str) -> tuple[float | None, str, str]:
         limit = _PARSE_S if main else None
-        expected = parse(gold, parsing_timeout=limit)
+        expected = parse(gold, parsing_timeout=limit)  # pyright: ignore[reportArgumentType]
         if len(expected) == 0:
             return None, "[unparseable]", ""
-        given = parse(answer, extraction_config=[extraction], extraction_mode="first_match", parsing_timeout=limit)
+        given = parse(
+            answer,
+            extraction_config=[extraction],
+            extraction_mode="first_match",
+            parsing_timeout=limit,  # pyright: ignore[reportArgumentType]
+        )
         right = float(verify(expected, given, timeout_seconds=_VERIFY_S if main else None))
         return right, str(expected), str(given) if given else "[unparseable]"
 
