@@ -43,7 +43,7 @@ class _Schema(GenerateJsonSchema):
         made = super().tuple_schema(schema)
         return {"anyOf": [made, made["items"]]} if made.get("items") else made  # a lone value counts as one
 
-    def handle_invalid_for_json_schema(self, schema: core_schema.CoreSchema, error_info: str) -> JsonSchemaValue:
+    def handle_invalid_for_json_schema(self, schema: Any, error_info: str) -> JsonSchemaValue:
         return {"type": "string"}  # a function or a class: YAML names it
 
 

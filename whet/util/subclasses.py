@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 __all__ = ["is_wrapper"]
 
 
-def is_wrapper(tensor: Any) -> bool:
+def is_wrapper(tensor: Any) -> TypeGuard[Any]:
     """Whether a tensor is made of others, which `__tensor_flatten__` names and `__tensor_unflatten__` joins again.
 
     torch has a function for it, which is private.
