@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,8 +37,8 @@ def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
     if not name:
         raise ConfigError(f"which recipe? write whet recipes copy NAME; there are {', '.join(recipes())}")
     copied = copy_recipe(name, folder)
-    own = next((w.split()[2] for w in copied[0].read_text().splitlines() if w.startswith("#   whet ")), "grpo")
-    return "\n".join([f"wrote {', '.join(map(str, copied))}", f"  whet {own} --config {copied[0]}"])
+    own = re.search(r"whet (\w+) --config", copied[0].read_text())
+    return "\n".join([f"wrote {', '.join(map(str, copied))}", f"  whet {own[1] if own else 'grpo'} --config {copied[0]}"])
 
 
 def _docs(name: str = "") -> str:

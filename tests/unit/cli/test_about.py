@@ -25,6 +25,7 @@ def test_recipes_are_listed_shown_and_copied_with_the_files_that_they_name(tmp_p
     assert main(["recipes", "demo"]) == 0 and "mini_batch_size: 16" in capsys.readouterr().out
     assert main(["recipes", "copy", "search", "there"]) == 0
     assert "whet grpo --config there/search.yaml" in capsys.readouterr().out
+    assert main(["recipes", "copy", "demo"]) == 0 and "whet grpo --config demo.yaml" in capsys.readouterr().out
     assert sorted(os.listdir("there")) == ["search.yaml", "search_env.py"]
     assert main(["recipes", "copy", "search", "there"]) == 2 and "exists already" in capsys.readouterr().err
     assert main(["recipes", "copy", "serch"]) == 2 and "did you mean search?" in capsys.readouterr().err
