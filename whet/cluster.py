@@ -263,7 +263,7 @@ class RLCluster(RoleWorkers, TunixVerbs):
         """Builds the engine now, so that what it refuses is said before the first step."""
         _ = self._rollouts.engine
 
-    def sample(
+    def sample(  # pyright: ignore[reportIncompatibleMethodOverride]  (its options are named)
         self,
         prompts: Sequence[Prompt],
         *,

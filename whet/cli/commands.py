@@ -50,6 +50,7 @@ from whet.run.run import Run
 from whet.train.checkpoints import Checkpoints
 from whet.train.role_workers import ACTOR
 from whet.util.refs import is_ref
+from whet.util.shipped import recipe_path
 
 __all__ = ["build", "data", "demo", "grpo", "ppo", "rows_given", "train"]
 
@@ -128,7 +129,7 @@ def demo(argv: Sequence[str] = ()) -> dict[str, Any]:
     Returns: the summary.
     """
     words = [w.replace("seed=", "trainer.seed=", 1) if w.removeprefix("--").startswith("seed=") else w for w in argv]
-    recipe = recipe_path("demo.yaml")
+    recipe = recipe_path("demo")
     config = load_run(["--config", str(recipe), *words])
     say = _Say()
     say("whet demo: GRPO teaches a small model the order of operations (a minute or two on 2 cores)")
@@ -320,15 +321,6 @@ def stories(folder: Path, last: int, count: int = 4) -> list[str]:
             f"{'right' if a.reward else 'wrong'}"
         )
     return lines
-
-
-def recipe_path(name: str) -> Path:
-    """A recipe of whet: next to the package in a checkout, inside it in a wheel."""
-    here = Path(__file__).parents[1]
-    found = [p for p in (here.parent / "recipes" / name, here / "recipes" / name) if p.is_file()]
-    if not found:
-        raise ConfigError(f"recipe {name} is not in {here / 'recipes'}; reinstall whet")
-    return found[0]
 
 
 class _Say:

@@ -73,7 +73,7 @@ class SampledConfig:
     """Options of transformers' generate without a key here, e.g. {no_repeat_ngram_size: 3}; through the hf engine."""
     constraint: ConstraintConfig | None = None
     """Constrained (structured) decoding: regex, json_schema or grammar, e.g. constraint.regex='[0-9]+'; None = any
-    text. Needs whet[grammar]."""
+    text. Needs the extra `grammar`."""
     system_prompt: Text = ""
     """Put before every conversation. "" = none."""
     chat_template_kwargs: Tree = field(default_factory=dict)

@@ -21,6 +21,7 @@ from whet.config.fields import MAX_DEPTH
 from whet.config.words import is_file, meant_by, rest_of_value
 from whet.config.yaml12 import Dumper, parse, read_text
 from whet.errors import ConfigError, shown
+from whet.util.refs import is_ref
 
 __all__ = ["default_text", "diff", "dump", "dump_tree", "flat", "load", "merged", "read_yaml", "show", "tree"]
 
@@ -80,7 +81,7 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[st
         if key == "config":
             if not text:
                 raise ConfigError("config: no file; write --config FILE")
-            files = merged(files, _expand(read_yaml(text), short))
+            files = merged(files, _expand(beside(read_yaml(text), Path(text).parent), short))
             continue
         parts = key.replace("-", "_").split(".")
         if "" in parts or len(parts) > MAX_DEPTH:
@@ -91,6 +92,21 @@ def tree(argv: Sequence[str], short: Mapping[str, str] | None = None) -> dict[st
             node = {part: node}
         pairs = merged(pairs, _expand(node, short))
     return merged(files, pairs)
+
+
+def beside(node: Any, folder: Path) -> Any:
+    """A tree whose Python files, alone or in references, are those beside the file that names them, if they are there.
+
+    Args: node: of the tree. folder: of the file that it was read from.
+    """
+    if isinstance(node, Mapping):
+        return {beside(key, folder): beside(value, folder) for key, value in node.items()}
+    if isinstance(node, list):
+        return [beside(value, folder) for value in node]
+    place = node.rpartition(":")[0] if isinstance(node, str) and is_ref(node) else node
+    if not isinstance(place, str) or not place.endswith(".py") or not (folder / place).is_file():
+        return node
+    return f"{folder / place}{node[len(place) :]}"
 
 
 def _value(key: str, text: str, after: Sequence[str]) -> Any:

@@ -37,8 +37,8 @@ class OptimConfig:
 
     name: Name = "adamw"
     """"adamw" (fused where torch has it), "adam" (decay joins the gradient), "sgd", "adamw8bit" (moments of one byte
-    each; pip install 'whet[quant]'), "muon" (matrices of layers; adamw takes embeddings, heads and
-    vectors), or "package.module:factory", called with (parameter groups, lr=...)."""
+    each; the extra `quant`), "muon" (matrices of layers; adamw takes embeddings, heads and vectors), or
+    "package.module:factory", called with (parameter groups, lr=...)."""
     lr: Float | None = None
     """Learning rate, at its peak where there is a schedule. None = 2e-5 in `whet sft`, 1e-4 in `whet rm` and of
     adapters, 1e-6 elsewhere."""
@@ -103,7 +103,7 @@ class RoleConfig:
     lora: LoraConfig | None = None
     """Train a low-rank adapter in place of all weights; None = all weights. Where optim.lr is not given it is 1e-4."""
     quantization: Literal["nf4", "fp4"] | None = None
-    """Hold the linear layers of the base in 4 bits (bitsandbytes; pip install 'whet[qlora]'): for a model that is only
+    """Hold the linear layers of the base in 4 bits (bitsandbytes; the extra `qlora`): for a model that is only
     read, or trained through lora. None = off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that has it in hardware, and on a

@@ -113,7 +113,7 @@ class PerfMetricsOptions:
 
 @config
 class ProfilerOptions:
-    """Which steps are profiled, and where the profile goes; see docs/performance.md."""
+    """Which steps are profiled, and where the profile goes; see whet docs performance."""
 
     log_dir: Name | None = None
     """Folder of profile-step-000002.json.gz (a timeline) and .txt (a table); None = the run folder."""
@@ -372,7 +372,7 @@ class RLTrainingConfig(TrainingConfig):
     called in this process, which can end none."""
     warn_when: dict[Name, Band] | None = None
     """Warn, once and again where it got worse, when a metric leaves a band, in place of the usual bands of those
-    metrics: warn_when.kl.above=2.0. The usual ones: docs/troubleshooting.md."""
+    metrics: warn_when.kl.above=2.0. The usual ones: whet docs troubleshooting."""
     show_samples: Number = 0
     """Show, every so many steps, one prompt with its best and its worst completion; 0 = never."""
     last_batch: Literal["drop", "keep"] = "drop"

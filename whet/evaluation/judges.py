@@ -73,7 +73,7 @@ def _reward_model(config: EvalRunConfig, section: RoleConfig, sampler: Sampler) 
         name=loaded.name.rstrip("/").rpartition("/")[2],
         policy_tokenizer=sampler.tokenizer,
         tokenizer=load_tokenizer(section.model, trust_remote_code=section.trust_remote_code) if has_own else None,
-        apply_chat_template=config.data.apply_chat_template,
+        apply_chat_template=config.data.apply_chat_template,  # pyright: ignore[reportArgumentType]  (auto is settled)
         system_prompt=config.data.system_prompt,
     )
 

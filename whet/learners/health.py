@@ -123,7 +123,7 @@ class Health:
         self._unseen -= row.keys()
         for name in sorted(self._unseen):
             if self._lasts(f"no {name}", step) == MISSING:
-                where = nearest(name, row) or "; docs/run-folder.md says which there are, and when"
+                where = nearest(name, row) or "; whet docs run-folder says which there are, and when"
                 log.warning("trainer.warn_when.%s: %d rows, and none had that metric%s", name, MISSING, where)
 
     def _lasts(self, name: str, step: int) -> int:

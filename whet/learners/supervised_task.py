@@ -48,9 +48,13 @@ class Learner(Protocol):
     """What a run asks of a supervised learner."""
 
     models: SupervisedModels
-    algo_config: SupervisedConfig
     data: SupervisedDataConfig
     settings: dict[str, Any] | None
+
+    @property
+    def algo_config(self) -> SupervisedConfig:
+        """What it is trained by."""
+        ...
 
     def encoder(self) -> Encoder:
         """What makes examples of rows."""

@@ -30,6 +30,7 @@ from whet.errors import ConfigError, TrainingError, lookup_error
 from whet.models.adapters import BASE_LAYER, Adapter, AddressedDropout, adapter_layer, merged_weight
 from whet.models.heads import has_score_head, score_layer
 from whet.models.quantized import cast, dequantized, quantized_layer
+from whet.util.install import install_hint
 
 if TYPE_CHECKING:
     import peft
@@ -210,7 +211,7 @@ def _peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f"a low-rank adapter needs PEFT ({error}); pip install 'whet[lora]'") from error
+        raise ConfigError(f"a low-rank adapter needs PEFT ({error}); {install_hint('lora')}") from error
     return peft
 
 

@@ -38,7 +38,8 @@ def compute_dtype(name: str, loaded: LoadedModel) -> torch.dtype:
     if device.type == "cuda":
         hardware = torch.cuda.is_bf16_supported(including_emulation=False)
         return torch.bfloat16 if hardware else torch.float32
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    supported = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # private to torch
+    if supported is None or not supported():
         return torch.float32
     width = int(loaded.module.config.get_text_config().hidden_size)  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     return torch.bfloat16 if probe_bf16(width) >= 1.3 else torch.float32

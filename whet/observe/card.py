@@ -19,6 +19,7 @@ from whet.observe.environment import noted_environment
 from whet.observe.files import finite, read_json, write_atomic
 from whet.observe.lineage import base_of, hub_name, licence_of, metadata
 from whet.observe.store import read_rows
+from whet.util.install import DISTRIBUTION
 
 __all__ = ["CARD", "CardFacts", "card_facts", "model_card", "write_card"]
 
@@ -337,7 +338,8 @@ def _use(facts: CardFacts, title: str) -> str:
 
 def _versions(facts: CardFacts) -> str:
     versions = _section(facts.environment, "versions")
-    said = ", ".join(f"{name} {versions[name]}" for name in _VERSIONS if versions.get(name))
+    called = {"whet": DISTRIBUTION}
+    said = ", ".join(f"{called.get(name, name)} {versions[name]}" for name in _VERSIONS if versions.get(name))
     return f"## Versions\n\n{said}" if said else ""
 
 

@@ -27,6 +27,7 @@ from whet.config import MetricsLoggerOptions
 from whet.config.loader import flat
 from whet.errors import ConfigError, lookup_error, raise_all
 from whet.observe.files import append_to, to_json, usable_folder, write_atomic
+from whet.util.install import install_hint
 from whet.util.refs import is_ref, resolve_ref
 
 __all__ = [
@@ -569,6 +570,4 @@ def _package(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise ConfigError(
-            f"logger {extra!r} needs a package that is not installed; pip install 'whet[{extra}]'"
-        ) from error
+        raise ConfigError(f"logger {extra!r} needs a package that is not installed; {install_hint(extra)}") from error

@@ -394,8 +394,8 @@ def _imported() -> Any:
         package = importlib.import_module("sglang")
     except ImportError as error:
         raise EngineError(
-            f"rollout_engine 'sglang' needs SGLang, which can't be imported ({error}); on a machine with a GPU: pip "
-            "install sglang==0.5.23, then pip install --no-deps whet (it asks for a newer torch than whet's own)"
+            f"rollout_engine 'sglang' needs SGLang, which can't be imported ({error}); on a machine with a GPU: "
+            "pip install sglang==0.5.23"
         ) from error
     if package.__version__ != TESTED:
         log.warning("SGLang %s: this adapter was written for %s", package.__version__, TESTED)

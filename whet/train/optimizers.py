@@ -3,7 +3,7 @@
     adamw        decoupled decay, fused where torch has a kernel (CPU, CUDA, Apple, Intel); the default
     adam         the same, but decay joins the gradient
     sgd          with momentum where optim.momentum is above 0
-    adamw8bit    adamw whose moments take a byte a number (torchao; pip install 'whet[quant]')
+    adamw8bit    adamw whose moments take a byte a number (torchao; the extra `quant`)
     muon         torch's Muon for the matrices of the layers, adamw for embeddings, heads and vectors
 
 The 8-bit moments are quantised in blocks of 256 by a dynamic map; tensors of less than 4096 numbers, and those whose
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from whet.config import OptimConfig
 from whet.errors import ConfigError, lookup_error
+from whet.util.install import install_hint
 from whet.util.refs import resolve_ref
 
 __all__ = ["OPTIMIZERS", "check_optimizer", "make_optimizer", "set_setting", "settings_of"]
@@ -91,7 +92,7 @@ def _adamw8bit(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
-            f"optim.name='adamw8bit' needs torchao ({error}); pip install 'whet[quant]', or take adamw"
+            f"optim.name='adamw8bit' needs torchao ({error}); {install_hint('quant')}, or take adamw"
         ) from error
     return AdamW8bit(groups, lr=c.rate, betas=c.betas, eps=c.eps)
 

@@ -144,7 +144,7 @@ class RoleTrainer:
             scores: the loss needs x.scores, of a model with a value head.
             divergence: the loss needs x.divergence, from this teacher's distribution.
         """
-        self.loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue]
+        self.loss: Loss = loss if has_aux else lambda x: (loss(x), {})  # pyright: ignore[reportAttributeAccessIssue, reportAssignmentType]
         self.loss_agg_mode = loss_agg_mode or self.loss_agg_mode
         if loss_agg_mode is not None or loss_agg_norm is not None:
             self.loss_agg_norm = loss_agg_norm

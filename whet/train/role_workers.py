@@ -293,7 +293,7 @@ class RoleWorkers:
         worker = self.worker(role)
         if not worker.loaded.is_view:
             device = worker.device
-            worker.loaded.module.to("meta")
+            worker.loaded.module.to("meta")  # pyright: ignore[reportArgumentType]
             release_freed_memory()
             empty_cache(device)
 

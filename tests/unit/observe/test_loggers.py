@@ -104,7 +104,7 @@ def test_a_folder_that_no_logger_can_write_is_an_error_that_names_its_key(name, 
 
 def test_a_missing_tensorboard_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
-    with pytest.raises(ConfigError, match=r"pip install 'whet\[tensorboard\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[tensorboard\]'"):
         Loggers(["tensorboard"], folder=tmp_path)
 
 
@@ -135,7 +135,7 @@ def test_unknown_names_and_things_are_refused(tmp_path):
 @pytest.mark.parametrize(("name", "module"), [("wandb", "wandb"), ("trackio", "trackio")])
 def test_a_missing_package_names_the_extra(name, module, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(ConfigError, match=rf"pip install 'whet\[{name}\]'"):
+    with pytest.raises(ConfigError, match=rf"pip install .*\[{name}\]'"):
         Loggers([name], folder=tmp_path)
 
 
@@ -261,9 +261,9 @@ def test_all_that_is_wrong_with_loggers_is_said_at_once_and_those_that_began_are
     with pytest.raises(ConfigError) as error:
         check_loggers(["trackio", "nope", "no_such_module_at_all:f", "wandb"], options)
     said = str(error.value).split("\n")
-    assert [re.search(r"wandbb|whet\[trackio\]|'nope'|no_such_module", line)[0] for line in said] == [
+    assert [re.search(r"wandbb|\[trackio\]|'nope'|no_such_module", line)[0] for line in said] == [
         "wandbb",
-        "whet[trackio]",
+        "[trackio]",
         "'nope'",
         "no_such_module",
     ]

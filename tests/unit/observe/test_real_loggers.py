@@ -11,7 +11,7 @@ from whet.observe import Loggers
 DONE = {"prompt": ["a", [{"role": "user", "content": "b"}]], "completion": ["c", "d"], "reward": [None, 0.5]}
 
 
-@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed; pip install 'whet[wandb]'")
+@pytest.mark.skipif(find_spec("wandb") is None, reason="wandb is not installed; the extra wandb")
 def test_wandb_writes_an_offline_run_without_a_network(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_SILENT", "true")
     options = MetricsLoggerOptions(project_name="p", run_name="r", backend_kwargs={"wandb": {"mode": "offline"}})
@@ -31,7 +31,7 @@ def test_wandb_writes_an_offline_run_without_a_network(tmp_path, monkeypatch):
     assert all(w in files[0].read_bytes() for w in wanted)
 
 
-@pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed; pip install 'whet[trackio]'")
+@pytest.mark.skipif(find_spec("trackio") is None, reason="trackio is not installed; the extra trackio")
 def test_trackio_keeps_a_run_on_this_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
     options = MetricsLoggerOptions(project_name="p", run_name="r")
@@ -48,7 +48,7 @@ def test_trackio_keeps_a_run_on_this_machine(tmp_path, monkeypatch):
     assert sum("eval/completions" in row for row in rows) == 2
 
 
-@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed; pip install 'whet[mlflow]'")
+@pytest.mark.skipif(find_spec("mlflow") is None, reason="mlflow is not installed")
 def test_mlflow_goes_on_in_its_run_with_metrics_parameters_and_tables(tmp_path):
     import mlflow
 
@@ -66,7 +66,7 @@ def test_mlflow_goes_on_in_its_run_with_metrics_parameters_and_tables(tmp_path):
     assert run.data.metrics["train/pass_1"] == 1.0
 
 
-@pytest.mark.skipif(find_spec("swanlab") is None, reason="swanlab is not installed; pip install 'whet[swanlab]'")
+@pytest.mark.skipif(find_spec("swanlab") is None, reason="swanlab is not installed")
 def test_swanlab_keeps_an_offline_run_without_a_network(tmp_path):
     options = MetricsLoggerOptions(project_name="p", backend_kwargs={"swanlab": {"mode": "offline"}})
     loggers = Loggers(["swanlab"], options=options, folder=tmp_path, config={})

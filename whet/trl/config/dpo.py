@@ -24,7 +24,7 @@ DPO_FIELDS: Table = {
     "padding_free": inert(False, "nothing is padded in any case"),
     "precompute_ref_log_probs": works(False),
     "precompute_ref_batch_size": inert(None, "passes go by max_tokens_per_microbatch", int),
-    "loss_type": works(["sigmoid"], "and whet's others that take pairs (docs/preference.md)", list[str]),
+    "loss_type": works(["sigmoid"], "and whet's others that take pairs (whet docs preference)", list[str]),
     "loss_weights": works(None, kind=list[float]),
     "ld_alpha": works(None, kind=float),
     "f_divergence_type": works("reverse_kl"),

@@ -37,7 +37,7 @@ from whet.types import TokenBatch
 
 __all__ = ["RLTrainer"]
 
-_LOSS = "write a loss for whet's GRPOLearner (docs/extending.md)"
+_LOSS = "write a loss for whet's GRPOLearner (whet docs extending)"
 _GENERATE = "give rollout_func, or replace model.generate on the instance"
 
 

@@ -40,7 +40,7 @@ __all__ = ["SupervisedTrainer", "of_front"]
 
 _ROWS = "give the rows as they are to be trained on"
 _NOT_TAKEN = {
-    "compute_loss_func": "write a loss of your own for whet's learner (docs/supervised.md), or choose loss_type",
+    "compute_loss_func": "write a loss of your own for whet's learner (whet docs supervised), or choose loss_type",
     "compute_metrics": "logits are never held; write a callback with on_evaluate, which is given the metrics",
     "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
     "assistant_only_loss, or give rows of input_ids and labels",
@@ -58,9 +58,9 @@ class SupervisedTrainer(Trainer):
     models: SupervisedModels
     NOT_CALLED: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
-        "_compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
+        "_compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
         "_prepare_dataset": _ROWS,
-        "compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
+        "compute_loss": "write a loss for whet's learner (whet docs supervised), or choose loss_type",
     }
 
     @in_trl_words()

@@ -18,7 +18,7 @@ _SEARCH = "give the arguments of each trial to a trainer of its own"
 ELSEWHERE: Mapping[str, str] = {
     "_metrics": "read state.log_history, or a callback's on_log; a reward function has log_metric",
     "chat_template": "read processing_class.chat_template",
-    "compute_loss_func": "write a loss for whet's learner (docs/supervised.md)",
+    "compute_loss_func": "write a loss for whet's learner (whet docs supervised)",
     "compute_metrics": _LOGITS,
     "current_flos": "read state.total_flos, which is 0: operations are not counted",
     "data_collator": _DATA,
