@@ -38,7 +38,8 @@ def _recipes(word: str = "", name: str = "", folder: str = ".") -> str:
         raise ConfigError(f"which recipe? write whet recipes copy NAME; there are {', '.join(recipes())}")
     copied = copy_recipe(name, folder)
     own = re.search(r"whet (\w+) --config", copied[0].read_text())
-    return "\n".join([f"wrote {', '.join(map(str, copied))}", f"  whet {own[1] if own else 'grpo'} --config {copied[0]}"])
+    command = own[1] if own else "grpo"
+    return f"wrote {', '.join(map(str, copied))}\n  whet {command} --config {copied[0]}"
 
 
 def _docs(name: str = "") -> str:
