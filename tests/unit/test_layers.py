@@ -14,12 +14,12 @@ LAYERS = [
     {"rollout"},
     {"rewards", "envs"},
     {"train"},
-    {"run", "tunix"},
+    {"run", "tunix.metrics_buffer", "tunix.verbs"},
     {"evaluation"},
     {"cluster"},
     {"learners"},
     {"demo"},
-    {"cli", "__main__", "trl", "torchrl", "rl2"},
+    {"cli", "__main__", "trl", "torchrl", "rl2", "tunix"},
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 
@@ -38,9 +38,11 @@ def imports(path, root=ROOT):
 
 
 def own(module):
-    """The part of whet that a module belongs to; None outside whet."""
+    """The part of whet that a module belongs to, a file of a part where that has a layer of its own; None outside."""
     parts = module.split(".")
-    return parts[1] if parts[0] == "whet" and len(parts) > 1 else None
+    if parts[0] != "whet" or len(parts) == 1:
+        return None
+    return file if (file := ".".join(parts[1:3])) in RANK else parts[1]
 
 
 def crossings(root=ROOT):

@@ -181,7 +181,7 @@ def explain(
     >>> for item in found.errors():
     ...     print(item["type"], item["loc"])
     unexpected_keyword_argument ('actor_optimizer', 'OptimConfig', 'lrr')
-    string_type ('actor_optimizer', 'function-after[_name(), str]')
+    string_type ('actor_optimizer', 'function-after[as_name(), str]')
     callable_type ('actor_optimizer', 'callable')
 
     `_path` leaves what was given, ("actor_optimizer", "lrr") and twice ("actor_optimizer",). The first lies below the
@@ -265,7 +265,7 @@ def _default_said(section: Any, path: tuple[str, ...]) -> str:
 
 def _mended(value: Any, kind: str, name: str = "") -> str:
     """What to write in place of a value that is nearly what was meant; "" = nothing is known. name: its field's."""
-    if value == "None":
+    if isinstance(value, str) and value == "None":  # an array is compared place by place
         return "; nothing is null in YAML"
     if kind == "string_type" and value is True and name == "resume":
         return "; write latest, for the newest checkpoint of trainer.run_dir, or a checkpoint's folder"

@@ -172,12 +172,13 @@ class RoleTrainer:
         Raises: ConfigError: another word.
         """
         for name, how in metrics.items():
-            labels = {name: how} if isinstance(how, str) else how
+            labels: Any = {name: how} if isinstance(how, str) or callable(how) else how
             if not isinstance(labels, Mapping):
                 labels = {f"{name}/{h}": h for h in labels}
             for h in labels.values():
                 if h not in REDUCTIONS:
-                    raise lookup_error(f"reduction of metric {name}", h, REDUCTIONS)
+                    given = getattr(h, "__name__", None) or str(h)
+                    raise lookup_error(f"reduction of metric {name}", given, REDUCTIONS)
             self.reductions[name] = dict(labels)
         self.on_policy_metrics |= set(on_policy)
         return self
