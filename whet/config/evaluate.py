@@ -100,7 +100,8 @@ class EvalRunConfig(ListedRewards):
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
+    """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
+    actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
     rollout: EvalRolloutConfig = field(default_factory=EvalRolloutConfig)

@@ -3,9 +3,9 @@
     y = W x + b + Σ s B A x        effective weight: W + Σ s B A, over the active adapters
 
 The form is PEFT's `inject_adapter_in_model`: the model keeps its class, some of its linear layers are wrapped. What
-multiplies few rows by a copy of the weights (the engine's fused trunk, the native kernels) copies the effective weight in
-fp32. In half precision rounding the sum would lose most of what is added, which is far smaller than W: there the engine
-multiplies by both, W x and s B A x, as the layer itself does.
+multiplies few rows by a copy of the weights (the engine's fused trunk, the native kernels) copies the effective weight
+in fp32. In half precision what is added is often less than the rounding of W, so a rounded sum would lose it: there the
+engine multiplies by both, W x and s B A x, as the layer itself does.
 Dim legend: O out, I in, r rank.
 Left out on purpose: making, saving and merging adapters (lora.py); other kinds than plain LoRA (DoRA, biases of an
 adapter), whose layers run as their own modules.

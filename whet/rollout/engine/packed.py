@@ -2,9 +2,9 @@
 
 On a CPU few rows are multiplied fastest by a weight in the native kernels' own order. Such a packed weight is derived
 data: a second copy, made once per version of the weights. Where there are no kernels the layers' own weights are
-multiplied, with no copy. Of a layer with an adapter it depends on the precision. In fp32 the effective weight is packed,
-or copied at an address that stays, so that graphs which were captured with it go on. In half precision it would be
-rounded to what the base can hold, so the adapter is multiplied by itself, in the order and the roundings of the layer.
+multiplied, with no copy. In fp32 a layer with an adapter has its effective weight packed, or copied at an address that
+stays, so that graphs which were captured with it go on. In half precision rounding that weight would lose much of the
+adapter, so A and B are multiplied beside W, in the order and with the roundings of the layer itself.
 Dim legend: n rows, O out, R rank of all adapters of a product.
 Left out on purpose: quantised weights, and any choice by the clock: a path is taken where it is right.
 """
