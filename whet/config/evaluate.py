@@ -220,7 +220,7 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
     known = {f.name for f in dataclasses.fields(RunDataConfig)}  # of supervised training it has other keys besides
     data = check(RunDataConfig, {name: value for name, value in (run.get("data") or {}).items() if name in known})
     rollout = check(RunRolloutConfig, run.get("rollout") or {})
-    algo, trainer = (run.get(name) or {} for name in ("algo", "trainer"))
+    actor, algo, trainer = (run.get(name) or {} for name in ("actor", "algo", "trainer"))
     sampling = rollout.for_mode(Mode.EVAL)
     generations = 1 if sampling.temperature == 0 else algo.get("num_generations", RunGRPOConfig().num_generations)
     most = sampling.max_tokens_to_generate
@@ -233,7 +233,8 @@ def _of_run(run: Mapping[str, Any]) -> dict[str, Any]:
         rows |= {"path": data.path, "split": data.split, "limit": data.limit}
         rows |= {"eval_fraction": data.eval_fraction, "eval_fraction_seed": seed}
     found = {
-        "model": (run.get("actor") or {}).get("model"),
+        "model": actor.get("model"),
+        "dtype": actor.get("dtype", "auto"),
         "rollout": {
             **dump_tree(sampling),
             "max_tokens_to_generate": NEW_TOKENS if most is None else most,
