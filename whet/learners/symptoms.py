@@ -89,8 +89,8 @@ def apart(row: Mapping[str, float], *, engine: str = "embedded", dtype: str = "b
 
     >>> apart({"sampling/sampling_logp_difference/mean": 1e-3}) is None
     True
-    >>> apart({"sampling/sampling_logp_difference/mean": 0.3}, dtype="float32").message[75:]
-    ' (embedded engine, float32), where rounding makes less than 0.001; correct for it by algo.sampler_is=token'
+    >>> apart({"sampling/sampling_logp_difference/mean": 0.3}, dtype="float32").message[61:]
+    '(embedded engine, float32), where rounding makes less than 0.001; correct for it by algo.sampler_is=token'
     """
     gap = row.get("sampling/sampling_logp_difference/mean", math.nan)
     if not gap > MAX_DIFFERENCE:
