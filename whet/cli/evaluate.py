@@ -37,5 +37,8 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
                 made.rmdir()  # where nothing was written, only the name taken
         raise
     show_table(found.results, found.by_source)
-    log.info("%d prompts in %.0f s; results: %s", found.about["prompts"], found.about["seconds"], found.folder)
+    about = found.about
+    log.info(
+        "%d prompts in %s in %.0f s; results: %s", about["prompts"], about["dtype"], about["seconds"], found.folder
+    )
     return found

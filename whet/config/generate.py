@@ -82,7 +82,8 @@ class SampledConfig:
     """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
+    """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
+    actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
 

@@ -12,7 +12,7 @@ import json
 import logging
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ from whet.models.heads import has_score_head
 from whet.models.modes import config_positions
 from whet.util.model_paths import check_hub, folders_here, model_folder, taken
 
-__all__ = ["Read", "cant_be", "check_config", "read_model", "read_positions"]
+__all__ = ["Read", "cant_be", "check_config", "read_model", "read_positions", "read_width"]
 
 logger = logging.getLogger("whet")
 
@@ -146,15 +146,25 @@ def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
         as for read_model.
     Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
     """
+    return _of_config(path, trust_remote_code, config_positions)
+
+
+def read_width(path: str, trust_remote_code: bool = False) -> int | None:
+    """The hidden size of a model, by its config alone. Args, Returns: as read_positions."""
+    return _of_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
+
+
+def _of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], int | None]) -> int | None:
+    """What a model's config says; None where it can't be read."""
     place = model_folder(path)
     check_hub(place)
     try:
         base = cached_file(place, "adapter_config.json", **ABSENT)
         if base is not None and cached_file(place, "config.json", **ABSENT) is None:
             place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
-        return config_positions(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
+        return ask(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
     except Exception as error:  # of any of the libraries that read it
-        logger.debug("the positions of %s are not known: %s", path, _said(error))
+        logger.debug("the config of %s can't be read: %s", path, _said(error))
         return None
 
 

@@ -297,7 +297,8 @@ def _evaluation(facts: CardFacts) -> str:
         names = [n for n in _SHOWN if n in last] + [n for n in last if n.startswith(_BEGINNINGS)]
         lines = [f"| {n} | {_number(first.get(n))} | {_number(last.get(n))} |" for n in names]
         head = [f"| metric | step {first['step']} | step {last['step']} |", "|---|---|---|"]
-        parts.append("\n".join(["On the evaluation data of the run:", "", *head, *lines]))
+        dtype = _section(facts.environment, "compute_dtype").get("actor")
+        parts.append("\n".join([f"On the evaluation data of the run{_computed_in(dtype)}:", "", *head, *lines]))
     parts += [_further(found) for found in facts.evaluations]
     return "\n\n".join(["## Evaluation", *parts]) if parts else ""
 
@@ -313,8 +314,13 @@ def _further(found: Mapping[str, Any]) -> str:
         f"| {n} | " + " | ".join(_with_error(of.get(n)) for of in columns.values()) + " |" for n in found["results"]
     ]
     head = ["| metric | " + " | ".join(map(_cell, columns)) + " |", "|---" * (len(columns) + 1) + "|"]
-    about = f"On {found.get('prompts')} prompts of {named}, {drawn}; ± is the standard error:"
+    about = f"On {found.get('prompts')} prompts of {named}{_computed_in(found.get('dtype'))}, {drawn}"
+    about += "; ± is the standard error:"
     return "\n".join([about, "", *head, *lines])
+
+
+def _computed_in(dtype: Any) -> str:
+    return f", in {_cell(dtype)}" if isinstance(dtype, str) else ""
 
 
 def _with_error(one: Any) -> str:
