@@ -74,7 +74,8 @@ class Environments:
         for prompt in prompts:
             name = prompt.columns.get(_COLUMN) if self._several else None
             if name not in self._factories:
-                raise DataError(str(lookup_error(_COLUMN, str(name), [str(n) for n in self._factories])))
+                found = lookup_error(_COLUMN, str(name), [str(n) for n in self._factories])
+                raise DataError(f"a row's {_COLUMN} is not among the environments of environment_factory: {found}")
             for _ in range(number):
                 environment, tools = self._made(name, taken[name])
                 taken[name] += 1
