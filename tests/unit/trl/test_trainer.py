@@ -403,9 +403,14 @@ def test_the_last_rollout_weights_and_tokenizers_of_rewards_are_there_to_read(tm
         log_extra("own", list(completions))
         return [1.0 + len(set(completion)) for completion in completions]
 
+    class Appends(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            made._metrics["train"]["mine"] += [1.0, 2.0]
+
     made = trainer(
         tmp_path,
         [judge, reward_model()],
+        callbacks=[Appends()],
         reward_weights=[0.5, 2.0],
         reward_processing_classes=[None, byte_tokenizer()],
     )
@@ -419,7 +424,22 @@ def test_the_last_rollout_weights_and_tokenizers_of_rewards_are_there_to_read(tm
     assert logs["extra"]["own"] == logs["completion"]
     assert len(logs["prompt"]) == len(logs["advantages"]) == len(logs["rewards"]["judge"]) == 3
     assert made.state.log_history[-2]["reward"] == pytest.approx(sum(logs["rewards"]["judge"]) / 3)
+    assert [row.get("mine") for row in made.state.log_history] == [1.5, 1.5, None]
     assert (made.environments, made.aux_loss_enabled) == ([], False)
+
+
+def test_nothing_to_resume_is_a_value_error_and_an_object_has_the_name_that_it_gives_itself(tmp_path):
+    class Judge:
+        __name__ = "mine"
+
+        def __call__(self, completions, **_):
+            return [1.0] * len(completions)
+
+    made = trainer(tmp_path, Judge())
+    assert made.reward_func_names == ["mine"]
+    for asked in (True, str(tmp_path / "none")):
+        with pytest.raises(ValueError, match="heckpoint"):
+            made.train(resume_from_checkpoint=asked)
 
 
 def test_loaders_to_look_at_show_the_rows_in_the_order_of_the_run(tmp_path):
@@ -694,7 +714,7 @@ def test_what_a_script_reads_of_the_trainer(tmp_path):
     made = trainer(tmp_path)
     assert (made.num_generations, made.max_completion_length, made.is_fsdp_enabled) == (3, 6, False)
     assert made.get_num_trainable_parameters() == sum(p.numel() for p in made.model.parameters())
-    for name, instead in (("compute_metrics", "on_evaluate"), ("_metrics", "state.log_history"),
+    for name, instead in (("compute_metrics", "on_evaluate"), ("hp_space", "each trial"),
                           ("data_collator", "no loaders"), ("num_generation", "did you mean")):  # fmt: skip
         with pytest.raises(AttributeError, match=f"{name}.*{instead}"):
             getattr(made, name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
@@ -85,7 +86,7 @@ class RLTrainer(Trainer):
         model = inner_model(model)
         args = self.args
         self.agents = Agents(tools, environment_factory, rollout_func, self.processing_class, args)
-        self.rollout_func, self.tools = rollout_func, list(tools or ())
+        self.rollout_func, self.tools = rollout_func, self.agents.functions(tools or ())
         self.completions = Completions(args)
         if args.sync_ref_model and (peft_config is not None or model is not self._given_model):
             raise ConfigError(
@@ -93,6 +94,8 @@ class RLTrainer(Trainer):
                 "adapter, and there is no second model to synchronize; set `sync_ref_model=False`, or train all weights"
             )
         self.reward_log = RewardLog(lambda: self.state)
+        self._metrics: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+        """Numbers that a script appends, which the next log or evaluation has as means."""
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._take_data()
         functions = reward_functions(
@@ -318,6 +321,8 @@ class RLTrainer(Trainer):
         prompts = [prompt for place, row in enumerate(rows) if (prompt := encode(row, place)) is not None]
         made, batch = self.learner.measure(prompts, self.state.global_step)
         own = self.reward_log.take()[1]
+        own |= {name: sum(values) / len(values) for name, values in self._metrics["eval"].items()}
+        self._metrics["eval"].clear()
         own |= self.agents.take_metrics(len(prompts) * self.learner.num_generations_of(Mode.EVAL))
         self.cluster.take_metrics(self.state.global_step, Mode.EVAL)
         return {**self.own_metrics(made, batch), **own}
@@ -341,6 +346,10 @@ class RLTrainer(Trainer):
 
     def log_window(self, of_run: dict[str, float] | None = None) -> None:
         """Logs the means since the last time, and the completions of the last rollout."""
+        for name, values in self._metrics["train"].items():
+            for value in values:
+                self.window.add({name: value})
+        self._metrics["train"].clear()
         super().log_window(of_run)
         self.completions.write(self.state.global_step)
 
