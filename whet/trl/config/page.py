@@ -127,8 +127,8 @@ tools have answered; ids are appended and never made again, and only what the mo
   `get_train_dataloader()` and `get_eval_dataloader()` are to look at: a run reads its rows itself.
 - Not there, since nothing but TRL's own tests reads it: `training_step`, `get_high_entropy_mask`,
   `get_off_policy_mask`, `_generate`, `_env_tools`, `_entropy_bonus_enabled`, an adapter `ref` in `peft_config` (the
-  reference of an adapter that was trained before is a copy of it, held apart). `_logs` and `_metrics` are there, to read
-  completions and to add numbers.
+  reference of an adapter that was trained before is a copy of it, held apart). `_logs` and `_metrics` are there, to
+  read completions and to add numbers.
 - Callbacks are given `lr_scheduler` with `get_last_lr()` and `state_dict()`; `train_dataloader` and `eval_dataloader`
   are None, since rows are packed as they are trained on.
 - A prompt that with `max_completion_length` goes beyond the model's context is an error at the start; TRL samples on,
