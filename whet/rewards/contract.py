@@ -102,8 +102,8 @@ class RewardInputs:
 
 
 def function_name(fn: Any) -> str:
-    """What a function is called in metrics and messages: its own name, of a partial the inner one's, of a
-    reward model that of its folder, else its class's.
+    """What a function is called in metrics and messages: its own name, which an object may have in `__name__`, of a
+    partial the inner one's, of a reward model that of its folder, else its class's.
 
     >>> function_name(functools.partial(max, 3)), function_name(lambda: 0)
     ('max', 'lambda')
@@ -112,8 +112,8 @@ def function_name(fn: Any) -> str:
         fn = fn.func
     if isinstance(fn, RewardModel):
         return fn.name
-    name = fn.__name__ if inspect.isroutine(fn) or inspect.isclass(fn) else type(fn).__name__
-    return name.strip("<>")
+    name = getattr(fn, "__name__", None)
+    return (name if isinstance(name, str) else type(fn).__name__).strip("<>")
 
 
 def keywords(

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeGuard
 
 import numpy as np
 
-from whet.errors import RewardError
+from whet.errors import RewardError, RewardValueError
 
 __all__ = ["Judged", "OnError", "checked_rewards", "judged", "raised", "said", "settled", "shown"]
 
@@ -104,7 +104,7 @@ def settled(found: Judged | RewardError, count: int, on_error: OnError) -> tuple
         found = Judged.failed(str(found), count)
     if found.problem is not None:
         if on_error == "raise":
-            raise RewardError(found.problem)
+            raise RewardValueError(found.problem)
         LOG.warning("%s; %d such %s counted as not applicable", found.problem, found.wrong, _entry(found.wrong))
     return found.rewards, found.wrong
 

@@ -110,7 +110,8 @@ tools have answered; ids are appended and never made again, and only what the mo
   of a sequence's log-ratios. TRL's default, `sequence_mask`, takes their sum, which masks long completions for being
   long. `sampling/importance_sampling_ratio/mean` leaves out completions without a trained token (those that
   `mask_truncated_completions` takes out); TRL counts them with a ratio of 1.
-- An update takes whole parts of one rollout: accumulation that mixes two of them is an error with the nearest settings.
+- An update takes whole parts of one rollout: where gradient_accumulation_steps would mix two of them, the nearest
+  number that doesn't is taken, with a warning.
 - Every end token of the model and the tokenizer ends a completion, and counts as ended.
 - A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights
   alone.
@@ -124,7 +125,12 @@ tools have answered; ids are appended and never made again, and only what the mo
 - The auxiliary loss of a mixture of experts is not added, which a warning says where the model's configuration has a
   `router_aux_loss_coef`; TRL adds it.
 - What TRL's trainers have as attributes of their own (`trainer.num_generations`, `trainer.beta`) is read of the
-  arguments, and not set there. Others (`data_collator`, `get_train_dataloader`) say what to use instead.
+  arguments, and not set there. Others (`data_collator`, `compute_metrics`) say what to use instead.
+  `get_train_dataloader()` and `get_eval_dataloader()` are to look at: a run reads its rows itself.
+- Not there, since nothing but TRL's own tests reads it: `training_step`, `get_high_entropy_mask`,
+  `get_off_policy_mask`, `_generate`, `_env_tools`, `_entropy_bonus_enabled`, an adapter `ref` in `peft_config` (the
+  reference of an adapter that was trained before is a copy of it, held apart). `_logs` and `_metrics` are there, to
+  read completions and to add numbers.
 - Callbacks are given `lr_scheduler` with `get_last_lr()` and `state_dict()`; `train_dataloader` and `eval_dataloader`
   are None, since rows are packed as they are trained on.
 - A prompt that with `max_completion_length` goes beyond the model's context is an error at the start; TRL samples on,

@@ -72,7 +72,8 @@ class TakesUp:
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute. Raises: ConfigError: it stands for an argument that was read when the trainer was made."""
         held = vars(self)
-        if "_read" in held and name not in held and name in self.args.TABLE and getattr(self, name) != value:
+        argument = name not in held and not hasattr(type(self), name) and "_read" in held and name in self.args.TABLE
+        if argument and getattr(self, name) != value:
             raise ConfigError(
                 f"{type(self).__name__}.{name} = {value!r} would change nothing: the argument was read when the "
                 f"trainer was made; set {name} in {type(self.args).__name__}(...) and make another trainer, with "

@@ -207,9 +207,9 @@ class Trainer(Hub, TakesUp):
 
     @property
     def ref_model(self) -> Any:
-        """The reference; None without one."""
-        workers = self.models.workers
-        return workers[Role.REFERENCE].module if Role.REFERENCE in workers else None
+        """The reference; None without one, and where it is the model in training without its adapter."""
+        held = self.models.workers.get(Role.REFERENCE)
+        return None if held is None or held.module is self.worker.module else held.module
 
     @property
     def optimizer(self) -> Any:
