@@ -18,7 +18,7 @@ from whet.parallel.checkpoint import verify
 def test_an_expression_is_taken_as_it_stands(text):
     assert load_sampled(GenerateConfig, [f"constraint.regex={text}"]).constraint.regex == text
     assert load_run([f"rollout.constraint.regex={text}"]).rollout.constraint.regex == text
-    assert load_sampled(GenerateConfig, [f"constraint.regex='{text}'"]).constraint.regex == text
+    assert load_sampled(GenerateConfig, [f"constraint.regex='{text}'"]).constraint.regex == f"'{text}'"
 
 
 def test_words_of_set_keep_backslashes_and_say_what_is_open():
