@@ -120,7 +120,8 @@ def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterato
 def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
     data, trainer = config.data, config.trainer
-    yield from (("", partial(check_source, path)) for path in (data.path, data.eval_path) if path is not None)
+    part = None if data.eval_path is not None or data.eval_split == data.split else data.eval_split
+    yield from (("", partial(check_source, path, part)) for path in (data.path, data.eval_path) if path is not None)
     if config.tokenizer not in (None, "byte"):
         yield "", partial(check_model, config.tokenizer)
     yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)

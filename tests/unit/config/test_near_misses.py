@@ -78,6 +78,7 @@ def test_a_file_is_no_value_of_the_option_before_it(tmp_path):
         ("algo=dapo", "algo is a section: give its keys, e.g. algo.preset, got 'dapo'"),
         ("actor.optim=1e-6", "actor.optim is a section: give its keys, e.g. actor.optim.lr, got 1e-06"),
         ("rollout.stop=[1]", "rollout.stop.0: expected text, got 1; quote it: '\"1\"' on a command line"),
+        ("trainer.resume=true", "resume=true names no checkpoint; write latest"),
         ("reward=[[a]]", "reward.0: expected text, got ['a']"),
         ("tokenizer=None", "tokenizer is the text 'None'; nothing is null in YAML, None in Python"),
         ("rollout.temperature=None", "rollout.temperature: expected a number, got 'None'; nothing is null in YAML"),
