@@ -273,13 +273,13 @@ def test_a_split_of_what_has_none_is_refused_for_evaluation(words, tmp_path, cap
 
 def test_evaluation_on_the_training_data_is_said(words, tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
-    for same in (
+    for given in (
         "data.eval_path=./rows.jsonl",
         "data.eval_path=rows.jsonl data.eval_split=test",
         "data.eval_split=train",
     ):
         caplog.clear()
-        _, evaluated = commands.data(load_run([*words, *same.split()]))
+        _, evaluated = commands.data(load_run([*words, *given.split()]))
         assert len(evaluated) == 10 and "evaluations are of the training data" in caplog.text
     caplog.clear()
     commands.data(load_run([*words, "data.eval_path=chats.jsonl", "data.eval_split=test"]))
