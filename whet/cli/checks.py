@@ -43,8 +43,9 @@ from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
 from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import by_name, resolve_reward
-from whet.rollout import resolve_engine
+from whet.rollout import check_engine
 from whet.train.checkpoints import Checkpoints
+from whet.train.optim import check_schedule
 from whet.train.optimizers import check_optimizer
 from whet.train.role_workers import check_model
 from whet.types import Prompt
@@ -88,7 +89,7 @@ def _of_policy(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
     yield from ((given, partial(resolve_reward, name)) for name in config.reward_names if name != REWARD_MODEL)
     yield "", partial(resolve_reward_manager, config.algo.reward_manager)
     yield from (("algo", check) for check in objective_checks(config.algo))
-    yield "", partial(resolve_engine, config.rollout_engine)
+    yield "", partial(check_engine, config.rollout_engine)
     if not isinstance(config, PPORunConfig):
         yield "rollout", partial(check_drawn, config.rollout)
     if config.teacher is not None:
@@ -148,6 +149,7 @@ def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[C
         yield "", looked
     if trained:
         yield "", partial(check_optimizer, role.optim)
+        yield "", partial(check_schedule, role.optim)
 
 
 def _watched(trainer: TrainingConfig, evaluates: bool) -> None:

@@ -8,8 +8,7 @@ from whet import Sampler
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
-from whet.util.model_paths import check_hub, taken
-from whet.util.model_paths import model_folder as model_folder_of
+from whet.util.model_paths import check_hub, model_folder, taken
 
 
 @pytest.fixture
@@ -140,3 +139,16 @@ def test_a_name_in_the_cache_needs_no_hub(monkeypatch, file):
 def test_names_that_no_folder_can_have_are_errors_of_their_own(load, name, says):
     with pytest.raises(ConfigError, match=says):
         load(name)
+
+
+def test_a_gguf_and_a_pointer_of_git_lfs_are_named_for_what_they_are(tmp_path):
+    (tmp_path / "q4").mkdir()
+    (tmp_path / "q4" / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "lfs").mkdir()
+    (tmp_path / "lfs" / "config.json").write_text("{}")
+    (tmp_path / "lfs" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
+    for name in ("q4", "q4/model.gguf"):
+        with pytest.raises(ConfigError, match="is a model in GGUF, which can't be trained"):
+            model_folder(tmp_path / name)
+    with pytest.raises(ConfigError, match=r"model\.safetensors is a pointer of Git LFS, .*git lfs pull"):
+        model_folder(tmp_path / "lfs")
