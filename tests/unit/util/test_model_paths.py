@@ -8,7 +8,8 @@ from whet import Sampler
 from whet.data.tokenizer import load_tokenizer
 from whet.errors import ConfigError
 from whet.models.load import load_model
-from whet.util.model_paths import check_hub, model_folder, taken
+from whet.util.model_paths import check_hub, taken
+from whet.util.model_paths import model_folder as model_folder_of
 
 
 @pytest.fixture
@@ -149,6 +150,6 @@ def test_a_gguf_and_a_pointer_of_git_lfs_are_named_for_what_they_are(tmp_path):
     (tmp_path / "lfs" / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:1\n")
     for name in ("q4", "q4/model.gguf"):
         with pytest.raises(ConfigError, match="is a model in GGUF, which can't be trained"):
-            model_folder(tmp_path / name)
+            model_folder_of(tmp_path / name)
     with pytest.raises(ConfigError, match=r"model\.safetensors is a pointer of Git LFS, .*git lfs pull"):
-        model_folder(tmp_path / "lfs")
+        model_folder_of(tmp_path / "lfs")
