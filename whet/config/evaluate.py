@@ -214,7 +214,7 @@ def load_eval(argv: Sequence[str]) -> EvalRunConfig:
             words.append(word)
     given = tree(files) if files else {}
     given = _of_run(tree(files, SHORT)) if given.keys() & {*OF_TRAINING} else tree(files, EVAL_SHORT)
-    own = tree(words, EVAL_SHORT)
+    own = tree(words, EVAL_SHORT, EvalRunConfig)
     return check(EvalRunConfig, merged(given, own), short=EVAL_SHORT)
 
 

@@ -31,9 +31,6 @@ from whet.errors import ConfigError
 
 __all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_sampled", "load_sampled", "sampled_short"]
 
-TEXTS = ("prompt", "system_prompt")
-"""Keys whose values are taken literally, colons and brackets included, and not as YAML."""
-
 
 @config
 class SampledConfig:
@@ -177,22 +174,18 @@ T = TypeVar("T", bound=SampledConfig)
 def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
     """The configuration of `whet generate` or `whet chat` from its arguments.
 
-    Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; texts are taken as they stand.
+    Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; a prompt= is taken as it stands, and
+        each is one more.
     Raises: ConfigError: every problem at once, a line each.
     """
-    texts: dict[str, Any] = {}
-    rest = []
-    for word in argv:
-        key, equals, text = word.removeprefix("--").partition("=")
-        key = key.replace("-", "_")
-        if not equals or key not in TEXTS:
-            rest.append(word)
-        elif key == "prompt":
-            texts[key] = (*texts.get(key, ()), text)
-        else:
-            texts[key] = text
+    prompts = tuple(word.removeprefix("--").partition("=")[2] for word in argv if _is_prompt(word))
     short = sampled_short(cls)
-    return check(cls, {**tree(rest, short), **texts}, short=short)
+    given = tree([word for word in argv if not _is_prompt(word)], short, cls)
+    return check(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
+
+
+def _is_prompt(word: str) -> bool:
+    return word.removeprefix("--").startswith("prompt=")
 
 
 def sampled_short(cls: type[SampledConfig]) -> dict[str, str]:

@@ -160,8 +160,8 @@ def raised(what: str, error: BaseException, own: str) -> RewardError:
         text += "; for conversations a completion is a list of messages: whet.rewards.text.text_of(c) is its text"
     if "main thread" in words or "threaded environment" in words:
         text += (
-            "; set trainer.reward_timeout_s=null to call it on the main thread, or trainer.reward_workers=1 to call it "
-            "on that of a process of its own"
+            "; call train() on the main thread, or set trainer.reward_workers=1, which calls it on that of a process "
+            "of its own"
         )
     failed = RewardError(text)
     failed.__cause__ = error
