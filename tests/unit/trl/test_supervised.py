@@ -224,12 +224,16 @@ TRLS = ["sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair",
         "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm"]  # fmt: skip
 
 
-def test_every_loss_of_trl_s_is_whet_s_and_label_smoothing_is_of_sigmoid_too(tmp_path, caplog):
+def test_every_loss_of_trl_s_is_whet_s_and_sigmoid_reads_no_label_smoothing_as_there(tmp_path, caplog):
     for name in TRLS:
-        assert DPOConfig(loss_type=name, label_smoothing=0.1).to_whet().loss_type == (name,)
-    made = trainer(tmp_path, "DPO", label_smoothing=0.1)
-    assert made.learner.algo_config.label_smoothing == 0.1
-    assert "the sigmoid loss is cDPO's" in caplog.text
+        assert DPOConfig(loss_type=name, label_smoothing=0.1).to_whet().loss_type[0] == name or name == "sigmoid"
+    losses = {}
+    for loss in ("sigmoid", "whet.ops.preference:sigmoid"):
+        for smoothing in (0.0, 0.4):
+            made = trainer(tmp_path, "DPO", loss_type=loss, label_smoothing=smoothing, ref_model=tiny_model(1))
+            losses[loss[-10:], smoothing] = made.evaluate(PAIRS)["eval_loss"]
+    assert losses["sigmoid", 0.0] == losses["sigmoid", 0.4] == losses["ce:sigmoid", 0.0] != losses["ce:sigmoid", 0.4]
+    assert "label_smoothing=0.4 is not read by the sigmoid loss" in caplog.text
 
 
 def test_which_reference_a_preference_loss_has(tmp_path):
@@ -245,8 +249,63 @@ def test_which_reference_a_preference_loss_has(tmp_path):
     assert found["eval_rewards/chosen"] == pytest.approx(
         trainer(tmp_path, "DPO", ref_model=tiny_model(1)).evaluate(PAIRS[:2])["eval_rewards/chosen"], rel=1e-5
     )
-    with pytest.raises(ConfigError, match="were not there when the reference was read"):
+    with pytest.raises(ConfigError, match="Cannot compute reference log-probs for a dataset passed to `evaluate"):
         made.evaluate([{**PAIRS[0], "chosen": "other"}])
+
+
+def test_a_reference_read_ahead_reads_other_rows_before_a_run_and_with_an_adapter_after_it_but_no_stream(tmp_path):
+    other = [{**PAIRS[0], "chosen": "other"}]
+    peft = pytest.importorskip("peft")
+    for kwargs in ({}, {"peft_config": peft.LoraConfig(r=4, target_modules="all-linear")}):
+        made = trainer(tmp_path, "DPO", precompute_ref_log_probs=True, **kwargs)
+        assert made.evaluate(other)["eval_loss"] == pytest.approx(0.6931, abs=1e-4)
+        made.train()
+    assert made.evaluate(other)["eval_loss"] != pytest.approx(0.6931, abs=1e-4)
+    for kwargs in ({"rows": iter(PAIRS)}, {"eval_dataset": {"a": iter(PAIRS)}}):
+        with pytest.raises(ConfigError, match="precompute_ref_log_probs=True` is not supported with IterableDataset"):
+            trainer(tmp_path, "DPO", precompute_ref_log_probs=True, **kwargs)
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_data_sets_are_held_as_token_ids_under_trl_s_columns_and_are_needed(method, tmp_path):
+    columns = {"SFT": {"input_ids", "labels"}, "DPO": {"prompt_ids", "chosen_ids", "rejected_ids"},
+               "Reward": {"chosen_ids", "rejected_ids"}}[method]  # fmt: skip
+    made = trainer(tmp_path, method, eval_dataset=ROWS[method][:1])
+    assert len(made.train_dataset) == 4 and set(made.train_dataset.column_names) == columns
+    assert set(made.eval_dataset.column_names) == columns
+    made = trainer(tmp_path, method, eval_dataset={"a": ROWS[method][:1], "b": ROWS[method][1:]})
+    assert {name: len(rows) for name, rows in made.eval_dataset.items()} == {"a": 1, "b": 3}
+    made.eval_dataset = ROWS[method][:2]
+    made.evaluate()
+    assert len(made.eval_dataset) == 2
+    assert made.model.model_tags == ["whet", method.lower()] and not made.aux_loss_enabled
+    kind, config = KINDS[method]
+    with pytest.raises(ValueError, match="`train_dataset` is required"):
+        kind(tiny_model(), args=config(str(tmp_path), **SMALL), processing_class=byte_tokenizer())
+
+
+def test_texts_without_a_prompt_share_their_characters_but_a_blank_at_the_end(tmp_path):
+    rows = [{"chosen": "a b", "rejected": "a c"}, {"chosen": "now", "rejected": "never"}]
+    made = trainer(tmp_path, "DPO", rows).train_dataset
+    decode = byte_tokenizer().decode
+    shown = [[decode(row[f"{name}_ids"]) for name in ("prompt", "chosen", "rejected")] for row in made]
+    assert shown == [["a", f" b{END}", f" c{END}"], ["n", f"ow{END}", f"ever{END}"]]
+
+
+def test_a_message_may_have_tool_calls_in_place_of_a_content(tmp_path):
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+    made = trainer(tmp_path, rows=[{"messages": [TALK[0], call, *TALK[1:]]}])
+    assert len(made.train_rows()) == 1
+
+
+def test_reward_models_warn_of_old_columns_and_refuse_several_labels(tmp_path):
+    rows = [{"chosen_input_ids": [97, 98], "rejected_input_ids": [97, 99]}] * 2
+    with pytest.warns(FutureWarning, match="will not be supported in v1"):
+        made = trainer(tmp_path, "Reward", rows)
+    assert made.train_dataset["chosen_ids"][0] == [97, 98]
+    several = AutoModelForSequenceClassification.from_config(tiny_model().config)
+    with pytest.raises(ValueError, match="reward models require `num_labels=1`, and this one has 2"):
+        trainer(tmp_path, "Reward", model=several)
 
 
 def test_rows_of_token_ids_and_a_head_of_its_own_for_a_reward_model(tmp_path):

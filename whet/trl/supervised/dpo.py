@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from torch import nn
 
 from whet.config import RoleConfig
-from whet.data.pairs import PreferenceEncoder
 from whet.data.supervised import RowEncoder
 from whet.errors import ConfigError
 from whet.learners.preference import PreferenceLearner
@@ -16,12 +14,11 @@ from whet.learners.preference_objective import make_preference_objective
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.supervised import ON_LONG
+from whet.trl.supervised.examples import TextPairs, has_rows, pair_columns
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
 from whet.trl.trainer.model import inner_model
 
 __all__ = ["DPOTrainer"]
-
-log = logging.getLogger("whet")
 
 
 class DPOTrainer(SupervisedTrainer):
@@ -45,6 +42,7 @@ class DPOTrainer(SupervisedTrainer):
     """
 
     METHOD = "DPO"
+    COLUMNS = staticmethod(pair_columns)
     CONFIG = DPOConfig
 
     def __init__(
@@ -80,15 +78,19 @@ class DPOTrainer(SupervisedTrainer):
             peft_config,
             refused={"data_collator": data_collator, "compute_metrics": compute_metrics},
         )
-        if self.args.label_smoothing and "sigmoid" in self.args.loss_type:
-            log.warning(
-                "label_smoothing=%s: the sigmoid loss is cDPO's with it; TRL's takes no notice of it there",
-                self.args.label_smoothing,
-            )
 
     def encoder(self, data: Any) -> RowEncoder:
         """Pairs."""
-        return PreferenceEncoder(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
+        return TextPairs(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
+
+    def rows(self, data: Any) -> Any:
+        """The rows. Raises ConfigError: a stream is to be read ahead."""
+        if self.args.precompute_ref_log_probs and not has_rows(data):
+            raise ConfigError(
+                "`precompute_ref_log_probs=True` is not supported with IterableDataset: the reference is read over all "
+                "rows before the first step; give a Dataset, or leave it out"
+            )
+        return data
 
     def make_models(self, given: RoleConfig | nn.Module, optim: Any) -> SupervisedModels:
         """A policy, and a reference where the loss reads one."""
@@ -99,9 +101,3 @@ class DPOTrainer(SupervisedTrainer):
     def make_learner(self) -> Any:
         """Whet's, of the objective that the configuration says."""
         return of_front(PreferenceLearner)(self.models, self.args.to_whet(), data=self.data_config())
-
-    def measured(self, rows: Any) -> dict[str, float]:
-        """The loss and its metrics over an evaluation set, the reference read ahead where that is asked for."""
-        if self.args.precompute_ref_log_probs and not self.learner.knows_run:
-            self.learner.new_run(self._rows)
-        return super().measured(rows)

@@ -14,7 +14,7 @@ from whet.learners.sft import SFTLearner
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.sft import SFTConfig, of_training_arguments
 from whet.trl.config.supervised import ON_LONG
-from whet.trl.supervised.examples import Formatted, IdsOrRows, Pack, as_dataset, first_row
+from whet.trl.supervised.examples import Formatted, IdsOrRows, Pack, first_row, sft_columns
 from whet.trl.supervised.packs import packed
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
 
@@ -43,6 +43,7 @@ class SFTTrainer(SupervisedTrainer):
     """
 
     METHOD = "SFT"
+    COLUMNS = staticmethod(sft_columns)
     CONFIG = SFTConfig
 
     def __init__(
@@ -82,22 +83,6 @@ class SFTTrainer(SupervisedTrainer):
                 "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             },
         )
-
-    @property
-    def train_dataset(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The rows as they are trained on, a datasets.Dataset of input_ids and labels; a stream as it was given."""
-        if self._shown is None and isinstance(self._rows, list):
-            self._shown = as_dataset(self._rows)
-        return self._given if self._shown is None else self._shown
-
-    @train_dataset.setter
-    def train_dataset(self, data: Any) -> None:
-        self._given, self._shown = data, None
-
-    @property
-    def given_rows(self) -> Any:
-        """The data set to train on, as it was given or set since."""
-        return self._given
 
     def encoder(self, data: Any) -> RowEncoder:
         """Conversations, prompts with completions, texts or token ids; what of them is trained goes by the first row.

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
+from datasets import Dataset
 from torch import nn
 
 from whet.config import Mode, Role, RoleConfig, SupervisedDataConfig, SupervisedTrainingConfig
@@ -56,6 +57,10 @@ class SupervisedTrainer(Trainer):
     """
 
     models: SupervisedModels
+    COLUMNS: ClassVar[Any]
+    """How TRL holds the rows."""
+    given_rows: Any
+    """The data set to train on, as it was given or set since."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = {
         **NOT_CALLED,
         "_compute_loss": "write a loss for whet's learner (docs/supervised.md), or choose loss_type",
@@ -82,6 +87,8 @@ class SupervisedTrainer(Trainer):
         for name, value in refused.items():
             if value is not None:
                 raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
+        if train_dataset is None:
+            raise ConfigError("`train_dataset` is required: give the rows to train on")
         super().__init__(model, args, processing_class, callbacks)
         model = inner_model(model)
         prepare_tokenizer(self.processing_class, self.args)
@@ -118,9 +125,32 @@ class SupervisedTrainer(Trainer):
         raise NotImplementedError
 
     @property
-    def given_rows(self) -> Any:
-        """The data set to train on, as it was given or set since."""
-        return self.train_dataset
+    def train_dataset(self) -> Any:
+        """The rows as they are trained on, a datasets.Dataset of token ids; a stream as it was given."""
+        if self._shown is None and isinstance(self._rows, list):
+            self._shown = Dataset.from_dict(self.COLUMNS(self._rows))
+        return self.given_rows if self._shown is None else self._shown
+
+    @train_dataset.setter
+    def train_dataset(self, data: Any) -> None:
+        self.given_rows, self._shown = data, None
+
+    @property
+    def eval_dataset(self) -> Any:
+        """The evaluation rows as they are measured, of token ids; a dict of them where several were given."""
+        if self._shown_eval is None and self.eval_rows:
+            made = {name: Dataset.from_dict(self.COLUMNS(rows)) for name, rows in self.eval_rows.items()}
+            self._shown_eval = made.get("", made)
+        return self.given_eval if self._shown_eval is None else self._shown_eval
+
+    @eval_dataset.setter
+    def eval_dataset(self, data: Any) -> None:
+        self._given_eval, self._shown_eval = data, None
+
+    @property
+    def given_eval(self) -> Any:
+        """The evaluation data as they were given or set since."""
+        return self._given_eval
 
     # ---- making --------------------------------------------------------------------------------------------------
 

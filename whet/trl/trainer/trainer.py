@@ -87,6 +87,8 @@ class Trainer(Hub, TakesUp):
     """What trains them: made by the front."""
 
     is_deepspeed_enabled = is_fsdp_enabled = is_model_parallel = False
+    aux_loss_enabled = False
+    """Whether the auxiliary loss of a mixture of experts is added."""
 
     if not TYPE_CHECKING:
 
@@ -155,6 +157,7 @@ class Trainer(Hub, TakesUp):
     def ready(self) -> None:
         """Tells the callbacks that the trainer is there; the front has made models and learner."""
         self._model = peft_model(self.worker, self._given_model)
+        self._model.add_model_tags(["whet", self.METHOD.lower()])
         self.callback_handler.model = self._model
         self.accelerator.device = self.worker.device
         optim = self.worker.optim
