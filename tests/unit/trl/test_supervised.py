@@ -278,10 +278,87 @@ def test_data_sets_are_held_as_token_ids_under_trl_s_columns_and_are_needed(meth
     made.eval_dataset = ROWS[method][:2]
     made.evaluate()
     assert len(made.eval_dataset) == 2
-    assert made.model.model_tags == ["whet", method.lower()] and not made.aux_loss_enabled
+    assert (
+        made.model.model_tags == ["whet", {"Reward": "reward-trainer"}.get(method, method.lower())]
+        and not made.aux_loss_enabled
+    )
     kind, config = KINDS[method]
     with pytest.raises(ValueError, match="`train_dataset` is required"):
         kind(tiny_model(), args=config(str(tmp_path), **SMALL), processing_class=byte_tokenizer())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_dora": True, "lora_dropout": 0.2},
+        {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}, "layers_to_transform": [1]},
+        {"target_parameters": ["q_proj.weight"], "target_modules": []},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_adapter_that_is_more_than_one_product_runs_in_peft_s_own_layers(fields, tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    base, asked = tmp_path / "base", {"r": 4, "target_modules": ["q_proj", "v_proj"], **fields}
+    tiny_model().save_pretrained(base)
+    more = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    whole = trainer(tmp_path / "out", "DPO", model=str(base), peft_config=peft.LoraConfig(**asked), **more)
+    assert "PEFT's own layers run" in caplog.text
+    before = {n: p.clone() for n, p in whole.model.named_parameters()}
+    whole.train()
+    assert whole.state.log_history[0]["rewards/margins"] == pytest.approx(0, abs=1e-5)  # the base is the reference
+    moved = {n for n, p in whole.model.named_parameters() if not torch.equal(p, before[n])}
+    assert moved == {n for n, p in whole.model.named_parameters() if p.requires_grad}
+    assert all(".layers.1." in n for n in moved) or "layers_to_transform" not in fields
+    read = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "out" / "checkpoint-2")
+    ids = torch.arange(97, 107)[None]
+    with torch.no_grad():
+        same_logits = read.eval()(ids).logits, whole.model.eval()(ids).logits
+    torch.testing.assert_close(*same_logits, rtol=1e-4, atol=1e-4)
+    again = trainer(tmp_path / "out", "DPO", model=str(base), peft_config=peft.LoraConfig(**asked), **more)
+    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-1"))
+    assert same(weights_of(again.model), weights_of(whole.model))
+
+
+def test_an_adapter_of_a_reward_model_trains_the_head_only_where_peft_does(tmp_path, caplog):
+    peft = pytest.importorskip("peft")
+    tiny_model().save_pretrained(tmp_path / "base")
+    targets = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
+    for fields, trained in (({}, False), ({"modules_to_save": ["score"]}, True), ({"task_type": "SEQ_CLS"}, True)):
+        config = peft.LoraConfig(**targets, **fields)
+        made = trainer(tmp_path, "Reward", model=str(tmp_path / "base"), peft_config=config)
+        head = next(p for n, p in made.model.named_parameters() if "score" in n)
+        before = head.clone()
+        assert trained == (not before.any())  # a frozen head of 0 would teach nothing
+        made.train()
+        assert trained == (not torch.equal(head, before))
+    assert caplog.text.count("peft_config trains no score head, as in TRL") == 1
+
+
+def test_wrapped_packs_are_cut_where_they_are_full_and_evaluations_are_packed_too(tmp_path):
+    rows = [{"text": "abcd"}, {"text": "ef"}, {"text": "ghi"}]
+    made = trainer(tmp_path, rows=rows, packing=True, packing_strategy="wrapped", max_length=5, eval_dataset=rows)
+    decode = byte_tokenizer().decode
+    assert [decode(ids) for ids in made.train_dataset["input_ids"]] == [f"abcd{END}", f"ef{END}gh", f"i{END}"]
+    assert len(made.eval_dataset) == 3
+    made.train()
+    both = {}
+    for packs in (None, False):
+        made = trainer(tmp_path, rows=rows, packing=True, max_length=8, eval_packing=packs, eval_dataset=rows)
+        both[packs] = len(made.eval_dataset), made.evaluate()["eval_loss"]
+    assert (both[None][0], both[False][0]) == (2, 3) and both[None][1] == pytest.approx(both[False][1])
+
+
+def test_what_trl_refuses_of_rows_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="`max_length` is not enforced"):
+        trainer(tmp_path, padding_free=True)
+    moving = datasets.Dataset.from_list(ANSWERS).with_transform(lambda batch: batch)
+    with pytest.raises(
+        ValueError, match=r"Dataset\.with_transform\(\).*skip_prepare_dataset.*transform return trainer-r"
+    ):
+        trainer(tmp_path, rows=moving)
+    rows = [{"input_ids": [97, 98], "assistant_masks": [0, 1]}]
+    with pytest.raises(ValueError, match="Add a 'labels' column"):
+        trainer(tmp_path, rows=rows, dataset_kwargs={"skip_prepare_dataset": True})
 
 
 def test_texts_without_a_prompt_share_their_characters_but_a_blank_at_the_end(tmp_path):

@@ -79,7 +79,7 @@ class DPOTrainer(SupervisedTrainer):
             refused={"data_collator": data_collator, "compute_metrics": compute_metrics},
         )
 
-    def encoder(self, data: Any) -> RowEncoder:
+    def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
         """Pairs."""
         return TextPairs(self.processing_class, self.encoding(on_long=ON_LONG[self.args.truncation_mode]))
 

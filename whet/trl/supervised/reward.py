@@ -41,6 +41,7 @@ class RewardTrainer(SupervisedTrainer):
 
     METHOD = "Reward"
     COLUMNS = staticmethod(scored_columns)
+    TAG = "reward-trainer"
     TRAINED_BY = "reward modelling"
     CONFIG = RewardConfig
 
@@ -78,7 +79,7 @@ class RewardTrainer(SupervisedTrainer):
             },
         )
 
-    def encoder(self, data: Any) -> RowEncoder:
+    def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
         """Pairs; those over max_length are left out."""
         return IdsOrPairs(self.processing_class, self.encoding(on_long="drop"))
 

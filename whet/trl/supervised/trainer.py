@@ -94,7 +94,9 @@ class SupervisedTrainer(Trainer):
         prepare_tokenizer(self.processing_class, self.args)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self._take_data()
-        given = adapted(model, self.args, peft_config, quantization_config, dropout=True)
+        given = adapted(
+            model, self.args, peft_config, quantization_config, supervised=True, scored=self.METHOD == "Reward"
+        )
         self._module_dtype = module_dtype(self.args, given, optimizers)
         self.models = self.make_models(given, self.optim(optimizers, optimizer_cls_and_kwargs))
         prepare_model(self.worker.module, self.processing_class, self.args)
@@ -104,8 +106,8 @@ class SupervisedTrainer(Trainer):
 
     # ---- what a front says of itself -----------------------------------------------------------------------------
 
-    def encoder(self, data: Any) -> RowEncoder:
-        """What makes Examples of a data set's rows."""
+    def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:
+        """What makes Examples of a data set's rows. Args: packs: they are packed then."""
         raise NotImplementedError
 
     def rows(self, data: Any) -> Any:
@@ -196,7 +198,7 @@ class SupervisedTrainer(Trainer):
         shuffle = args.seed if "shuffle_dataset" in args.TABLE and args.shuffle_dataset and not evaluation else None
         data = self.rows(data)
         pack = self.pack(evaluation=bool(evaluation))
-        return examples_of(data, self.encoder(data), pack=pack, shuffle=shuffle, of=evaluation)
+        return examples_of(data, self.encoder(data, packs=pack is not None), pack=pack, shuffle=shuffle, of=evaluation)
 
     def _take_data(self) -> None:
         """The rows of the data sets, and how many steps the run has."""

@@ -77,6 +77,8 @@ class Trainer(Hub, TakesUp):
     """What trains, for the default folder."""
     TRAINED_BY: ClassVar[str] = ""
     """The same for a model card; "" = METHOD."""
+    TAG: ClassVar[str] = ""
+    """TRL's tag of a model that was trained so; "" = METHOD in small letters."""
     CONFIG: ClassVar[type[Arguments]] = Arguments
     """Its configuration."""
     NOT_CALLED: ClassVar[Mapping[str, str]] = NOT_CALLED
@@ -157,7 +159,7 @@ class Trainer(Hub, TakesUp):
     def ready(self) -> None:
         """Tells the callbacks that the trainer is there; the front has made models and learner."""
         self._model = peft_model(self.worker, self._given_model)
-        self._model.add_model_tags(["whet", self.METHOD.lower()])
+        self._model.add_model_tags(["whet", self.TAG or self.METHOD.lower()])
         self.callback_handler.model = self._model
         self.accelerator.device = self.worker.device
         optim = self.worker.optim
