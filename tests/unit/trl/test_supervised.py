@@ -13,7 +13,7 @@ from whet.trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConf
 KINDS = {"SFT": (SFTTrainer, SFTConfig), "DPO": (DPOTrainer, DPOConfig), "Reward": (RewardTrainer, RewardConfig)}
 ARGUMENTS = ("callbacks", "compute_metrics", "compute_loss_func", "data_collator", "eval_dataset", "formatting_func",
              "optimizer_cls_and_kwargs", "optimizers", "peft_config", "processing_class", "ref_model",
-             "quantization_config")  # fmt: skip
+             "preprocess_logits_for_metrics", "quantization_config")  # fmt: skip
 SMALL = {"bf16": False, "disable_tqdm": True, "gradient_checkpointing": False, "learning_rate": 1e-2,
          "logging_steps": 1, "max_steps": 2, "per_device_train_batch_size": 2, "save_strategy": "no"}  # fmt: skip
 ANSWERS = [{"prompt": f"{i}+{i}=", "completion": str(i + i)} for i in range(4)]
@@ -106,7 +106,6 @@ def test_a_file_s_chat_template_and_a_function_that_makes_texts(tmp_path):
     [
         ("SFT", {"compute_loss_func": len}, ConfigError, "compute_loss_func is not taken: write a loss"),
         ("SFT", {"data_collator": len}, ConfigError, "data_collator is not taken.*completion_only_loss"),
-        ("DPO", {"compute_metrics": len}, ConfigError, "compute_metrics is not taken.*on_evaluate"),
         ("Reward", {"optimizer_cls_and_kwargs": (len, {}), "optimizers": (len, None)}, ConfigError, "give one of them"),
         ("SFT", {"formatting_func": len}, ConfigError, "no part is the completion"),
         ("SFT", {"assistant_only_loss": True, "rows": [{"text": "a"}]}, ConfigError, "not conversational"),
@@ -332,6 +331,36 @@ def test_an_adapter_of_a_reward_model_trains_the_head_only_where_peft_does(tmp_p
         made.train()
         assert trained == (not torch.equal(head, before))
     assert caplog.text.count("peft_config trains no score head, as in TRL") == 1
+
+
+@pytest.mark.parametrize("method", KINDS)
+def test_compute_metrics_is_given_logits_or_scores_and_labels(method, tmp_path):
+    seen = []
+
+    def metrics(found):
+        seen.append(found)
+        return {"mine": 0.5, "eval_own": 1.5}
+
+    rows = ROWS[method][:3]
+    made = trainer(tmp_path, method, eval_dataset=rows, compute_metrics=metrics, per_device_eval_batch_size=2,
+                   eval_strategy="steps", eval_steps=2, metric_for_best_model="mine")  # fmt: skip
+    made.train()
+    assert made.state.best_metric == made.state.log_history[-2]["eval_mine"] == 0.5
+    found = made.evaluate()
+    assert found["eval_own"] == 1.5
+    logits, labels = seen[-1].predictions, seen[-1].label_ids
+    if method == "Reward":
+        chosen, rejected = logits[[0, 1, 4], 0], logits[[2, 3, 5], 0]
+        assert (chosen - rejected).mean() == pytest.approx(found["eval_margin"], rel=1e-4) and labels == ()
+        return
+    assert logits.shape[:2] == labels.shape and len(labels) == (3 if method == "SFT" else 6)
+    if method == "SFT":
+        loss = torch.nn.functional.cross_entropy(torch.tensor(logits[:, :-1]).flatten(0, 1),
+                                                 torch.tensor(labels[:, 1:]).flatten())  # fmt: skip
+        assert loss.item() == pytest.approx(found["eval_loss"], rel=1e-4)
+        small = trainer(tmp_path, eval_dataset=rows, preprocess_logits_for_metrics=lambda x, _: x.argmax(-1),
+                        compute_metrics=lambda found: {"width": found.predictions.ndim})  # fmt: skip
+        assert small.evaluate()["eval_width"] == 2
 
 
 def test_wrapped_packs_are_cut_where_they_are_full_and_evaluations_are_packed_too(tmp_path):

@@ -26,8 +26,8 @@ SUPERVISED_FIELDS: Table = {
     "save_steps": works(500, kind=float),
     "per_device_eval_batch_size": other(8, "the whole set is weighed at once, TRL's loss is a mean over batches"),
     "prediction_loss_only": inert(False, "an evaluation logs the loss and the metrics of training"),
-    "include_for_metrics": inert([], "compute_metrics is refused", list[str]),
-    "batch_eval_metrics": inert(False, "compute_metrics is refused"),
+    "include_for_metrics": refused([], "compute_metrics is given predictions and label_ids", list[str]),
+    "batch_eval_metrics": works(False),
     "dataloader_drop_last": other(False, "an epoch's last update that is not whole is left out; TRL leaves out the "
                                          "rows that fill no micro-batch"),
     "remove_unused_columns": inert(True, "columns that nothing reads are not kept in any case"),

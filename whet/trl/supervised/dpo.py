@@ -37,7 +37,9 @@ class DPOTrainer(SupervisedTrainer):
         optimizers: (optimizer, schedule) over the model's own fp32 parameters.
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
-        data_collator, compute_metrics: refused, with what to do instead.
+        compute_metrics: EvalPrediction (of each batch logits and ids of the chosen answers and then of the rejected) ->
+            metrics of an evaluation, which takes a second pass.
+        data_collator: refused, with what to do instead.
     Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
     """
 
@@ -76,7 +78,8 @@ class DPOTrainer(SupervisedTrainer):
             optimizers,
             quantization_config,
             peft_config,
-            refused={"data_collator": data_collator, "compute_metrics": compute_metrics},
+            compute_metrics=compute_metrics,
+            refused={"data_collator": data_collator},
         )
 
     def encoder(self, data: Any, *, packs: bool = False) -> RowEncoder:

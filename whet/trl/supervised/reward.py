@@ -35,7 +35,9 @@ class RewardTrainer(SupervisedTrainer):
         optimizer_cls_and_kwargs: in place of it a class and its keywords, learning rate included.
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
-        data_collator, compute_metrics, preprocess_logits_for_metrics: refused, with what to do instead.
+        compute_metrics: EvalPrediction (of each batch the scores of the chosen answers and then of the rejected) ->
+            metrics of an evaluation, which takes a second pass. preprocess_logits_for_metrics: makes them first.
+        data_collator: refused, with what to do instead.
     Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
     """
 
@@ -72,10 +74,10 @@ class RewardTrainer(SupervisedTrainer):
             quantization_config,
             peft_config,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             refused={
                 "data_collator": data_collator,
-                "compute_metrics": compute_metrics,
-                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             },
         )
 

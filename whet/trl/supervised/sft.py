@@ -38,8 +38,9 @@ class SFTTrainer(SupervisedTrainer):
         quantization_config: BitsAndBytesConfig of 4 bits, for a model given by its name.
         peft_config: PEFT's LoraConfig: an adapter is trained in place of all weights.
         formatting_func: row -> the text that is trained.
-        data_collator, compute_loss_func, compute_metrics, preprocess_logits_for_metrics: refused, with what to do
-            instead.
+        compute_metrics: EvalPrediction (logits and labels, -100 where nothing is trained) -> metrics of an evaluation,
+            which takes a second pass. preprocess_logits_for_metrics: (logits, labels) of a batch -> what is kept.
+        data_collator, compute_loss_func: refused, with what to do instead.
     Raises: ConfigError: what is not there, by name. DataError: rows that can't be trained on.
     """
 
@@ -77,11 +78,11 @@ class SFTTrainer(SupervisedTrainer):
             quantization_config,
             peft_config,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            compute_metrics=compute_metrics,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
             refused={
                 "data_collator": data_collator,
                 "compute_loss_func": compute_loss_func,
-                "compute_metrics": compute_metrics,
-                "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
             },
         )
 

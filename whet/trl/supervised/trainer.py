@@ -27,6 +27,7 @@ from whet.metrics import flat
 from whet.train.supervised_models import SupervisedModels
 from whet.trl.config.translate import loop_fields
 from whet.trl.supervised.examples import Examples, Pack, Ready, examples_of
+from whet.trl.supervised.predictions import computed_metrics
 from whet.trl.supervised.tokenizer import prepare_model, prepare_tokenizer
 from whet.trl.trainer.data import check_evaluation, checked_set, named_sets
 from whet.trl.trainer.metrics import supervised_metrics
@@ -42,10 +43,8 @@ __all__ = ["SupervisedTrainer", "of_front"]
 _ROWS = "give the rows as they are to be trained on"
 _NOT_TAKEN = {
     "compute_loss_func": "write a loss of your own for whet's learner (docs/supervised.md), or choose loss_type",
-    "compute_metrics": "logits are never held; write a callback with on_evaluate, which is given the metrics",
     "data_collator": "rows are packed, never padded; say what is trained by completion_only_loss and "
     "assistant_only_loss, or give rows of input_ids and labels",
-    "preprocess_logits_for_metrics": "logits are never held; write a callback with on_evaluate",
 }
 """Arguments that are refused, and what to do instead."""
 
@@ -82,11 +81,15 @@ class SupervisedTrainer(Trainer):
         peft_config: Any,
         *,
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        compute_metrics: Callable[..., dict[str, float]] | None = None,
+        preprocess_logits_for_metrics: Callable[..., Any] | None = None,
         refused: Mapping[str, Any],
     ) -> None:
         for name, value in refused.items():
             if value is not None:
                 raise ConfigError(f"{name} is not taken: {_NOT_TAKEN[name]}")
+        self.compute_metrics = compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
         if train_dataset is None:
             raise ConfigError("`train_dataset` is required: give the rows to train on")
         super().__init__(model, args, processing_class, callbacks)
@@ -250,14 +253,15 @@ class SupervisedTrainer(Trainer):
 
     def may_log(self, metric: str) -> bool:
         """Whether it is one of supervised training."""
-        return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens"
+        return bool(supervised_metrics({metric: 0.0})) or metric == "num_tokens" or self.compute_metrics is not None
 
     def measured(self, rows: list[Example]) -> dict[str, float]:
         """The loss and its metrics over an evaluation set, weighed as a whole."""
         learner = self.learner
         learner.new_task().check_fit(rows)
         found = learner.measure(ExampleStep(index=self.state.global_step, examples=rows, mode=Mode.EVAL))
-        return supervised_metrics(flat(found.metrics))
+        metrics = supervised_metrics(flat(found.metrics))
+        return metrics if self.compute_metrics is None else metrics | computed_metrics(self, rows)
 
     def resume_from(self, folder: str | None) -> None:
         """Sets what the next run resumes from."""

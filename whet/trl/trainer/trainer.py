@@ -399,7 +399,7 @@ class Trainer(Hub, TakesUp):
             "steps_per_second": round(1 / max(seconds, 1e-9), 3),
             "num_tokens": float(self.state.num_input_tokens_seen),
         }
-        metrics = {f"{prefix}_{name}": value for name, value in found.items()}
+        metrics = {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": value for n, value in found.items()}
         self.log(dict(metrics))
         self.tell("on_evaluate", metrics=metrics)
         return metrics
