@@ -198,7 +198,7 @@ def with_adapter(module: PreTrainedModel, given: LoraConfig | SavedAdapter | pef
     wholes = _modules_to_save(module, before, kept)
     config: peft.LoraConfig = module.peft_config["default"]  # pyright: ignore
     config.modules_to_save = sorted(wholes) or None
-    frozen = isinstance(given, package.LoraConfig) and given.task_type != "SEQ_CLS" and SCORE not in kept
+    frozen = isinstance(given, package.LoraConfig) and read["task_type"] != "SEQ_CLS" and SCORE not in kept
     if score is not None and not frozen:
         score.requires_grad_(True)
         if has_score_head(module):  # next to a LM head it is no part of the model that PEFT loads

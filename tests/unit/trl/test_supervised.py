@@ -363,6 +363,19 @@ def test_compute_metrics_is_given_logits_or_scores_and_labels(method, tmp_path):
         assert small.evaluate()["eval_width"] == 2
 
 
+@pytest.mark.parametrize("method", KINDS)
+def test_parameters_are_float16_where_the_model_is_asked_for_so(method, tmp_path):
+    tiny_model().save_pretrained(tmp_path / "base")
+    made = trainer(
+        tmp_path, method, model=str(tmp_path / "base"), model_init_kwargs={"dtype": torch.float16}, bf16=None
+    )
+    before = {n: p.clone() for n, p in made.model.named_parameters()}
+    made.train()
+    now = dict(made.model.named_parameters())
+    assert {p.dtype for p in now.values()} == {torch.float16}
+    assert not any(torch.equal(before[n], p) for n, p in now.items() if "norm" not in n)
+
+
 def test_wrapped_packs_are_cut_where_they_are_full_and_evaluations_are_packed_too(tmp_path):
     rows = [{"text": "abcd"}, {"text": "ef"}, {"text": "ghi"}]
     made = trainer(tmp_path, rows=rows, packing=True, packing_strategy="wrapped", max_length=5, eval_dataset=rows)

@@ -37,8 +37,9 @@ SUPERVISED_FIELDS: Table = {
 """Fields of transformers that are otherwise than in reinforcement learning."""
 
 MODEL_FIELDS: Table = {
-    "model_init_kwargs": other(None, "dtype is read as fp32 masters with bf16=...; torch_dtype, device_map and "
-                                     "attn_implementation ask for nothing; others are refused", dict),
+    "model_init_kwargs": other(None, "parameters are float16 where dtype says so, else in what bf16=... says, with "
+                                     "fp32 masters in any case; torch_dtype, device_map and attn_implementation ask "
+                                     "for nothing; others are refused", dict),
     "trust_remote_code": refused(False, "code of a model's repository is never run"),
     "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
                                     harmless=(0.0, 0)),

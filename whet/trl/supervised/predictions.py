@@ -47,7 +47,7 @@ def computed_metrics(front: Any, examples: Sequence[Example]) -> dict[str, float
     if front.args.batch_eval_metrics:
         return found
     labels = _joined([labels for _, labels in made]) if isinstance(made[0][1], np.ndarray) else ()
-    return compute(EvalPrediction(_joined([logits for logits, _ in made]), labels))
+    return compute(EvalPrediction(_joined([logits for logits, _ in made]), labels))  # pyright: ignore[reportArgumentType]
 
 
 def _of_texts(front: Any, examples: Sequence[Example]) -> Predicted:

@@ -37,6 +37,10 @@ _OF_PEFT = {
     "use_dora": (False,),
 }
 """Others, with which what is trained is more than one W + s·B·A in every layer: PEFT's own layers run then."""
+_EXPERTS = {"gate_proj", "up_proj", "down_proj"}
+"""Layers that are one tensor of all experts in a mixture of experts."""
+_HALF = ("float16", "torch.float16", "half", "fp16")
+"""What model_init_kwargs says of parameters that are to be float16."""
 _FROZEN_HEAD = "modules_to_save"
 """What a reward model's adapter lacks to train its head."""
 
@@ -95,9 +99,7 @@ def _by_peft(model: Any, given: Any, scored: bool) -> str:
                 model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
         linear = {"score"} | {n.rpartition(".")[2] for n, x in model.named_modules() if isinstance(x, nn.Linear)}
         names = {name.rpartition(".")[2] for name in given.target_modules}
-        if names - linear and names & {n.rpartition(".")[2] for n, _ in model.named_parameters()} - linear | (
-            {"gate_proj", "up_proj", "down_proj"} & names
-        ):
+        if (names - linear) & _EXPERTS:
             return "target_modules"
     return ""
 
@@ -112,8 +114,6 @@ def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.
         )
     else:
         log.warning("peft_config.%s: PEFT's own layers run, which are slower than whet's for plain LoRA", why)
-    if isinstance(model, str):
-        model = load_model(model, device=args.device, role="critic" if scored else "actor").module
     if scored and score_layer(model) is None:
         model = with_score_head(model)
     head: Any = score_layer(model) if scored else None
@@ -126,7 +126,6 @@ def _with_peft(model: Any, given: Any, args: Any, why: str, scored: bool) -> nn.
 def _usual_targets(model: str | nn.Module) -> list[str]:
     """The layers that PEFT adapts where none are named, by the kind of the model."""
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as USUAL
-    from transformers import AutoConfig
 
     config: Any = AutoConfig.from_pretrained(model) if isinstance(model, str) else model.config
     if config.model_type not in USUAL:
@@ -174,21 +173,31 @@ def adapted(
         supervised: nothing samples from the model, so that its adapter may have dropout, and may be any LoRA of PEFT's.
         scored: it is a reward model.
     """
-    bits = bool(quantization_config or (args.model_init_kwargs or {}).get("quantization_config"))
+    bits = bool(quantization_config or (args.model_init_kwargs or {}).get("quantization_config"))  # whet reads these
     why = _by_peft(model, peft_config, scored) if supervised and peft_config is not None and not bits else ""
     lora = None if peft_config is None or why else _lora_of(peft_config, model, dropout=supervised)
+    asked = args.model_init_kwargs or {}
+    half = supervised and not bits and str(asked.get("dtype", asked.get("torch_dtype"))) in _HALF
+    by_name = isinstance(model, str)
+    if by_name and (half or why):
+        _role(args, model)  # which refuses what is not read of model_init_kwargs
+        role, dtype = "critic" if scored else "actor", "float16" if half else "float32"
+        model = load_model(model, dtype=dtype, device=args.device, role=role).module
     if why:
         model = _with_peft(model, peft_config, args, why, scored)
     if isinstance(model, str):
-        own = (args.model_init_kwargs or {}).get("quantization_config")
+        own = asked.get("quantization_config")
         if own is not None and quantization_config is not None:
             raise ConfigError("quantization_config is in model_init_kwargs too; give it to the trainer alone")
         given = quantization_config if own is None else own
-        bits = None if given is None else _quantization_of(given)
-        return dataclasses.replace(_role(args, model), lora=lora, quantization=bits)
+        quantization = None if given is None else _quantization_of(given)
+        return dataclasses.replace(_role(args, model), lora=lora, quantization=quantization)
     if any(p.is_meta for p in model.parameters()):
         raise ConfigError(f"{name_of(model)} lies on the meta device, and has no weights; load it by from_pretrained")
-    for name, value in (("model_init_kwargs", args.model_init_kwargs), ("quantization_config", quantization_config)):
+    for name, value in (
+        ("model_init_kwargs", None if by_name else args.model_init_kwargs),
+        ("quantization_config", quantization_config),
+    ):
         if value is not None:
             log.warning("%s is not read: the model is loaded already", name)
     if lora is not None:
