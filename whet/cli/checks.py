@@ -27,6 +27,7 @@ from whet.config import (
     check_complete,
     check_supervised,
 )
+from whet.config.data import paths_of
 from whet.config.rewards import REWARD_MODEL
 from whet.data.order import first_of, has_places, is_batch
 from whet.data.prompts import ANSWER, find_prompt_column
@@ -44,6 +45,7 @@ from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import by_name, resolve_reward
 from whet.rollout import resolve_engine
+from whet.run.hub import check_push
 from whet.train.checkpoints import Checkpoints
 from whet.train.optimizers import check_optimizer
 from whet.train.role_workers import check_model
@@ -120,10 +122,12 @@ def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterato
 def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
     data, trainer = config.data, config.trainer
-    yield from (("", partial(check_source, path)) for path in (data.path, data.eval_path) if path is not None)
+    yield from (("", partial(check_source, path)) for given in (data.path, data.eval_path) for path in paths_of(given))
     if config.tokenizer not in (None, "byte"):
         yield "", partial(check_model, config.tokenizer)
     yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
+    if trainer.hub_model_id is not None:
+        yield "trainer", partial(check_push, trainer)
     evaluates = data.eval_path is not None or data.eval_split is not None or bool(data.eval_fraction)
     yield "data trainer", partial(_watched, trainer, evaluates)
     if trainer.resume is not None:

@@ -230,9 +230,10 @@ def rows_given(data: D) -> D:
 def data(config: AnyRun) -> tuple[Any, Any]:
     """Training and evaluation rows of a configuration; the latter None where none are asked for."""
     c = config.data
-    if c.streaming and c.shuffle:
+    if c.streaming and c.shuffle and not c.shuffle_buffer:
         log.warning(
-            "data.shuffle has no effect on a stream, which keeps its own order; set data.shuffle=false to silence this"
+            "data.shuffle has no effect on a stream without data.shuffle_buffer: it keeps its own order; set "
+            "data.shuffle_buffer=10000, or data.shuffle=false to silence this"
         )
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
     if c.eval_path is not None:

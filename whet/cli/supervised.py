@@ -73,7 +73,9 @@ def _settled(config: C) -> tuple[C, tuple[Any, Any], Any]:
     """The configuration with what its tokenizer settles, the training and evaluation data, and the tokenizer."""
     check_supervised(config)
     rows = data(config)
-    tokenizer = load_tokenizer(config.tokenizer or config.trained.model)
+    tokenizer = load_tokenizer(
+        config.tokenizer or config.trained.model, trust_remote_code=config.trained.trust_remote_code
+    )
     return with_template(config, tokenizer, rows[0]), rows, tokenizer
 
 

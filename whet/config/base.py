@@ -181,7 +181,7 @@ def explain(
     >>> for item in found.errors():
     ...     print(item["type"], item["loc"])
     unexpected_keyword_argument ('actor_optimizer', 'OptimConfig', 'lrr')
-    string_type ('actor_optimizer', 'function-after[_name(), str]')
+    string_type ('actor_optimizer', 'function-after[as_name(), str]')
     callable_type ('actor_optimizer', 'callable')
 
     `_path` leaves what was given, ("actor_optimizer", "lrr") and twice ("actor_optimizer",). The first lies below the

@@ -99,6 +99,9 @@ class EvalRunConfig(ListedRewards):
     """Folder of a model, of a finished run or of a checkpoint (step-*), or a hub name."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
+    trust_remote_code: Bool = False
+    """Run the Python files that lie beside the weights and the tokenizer. Read them first: they run with your
+    permissions."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
     device: Name | None = None

@@ -44,6 +44,9 @@ class SampledConfig:
     or a hub name."""
     tokenizer: Name | None = None
     """Folder or hub name of the tokenizer; None = the model's."""
+    trust_remote_code: Bool = False
+    """Run the Python files that lie beside the weights and the tokenizer. Read them first: they run with your
+    permissions."""
     max_tokens: Count | None = None
     """Longest completion in tokens, stop token included; None = 256, or the rest of the context length."""
     temperature: Temperature | None = None

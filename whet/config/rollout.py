@@ -214,8 +214,9 @@ class RolloutConfig:
     max_turns: Count = 1
     """Turns of the model in an episode; between two of them interact is called. 1 = it never is."""
     max_episode_tokens: Count | None = None
-    """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode ends there, and at
-    the model's positions; None = max_turns times max_tokens_to_generate."""
+    """With max_turns above 1: the most tokens after the prompt, those of tools included. An episode ends there, at the
+    model's positions, and in training where it fills trainer.max_tokens_per_microbatch; None = max_turns times
+    max_tokens_to_generate."""
     eval: Tree = field(default_factory=dict)
     """Fields of this section that differ in evaluation, e.g. {temperature: 0.0}."""
 

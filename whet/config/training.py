@@ -73,16 +73,16 @@ class MetricsLoggerOptions:
     """Folder of the loggers' files; None = the run folder. Given without trainer.loggers it turns TensorBoard on, as in
     Tunix."""
     project_name: Name = "whet"
-    """Project in Weights & Biases or trackio."""
+    """Project in Weights & Biases, trackio or SwanLab; experiment in MLflow."""
     run_name: Text = ""
     """Name of the run there; "" = the run folder's."""
     flush_every_n_steps: Count = 100
     """Steps between two flushes of a logger that buffers."""
     completions_every_n_steps: Number = 10
-    """Steps between two tables of completions, for a logger that takes them (wandb); every evaluation has one besides.
-    0 = none."""
+    """Steps between two tables of completions, for a logger that takes them (all by name but jsonl); every
+    evaluation has one besides. 0 = none."""
     backend_kwargs: Tree = field(default_factory=dict)
-    """Further arguments by logger: {wandb: {mode: offline}, tensorboard: {...}, trackio: {...}}."""
+    """Further arguments by logger: {wandb: {mode: offline}, mlflow: {tracking_uri: ...}, trackio: {...}}."""
     enable_opentelemetry: Bool = False
     """Must be false: there is no OpenTelemetry exporter."""
 
@@ -180,7 +180,15 @@ class TrainingConfig:
     run_dir: Name | None = None
     """Run folder. None: `whet grpo` makes runs/<date>-<time>; from Python none is written."""
     loggers: Items = ()
-    """Names (tensorboard, wandb, trackio, package.module:name) or objects with log(step, values) and close()."""
+    """Names (tensorboard, wandb, trackio, mlflow, swanlab, package.module:name) or objects with log(step, values) and
+    close()."""
+    hub_model_id: Name | None = None
+    """Name of the hub repository to which the model is sent, e.g. me/my-model; None = it is not. `whet push` sends a
+    finished run too."""
+    hub_strategy: Literal["end", "every_save"] = "end"
+    """What is sent there: "end" = the final model, "every_save" = each checkpoint's too, while the run trains."""
+    hub_private_repo: Bool = True
+    """Make that repository private."""
     merge_adapter: Bool = False
     """Write final/ as a whole model, its adapter merged into the base, in place of the adapter in PEFT's format. No
     effect without one."""
@@ -487,6 +495,9 @@ class ClusterConfig:
         """
         rollout = self.rollout_for(Mode.TRAIN)
         longest = rollout.max_prompt_length + rollout.most_tokens
+        given = self.training_config.max_tokens_per_microbatch
+        if rollout.max_turns > 1 and given is not None:  # where an episode ends that began with one whole turn
+            longest = max(min(longest, given), rollout.max_prompt_length + rollout.max_tokens_to_generate)
         return self.training_config.token_budget(device, longest if positions is None else min(longest, positions))
 
     def rollout_for(self, mode: Mode | str) -> RolloutConfig:

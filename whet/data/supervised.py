@@ -166,7 +166,8 @@ class RowEncoder:
 
     def _prompt(self, row: Mapping[str, Any], number: int) -> Said | None:
         """The prompt of a row with an answer: a text or a conversation; None where there is none."""
-        if column := self._column(row, PROMPTS, "prompt_column", number):
+        alone = self.data.messages_column and not self.data.prompt_column  # a column named alone is the one meant
+        if not alone and (column := self._column(row, PROMPTS, "prompt_column", number)):
             return said_in(row, column, number)
         if column := self._column(row, MESSAGES, "messages_column", number):
             return conversation(row, column, number)

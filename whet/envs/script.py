@@ -9,7 +9,8 @@
 
     TOOL = {"type": "function", ...}         # or a list of them: the chat template is given it as `tools`
 
-Source: RL2's environments of July 2025. Left out on purpose: its later forms (step and reset, generate).
+Source: RL2's environments of July 2025. Left out on purpose: its later forms (step and reset, generate), which are
+refused with what to write in their place.
 """
 
 from __future__ import annotations
@@ -24,8 +25,17 @@ from whet.util.refs import resolve_module
 
 __all__ = ["Script", "load_script"]
 
-OTHER_FORMS = {"step": "step(state, action, extra_info)", "generate": "generate(config, tokenizer, router_url, sample)"}
-"""Functions by which the later forms of RL2's environments are known."""
+OTHER_FORMS = {
+    "generate": (
+        "generate(config, tokenizer, router_url, sample) and env_step(sample)",
+        'sample.action_text is messages[-1]["content"] and sample.sample["answer"] is answer',
+    ),
+    "step": (
+        "step(state, action, extra_info), with or without reset",
+        'action is messages[-1]["content"] and extra_info["answer"] is answer',
+    ),
+}
+"""Function by which a later form of RL2's environments is known -> the form, and where it finds what whet gives."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,23 +66,45 @@ def load_script(given: Any, *, turns: int = 1) -> Script:
     if callable(given):
         found = Script(name=getattr(given, "__name__", type(given).__name__), interact=given)
     else:
-        module = vars(resolve_module(given, "environment"))
+        module = _module(given)
         tool = module.get("TOOL")
         tools = (tool,) if isinstance(tool, Mapping) or callable(tool) else tuple(tool or ())
         found = Script(
             name=given, interact=module.get("interact"), reward_fn=module.get("reward_fn"), tools=_tools(tools, given)
         )
         if not callable(found.interact) and not callable(found.reward_fn):
-            other = next(
-                (f"; {form} is of another generation of RL2" for n, form in OTHER_FORMS.items() if n in module), ""
-            )
+            if form := next((form for form in OTHER_FORMS if form in module), None):
+                raise _of_other_form(given, form)
             raise ConfigError(
-                f"environment {given!r} has neither interact(messages) nor reward_fn(messages, answer){other}; "
-                "write one"
+                f"environment {given!r} has neither interact(messages) nor reward_fn(messages, answer); write one"
             )
     if turns > 1:
         _check_interact(found)
     return found
+
+
+def _module(given: str) -> Mapping[str, Any]:
+    """What a file or module holds. Raises ConfigError: it can't be imported, or is of another form."""
+    try:
+        return vars(resolve_module(given, "environment"))
+    except ConfigError as error:
+        missing = error.__cause__
+        if isinstance(missing, ModuleNotFoundError) and str(missing.name).partition(".")[0] == "RL2":
+            raise _of_other_form(given, "generate") from error
+        raise
+
+
+def _of_other_form(given: str, form: str) -> ConfigError:
+    """What to write in the place of a later form of RL2's environments. Args: form: of OTHER_FORMS."""
+    name, found = OTHER_FORMS[form]
+    return ConfigError(
+        f"environment {given!r} is written for a later form of RL2's environments, {name}, which whet does not take "
+        "yet: it takes a file with reward_fn(messages, answer) and, for several turns, interact(messages). Write it "
+        "so: the reward of the last turn is what reward_fn(messages, answer) returns; what is added in next_state is "
+        'what interact(messages) returns, as [{"role": "user", "content": text}], and [] stands for done; '
+        f"{found}; other columns of a row go into answer; imports from RL2 are left out. "
+        "docs/from-rl2.md shows a file in both forms"
+    )
 
 
 def _check_interact(script: Script) -> None:

@@ -236,6 +236,7 @@ class Evaluator:
             device=c.device,
             chat_template_kwargs=c.sampling.chat_template_kwargs,
             rollout_config=c.sampling,
+            trust_remote_code=c.trust_remote_code,
         )
 
 

@@ -108,7 +108,10 @@ class Control:
         return {"entropy_coef": Last(self.entropy_coef)} if self.has_entropy_bonus else {}
 
     def after_step(self, batch: TokenBatch) -> dict[str, Metric]:
-        """Moves β by the KL of a step's samples. Returns: that KL and the β that the step had."""
+        """Moves β by the KL of a step's samples.
+
+        Returns: that KL, as a mean over sequences and over tokens, and the β that the step had.
+        """
         c, used, number = self.config, self.beta, batch.num_sequences
         if not self.needs_sampled_kl:
             return {}
@@ -116,7 +119,8 @@ class Control:
         kl = sequence_mean_kl(each, mask=batch.mask, sequence=batch.sequence, num_sequences=number)
         if c.target_kl is not None and not math.isnan(kl):
             self.beta = adapted_beta(used, kl, target_kl=c.target_kl, num_sequences=number, kl_horizon=c.kl_horizon)
-        return {"kl_sampled": Mean(kl), "kl_coef": Last(used)}
+        tokens = Mean(float(each[batch.mask].double().sum()), int(batch.mask.sum()))
+        return {"kl_sampled": Mean(kl), "kl_sampled/token_mean": tokens, "kl_coef": Last(used)}
 
     @property
     def moves(self) -> bool:

@@ -29,12 +29,15 @@ def turns_of(cluster: RLCluster, mode: Mode, encode: PromptEncoder) -> Play | No
     config, training = cluster.rollout_for(mode), cluster.training_config
     if config.max_turns == 1:
         return None
+    bounds = [max_positions(cluster.actor.module)]
+    if mode is Mode.TRAIN:
+        bounds.append(training.max_tokens_per_microbatch)
     return Conversation(
         load_script(config.env_path, turns=config.max_turns),
         encode,
         turns=config.max_turns,
         tokens=config.most_tokens,
-        positions=max_positions(cluster.actor.module),
+        positions=min((bound for bound in bounds if bound is not None), default=None),
         timeout_s=training.reward_timeout_s,
         on_error=training.on_reward_error,
     ).play

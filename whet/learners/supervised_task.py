@@ -106,6 +106,7 @@ class SupervisedTask(Task):
             shuffle=data.shuffle if data.shuffle is False else None,
             num_epochs=epochs,
             last_batch=config.last_batch,
+            shuffle_buffer=data.shuffle_buffer,
             encode=encode,
         )
         log.info("data: %s%s", stream.describe(), counted(encode))

@@ -39,8 +39,9 @@ def run(verb: str, words: Sequence[str]) -> Any:
     from whet.cli import print_text
     from whet.config.base import leaves
     from whet.errors import WhetError, lookup_error
+    from whet.rl2.given import read
     from whet.rl2.page import usage
-    from whet.rl2.translate import RULES, translated
+    from whet.rl2.translate import RULES, of_given
 
     if verb in ("-h", "--help", "help") or any(w in ("-h", "--help") for w in words):
         print_text(usage(None if verb not in RULES else verb))
@@ -48,7 +49,8 @@ def run(verb: str, words: Sequence[str]) -> Any:
     if verb not in RULES:
         raise lookup_error("trainer of RL2's", verb, RULES)
     printing = [w for w in words if w in ("--print_config", "--print-config")]
-    config = translated(verb, [w for w in words if w not in printing])
+    given = read(verb, [w for w in words if w not in printing])
+    config = of_given(given)
     if printing:
         from whet.config import dump
 
@@ -60,7 +62,7 @@ def run(verb: str, words: Sequence[str]) -> Any:
     from whet.rl2.carry_out import carried_out
 
     try:
-        return carried_out(verb, config)
+        return carried_out(given, config)
     except WhetError as error:
         if not {key for key, *_ in leaves(type(config), True)}.isdisjoint(DOTTED.findall(str(error))):
             error.args = (f"{error}\n(keys named here are whet's: give them as whet.<key>=value)",)

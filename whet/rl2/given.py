@@ -8,6 +8,7 @@ from typing import Any
 from whet.config.loader import merged, tree
 from whet.errors import ConfigError, lookup_error, nearest, shown
 from whet.rl2.keys import KEYS, Key
+from whet.rl2.references import resolved
 
 __all__ = ["Given", "copied", "key_of", "read"]
 
@@ -23,6 +24,8 @@ LATER = ("rollout.train.", "rollout.test.", "rollout.server_args.", "data.train.
 """Beginnings of keys that the later generations have and July 2025 has not."""
 LATER_ENDS = (
     ".scheduler.name",
+    ".scheduler.min_lr",
+    ".scheduler.warmup_ratio",
     ".optimizer.lr",
     ".enable_gradient_checkpointing",
     ".cp_size",
@@ -132,18 +135,20 @@ def read(verb: str, words: Sequence[str]) -> Given:
                 )
             continue
         if key.startswith(("~", "hydra.", "--config-")):
-            raise ConfigError(f"{word}: hydra's own options are not here; write key=value")
+            raise ConfigError(f"{word}: hydra's own options are not here; write key=value, or --config FILE")
         plain.append(word.lstrip("+"))
     nested = tree(plain)
+    nested.pop("defaults", None)  # of hydra: what a configuration of RL2's builds on
     actor = nested.get("actor")
     if isinstance(actor, dict) and "rollout" in actor:
         actor = dict(actor)
         nested = merged(nested, {"rollout": actor.pop("rollout")}) | {"actor": actor}
+    nested, problems = resolved(nested)
     own = nested.pop(OWN, None) or {}
     if not isinstance(own, Mapping):
         raise ConfigError(f"{OWN}={own!r}: write {OWN}.<key of whet's>=value")
     made = Given(verb, dict(_flat(nested, KEYS[verb])), own)
-    made.problems += [text for key in made.values if (text := _unknown(key, KEYS[verb]))]
+    made.problems += [*problems, *(text for key in made.values if (text := _unknown(key, KEYS[verb])))]
     return made
 
 
@@ -155,10 +160,10 @@ def key_of(key: str, known: Mapping[str, Key]) -> Key | None:
 
 
 def _flat(node: Mapping[str, Any], known: Mapping[str, Key], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    """Dotted keys with their values; a mapping is a value where a key of that name is known."""
+    """Dotted keys with their values; a mapping is a value where a key of that name is known, and none below it."""
     for name, value in node.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in known:
+        if isinstance(value, Mapping) and (key not in known or any(k.startswith(f"{key}.") for k in known)):
             yield from _flat(value, known, f"{key}.")
         else:
             yield key, value

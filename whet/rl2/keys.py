@@ -35,6 +35,7 @@ MEGATRON = "Megatron is not here: leave its keys out, whet trains with its own w
 """Why its keys are refused."""
 _LIGER = "whet has fused layers of its own, and never makes a whole row of logits"
 _BUDGET = "training's budget counts for all passes"
+_SWITCH = "one switch for models and optimizers of all roles: on, unless one says false and none says true"
 _ROLE_FOLDER = "all roles are saved together, in the run folder: trainer.save_dir"
 
 
@@ -92,7 +93,7 @@ def _model(role: str, section: str) -> dict[str, Key]:
         "cp_size": _ONE,
         "max_length_per_device": Key("none", note=f"the actor's {_BUDGET}"),
         "max_inference_length_per_device": Key("none", note=_BUDGET),
-        "offload_model": Key("made", "offload_to_cpu", "one switch for all roles: on where any is"),
+        "offload_model": Key("made", "offload_to_cpu", _SWITCH),
     }
 
 
@@ -122,13 +123,13 @@ def _trained(role: str, section: str) -> dict[str, Key]:
         "scheduler.name": Key("same", f"{optim}.schedule", "any of transformers' get_scheduler"),
         "scheduler.warmup_ratio": Key("same", f"{optim}.warmup_ratio"),
         "scheduler.*": Key("made", f"{optim}.schedule_kwargs", "e.g. min_lr"),
-        "offload_optimizer": Key("made", "offload_to_cpu", "one switch for all roles: on where any is"),
+        "offload_optimizer": Key("made", "offload_to_cpu", _SWITCH),
         "load_ckpt": Key("none", note="trainer.load_ckpt_from says from where"),
         "optimizer_dir": Key(
             "refused",
             note="a checkpoint holds weights, moments and the order of the data together: trainer.load_ckpt_from",
         ),
-        "save_dir": Key("made", "trainer.run_dir", "the folder above .../actor is the run folder"),
+        "save_dir": Key("made", "trainer.run_dir", f"the folder above .../{role} is the run folder"),
         "save_freq": Key(
             "made", "trainer.checkpointing_options.save_interval_steps", "with it all checkpoints are kept"
         ),
@@ -137,7 +138,7 @@ def _trained(role: str, section: str) -> dict[str, Key]:
         "ddp_config.*": Key("refused", note=MEGATRON),
         "optimizer.*": Key("refused", note=f"AdamW has lr, weight_decay, betas, eps; {MEGATRON}"),
         "lora.rank": Key("made", f"{section}.lora.r", f"0: none{without}"),
-        "lora.alpha": Key("made", f"{section}.lora.lora_alpha"),
+        "lora.alpha": Key("made", f"{section}.lora.lora_alpha", "16 by default, as there"),
         "lora.target_modules": Key("made", f"{section}.lora.target_modules"),
         "lora.dropout": Key("made", f"{section}.lora.lora_dropout", "0.0 in PPO" if role == "actor" else ""),
     }
@@ -145,7 +146,11 @@ def _trained(role: str, section: str) -> dict[str, Key]:
 
 _TRAINER = {
     "project": Key("same", "trainer.metrics_logging_options.project_name"),
-    "experiment_name": Key("same", "trainer.metrics_logging_options.run_name", "the run folder is ckpts/<its value>"),
+    "experiment_name": Key(
+        "same",
+        "trainer.metrics_logging_options.run_name",
+        "the run folder: ckpts/<its value>, then _2, _3 ...",
+    ),
     "load_ckpt_from": Key("same", "trainer.resume", '"latest" too; a run without a checkpoint begins at step 1'),
     "load_ckpt_from_dir": Key("same", "trainer.resume"),
     "save_dir": Key("made", "trainer.run_dir", "the model is in final/ at the end, checkpoints in checkpoints/"),
@@ -188,8 +193,8 @@ _ROWS = {
     "path": Key("made", "data.path, data.split", "hub name, folder or file; split@path"),
     "prompts_per_rollout": Key("same", "data.batch_size"),
     "responses_per_prompt": Key("same", "algo.num_generations"),
-    "prompt_key": Key("same", "data.prompt_column"),
-    "messages_key": Key("same", "data.prompt_column"),
+    "prompt_key": Key("made", "data.prompt_column", "the column that is read without the chat template; prompt"),
+    "messages_key": Key("made", "data.prompt_column", "the column that is read with the chat template; messages"),
     "apply_chat_template": Key(
         "made",
         "data.apply_chat_template, rollout.chat_template_kwargs",
@@ -261,17 +266,28 @@ _OTHERS_DATA = {
 
 _EXAMPLES = {
     "path": Key("made", "data.path, data.split", "hub name, folder or file; split@path"),
-    "max_length": Key("made", "data.max_length, data.on_long", "longer ones are cut; their number is logged"),
+    "max_length": Key(
+        "made",
+        "data.max_length, data.on_long",
+        "longer ones are cut, their number is logged; without it none is. In sft and dpo it bounds what the model "
+        "reads, all but the last token: whet's is 1 more",
+    ),
     "batch_size": Key("made", "data.batch_size"),
-    "prompt_key": Key("same", "data.prompt_column"),
+    "prompt_key": Key("made", "data.prompt_column", "read without the chat template alone"),
     "apply_chat_template": Key("made", "data.apply_chat_template", "false: texts as they are, ended by the end token"),
 }
 _EXAMPLES_TEST = {
     "path": Key("made", "data.eval_path, data.eval_split"),
     **{name: Key("made", "", "training's; another is refused") for name in ("max_length", "apply_chat_template")},
 }
-_SFT_KEYS = {name: Key("same", f"data.{name}_column") for name in ("response", "messages")}
-_PAIR_KEYS = {name: Key("same", f"data.{name}_column") for name in ("chosen", "rejected", "messages")}
+_SFT_KEYS = {
+    "response": Key("made", "data.response_column", "read without the chat template alone"),
+    "messages": Key("made", "data.messages_column", "read with the chat template alone"),
+}
+_PAIR_KEYS = {
+    **{name: Key("made", f"data.{name}_column") for name in ("chosen", "rejected")},
+    "messages": Key("made", "data.messages_column", "of July 2025: the prompt of two texts"),
+}
 
 
 def _examples(**columns: Key) -> dict[str, Key]:

@@ -41,11 +41,54 @@ a file for `whet grpo --config` or `whet ppo --config`. `whet.<key>=value` adds 
 error with the nearest. `actor.rollout.*` and `rollout.*` are the same. Three generations of RL2 are read: a command
 written with keys of 2026 (`rollout.train.*`, `trainer.total_steps`, `actor.optimizer.lr`) has the defaults of 2026, one
 with those of the release of September 2025, PyPI's (`train_data.*`, `test_data.*`; `trainer.use_wandb` in sft, rm and
-dpo), its own (`actor.tis_coef=2`), any other those of July 2025 (a constant learning rate, 12 updates of the critic, an
-entropy bonus of 1e-4).
+dpo), its own (`actor.tis_coef=2`), any other those of July 2025 (a constant learning rate, 12 updates of the critic, no
+least rate).
+
+A value may refer to another of the command, or of its `--config FILE`, as OmegaConf has it:
+`trainer.save_dir='ckpts/${trainer.project}/${trainer.experiment_name}'`, `${oc.env:HOME}` and `${oc.env:NAME,default}`.
+A key that is not given has no value to refer to, and is an error; other resolvers are refused.
+
+With the chat template (`apply_chat_template`, on by default) the column `messages` is read, without it `prompt`, also
+where a row has both, as in RL2: a line at the start says which. In September 2025 a row's `prompt` came first, as plain
+text, and does here too.
+
+## Environments
 
 An environment is the file of July 2025: `reward_fn(messages, answer)`, `interact(messages)` and `TOOL`, taken as it
-is ([Environments](environments.md)). The later forms (`step` and `reset`, `generate`) are refused.
+is ([Environments](environments.md)). The later forms (`step` and `reset`; `generate`, often by `base_generate` and
+`env_step`) are refused, with what to write in their place. A file of the newest form,
+
+```
+from functools import partial
+from RL2.datasets import base_generate
+
+async def env_step(sample):
+    query = asked(sample.action_text)
+    if query is not None:
+        found = f"\\n<information>{search(query)}</information>\\n"
+        return {"next_state": sample.state_text + sample.action_text + found, "reward": 0.0, "done": False}
+    right = said(sample.action_text) == sample.sample["answer"]
+    return {"next_state": None, "reward": float(right), "done": True}
+
+generate = partial(base_generate, env_step_fn=env_step)
+```
+
+is this one today:
+
+```
+def interact(messages):
+    query = asked(messages[-1]["content"])
+    if query is None:
+        return []
+    return [{"role": "user", "content": f"\\n<information>{search(query)}</information>\\n"}]
+
+def reward_fn(messages, answer):
+    return float(said(messages[-1]["content"]) == answer)
+```
+
+`rollout.max_turns` says how many turns there are at most. What interact returns goes through the chat template, and
+with `apply_chat_template=false` follows as it is. The reward is one number for the whole conversation, and `answer` the
+row's column of that name: what else a reward needs of a row goes into it, as a mapping.
 
 ## What a step computes
 
@@ -55,6 +98,20 @@ tis_coef) of the current policy on surrogate and KL, a critic's loss without ½,
 a rollout and returns that are not, the turns of a trajectory joined and what an environment said left out, the
 batch's mean where a prompt has one response. whet differs on purpose where RL2 has a defect, or a test could not be
 repeated:
+"""
+
+_METRICS = """
+What RL2 logs has these names in `metrics.jsonl` ([the run folder](run-folder.md) has them all):
+
+| RL2 | whet |
+|---|---|
+| `actor/llm_old_approx_kl` | `sampling/kl_approx`: the mean over trained tokens of log π_sampler − log π, equal \
+with one update per rollout. With more, π is there the policy before them, here that of each update. There \
+`kl.reward_estimator` changes it (k1 by default); k3 is `sampling/kl_to_inference`, of π and the sampler exchanged. \
+Tokens that a user masks count there, not here |
+| `actor/old_ref_approx_kl` | with `kl.type` reward or advantage `kl_sampled/token_mean`, equal with \
+`avg_level=token`; `kl_sampled` is the mean over sequences. With `kl.type=loss` it is `kl`, of `kl.loss_estimator` \
+and the policy of each update, there of `kl.reward_estimator` and the policy before them |
 """
 
 _DIFFERS = (
@@ -100,7 +157,20 @@ _DIFFERS = (
     ),
     (
         "no limit of prompts; `max_length_per_device` is checked in training",
-        "the first turn has `max_new_tokens` of the budget, the prompt the rest; with turns the prompt has a quarter",
+        "the first turn has `max_new_tokens` of the budget, the prompt the rest; an episode ends where it fills the "
+        "budget",
+    ),
+    (
+        "with the chat template rm and dpo do not look at a prompt beside whole conversations",
+        "one that they do not begin with is an error",
+    ),
+    (
+        "a second run of an `experiment_name` writes over the first",
+        "it has a folder of its own, `ckpts/<name>_2`; `load_ckpt_from=latest` goes on with the last of them",
+    ),
+    (
+        "a row without the column that is read (messages with the chat template, prompt without) is a KeyError",
+        "where no key names the column, another of the usual names is taken, and a line says so",
     ),
     (
         "checkpoints when `save_freq` says so",
@@ -112,7 +182,7 @@ _DIFFERS = (
 
 def page() -> str:
     """The whole page: what holds of all, and a table for each trainer."""
-    parts = [_INTRO, "| RL2 | whet |", "|---|---|", *(f"| {there} | {here} |" for there, here in _DIFFERS), ""]
+    parts = [_INTRO, "| RL2 | whet |", "|---|---|", *(f"| {there} | {here} |" for there, here in _DIFFERS), _METRICS]
     for verb, keys in KEYS.items():
         parts += [f"## {verb}\n", "| RL2 | whet | |", "|---|---|---|"]
         parts += [f"| `{name}` | {_place(key)} | {_cell(key.note)} |" for name, key in keys.items()]

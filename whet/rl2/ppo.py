@@ -45,14 +45,17 @@ def rows(given: Given) -> Part:
             given.problems.append("rollout.test_ratio has no effect next to a test path; leave one of them out")
     elif given.is_later:
         flat["data.eval_fraction"] = given.get("rollout.test_ratio", default=0.03)
-    for key in ("prompt_key", "messages_key"):
-        if given.get(f"rollout.test.{key}") is not None:
-            given.same(given.get(f"rollout.train.{key}"), f"rollout.test.{key}")
-    templated = given.get("rollout.apply_chat_template", "rollout.train.apply_chat_template", default=True)
+    asked = given.get("rollout.apply_chat_template", "rollout.train.apply_chat_template")
+    templated = not given.is_september if asked is None else asked  # its prompts are texts, taken as they are
     given.same(templated, "rollout.test.apply_chat_template")
     flat["data.apply_chat_template"] = templated
-    if not templated:
+    if asked is False:
         flat["rollout.chat_template_kwargs"] = {"chat_template": CONTENTS_ALONE}
+    columns = {name: given.get(f"rollout.train.{name}_key", default=name) for name in ("prompt", "messages")}
+    for name, column in columns.items():
+        given.same(column, f"rollout.test.{name}_key")
+    if not given.is_september:
+        flat["data.prompt_column"] = columns["messages" if templated or given.is_july else "prompt"]
     tests = ("test_data.responses_per_prompt", "rollout.test.responses_per_prompt")
     if (test_number := given.get(*tests)) is not None:
         flat["rollout.num_generations_eval"] = test_number
@@ -95,9 +98,8 @@ def _lengths(given: Given, each: Any, turns: Any) -> Part:
             f"actor.max_length_per_device={budget} holds no prompt besides max_new_tokens={each}; raise it"
         )
     flat: Part = {"trainer.max_tokens_per_microbatch": budget, "rollout.max_prompt_length": budget - each}
-    if turns > 1:  # a quarter for the prompt, the rest for the turns and what stands between them
-        after = max(each, budget - max(1, budget // 4))
-        flat |= {"rollout.max_prompt_length": budget - after, "rollout.max_episode_tokens": after}
+    if turns > 1:  # what stands between the turns counts too; an episode ends where it fills the budget
+        flat["rollout.max_episode_tokens"] = budget
     return flat
 
 
@@ -106,7 +108,7 @@ def objective(given: Given) -> Part:
     estimator = given.one_of("adv.estimator", given.get("adv.estimator", default="reinforce"), ("reinforce", "gae"))
     gae = estimator == "gae"
     flat: Part = {"algo.preset": "rl2_ppo" if gae else "rl2_reinforce"}
-    flat["algo.entropy_coef"] = given.get("actor.entropy.coef", default=1e-4 if given.is_july else 0.0)
+    flat["algo.entropy_coef"] = given.get("actor.entropy.coef", default=0.0)
     own = {"gamma": "gamma", "lamda": "gae_lambda"} if gae else {"norm_var": "norm_var", "global_norm": "global_norm"}
     for name, field in own.items():
         if (value := given.get(f"adv.{name}")) is not None:

@@ -32,7 +32,7 @@ def models(given: Given) -> Part:
             flat[f"{sections[role]}.gradient_checkpointing"] = given.get(*names, default=True)
             flat |= {**optimizer(given, role, sections[role]), **adapter(given, role, sections[role])}
     switches = [given.get(f"{role}.offload_{what}") for role in roles for what in ("model", "optimizer")]
-    flat["offload_to_cpu"] = True in switches or None in switches
+    flat["offload_to_cpu"] = True in switches or False not in switches
     return flat
 
 
@@ -55,7 +55,12 @@ def adapter(given: Given, role: str, section: str) -> Part:
     if not own["rank"]:
         return {}
     names = {"rank": "r", "alpha": "lora_alpha", "target_modules": "target_modules", "dropout": "lora_dropout"}
+    own["alpha"] = LORA_ALPHA if own["alpha"] is None else own["alpha"]
     return {f"{section}.lora.{names[name]}": value for name, value in own.items() if value is not None}
+
+
+LORA_ALPHA = 16
+"""An adapter's alpha where none is given."""
 
 
 DEFAULTS = {
@@ -110,13 +115,14 @@ def split_of(path: Any) -> tuple[str, Any]:
 def trainer(given: Given) -> Part:
     """Folder, checkpoints, loggers, length of the run."""
     flat: Part = {}
-    folder = given.get("trainer.save_dir", "actor.save_dir")
+    role = "critic" if given.verb == "rm" else "actor"
+    folder = given.get("trainer.save_dir", f"{role}.save_dir")
     name = given.get("trainer.experiment_name")
     if folder is not None:
-        flat["trainer.run_dir"] = str(folder).rstrip("/").removesuffix("/actor")
+        flat["trainer.run_dir"] = str(folder).rstrip("/").removesuffix(f"/{role}")
     elif name is not None:
         flat["trainer.run_dir"] = f"ckpts/{name}"
-    every = given.get("trainer.save_freq", "actor.save_freq")
+    every = given.get("trainer.save_freq", f"{role}.save_freq")
     if every is not None:
         flat["trainer.checkpointing_options"] = {"save_interval_steps": every, "max_to_keep": None}
     use, disable = given.get("trainer.use_wandb"), given.get("trainer.disable_wandb")

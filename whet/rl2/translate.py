@@ -16,7 +16,7 @@ from whet.rl2 import ppo, supervised
 from whet.rl2.given import Given, copied, read
 from whet.rl2.shared import Part
 
-__all__ = ["RULES", "translated", "tree_of"]
+__all__ = ["RULES", "of_given", "translated", "tree_of"]
 
 
 def translated(verb: str, words: Sequence[str]) -> Any:
@@ -30,7 +30,11 @@ def translated(verb: str, words: Sequence[str]) -> Any:
     >>> made.algo.advantage_estimator, made.rollout.eval["temperature"], made.reward_names
     ('reinforce', 0.0, ('env.py:reward_fn',))
     """
-    given = read(verb, words)
+    return of_given(read(verb, words))
+
+
+def of_given(given: Given) -> Any:
+    """The checked configuration of a command that is read. Raises ConfigError: as `translated` does."""
     kind, found = tree_of(given)
     return check(kind, merged(found, given.own))
 

@@ -135,13 +135,16 @@ class Sampler:
         kv_cache_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         rollout_config: RolloutConfig | None = None,
+        trust_remote_code: bool = False,
     ) -> None:
         if tokenizer is None and not isinstance(transformer, str | Path):
             raise ConfigError("a module brings no tokenizer; give tokenizer=: a tokenizer, a folder or a hub name")
         folder = str(transformer) if isinstance(transformer, str | Path) else None
-        self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer)
+        self.tokenizer = load_tokenizer(folder if tokenizer is None else tokenizer, trust_remote_code=trust_remote_code)
         self.loaded = (
-            transformer if isinstance(transformer, LoadedModel) else _loaded(folder, transformer, dtype, device)
+            transformer
+            if isinstance(transformer, LoadedModel)
+            else _loaded(folder, transformer, dtype, device, trust_remote_code)
         )
         module = self.loaded.module
         self.eos_ids = stop_token_ids(self.tokenizer, module.config, module.generation_config)
@@ -456,7 +459,9 @@ class Sampler:
         self.close()
 
 
-def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.device | None) -> LoadedModel:
+def _loaded(
+    folder: str | None, module: Any, dtype: str, device: str | torch.device | None, trust_remote_code: bool
+) -> LoadedModel:
     """A model that is read, without gradients, or a module as it is."""
     if folder is None:
         return load_model(module, device=next(module.parameters()).device)
@@ -464,7 +469,7 @@ def _loaded(folder: str | None, module: Any, dtype: str, device: str | torch.dev
     if dtype == "auto":
         hardware = there.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = "bfloat16" if hardware else "float32"
-    return load_model(folder, dtype=dtype, device=there, role="reference")
+    return load_model(folder, dtype=dtype, device=there, role="reference", trust_remote_code=trust_remote_code)
 
 
 def _padded(rows: Sequence[np.ndarray], value: float) -> np.ndarray:

@@ -37,6 +37,7 @@ from whet.run.interrupts import Interrupts, Stopped
 from whet.run.observer import Control, Observer, Observers
 from whet.run.opening import note_environment, say_end, say_length, steps_of
 from whet.run.provenance import check_reads, check_settings, plain
+from whet.run.hub import pushers
 from whet.run.push import Giving
 from whet.run.random_state import random_state, set_random_state
 from whet.run.task import Roles, Stream, Task
@@ -98,7 +99,7 @@ class Run(Giving):
         self.profiler = StepProfiler(config.profiling, folder=config.run_dir, trace=roles.trace)
         self.tokens = 0
         self.reads: dict[str, Any] | None = None
-        self.observers = Observers([*watchers(config), *observers])
+        self.observers = Observers([*watchers(config), *pushers(config), *observers])
         self._stop = Interrupts()
         self._begun = False
         self._begun_at = self._saved_step = 0

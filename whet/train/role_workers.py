@@ -131,6 +131,7 @@ class RoleWorkers:
             quantization=given.quantization,
             merge=False if trained else None,
             seed=self._loop.seed,
+            trust_remote_code=given.trust_remote_code,
         )
 
     def load_reference(self, given: Given, actor: Given, policy: LoadedModel) -> tuple[Given, LoadedModel]:
@@ -226,6 +227,7 @@ class RoleWorkers:
         """A role's own tokenizer; None = the policy's."""
         if model is None or given is not None:
             return None if given is None else load_tokenizer(given)
+        trusted = trusts_remote_code(model)
         model = model.model if isinstance(model, RoleConfig) else model
         if not isinstance(model, str):
             return None
@@ -233,7 +235,7 @@ class RoleWorkers:
         if place.is_dir() and not any((place / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
             log.info("%s has no tokenizer; as %s it reads the policy's token ids", model, role.value)
             return None
-        return load_tokenizer(model)
+        return load_tokenizer(model, trust_remote_code=trusted)
 
     def _placement(self, device: torch.device) -> Placement:
         """Where a role's tensors lie, after offload_to_cpu."""
@@ -341,6 +343,11 @@ class RoleWorkers:
         """Frees the optimizers."""
         for worker in self._workers.values():
             worker.close()
+
+
+def trusts_remote_code(model: Any) -> bool:
+    """Whether the code beside a model's weights may run. Args: model: a RoleConfig, or anything that says nothing."""
+    return isinstance(model, RoleConfig) and model.trust_remote_code
 
 
 def check_model(name: str) -> None:

@@ -217,7 +217,7 @@ def test_interact_may_change_the_messages_that_it_is_given():
     ("text", "words"),
     [
         ("x = 1", "has neither interact(messages) nor reward_fn(messages, answer); write one"),
-        ("async def step(state, action, extra_info): ...", "is of another generation of RL2"),
+        ("async def step(state, action, extra_info): ...", "is written for a later form of RL2"),
         ("def reward_fn(messages, answer): ...", "has no interact(messages), which rollout.max_turns above 1 calls"),
         ("async def interact(messages): ...", "is async"),
         ("def interact(messages, state): ...", "is called as interact(messages): missing a required argument"),

@@ -65,6 +65,14 @@ def test_kl_outside_the_loss_is_no_term_of_it_and_is_logged(kl_type):
     assert row["kl_sampled"] != 0.0
 
 
+def test_the_sampled_kl_is_also_a_mean_over_tokens():
+    made = learner(kl_type="reward", kl_loss_mode="kl")
+    batch = assigned(made)
+    each = (batch.old_logprobs - batch.ref_logprobs)[batch.mask].double()
+    metrics = made.control.after_step(batch)
+    assert metrics["kl_sampled/token_mean"].value == pytest.approx(float(each.mean()), rel=1e-6)
+
+
 def test_kl_outside_the_loss_is_of_the_policy_that_sampled():
     # one update follows each rollout: the loss needs no old logprobs, the KL does
     batch = assigned(learner(kl_type="reward"))

@@ -160,6 +160,18 @@ def test_tensorboard_files_read_back(tmp_path):
     assert [(e.step, e.value) for e in events.Scalars("train/reward")] == [(1, 0.25), (2, 0.5)]
 
 
+def test_tensorboard_shows_completions_as_texts(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    loggers = Loggers(["tensorboard"], folder=tmp_path)
+    loggers.log_completions(2, {"prompt": ["a|b"], "completion": ["c\nd"], "reward": [0.5]}, {}, "eval")
+    loggers.close()
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    (event,) = events.Tensors("eval/completions/text_summary")
+    lines = event.tensor_proto.string_val[0].decode().splitlines()
+    assert event.step == 2 and lines[0] == "| step | prompt | completion | reward |"
+    assert lines[2] == r"| 2 | a\|b | c<br>d | 0.5 |"
+
+
 @pytest.fixture
 def wandb(monkeypatch):
     """A module in the place of wandb, which notes what it is asked for."""
@@ -215,7 +227,8 @@ def test_wandb_keeps_its_run_in_a_run_folder_and_the_users_id_goes_before(tmp_pa
     assert first.isalnum() and asked(tmp_path / "a") == first != asked(tmp_path / "b")
     assert asked(tmp_path / "a", log_dir=str(tmp_path / "logs")) == first  # it is the run's, wherever the files go
     assert asked(tmp_path / "a", backend_kwargs={"wandb": {"id": "mine"}}) == "mine"
-    assert asked(None, log_dir=str(tmp_path / "logs")) is None  # of no folder: another run each time
+    logs = str(tmp_path / "logs")
+    assert asked(None, log_dir=logs) != asked(None, log_dir=logs)  # of no folder: another run each time
 
 
 def test_a_logger_that_takes_tables_is_given_completions_of_evaluations_and_every_nth_step(tmp_path, wandb):
@@ -279,7 +292,7 @@ def test_a_login_that_is_wanting_is_an_error_before_anything_starts_unless_nothi
 def test_trackio_gets_the_same(tmp_path, monkeypatch):
     calls = []
     fake = types.SimpleNamespace(
-        init=lambda **kwargs: calls.append(kwargs),
+        init=lambda **kwargs: calls.append(kwargs) or types.SimpleNamespace(name="run-a-2"),
         log=lambda values, step: calls.append((values, step)),
         finish=lambda: calls.append("finish"),
     )
@@ -288,3 +301,5 @@ def test_trackio_gets_the_same(tmp_path, monkeypatch):
     loggers.log(4, {"kl": 0.5})
     loggers.close()
     assert calls == [{"project": "whet", "name": "run-a", "config": {}}, ({"train/kl": 0.5}, 4), "finish"]
+    Loggers(["trackio"], folder=tmp_path / "run-a")
+    assert calls[-1] == {"project": "whet", "name": "run-a-2", "config": {}, "resume": "allow"}

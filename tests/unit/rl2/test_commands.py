@@ -45,6 +45,7 @@ def words(place, *more):
         "data.responses_per_prompt=3",
         f"actor.model_name={place}/model",
         "actor.lr=1e-2",
+        "actor.dtype=float32",
         "actor.max_length_per_device=160",
         f"actor.rollout.env_path={place}/env.py",
         "actor.rollout.max_turns=2",
@@ -97,10 +98,102 @@ def test_sft_trains_and_evaluates(place, tmp_path, capsys):
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert len(losses) == 9 and losses[-1] < losses[0]
     capsys.readouterr()
-    assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet]) == 2
+    named = f"whet.trainer.run_dir={tmp_path}/run"
+    assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet, named]) == 2
     told = " ".join(capsys.readouterr().err.split())
     assert "set trainer.resume=latest to resume it" in told and "are whet's: give them as whet.<key>=value" in told
     assert main(["sft", *data, f"actor.model_name={place}/model", *more, *quiet, "whet.trainer.resume=latest"]) == 0
+
+
+def test_a_second_run_of_a_name_has_a_folder_of_its_own(place, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    more = ["trainer.experiment_name=try", "trainer.disable_wandb=true", "whet.trainer.pbar_description=null"]
+    data = [f"data.path={place}/sft.jsonl", "data.max_length=64", "data.batch_size=6"]
+    command = ["sft", *data, f"actor.model_name={place}/model", *more]
+    assert main(command) == 0
+    first = (tmp_path / "ckpts" / "try" / "metrics.jsonl").read_bytes()
+    capsys.readouterr()
+    assert main(command) == 0
+    assert (tmp_path / "ckpts" / "try" / "metrics.jsonl").read_bytes() == first
+    rows = lambda: (tmp_path / "ckpts" / "try_2" / "metrics.jsonl").read_text().splitlines()
+    assert (
+        len(rows()) == 2 and "ckpts/try holds a run, which stays: this one is in ckpts/try_2" in capsys.readouterr().err
+    )
+    assert main([*command, "trainer.load_ckpt_from=latest", "trainer.n_epochs=2"]) == 0  # the last of them goes on
+    assert len(rows()) == 4 and not (tmp_path / "ckpts" / "try_3").exists()
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_messages_are_read_with_the_chat_template_and_a_prompt_without(place, template, tmp_path, capsys):
+    import pandas
+
+    rows = [{"messages": [{"role": "user", "content": f"{i}?"}], "prompt": f"say {i}", "answer": "1"} for i in range(4)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    command = [
+        *("ppo", f"rollout.train.path={tmp_path}/rows.jsonl", "rollout.train.prompts_per_rollout=4"),
+        *(f"rollout.train.apply_chat_template={template}".lower(), "rollout.train.sampling_params.max_new_tokens=4"),
+        *(f"rollout.env_path={tmp_path}/env.py", f"actor.model_name={place}/model", "trainer.total_steps=1"),
+        *(f"trainer.save_dir={tmp_path}/run", "trainer.use_wandb=false", "rollout.test_ratio=0.0"),
+        "whet.trainer.pbar_description=null",
+    ]
+    (tmp_path / "env.py").write_text(
+        "def reward_fn(messages, answer):\n    return float(len(messages[-1]['content']))\n"
+    )
+    assert main(command) == 0
+    table = pandas.read_parquet(tmp_path / "run" / "completions" / "train-000001.parquet")
+    assert all(("say" in text, "<|im_start|>" in text) == (not template, template) for text in table.prompt_text)
+    said = capsys.readouterr().err
+    assert f"{'messages' if template else 'prompt'} is read, as RL2 reads it" in said
+
+
+@pytest.mark.parametrize("verb", ["sft", "dpo"])
+def test_rows_without_the_column_that_rl2_reads_are_read_by_another(place, verb, tmp_path):
+    answers = {"sft": {"response": "1"}, "dpo": {"chosen": "1", "rejected": "2"}}[verb]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": f"{i}?", **answers}) for i in range(4)))
+    words = [f"data.path={tmp_path}/rows.jsonl", "data.batch_size=4", f"actor.model_name={place}/model"]
+    more = [f"trainer.save_dir={tmp_path}/run", "trainer.disable_wandb=true", "whet.trainer.pbar_description=null"]
+    assert main([verb, *words, *more]) == 0
+
+
+def test_a_long_prompt_of_several_turns_is_taken_and_its_episode_ends_at_the_budget(place, tmp_path):
+    import pandas
+
+    row = {"messages": [{"role": "user", "content": "x" * 40}], "answer": "1"}
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 4))
+    source = "def interact(messages):\n    return [{'role': 'tool', 'content': 'more'}]\n\n\n"
+    (tmp_path / "env.py").write_text(source + "def reward_fn(messages, answer):\n    return float(len(messages))\n")
+    changed = {"data.path": f"{tmp_path}/rows.jsonl", "actor.max_length_per_device": 100, "actor.rollout.max_turns": 9}
+    changed |= {"actor.rollout.env_path": f"{tmp_path}/env.py", "data.responses_per_prompt": 1}
+    command = [w for w in words(place) if w.partition("=")[0] not in changed]
+    more = [f"{k}={v}" for k, v in changed.items()]
+    assert main([*command, *more, f"trainer.save_dir={tmp_path}/run", "trainer.n_epochs=1"]) == 0
+    table = pandas.read_parquet(tmp_path / "run" / "completions" / "train-000001.parquet")
+    lengths = [len(r.prompt_tokens) + len(r.tokens) for r in table.itertuples()]
+    assert max(lengths) <= 100 and min(len(r.prompt_tokens) for r in table.itertuples()) > 25
+
+
+NEWEST = """
+from functools import partial
+from RL2.datasets import Sample, base_generate
+
+async def env_step(sample):
+    return {"next_state": None, "done": True, "reward": 1.0}
+
+generate = partial(base_generate, env_step_fn=env_step)
+"""
+SEPTEMBER = "async def step(state, action, extra_info):\n    return {'next_state': None, 'reward': 1.0, 'done': True}\n"
+
+
+@pytest.mark.parametrize("source", [NEWEST, SEPTEMBER])
+def test_an_environment_of_a_later_form_is_refused_with_what_to_write(place, source, tmp_path, capsys):
+    (tmp_path / "env.py").write_text(source)
+    command = [w for w in words(place) if "env_path" not in w]
+    assert main([*command, f"rollout.env_path={tmp_path}/env.py", f"trainer.save_dir={tmp_path}/run"]) == 2
+    told = " ".join(capsys.readouterr().err.split())
+    assert "is written for a later form of RL2's environments" in told
+    assert "a file with reward_fn(messages, answer) and, for several turns, interact(messages)" in told
+    assert "docs/from-rl2.md shows a file in both forms" in told and "fix that first" not in told
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("verb", ["rm", "dpo"])

@@ -97,7 +97,8 @@ PUBLISHED = {
             "algo.clip_range_value": 0.5,
             "algo.critic_warmup_steps": 4,
             "algo.critic_updates": 12,
-            "algo.entropy_coef": 1e-4,
+            "algo.entropy_coef": 0.0,
+            "data.prompt_column": "messages",
             "algo.dynamic_sampling": True,
             "rollout.max_tokens_to_generate": 8192,
             "rollout.max_prompt_length": 8192,
@@ -138,8 +139,8 @@ PUBLISHED = {
             "data.eval_path": "Chenmien/SearchR1",
             "rollout.max_turns": 4,
             "rollout.env_path": "envs/searchr1.py",
-            "rollout.max_prompt_length": 2048,
-            "rollout.max_episode_tokens": 6144,
+            "rollout.max_prompt_length": 7680,
+            "rollout.max_episode_tokens": 8192,
             "trainer.loggers": (),
         },
     ),
@@ -147,6 +148,7 @@ PUBLISHED = {
         COUNTDOWN,
         {
             "data.apply_chat_template": False,
+            "data.prompt_column": "prompt",
             "rollout.chat_template_kwargs": {"chat_template": CONTENTS_ALONE},
             "rollout.stop": ("</answer>",),
             "rollout.for_mode": None,
@@ -174,6 +176,9 @@ PUBLISHED = {
             "data.path": "Chenmien/OpenReasonerZero",
             "data.eval_path": "Chenmien/OlympiadBench",
             "data.batch_size": 128,
+            "data.apply_chat_template": False,
+            "data.prompt_column": None,
+            "rollout.chat_template_kwargs": {},
             "algo.num_generations": 64,
             "algo.critic_updates": 1,
             "algo.entropy_coef": 0.0,
@@ -308,6 +313,138 @@ def test_each_trainer_has_the_defaults_of_its_own(verb, words, want):
     length = [] if verb == "ppo" else [f"{words[1].rpartition('path')[0]}max_length=8"]
     made = translated(verb, [*words, *length])
     assert {key: at(made, key) for key in want} == want
+
+
+LATER = {
+    "ppo": [
+        *("actor.model_name=m", "rollout.train.path=d.jsonl", "rollout.train.prompts_per_rollout=8"),
+        *("rollout.env_path=env.py", "rollout.train.sampling_params.max_new_tokens=16", "trainer.total_steps=2"),
+    ],
+    "sft": ["actor.model_name=m", "data.train.path=d.jsonl"],
+    "rm": ["critic.model_name=m", "data.train.path=d.jsonl"],
+    "dpo": ["actor.model_name=m", "data.train.path=d.jsonl"],
+}
+TRAINED = {"ppo": "actor", "sft": "actor", "rm": "reward_model", "dpo": "actor"}
+
+
+@pytest.mark.parametrize("verb", KEYS)
+def test_a_scheduler_is_given_by_name_least_rate_and_warmup(verb):
+    role = "critic" if verb == "rm" else "actor"
+    words = [f"{role}.scheduler.name=cosine_with_min_lr", f"{role}.scheduler.min_lr=1e-8"]
+    made = translated(verb, [*LATER[verb], *words, f"{role}.scheduler.warmup_ratio=0.25"])
+    optim = at(made, f"{TRAINED[verb]}.optim")
+    assert (optim.schedule, optim.warmup_ratio, optim.schedule_kwargs) == ("cosine_with_min_lr", 0.25, {"min_lr": 1e-8})
+    constant = at(translated(verb, [*LATER[verb], f"{role}.scheduler.name=constant"]), f"{TRAINED[verb]}.optim")
+    assert (constant.schedule, constant.schedule_kwargs) == ("constant", {})
+
+
+def test_the_critic_of_ppo_has_a_scheduler_of_its_own():
+    words = ["adv.estimator=gae", "critic.scheduler.name=linear", "critic.scheduler.warmup_ratio=0.5"]
+    made = translated("ppo", [*LATER["ppo"], *words])
+    assert (made.critic.optim.schedule, made.critic.optim.warmup_ratio) == ("linear", 0.5)
+    assert (made.actor.optim.schedule, made.actor.optim.warmup_ratio) == ("cosine_with_min_lr", 0.03)
+
+
+@pytest.mark.parametrize("word", ["data.max_length=8", "data.train.max_length=8"])
+def test_max_length_counts_what_the_model_reads(word):
+    data = "data.path=d" if word.startswith("data.max") else "data.train.path=d"
+    longest = {}
+    for verb in ("sft", "rm", "dpo"):
+        role = "critic" if verb == "rm" else "actor"
+        longest[verb] = translated(verb, [f"{role}.model_name=m", data, word]).data.max_length
+        assert translated(verb, [f"{role}.model_name=m", data]).data.max_length is None
+    assert longest == {"sft": 9, "rm": 8, "dpo": 9}
+
+
+def test_a_budget_of_max_length_holds_the_longest_sequence():
+    made = translated("sft", [*LATER["sft"], "data.train.max_length=8", "actor.max_length_per_device=8"])
+    assert made.trainer.max_tokens_per_microbatch == made.data.max_length == 9
+
+
+KEYED = ["rollout.train.prompt_key=question", "rollout.train.messages_key=chat"]
+
+
+def test_the_chat_template_decides_which_column_is_read():
+    plain = "rollout.train.apply_chat_template=false"
+    column = lambda *words: translated("ppo", [*LATER["ppo"], *words]).data.prompt_column
+    assert [column(), column(plain), column(*KEYED), column(*KEYED, plain)] == [
+        "messages",
+        "prompt",
+        "chat",
+        "question",
+    ]
+    assert column(*KEYED, "rollout.test.prompt_key=question") == "chat"
+    assert column("rollout.test.messages_key=messages") == "messages"
+    with pytest.raises(ConfigError, match=r"rollout.test.messages_key='other' is refused"):
+        column("rollout.test.messages_key=other")
+    plain, keys = "data.train.apply_chat_template=false", ("data.train.prompt_key=q", "data.train.messages_key=chat")
+    data = translated("sft", [*LATER["sft"], *keys]).data
+    assert (data.messages_column, data.prompt_column, data.response_column) == ("chat", None, None)
+    data = translated("sft", [*LATER["sft"], *keys, plain]).data
+    assert (data.messages_column, data.prompt_column, data.response_column) == (None, "q", "response")
+    data = translated("dpo", [*LATER["dpo"], "data.train.chosen_key=good", plain]).data
+    assert (data.prompt_column, data.chosen_column, data.rejected_column) == ("prompt", "good", "rejected")
+
+
+def test_a_prompt_of_several_turns_may_fill_the_budget_but_for_one_turn():
+    made = translated("ppo", [*LEAST["ppo"], "actor.max_length_per_device=100", "rollout.max_turns=3"])
+    assert (made.rollout.max_prompt_length, made.trainer.max_tokens_per_microbatch) == (84, 100)
+
+
+def test_an_adapter_has_the_alpha_of_rl2_by_default():
+    assert translated("ppo", [*LEAST["ppo"], "actor.lora.rank=8"]).actor.lora.lora_alpha == 16
+
+
+@pytest.mark.parametrize(
+    ("words", "on"),
+    [
+        ((), True),
+        (("actor.offload_model=false",), False),
+        (("actor.offload_optimizer=false",), False),
+        (("actor.offload_model=false", "actor.offload_optimizer=true"), True),
+        (("actor.offload_model=true",), True),
+    ],
+)
+def test_offloading_is_off_where_a_key_says_so_and_none_asks_for_it(words, on):
+    assert translated("ppo", [*LEAST["ppo"], *words]).offload_to_cpu is on
+
+
+def test_a_reward_model_is_saved_where_and_when_the_critics_keys_say():
+    made = translated("rm", ["critic.model_name=m", "data.path=d", "critic.save_dir=out/critic", "critic.save_freq=4"])
+    assert made.trainer.run_dir == "out"
+    assert made.trainer.checkpointing_options.save_interval_steps == 4
+
+
+# ---- references ------------------------------------------------------------------------------------------------------
+
+
+def test_references_stand_for_the_values_of_other_keys(tmp_path, monkeypatch):
+    monkeypatch.setenv("RL2_OUT", "place")
+    (tmp_path / "rl2.yaml").write_text(
+        "defaults: [_self_, {actor: fsdp}]\n"
+        "critic: {model_name: '${actor.model_name}', optimizer: {lr: '${actor.optimizer.lr}'}, clip: 0.4,\n"
+        "  max_grad_norm: '${.clip}'}\n"
+        "ref_actor: {dtype: '${actor.dtype}'}\n"
+        "trainer: {save_dir: '${oc.env:RL2_OUT}/${trainer.experiment_name}', experiment_name: 'x${actor.clip}'}\n"
+    )
+    words = ["adv.estimator=gae", "actor.optimizer.lr=3e-6", "actor.clip=0.1", "critic.dtype=${actor.dtype}"]
+    made = translated("ppo", [*LATER["ppo"], f"--config={tmp_path}/rl2.yaml", *words])
+    assert (made.critic.optim.lr, made.critic.optim.max_grad_norm, made.critic.model) == (3e-6, 0.4, "m")
+    assert made.trainer.run_dir == "place/x0.1" and made.trainer.metrics_logging_options.run_name == "x0.1"
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("actor.clip=${critic.clip}", r"actor.clip=\$\{critic.clip\}: critic.clip is not given; give it too"),
+        ("actor.clip=${actor.clip}", "actor.clip refers to itself"),
+        ("trainer.save_dir=out-${now:%Y}", "the resolver now is not here, oc.env alone is"),
+        ("trainer.save_dir=${oc.env:RL2_NOWHERE}", "the environment has no variable RL2_NOWHERE"),
+    ],
+)
+def test_a_reference_without_a_value_is_refused(word, told):
+    with pytest.raises(ConfigError, match=told):
+        translated("ppo", [*LEAST["ppo"], word])
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
