@@ -40,7 +40,7 @@ MODEL_FIELDS: Table = {
     "model_init_kwargs": other(None, "parameters are float16 where dtype says so, else in what bf16=... says, with "
                                      "fp32 masters in any case; torch_dtype, device_map and attn_implementation ask "
                                      "for nothing; others are refused", dict),
-    "trust_remote_code": refused(False, "code of a model's repository is never run"),
+    "trust_remote_code": works(False, "the Python files that lie beside the weights are run"),
     "router_aux_loss_coef": refused(None, "the router's auxiliary loss is not added; leave it out", float,
                                     harmless=(0.0, 0)),
     "pad_to_multiple_of": inert("auto", "nothing is padded", str),

@@ -18,7 +18,7 @@ from whet.models.load import load_model
 from whet.models.lora import with_adapter
 from whet.models.recompute import checkpoint_activations
 
-__all__ = ["adapted", "inner_model", "module_dtype", "name_of"]
+__all__ = ["adapted", "inner_model", "module_dtype", "name_of", "trusted"]
 
 log = logging.getLogger("whet")
 
@@ -182,7 +182,8 @@ def adapted(
     if by_name and (half or why):
         _role(args, model)  # which refuses what is not read of model_init_kwargs
         role, dtype = "critic" if scored else "actor", "float16" if half else "float32"
-        model = load_model(model, dtype=dtype, device=args.device, role=role).module
+        more = {"dtype": dtype, "role": role, "trust_remote_code": trusted(args)}
+        model = load_model(model, device=args.device, **more).module
     if why:
         model = _with_peft(model, peft_config, args, why, scored)
     if isinstance(model, str):
@@ -207,9 +208,15 @@ def adapted(
     return model
 
 
+def trusted(args: Any) -> bool:
+    """Whether the Python files that lie beside a model's weights may run."""
+    return bool((args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code))
+
+
 def _role(args: Any, model: str) -> RoleConfig:
     """The section of a model that is given by name or folder."""
     taken = {"dtype", "torch_dtype", "device_map", "attn_implementation", "use_cache", "quantization_config"}
+    taken.add("trust_remote_code")
     if (args.model_init_kwargs or {}).get("revision") in (None, "main"):
         taken.add("revision")
     if others := sorted(set(args.model_init_kwargs or {}) - taken):
@@ -218,7 +225,9 @@ def _role(args: Any, model: str) -> RoleConfig:
             "trainer the module"
         )
     dtype: Any = {None: "auto", True: "bfloat16", False: "float32"}[args.bf16]
-    return RoleConfig(model=model, dtype=dtype, gradient_checkpointing=_recompute(args))
+    return RoleConfig(
+        model=model, dtype=dtype, trust_remote_code=trusted(args), gradient_checkpointing=_recompute(args)
+    )
 
 
 def module_dtype(args: Any, model: Any, optimizers: tuple[Any, Any]) -> str | None:
