@@ -1,5 +1,7 @@
 """SFTTrainer, DPOTrainer and RewardTrainer: data of every form, what is refused, files, adapters, references."""
 
+import json
+
 import datasets
 import pytest
 import torch
@@ -374,6 +376,36 @@ def test_parameters_are_float16_where_the_model_is_asked_for_so(method, tmp_path
     now = dict(made.model.named_parameters())
     assert {p.dtype for p in now.values()} == {torch.float16}
     assert not any(torch.equal(before[n], p) for n, p in now.items() if "norm" not in n)
+
+
+CODE = """
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+class OwnConfig(Qwen3Config):
+    model_type = "own-qwen3"
+
+
+class OwnModel(Qwen3ForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_code_beside_the_weights_of_policy_and_reference_runs_only_where_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = tmp_path / "own"
+    tiny_model().save_pretrained(folder)
+    (folder / "modeling_own.py").write_text(CODE)
+    named = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own-qwen3", "architectures": ["OwnModel"], "auto_map": named}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"brings custom code.* set trust_remote_code=True$"):
+        trainer(tmp_path, "DPO", model=str(folder))
+    made = trainer(tmp_path, "DPO", model=str(folder), trust_remote_code=True)
+    assert {type(made.model).__name__, type(made.ref_model).__name__} == {"OwnModel"}
+    made.train()
+    assert made.state.log_history[1]["rewards/margins"] != 0
 
 
 def test_wrapped_packs_are_cut_where_they_are_full_and_evaluations_are_packed_too(tmp_path):

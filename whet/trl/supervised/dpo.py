@@ -16,7 +16,7 @@ from whet.trl.config.dpo import DPOConfig
 from whet.trl.config.supervised import ON_LONG
 from whet.trl.supervised.examples import TextPairs, has_rows, pair_columns
 from whet.trl.supervised.trainer import SupervisedTrainer, of_front
-from whet.trl.trainer.model import inner_model
+from whet.trl.trainer.model import inner_model, trusted
 
 __all__ = ["DPOTrainer"]
 
@@ -99,6 +99,8 @@ class DPOTrainer(SupervisedTrainer):
         """A policy, and a reference where the loss reads one."""
         needed = make_preference_objective(self.args.to_whet()).needs.reference
         own = "actor" if self._given_reference is None else self._given_reference
+        if isinstance(self._given_reference, str):
+            own = RoleConfig(model=self._given_reference, trust_remote_code=trusted(self.args))
         return self.models_of(optim, actor=given, reference=own if needed else None)
 
     def make_learner(self) -> Any:
