@@ -10,7 +10,7 @@ DEMO   := $(VENV)/.installed-plot
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test check-full lint docs clean
+.PHONY: help demo test check-full processors lint docs clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 12
@@ -28,9 +28,18 @@ demo: $(DEMO)  ## train a small model by GRPO, a minute or two (SEED=n)
 test: $(STAMP)  ## the test suite, on all processors
 	$(BIN)/python -m pytest -n auto --dist worksteal
 
-check-full: $(STAMP)  ## the longer checks too, then types and style
+check-full: $(STAMP)  ## the longer checks too, other processors, then types and style
 	WHET_CHECK_FULL=1 $(BIN)/python -m pytest -n auto --dist worksteal -m 'not gpu' --timeout 1800
-	$(MAKE) lint
+	$(MAKE) processors lint
+
+NUMERICS = $(BIN)/python -m pytest -n auto --dist worksteal --timeout 600 \
+             tests/engines tests/equivalence tests/oracle tests/unit/models tests/unit/native tests/unit/ops
+
+processors: $(STAMP)  ## the tests of numbers as other processors do them: fewer instructions, no kernels, two threads
+	ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 WHET_NATIVE=0 $(NUMERICS)
+	ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE $(NUMERICS)
+	ONEDNN_MAX_CPU_ISA=AVX512_CORE WHET_TEST_THREADS=2 $(NUMERICS)
+	WHET_NATIVE=0 WHET_TEST_THREADS=2 $(NUMERICS)
 
 lint: $(STAMP)  ## ruff and pyright
 	$(BIN)/ruff check whet tests benchmarks examples

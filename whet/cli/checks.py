@@ -66,12 +66,12 @@ def check_run(config: RunConfig | SupervisedRunConfig, unread: Collection[str] =
     Raises: ConfigError: with every finding, a line each; a single one as the error that it is.
 
     >>> from whet.config import load_run
-    >>> check_run(load_run(["reward=exact_match", "actor.optim.name=adamv", "trainer.mini_batch_size=3"]))
+    >>> check_run(load_run(["reward=exact_match", "actor.optim.name=sdg", "trainer.mini_batch_size=3"]))
     Traceback (most recent call last):
     whet.errors.ConfigError: no model; write model=<hub name or folder>
     no data; write data=<hub name, folder, json, jsonl, csv, parquet or arrow file>
     batch_size=8 must be a multiple of mini_batch_size=3; use mini_batch_size=2 or 4
-    unknown optim.name 'adamv'; did you mean adam or adamw? Known: adam, adamw, adamw8bit, package.module:factory, sgd
+    unknown optim.name 'sdg'; did you mean sgd? Known: adam, adamw, adamw8bit, muon, package.module:factory, sgd
     """
     sections = {field.name for field in dataclasses.fields(config)}
     doubtful = set(unread) if sections.issuperset(unread) else sections

@@ -327,7 +327,12 @@ KEYS: dict[str, dict[str, Key]] = {
     "sft": {
         **_examples(**_SFT_KEYS),
         **_under("actor", {**_trained("actor", "actor"), "max_length_per_device": _OWN_BUDGET}),
-        "actor.avg_level": Key("made", "algo.loss_agg_mode", "sequence in July 2025, token since, unless it is said"),
+        "actor.avg_level": Key(
+            "made",
+            "algo.loss_agg_mode",
+            "sequence in July 2025, token since, unless it is said; rows without a trained token are left out, there "
+            "they count in the mean over sequences",
+        ),
         **_under("trainer", _TRAINER),
     },
     "rm": {

@@ -33,11 +33,11 @@ from whet.observe.trace import timeline_folder
 from whet.parallel.checkpoint import run_of
 from whet.parallel.ranks import Ranks
 from whet.parallel.run_state import check_storable
+from whet.run.hub import pushers
 from whet.run.interrupts import Interrupts, Stopped
 from whet.run.observer import Control, Observer, Observers
 from whet.run.opening import note_environment, say_end, say_length, steps_of
 from whet.run.provenance import check_reads, check_settings, plain
-from whet.run.hub import pushers
 from whet.run.push import Giving
 from whet.run.random_state import random_state, set_random_state
 from whet.run.task import Roles, Stream, Task

@@ -42,7 +42,8 @@ COUNTERS = (
     "discarded_trajectories",
 )
 """What is counted: TorchRL's names, and the groups given up because there were too many or they waited too long, with
-the trajectories that went with them."""
+the trajectories that went with them. Where steps are pooled (trajectory_return=None) returns are not counted, nor
+successful trajectories: those whose rewards sum to more than 0."""
 
 
 class Trajectory(NamedTuple):
@@ -195,9 +196,11 @@ class GroupGatherer:
         self.stats["discarded_trajectories"] += len(waiting.trajectories)
 
     def _count(self, trajectory: Trajectory) -> None:
-        total = float(trajectory.rewards.sum())
         self.stats["completed_trajectories"] += 1
         self.stats["completed_decisions"] += len(trajectory.rewards) if trajectory.rewards.dim() else 1
+        if self.trajectory_return is None:
+            return
+        total = float(trajectory.rewards.sum())
         self.stats["trajectory_return_sum"] += total
         self.stats["trajectory_return_max"] = max(self.stats["trajectory_return_max"], total)
         self.stats["successful_trajectories"] += int(total > 0)

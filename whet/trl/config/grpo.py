@@ -91,7 +91,9 @@ GRPO_FIELDS: Table = {
     "entropy_target": works(0.2),
     "max_tool_calling_iterations": works(None, "rounds of calls in a completion", int),
     "vllm_importance_sampling_correction": works(True, _KEPT),
-    "vllm_importance_sampling_mode": works("sequence_mask"),
+    "vllm_importance_sampling_mode": works(
+        "sequence_mask", "geometric_mask and geometric_truncate, of the mean of a sequence, besides"
+    ),
     "vllm_importance_sampling_clip_max": works(3.0, kind=float),
     "vllm_importance_sampling_clip_min": works(None, kind=float),
     "off_policy_mask_threshold": works(None, kind=float),

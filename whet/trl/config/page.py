@@ -106,8 +106,10 @@ tools have answered; ids are appended and never made again, and only what the mo
 - A loss is divided by counts of the whole update, TRL's by those of a micro-batch (bnpo) or by a mean over the updates
   of a rollout (dapo, cispo, vespo). Without accumulation, and with one update a rollout, they are the same.
 - `top_entropy_quantile` and the entropy bonus go by the tokens of the whole update, TRL's by those of a micro-batch.
-- The importance sampling for vLLM takes the mean over a sequence (`sequence_mask`, `sequence_truncate`), since a sum
-  masks long completions for being long; TRL's sum is `sequence_sum_mask` and `sequence_sum_truncate`.
+- `vllm_importance_sampling_mode` has two values besides TRL's: `geometric_mask` and `geometric_truncate` take the mean
+  of a sequence's log-ratios. TRL's default, `sequence_mask`, takes their sum, which masks long completions for being
+  long. `sampling/importance_sampling_ratio/mean` leaves out completions without a trained token (those that
+  `mask_truncated_completions` takes out); TRL counts them with a ratio of 1.
 - An update takes whole parts of one rollout: accumulation that mixes two of them is an error with the nearest settings.
 - Every end token of the model and the tokenizer ends a completion, and counts as ended.
 - A run that ends saves its last step, unless save_strategy is "no"; what a callback asks for then holds the weights

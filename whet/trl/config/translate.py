@@ -83,15 +83,15 @@ _OF_LOSSES = (
 )
 """Fields with one name and meaning in both; a loss is given those that it takes."""
 CORRECTIONS = {
-    "sequence_mask": ("geometric", "mask"),
-    "sequence_sum_mask": ("sequence", "mask"),
-    "sequence_sum_truncate": ("sequence", "truncate"),
-    "sequence_truncate": ("geometric", "truncate"),
+    "geometric_mask": ("geometric", "mask"),
+    "geometric_truncate": ("geometric", "truncate"),
+    "sequence_mask": ("sequence", "mask"),
+    "sequence_truncate": ("sequence", "truncate"),
     "token_mask": ("token", "mask"),
     "token_truncate": ("token", "truncate"),
 }
-"""vllm_importance_sampling_mode -> sampler_is and its mode. TRL's sum over a sequence is sequence_sum_*: a sum masks
-long completions for being long."""
+"""vllm_importance_sampling_mode -> sampler_is and its mode. sequence_* sums over a sequence, as in TRL; geometric_*,
+whet's own, takes the mean, which does not mask long completions for being long."""
 _GENERATE = {
     "max_new_tokens": "max_tokens_to_generate",
     "max_tokens": "max_tokens_to_generate",
