@@ -152,7 +152,7 @@ class RoleWorkers:
         if isinstance(actor, nn.Module):
             given = copy.deepcopy(actor)
         elif isinstance(actor, RoleConfig):
-            given = RoleConfig(model=actor.model, dtype=actor.dtype)
+            given = RoleConfig(model=actor.model, dtype=actor.dtype, trust_remote_code=actor.trust_remote_code)
         else:
             given = RoleConfig(model=actor)
         return given, self.load(Role.REFERENCE, given)

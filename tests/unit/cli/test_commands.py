@@ -71,7 +71,7 @@ def test_a_stream_that_is_to_be_shuffled_says_that_it_keeps_its_order(words, cap
     streamed = [*words, "data.streaming=true"]
     rows, _ = commands.data(load_run(streamed))
     assert [row["answer"] for row in rows] == list(range(1, 11))
-    assert "data.shuffle has no effect on a stream, which keeps its own order" in caplog.text
+    assert "data.shuffle has no effect on a stream without data.shuffle_buffer: it keeps its own order" in caplog.text
     caplog.clear()
     commands.data(load_run([*streamed, "data.shuffle=false"]))
     commands.data(load_run(words))

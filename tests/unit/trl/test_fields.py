@@ -109,7 +109,6 @@ def test_what_can_t_be_is_an_error_with_what_to_do(given, message):
         (RLOOConfig, {"scale_rewards": "group"}, "no field 'scale_rewards'"),
         (SFTConfig, {"loss_type": "dtf"}, "unknown SFT loss 'dtf'; did you mean dft"),
         (SFTConfig, {"packing": True, "max_length": None}, "`max_length` can't be `None`"),
-        (SFTConfig, {"packing": True, "packing_strategy": "wrapped"}, "rows where a pack is full"),
         (SFTConfig, {"packing": True, "packing_strategy": "bdf"}, "unknown packing_strategy 'bdf'; did you mean bfd"),
         (SFTConfig, {"truncation_mode": "keep_middle"}, "unknown truncation_mode"),
         (SFTConfig, {"train_sampling_strategy": "group_by_length"}, "nothing is padded"),

@@ -163,18 +163,24 @@ What is said above of callbacks, the last step, resuming, masters and overridden
   encodes them together, and drops the prompt's end where they differ. Of an answer with several turns the assistant's
   are trained, in TRL the user's and the tools' too.
 - What a chat template changes or leaves out is trained as it shows it, and counted in a line of the log.
-- Without `prompt`, texts of a pair share all tokens that they begin with; TRL leaves a blank at the end to the answers.
 - Rows with nothing to train (empty answers, pairs that say the same) are left out and counted.
-- `packing` keeps every row whole and by itself, and decides how many rows make up a step: those of so many packs.
-  `packing_strategy="wrapped"` is refused, since rows would see each other.
-- `label_smoothing` acts on DPO's sigmoid loss too.
+- `packing` keeps every row whole and by itself, and decides how many rows make up a step: those of so many packs. In
+  those of `packing_strategy="wrapped"` rows see each other, as there.
 - A new score head begins at 0, TRL's at random: the first scores are 0, and the first step is the same for every seed.
+  One that an adapter does not train (`modules_to_save=["score"]` and `task_type="SEQ_CLS"` do) is drawn at random and
+  stays as it is, as there, with a warning.
+- A `peft_config` that is more than one product W + s·B·A in every layer (DoRA, rank patterns, `layers_to_transform`,
+  `target_parameters`, the experts of a mixture) runs in PEFT's own layers, slower than whet's, and a line of the log
+  says so. `trainable_token_indices`, `bias`, prompt and prefix tuning are refused.
 - `lora_dropout` is kept. The reference of an adapter is what the model was at the beginning, without a second copy.
 - `optimizer_cls_and_kwargs`: as with `optimizers`, the learning rate is the class's, and the schedule the arguments'.
-- SFT: `trainer.train_dataset` is the rows as `input_ids` with `labels`, as there; DPO's and the reward model's stay as
-  they were given.
-- `compute_loss_func`, `compute_metrics`, `preprocess_logits_for_metrics` and `data_collator` are refused, each with
-  what to do instead. Nothing holds logits, and TRL has deprecated `compute_loss_func` itself.
+- `trainer.train_dataset` and `eval_dataset` are the rows as token ids under TRL's names, without those that are left
+  out. The first token of a row, which no model foretells, has the label -100; in TRL it may have its own.
+- `compute_metrics` takes a second pass over the evaluation set, since whet's learners hold no logits.
+- `model_tags` are whet and the method. TRL's collators and fused losses are not there: whet packs rows, and reads them
+  with kernels of its own.
+- `compute_loss_func` and `data_collator` are refused, each with what to do instead. TRL has deprecated
+  `compute_loss_func` itself.
 """
 
 

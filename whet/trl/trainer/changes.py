@@ -109,8 +109,13 @@ class TakesUp:
 
     def take_eval_data(self) -> None:
         """Reads eval_dataset where it is another than before."""
-        if not self.has_read("eval_dataset"):
-            self.eval_rows = self.eval_sets(self.eval_dataset)
+        if not self.has_read("given_eval"):
+            self.eval_rows = self.eval_sets(self.given_eval)
+
+    @property
+    def given_eval(self) -> Any:
+        """The evaluation data as they were given or set since."""
+        return self.eval_dataset
 
     def take_up(self) -> None:
         """Reads again what may have been set since: data, length, functions."""
