@@ -31,6 +31,7 @@ from whet.config import (
     check_complete,
     load_run,
 )
+from whet.config.data import paths_of
 from whet.config.lora import LORA_LR
 from whet.data.order import hold_out
 from whet.data.sources import load_rows, same_rows
@@ -237,13 +238,13 @@ def data(config: AnyRun) -> tuple[Any, Any]:
             "data.shuffle_buffer=10000, or data.shuffle=false to silence this"
         )
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
-    evaluated = c.eval_path or c.path
+    evaluated: Any = c.eval_path or c.path
     if c.eval_path is not None or c.eval_split is not None:
-        if same_rows(c.path, c.split, evaluated, c.eval_split):
+        if same_rows(c.path or (), c.split, evaluated, c.eval_split):
             log.warning(
                 "evaluations are of the training data, %s: they measure what was learnt by heart; give data.eval_path "
                 "other rows, or set data.eval_fraction=0.1",
-                evaluated,
+                ", ".join(paths_of(evaluated)),
             )
         is_part = c.eval_path is None and c.eval_split != c.split
         return rows, load_rows(evaluated, split=c.eval_split, subset=c.subset, is_part=is_part)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -126,7 +126,7 @@ def _are_rows(data: Any) -> bool:
     return has_places(data) and not is_batch(first_of(data))
 
 
-def _prompts(encode: PromptEncoder, data: Any, config: RunConfig) -> list[Prompt] | None:
+def _prompts(encode: PromptEncoder, data: Any, config: RunConfig) -> Sequence[Prompt] | None:
     """The prompts of rows or ready-made batches; None where they are a stream, whose limit is set.
 
     Raises: ConfigError: its limit is not set.
