@@ -37,5 +37,7 @@ def evaluate(config: EvalRunConfig) -> Evaluation:
                 made.rmdir()  # where nothing was written, only the name taken
         raise
     show_table(found.results, found.by_source)
+    for line in found.examples:
+        log.info("%s", line)
     log.info("%d prompts in %.0f s; results: %s", found.about["prompts"], found.about["seconds"], found.folder)
     return found
