@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import html
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,9 +36,10 @@ from whet.evaluation.folder import EvalFolder, Part
 from whet.evaluation.judges import judged_by, reward_manager
 from whet.evaluation.measures import Answered, answer_reader, answered, measure, passes
 from whet.evaluation.sample import Extremes
-from whet.evaluation.table import text_table
+from whet.evaluation.table import rows_of, text_table
 from whet.observe.files import finite
 from whet.observe.lineage import trained_templated
+from whet.observe.notebook import notebook_table
 from whet.observe.progress import Progress
 from whet.parallel.comm import require_single_process
 from whet.rewards.manager import Rewarded
@@ -92,6 +94,11 @@ class Evaluation:
 
     def __str__(self) -> str:
         return text_table(self.results, self.by_source)
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the table, and the best and the worst completion."""
+        examples = "".join(f"<pre>{html.escape(line)}</pre>" for line in self.examples)
+        return notebook_table(str(self.about.get("model", "")), rows_of(self.results, self.by_source)) + examples
 
 
 def _plain(found: Mapping[str, Estimate]) -> dict[str, Any]:
