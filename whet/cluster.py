@@ -24,7 +24,7 @@ from whet.models.modes import max_positions
 from whet.models.types import LoadedModel
 from whet.ops import Support, clipped_surrogate, clipped_value
 from whet.rewards.model import RewardModel
-from whet.rollout import resolve_engine
+from whet.rollout import engine_name, resolve_engine
 from whet.rollout.base import RolloutEngine, Sampling, support_of
 from whet.rollout.build import grammars_of, make_engine, sampling_of
 from whet.rollout.constraint import Masks
@@ -197,6 +197,12 @@ class RLCluster(RoleWorkers, TunixVerbs):
                 mesh=(config.role_to_mesh or {}).get(Role.ROLLOUT),
                 samplings=[self.sampling(mode) for mode in Mode],
             )
+
+    @property
+    def engine_name(self) -> str:
+        """What the configuration calls the engine; of a class its name."""
+        given = engine_name(self.cluster_config.rollout_engine)
+        return given if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
 
     # ---- roles ---------------------------------------------------------------------------------------------------
 

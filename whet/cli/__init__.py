@@ -127,12 +127,19 @@ def _dispatch(command: str, words: list[str]) -> None:
 
 
 def _told(who: str, error: Exception) -> bool:
-    """Prints an error of whet in one message; False for any other, which is a bug."""
+    """Prints an error of whet, or that this user may not do something with a file, in one message; False for any other,
+    which is a bug.
+    """
     from whet.errors import ConfigError, WhetError
 
-    if not isinstance(error, WhetError) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
+    denied = isinstance(error, PermissionError) and error.filename is not None
+    if not (denied or isinstance(error, WhetError)) or os.environ.get("WHET_DEBUG", "0") not in ("", "0"):
         return False
-    text = str(error).replace("\n", "\n  ")
+    if denied:
+        name = os.fsdecode(error.filename)
+        text = f"{name}: {error.strerror}; give this user access to it and to its folders, or another path"
+    else:
+        text = str(error).replace("\n", "\n  ")
     text = f"{who}:\n  {text}" if "\n" in text else f"{who}: {text}"
     if sys.stderr.isatty():
         text = fitted(text, shutil.get_terminal_size().columns)

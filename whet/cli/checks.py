@@ -44,9 +44,10 @@ from whet.ops import LOSS_AGG_MODES, SFT_LOSSES, teacher_column
 from whet.rewards.columns import check_answers, check_columns
 from whet.rewards.manager import RewardManager, resolve_reward_manager
 from whet.rewards.resolve import by_name, resolve_reward
-from whet.rollout import resolve_engine
+from whet.rollout import check_engine
 from whet.run.hub import check_push
 from whet.train.checkpoints import Checkpoints
+from whet.train.optim import check_schedule
 from whet.train.optimizers import check_optimizer
 from whet.train.role_workers import check_model
 from whet.types import Prompt
@@ -90,7 +91,7 @@ def _of_policy(config: RunConfig, unread: Collection[str]) -> Iterator[Check]:
     yield from ((given, partial(resolve_reward, name)) for name in config.reward_names if name != REWARD_MODEL)
     yield "", partial(resolve_reward_manager, config.algo.reward_manager)
     yield from (("algo", check) for check in objective_checks(config.algo))
-    yield "", partial(resolve_engine, config.rollout_engine)
+    yield "", partial(check_engine, config.rollout_engine)
     if not isinstance(config, PPORunConfig):
         yield "rollout", partial(check_drawn, config.rollout)
     if config.teacher is not None:
@@ -122,7 +123,9 @@ def _supervised(config: SupervisedRunConfig, unread: Collection[str]) -> Iterato
 def _shared(config: RunConfig | SupervisedRunConfig) -> Iterator[Check]:
     """The checks of any run: data, tokenizer, loggers, folders, what is watched."""
     data, trainer = config.data, config.trainer
-    yield from (("", partial(check_source, path)) for given in (data.path, data.eval_path) for path in paths_of(given))
+    part = None if data.eval_path is not None or data.eval_split == data.split else data.eval_split
+    paths = (*paths_of(data.path), *paths_of(data.eval_path))
+    yield from (("", partial(check_source, path, part)) for path in paths)
     if config.tokenizer not in (None, "byte"):
         yield "", partial(check_model, config.tokenizer)
     yield "", partial(check_loggers, trainer.chosen_loggers, trainer.metrics_logging_options)
@@ -151,6 +154,7 @@ def _role(section: str, role: RoleConfig | None, *, trained: bool) -> Iterator[C
         yield "", looked
     if trained:
         yield "", partial(check_optimizer, role.optim)
+        yield "", partial(check_schedule, role.optim)
 
 
 def _watched(trainer: TrainingConfig, evaluates: bool) -> None:

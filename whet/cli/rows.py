@@ -7,7 +7,7 @@ from typing import Any
 
 from whet.config import RunConfig, SupervisedRunConfig
 from whet.data.order import hold_out
-from whet.data.sources import load_rows
+from whet.data.sources import load_rows, same_rows
 
 __all__ = ["data"]
 
@@ -23,8 +23,14 @@ def data(config: RunConfig | SupervisedRunConfig) -> tuple[Any, Any]:
             "data.shuffle_buffer=10000, or data.shuffle=false to silence this"
         )
     rows = load_rows(c.path, split=c.split, subset=c.subset, streaming=c.streaming, limit=c.limit)
-    if c.eval_path is not None:
-        return rows, load_rows(c.eval_path, split=c.eval_split, subset=c.subset)
-    if c.eval_split is not None:
-        return rows, load_rows(c.path, split=c.eval_split, subset=c.subset)
+    evaluated = c.eval_path or c.path
+    if c.eval_path is not None or c.eval_split is not None:
+        if same_rows(c.path, c.split, evaluated, c.eval_split):
+            log.warning(
+                "evaluations are of the training data, %s: they measure what was learnt by heart; give data.eval_path "
+                "other rows, or set data.eval_fraction=0.1",
+                evaluated,
+            )
+        is_part = c.eval_path is None and c.eval_split != c.split
+        return rows, load_rows(evaluated, split=c.eval_split, subset=c.subset, is_part=is_part)
     return hold_out(rows, c.eval_fraction, config.trainer.seed) if c.eval_fraction else (rows, None)

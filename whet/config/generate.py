@@ -31,9 +31,6 @@ from whet.errors import ConfigError
 
 __all__ = ["ChatConfig", "GenerateConfig", "SampledConfig", "check_sampled", "load_sampled", "sampled_short"]
 
-TEXTS = ("prompt", "system_prompt")
-"""Keys whose values are taken literally, colons and brackets included, and not as YAML."""
-
 
 @config
 class SampledConfig:
@@ -82,7 +79,8 @@ class SampledConfig:
     """"embedded" = whet's own (Tunix's "vanilla"), "hf" = transformers' generate, "vllm", "sglang", "mock" (for tests),
     or "package.module:Class"."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """What the model computes in; auto = bfloat16 on a GPU that has it, else float32."""
+    """What the model computes in; auto = as the run did in whose folder it lies, else as training would: see
+    actor.dtype."""
     device: Name | None = None
     """cpu, cuda, cuda:1 ...; None = the GPU if there is one."""
 
@@ -176,22 +174,18 @@ T = TypeVar("T", bound=SampledConfig)
 def load_sampled(cls: type[T], argv: Sequence[str]) -> T:
     """The configuration of `whet generate` or `whet chat` from its arguments.
 
-    Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; texts are taken as they stand.
+    Args: cls: GenerateConfig or ChatConfig. argv: `--config FILE`, `key=value`; a prompt= is taken as it stands, and
+        each is one more.
     Raises: ConfigError: every problem at once, a line each.
     """
-    texts: dict[str, Any] = {}
-    rest = []
-    for word in argv:
-        key, equals, text = word.removeprefix("--").partition("=")
-        key = key.replace("-", "_")
-        if not equals or key not in TEXTS:
-            rest.append(word)
-        elif key == "prompt":
-            texts[key] = (*texts.get(key, ()), text)
-        else:
-            texts[key] = text
+    prompts = tuple(word.removeprefix("--").partition("=")[2] for word in argv if _is_prompt(word))
     short = sampled_short(cls)
-    return check(cls, {**tree(rest, short), **texts}, short=short)
+    given = tree([word for word in argv if not _is_prompt(word)], short, cls)
+    return check(cls, {**given, **({"prompt": prompts} if prompts else {})}, short=short)
+
+
+def _is_prompt(word: str) -> bool:
+    return word.removeprefix("--").startswith("prompt=")
 
 
 def sampled_short(cls: type[SampledConfig]) -> dict[str, str]:

@@ -107,8 +107,8 @@ class RoleConfig:
     read, or trained through lora. None = off."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; the master weights are always fp32. "auto" = bfloat16 on a GPU that has it in hardware, and on a
-    CPU with instructions for it where a probe finds it 1.3 times faster; else float32. A resumed run keeps what was
-    chosen."""
+    CPU with instructions for it (AVX-512 BF16, AMX) for a model of width 128 or more; else float32. A resumed run keeps
+    what was chosen."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     """The optimizer; no effect on a model that is only read."""
     gradient_checkpointing: Recompute = "none"

@@ -229,6 +229,8 @@ class TrainingConfig:
 
     def __post_init__(self) -> None:
         """Refuses a resume without a folder."""
+        if self.resume in ("true", "True"):
+            raise ConfigError(f"resume={self.resume} names no checkpoint; write latest, or a checkpoint's folder")
         if self.resume == "latest" and self.run_dir is None and self.checkpoint_root_directory is None:
             raise ConfigError("resume='latest' needs run_dir (or checkpoint_root_directory); set it")
 

@@ -26,7 +26,7 @@ from whet.errors import ConfigError, DataError, WhetError, nearest, shown
 from whet.util.model_paths import hub_silence, split_revision
 from whet.util.refs import is_ref, resolve_ref
 
-__all__ = ["check_source", "load_rows"]
+__all__ = ["check_source", "load_rows", "same_rows"]
 
 log = logging.getLogger("whet")
 
@@ -45,6 +45,7 @@ def load_rows(
     subset: str | None = None,
     streaming: bool = False,
     limit: int | None = None,
+    is_part: bool = False,
 ) -> Any:
     """The rows of a data set.
 
@@ -60,6 +61,7 @@ def load_rows(
         subset: the configuration of a hub data set that has several.
         streaming: read as the rows are asked for; the rows then have no length and can't be shuffled.
         limit: only the first N rows; None = all.
+        is_part: the split has to be a part of the source, which a single file, a single saved set and rows are not.
 
     Returns:
         A list of dicts, a datasets.Dataset, a datasets.IterableDataset, or the iterable given.
@@ -67,7 +69,7 @@ def load_rows(
     Raises:
         DataError: nothing there (with the nearest names), no such split or none that is for evaluation, a line that
             can't be read, no rows.
-        ConfigError: a function that can't be found, or a limit below 1.
+        ConfigError: a function that can't be found, a limit below 1, or no parts where there have to be some.
 
     >>> load_rows([{"prompt": "1+1=", "answer": 2}, {"prompt": "1+2=", "answer": 3}], limit=1)
     [{'prompt': '1+1=', 'answer': 2}]
@@ -78,7 +80,7 @@ def load_rows(
         return _several(source, split=split, subset=subset, streaming=streaming, limit=limit)
     if isinstance(source, str | Path):
         split, source = _split_at(str(source), split)
-        rows = _named(source, split, subset, streaming)
+        rows = _named(source, split, subset, streaming, is_part)
     else:
         rows = source
     rows = _cut(_of_split(rows, split, source), limit)
@@ -123,10 +125,12 @@ def _split_at(text: str, split: str | None) -> tuple[str | None, str]:
         return (split, text) if Path(text).expanduser().exists() else (named, source)
 
 
-def _named(text: str, split: str | None, subset: str | None, streaming: bool) -> Any:
+def _named(text: str, split: str | None, subset: str | None, streaming: bool, is_part: bool) -> Any:
     """The rows of a file, a folder, a function or a hub name."""
     with reading(shown(text), "check the path and its permissions"):
         path = Path(text).expanduser()
+        if is_part and (path.is_file() or (path / "state.json").is_file()):
+            raise _no_parts(text, split)
         if path.is_file():
             return _files([path], streaming)
         if path.is_dir():
@@ -138,7 +142,10 @@ def _named(text: str, split: str | None, subset: str | None, streaming: bool) ->
     if is_ref(text):
         made = resolve_ref(text, "data set")
         with reading(f"data set {text!r}", "fix the function, which is called without arguments"):
-            return made() if callable(made) else made
+            rows = made() if callable(made) else made
+        if is_part and not isinstance(rows, Mapping):
+            raise _no_parts(text, split)
+        return rows
     _check_name(text, path)
     return _hub(text, split, subset, streaming)
 
@@ -210,14 +217,36 @@ def _check_name(text: str, path: Path) -> None:
         raise DataError(f"no file or folder {shown(text)}{_beside(path) or '; check the path'}")
 
 
-def check_source(source: str) -> None:
+def _no_parts(text: str, split: str | None) -> ConfigError:
+    return ConfigError(
+        f"data.eval_split={split}: {shown(text)} has no splits, so its training rows would be evaluated; give "
+        "data.eval_path the rows to evaluate on, or set data.eval_fraction=0.1"
+    )
+
+
+def same_rows(path: str, split: str | None, eval_path: str, eval_split: str | None) -> bool:
+    """Whether two names are of one data set's same part, as far as the names tell.
+
+    >>> same_rows("a.jsonl", "train", "./a.jsonl", None), same_rows("a/b", "train", "a/b", "test")
+    (True, False)
+    """
+    (split, path), (eval_split, eval_path) = _split_at(path, split), _split_at(eval_path, eval_split)
+    both = [Path(text).expanduser().resolve() for text in (path, eval_path)]
+    return both[0] == both[1] and (split == eval_split or both[0].suffix in FORMATS)
+
+
+def check_source(source: str, part: str | None = None) -> None:
     """Looks whether a named data set can be there, without reading it or asking the hub.
 
-    Raises: DataError: no such file or folder. ConfigError: a function that can't be found.
+    Args: part: a split that has to be a part of it; None = any.
+    Raises: DataError: no such file or folder. ConfigError: a function that can't be found, or a file, where a part is
+        asked for.
     """
     _, text = _split_at(source, None)
     with reading(shown(text), "check the path and its permissions"):
         path = Path(text).expanduser()
+        if part is not None and path.is_file():
+            raise _no_parts(text, part)
         if path.exists():
             return
         if _is_glob(text):

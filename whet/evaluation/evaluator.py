@@ -407,6 +407,7 @@ class _Work:
         about = {
             "whet": __version__,
             "model": self.name,
+            "dtype": str(self.sampler.loaded.module.dtype).removeprefix("torch."),
             "data": {n: getattr(c.data, n) for n in ("path", "subset", "split", "limit")},
             "prompts": len(found),
             "prompts_left_out": self.dropped,

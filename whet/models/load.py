@@ -75,7 +75,8 @@ def load_model(
         score_head: besides a LM head, new where there is none: a critic on the actor's trunk.
         lora: put a new adapter into the model; what is trained is the adapter, a score head and modules to save.
         quantization: hold the base's linear layers in 4 bits: nf4 or fp4. seed: of a new adapter.
-        merge: a saved adapter into its base; None = in a role that is only read, unless it is held in 4 bits.
+        merge: a saved adapter into its base; None = in a role that is only read, unless the base is held in 4 bits or
+            in half precision, whose rounding would lose what is added.
         trust_remote_code: run the Python files that lie beside the weights.
     Returns: the LoadedModel. Dropouts that were above 0 are logged; so is the reason why a model trains padded.
     Raises: ConfigError: an unknown dtype, role, attention or device, nothing to read there or not all of it, flex
@@ -93,7 +94,8 @@ def load_model(
     read = _module_of(model if saved is None else saved, dtype, role, quantization, device, trust_remote_code)
     facts, name = facts_of(read.module, read.name), read.name
     module = _with_heads(read.module, read.score_weight, role, name, score_head)
-    merge = role in ONLY_READ and quantization is None if merge is None else merge
+    if merge is None:
+        merge = role in ONLY_READ and quantization is None and dtype.itemsize >= 4
     module = _with_adapter(module, saved or lora, seed, merge and saved is not None)
     _set_attention(module, facts.reasons, attention, name)
     if role in ("reference", "teacher"):

@@ -1,15 +1,16 @@
-"""How many tokens a model's positions reach, by its config: for commands that load no model."""
+"""What a model's config alone says of its positions and width: for commands that load no model."""
 
 from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from whet.util.model_paths import check_hub, model_folder
 
-__all__ = ["ABSENT", "config_positions", "read_positions"]
+__all__ = ["ABSENT", "config_positions", "read_positions", "read_width"]
 
 logger = logging.getLogger("whet")
 
@@ -34,6 +35,16 @@ def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
         as for read_model.
     Returns: None where it has no bound, or where the config can't be read, which loading the model will tell.
     """
+    return _of_config(path, trust_remote_code, config_positions)
+
+
+def read_width(path: str, trust_remote_code: bool = False) -> int | None:
+    """The hidden size of a model, by its config alone. Args, Returns: as read_positions."""
+    return _of_config(path, trust_remote_code, lambda config: int(config.get_text_config().hidden_size))
+
+
+def _of_config(path: str, trust_remote_code: bool, ask: Callable[[Any], int | None]) -> int | None:
+    """What a model's config says; None where it can't be read."""
     from transformers import AutoConfig
     from transformers.utils.hub import cached_file
 
@@ -43,7 +54,7 @@ def read_positions(path: str, trust_remote_code: bool = False) -> int | None:
         base = cached_file(place, "adapter_config.json", **ABSENT)
         if base is not None and cached_file(place, "config.json", **ABSENT) is None:
             place = model_folder(json.loads(Path(base).read_bytes())["base_model_name_or_path"])
-        return config_positions(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
+        return ask(AutoConfig.from_pretrained(place, trust_remote_code=trust_remote_code))
     except Exception as error:  # of any of the libraries that read it
-        logger.debug("the positions of %s are not known: %s", path, f"{type(error).__name__}: {error}")
+        logger.debug("the config of %s can't be read: %s", path, f"{type(error).__name__}: {error}")
         return None

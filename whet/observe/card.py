@@ -17,7 +17,7 @@ from whet.config.resumed import command_of
 from whet.errors import ConfigError
 from whet.observe.environment import noted_environment
 from whet.observe.files import finite, read_json, write_atomic
-from whet.observe.lineage import base_of, hub_name, licence_of, metadata
+from whet.observe.lineage import base_of, hub_name, licence_of, metadata, trained_templated
 from whet.observe.store import read_rows
 from whet.util.install import DISTRIBUTION
 
@@ -64,6 +64,8 @@ class CardFacts:
     """What the model does, in the hub's words."""
     adapter: bool = False
     """Whether the weights are an adapter's alone."""
+    templated: bool = False
+    """Whether prompts went through a chat template."""
 
 
 def card_facts(
@@ -96,9 +98,16 @@ def card_facts(
         "rows": rows,
         "evaluations": [_results(path) for path in evaluations],
         "curves": (place / "curves.png").is_file(),
+        "templated": _templated(place),
         "pipeline": "text-classification" if _method(settings) == "RM" else "text-generation",
     }
     return CardFacts(**{**known, **changes})
+
+
+def _templated(folder: Path) -> bool:
+    """Whether prompts went through a chat template: as the run says, else whether its tokenizer has one."""
+    said = trained_templated(folder)
+    return (folder / "final" / "chat_template.jinja").is_file() if said is None else said
 
 
 def _section(settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
@@ -297,7 +306,8 @@ def _evaluation(facts: CardFacts) -> str:
         names = [n for n in _SHOWN if n in last] + [n for n in last if n.startswith(_BEGINNINGS)]
         lines = [f"| {n} | {_number(first.get(n))} | {_number(last.get(n))} |" for n in names]
         head = [f"| metric | step {first['step']} | step {last['step']} |", "|---|---|---|"]
-        parts.append("\n".join(["On the evaluation data of the run:", "", *head, *lines]))
+        dtype = _section(facts.environment, "compute_dtype").get("actor")
+        parts.append("\n".join([f"On the evaluation data of the run{_computed_in(dtype)}:", "", *head, *lines]))
     parts += [_further(found) for found in facts.evaluations]
     return "\n\n".join(["## Evaluation", *parts]) if parts else ""
 
@@ -313,8 +323,13 @@ def _further(found: Mapping[str, Any]) -> str:
         f"| {n} | " + " | ".join(_with_error(of.get(n)) for of in columns.values()) + " |" for n in found["results"]
     ]
     head = ["| metric | " + " | ".join(map(_cell, columns)) + " |", "|---" * (len(columns) + 1) + "|"]
-    about = f"On {found.get('prompts')} prompts of {named}, {drawn}; ± is the standard error:"
+    about = f"On {found.get('prompts')} prompts of {named}{_computed_in(found.get('dtype'))}, {drawn}"
+    about += "; ± is the standard error:"
     return "\n".join([about, "", *head, *lines])
+
+
+def _computed_in(dtype: Any) -> str:
+    return f", in {_cell(dtype)}" if isinstance(dtype, str) else ""
 
 
 def _with_error(one: Any) -> str:
@@ -327,11 +342,16 @@ def _with_error(one: Any) -> str:
 def _use(facts: CardFacts, title: str) -> str:
     if facts.adapter or facts.pipeline != "text-generation":
         return ""
+    asked, answer = '"..."', '["generated_text"]'
+    if facts.templated:
+        system = _section(facts.settings, "data").get("system_prompt")
+        before = f"{{'role': 'system', 'content': {system!r}}}, " if system else ""
+        asked, answer = f"[{before}{{'role': 'user', 'content': '...'}}]", '["generated_text"][-1]["content"]'
     lines = (
         "from transformers import pipeline",
         "",
         f'generate = pipeline("text-generation", "{title}")',
-        'print(generate("...", max_new_tokens=256)[0]["generated_text"])',
+        f"print(generate({asked}, max_new_tokens=256)[0]{answer})",
     )
     return "\n".join(["## Use", "", "```python", *lines, "```"])
 

@@ -1,7 +1,7 @@
 """Formulas that mean the same, by math-verify: the extra `math`, imported when it is first needed.
 
-It stops what takes too long by an alarm, which only a main thread has: in a worker of trainer.reward_workers. What no
-alarm can stop (a power of 10^9 digits), a worker's end does.
+It stops what takes too long by an alarm, which only a main thread has. What no alarm can stop (a power of 10^9 digits),
+the end of a worker of trainer.reward_workers does.
 """
 
 from __future__ import annotations

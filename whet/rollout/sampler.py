@@ -30,7 +30,10 @@ from whet.data.tokenizer import load_tokenizer, pad_token_id, stop_token_ids
 from whet.errors import ConfigError, DataError, EngineError, lookup_error
 from whet.models.load import load_model, usable_device
 from whet.models.modes import max_positions
+from whet.models.positions import read_width
+from whet.models.precision import fitting_dtype
 from whet.models.types import LoadedModel
+from whet.observe.environment import trained_dtype
 from whet.rollout import engine_name
 from whet.rollout.base import PartialOutput, Request, RolloutEngine, Sampling
 from whet.rollout.build import make_engine, sampling_of
@@ -38,6 +41,7 @@ from whet.rollout.driver import Rollouts, single_turns, stream
 from whet.rollout.options import checked_options, num_beams
 from whet.rollout.text import encode_texts, one_or_many, rollout_output
 from whet.types import Group, Message, Prompt
+from whet.util.model_paths import model_folder
 
 __all__ = ["CacheConfig", "Sampler", "SamplerOutput"]
 
@@ -104,7 +108,8 @@ class Sampler:
         tokenizer: a tokenizer, a folder, a hub name; None = where the model lies.
         cache_config: bounds a sequence; None = the model's positions.
         rollout_engine: "embedded", "hf" or what ClusterConfig takes.
-        dtype: of a model that is read: "float32", "bfloat16", or "auto" = bf16 on a GPU that has it, else fp32.
+        dtype: of a model that is read: "float32", "bfloat16", or "auto" = that of the run in whose folder it lies, else
+            as RoleConfig.dtype has it.
         device: of a model that is read; None = the GPU if there is one.
         max_batch_size, kv_cache_tokens: as in RolloutConfig.
         chat_template_kwargs: further arguments of the chat template.
@@ -467,8 +472,8 @@ def _loaded(
         return load_model(module, device=next(module.parameters()).device)
     there = usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtype == "auto":
-        hardware = there.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bfloat16" if hardware else "float32"
+        width = read_width(folder, trust_remote_code) or 0
+        dtype = trained_dtype(model_folder(folder)) or str(fitting_dtype(there, width)).removeprefix("torch.")
     return load_model(folder, dtype=dtype, device=there, role="reference", trust_remote_code=trust_remote_code)
 
 

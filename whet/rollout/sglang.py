@@ -77,7 +77,7 @@ class SGLangEngine:
     ) -> None:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
-        package = _imported()
+        package = imported()
         self._decode = decode
         self._seeded = config.sglang.enable_deterministic_sampling
         self.caps = EngineCaps(
@@ -388,7 +388,7 @@ def _check_config(config: RolloutConfig) -> None:
     check_options("sglang", refused)
 
 
-def _imported() -> Any:
+def imported() -> Any:
     """The package sglang. Raises EngineError where it can't be imported."""
     try:
         package = importlib.import_module("sglang")

@@ -85,7 +85,7 @@ class VLLMEngine:
     ) -> None:
         module = model.module if isinstance(model, LoadedModel) else model
         config = config or RolloutConfig()
-        self._vllm = _imported()
+        self._vllm = imported()
         self._decode, self._extra = decode, dict(config.vllm.sampling_kwargs)
         _check_config(config)
         self._reports: Literal["drawn", "raw"] = MODES[config.vllm.logprobs_mode]
@@ -433,7 +433,7 @@ def _host_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _imported() -> Any:
+def imported() -> Any:
     """The package vllm. Raises EngineError where it can't be imported."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")  # each update would warn about parts without weights
     try:

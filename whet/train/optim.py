@@ -71,7 +71,7 @@ class Optim:
                 self._hooks.append(p.register_post_accumulate_grad_hook(_adder(self.masters[name])))
         self.config = config if isinstance(config, OptimConfig) else None
         if self.config is not None:
-            _check_schedule(self.config)
+            check_schedule(self.config)
         self.optimizer = make_optimizer(self.masters, config)
         self.made = settings_of(self.optimizer)
         self.updates = 0
@@ -88,7 +88,7 @@ class Optim:
         """
         if self.config is None:
             raise ConfigError("the optimizer is a user's own, whose schedule whet can't begin again")
-        _check_schedule(config)
+        check_schedule(config)
         same = dataclasses.replace(config, total_steps=self.config.total_steps) == self.config
         self.config, self.total_updates = config, config.total_steps
         self.schedule, self._taken_up, self.updates = None, False, 0
@@ -348,7 +348,7 @@ def _made_schedule(c: OptimConfig, optimizer: torch.optim.Optimizer, total: int 
     )
 
 
-def _check_schedule(c: OptimConfig) -> None:
+def check_schedule(c: OptimConfig) -> None:
     """Raises ConfigError for a schedule that transformers doesn't know, or that fails at its first step.
 
     It is tried on an optimizer of its own, also without warm-up, during which few arguments are used.

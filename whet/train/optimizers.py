@@ -73,6 +73,8 @@ def check_optimizer(config: Any) -> None:
         resolve_ref(name, "optimizer")
     elif name not in (*OPTIMIZERS, "muon"):
         raise lookup_error("optim.name", name, [*OPTIMIZERS, "muon", "package.module:factory"])
+    elif name == "adamw8bit":
+        _adamw8bit_class()
 
 
 def _adamw(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
@@ -88,13 +90,18 @@ def _sgd(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
 
 
 def _adamw8bit(groups: Groups, c: OptimConfig) -> torch.optim.Optimizer:
+    return _adamw8bit_class()(groups, lr=c.rate, betas=c.betas, eps=c.eps)
+
+
+def _adamw8bit_class() -> Any:
+    """The class. Raises ConfigError where its package is not installed."""
     try:
         from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ConfigError(
             f"optim.name='adamw8bit' needs torchao ({error}); {install_hint('quant')}, or take adamw"
         ) from error
-    return AdamW8bit(groups, lr=c.rate, betas=c.betas, eps=c.eps)
+    return AdamW8bit
 
 
 class Muon(torch.optim.Optimizer):

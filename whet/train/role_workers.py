@@ -152,7 +152,7 @@ class RoleWorkers:
         if isinstance(actor, nn.Module):
             given = copy.deepcopy(actor)
         elif isinstance(actor, RoleConfig):
-            given = RoleConfig(model=actor.model, dtype=actor.dtype)
+            given = RoleConfig(model=actor.model, dtype=actor.dtype, trust_remote_code=actor.trust_remote_code)
         else:
             given = RoleConfig(model=actor)
         return given, self.load(Role.REFERENCE, given)
@@ -185,7 +185,7 @@ class RoleWorkers:
         wanted = given.dtype if isinstance(given, RoleConfig) else self._module_dtype
         if wanted is not None and not loaded.is_view:  # a view is as its owner is
             noted = None if wanted != "auto" else self._noted_dtypes.get(role.value)
-            dtype = placement.ranks.agree(compute_dtype(noted or wanted, loaded))  # "auto" goes by a timing
+            dtype = placement.ranks.agree(compute_dtype(noted or wanted, loaded))  # processors may differ
         if isinstance(given, RoleConfig) and not loaded.is_view:
             checkpoint_activations(loaded.module, given.gradient_checkpointing)
         own = given.optim if isinstance(given, RoleConfig) else OptimConfig()

@@ -63,6 +63,11 @@ def model_folder(source: str | Path) -> str:
             near = nearest(folder.name, _inside(here)) if above else f"; there is no {here}"
             raise ConfigError(f"there is no folder {named}, and no hub name looks like that{near}")
         return named
+    if folder.suffix == ".gguf" or (not _is_model(folder) and any(folder.glob("*.gguf"))):
+        raise ConfigError(f"{named} is a model in GGUF, which can't be trained; give the model that it was made of")
+    for path in folder.glob("*.safetensors"):
+        if path.stat().st_size < 1024 and path.read_bytes().startswith(b"version https://git-lfs"):
+            raise ConfigError(f"{path} is a pointer of Git LFS, not the weights; run `git lfs pull` in {named}")
     if folder.is_file():
         raise ConfigError(f"{named} is a file; give the folder that it lies in")
     if any((folder / name).is_file() for name in HELD):

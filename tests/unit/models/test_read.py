@@ -184,7 +184,7 @@ def test_tensors_in_torchs_own_format_are_read(folder):
     assert all(torch.equal(got[name], x) for name, x in tensors.items())
 
 
-CODE = '''
+CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
@@ -194,7 +194,7 @@ class OwnConfig(LlamaConfig):
 
 class OwnModel(LlamaForCausalLM):
     config_class = OwnConfig
-'''
+"""
 
 
 def test_code_beside_the_weights_runs_only_where_it_is_trusted(tmp_path, monkeypatch):

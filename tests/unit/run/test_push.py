@@ -1,5 +1,6 @@
 """Giving a model away: what is sent, what is refused before anything is sent, and the card. The hub is a stand-in."""
 
+import dataclasses
 import json
 import shutil
 from types import SimpleNamespace
@@ -424,3 +425,15 @@ def test_a_cards_rate_is_the_highest_of_a_schedule():
 def test_an_adapters_card_says_so():
     facts = CardFacts(method="SFT", step=1, base="a/b", base_text="a/b", adapter=True)
     assert front_matter(model_card(facts, title="x"))["library_name"] == "peft"
+
+
+def test_the_example_of_a_card_is_a_conversation_where_the_model_was_trained_on_some():
+    facts = CardFacts(
+        method="SFT", step=2, base="a/b", base_text="a/b", settings={"data": {"system_prompt": "Be 'brief'"}}
+    )
+    plain, chat = (model_card(dataclasses.replace(facts, templated=given), title="x") for given in (False, True))
+    assert """print(generate("...", max_new_tokens=256)[0]["generated_text"])""" in plain
+    code = chat[chat.index("```python") : chat.rindex("```")].removeprefix("```python").split("```")[0]
+    compile(code, "card", "exec")
+    assert """generate([{'role': 'system', 'content': "Be 'brief'"}, {'role': 'user', 'content': '...'}], max""" in code
+    assert """[0]["generated_text"][-1]["content"])""" in code

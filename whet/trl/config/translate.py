@@ -30,6 +30,7 @@ __all__ = [
     "LOSS_TYPES",
     "NEVER",
     "REWARD_MANAGER",
+    "beams",
     "grpo",
     "loop",
     "loop_fields",
@@ -109,6 +110,7 @@ _ELSEWHERE = {
     "num_return_sequences": "set num_generations",
 }
 """Those that are not taken -> what to do instead."""
+_BEAMS = ("diversity_penalty", "early_stopping", "length_penalty", "num_beam_groups", "num_beams")
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -280,6 +282,7 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
     if taken := sorted(given.keys() & _ELSEWHERE.keys()):
         raise ConfigError(f"generation_kwargs: {taken[0]} is not taken; {_ELSEWHERE[taken[0]]}")
     fields |= {"top_k": fields["top_k"] or None, "min_p": fields["min_p"] or 0.0}
+    given = {name: value for name, value in given.items() if name not in beams(args)}
     regex = args.vllm_structured_outputs_regex
     return RolloutConfig(
         **fields,
@@ -292,6 +295,13 @@ def rollout(args: Any, longest_prompt: int) -> RolloutConfig:
         constraint=None if regex is None else ConstraintConfig(regex=regex),
         vllm=_vllm(args) if args.use_vllm else VLLMOptions(),
     )
+
+
+def beams(args: Any) -> dict[str, Any]:
+    """Options of generation_kwargs that search by beams; empty = nothing is searched."""
+    given = args.generation_kwargs or {}
+    found = {name: given[name] for name in _BEAMS if name in given}
+    return found if found.get("num_beams", 1) > 1 and not args.use_vllm else {}
 
 
 def template_options(args: Any) -> dict[str, Any]:
