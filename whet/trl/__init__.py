@@ -14,7 +14,16 @@ from whet.trl.config.rloo import RLOOConfig
 from whet.trl.config.sft import SFTConfig
 from whet.trl.rl.grpo import GRPOTrainer
 from whet.trl.rl.rloo import RLOOTrainer
-from whet.trl.scripts import ModelConfig, ScriptArguments, TrlParser, get_peft_config, get_quantization_config
+from whet.trl.scripts import (
+    DatasetMixtureConfig,
+    ModelConfig,
+    ScriptArguments,
+    TrlParser,
+    get_dataset,
+    get_peft_config,
+    get_quantization_config,
+    init_zero_verbose,
+)
 from whet.trl.supervised.dpo import DPOTrainer
 from whet.trl.supervised.reward import RewardTrainer
 from whet.trl.supervised.sft import SFTTrainer
@@ -22,6 +31,7 @@ from whet.trl.supervised.sft import SFTTrainer
 __all__ = [
     "DPOConfig",
     "DPOTrainer",
+    "DatasetMixtureConfig",
     "GRPOConfig",
     "GRPOTrainer",
     "ModelConfig",
@@ -33,6 +43,8 @@ __all__ = [
     "SFTTrainer",
     "ScriptArguments",
     "TrlParser",
+    "get_dataset",
     "get_peft_config",
     "get_quantization_config",
+    "init_zero_verbose",
 ]
