@@ -21,6 +21,7 @@ __all__ = [
     "DatasetConfig",
     "DatasetMixtureConfig",
     "ModelConfig",
+    "RewardScriptArguments",
     "ScriptArguments",
     "TrlParser",
     "get_dataset",
@@ -66,6 +67,18 @@ class ScriptArguments:
     dataset_test_split: str = "test"
     dataset_streaming: bool = False
     ignore_bias_buffers: bool = False
+
+
+@dataclasses.dataclass
+class RewardScriptArguments(ScriptArguments):
+    """Where a script's data set is, and what rewards completions."""
+
+    reward_model_name_or_path: str | None = dataclasses.field(
+        default=None, metadata={"help": "A reward model, by name or folder."}
+    )
+    reward_funcs: list[str] | None = dataclasses.field(
+        default=None, metadata={"help": "Ready-made rewards by name, or module.function, or file.py:function."}
+    )
 
 
 @dataclasses.dataclass
