@@ -16,7 +16,7 @@ __all__ = ["main", "run"]
 
 log = logging.getLogger("whet")
 
-COMMANDS = {"dpo": "DPO", "grpo": "GRPO", "reward": "Reward", "rloo": "RLOO", "sft": "SFT"}
+COMMANDS = {"dpo": "DPO", "grpo": "GRPO", "kto": "KTO", "reward": "Reward", "rloo": "RLOO", "sft": "SFT"}
 """The commands of TRL's that are there -> what their trainers' names begin with."""
 _LAUNCHED = {"--accelerate_config": ("single_gpu",), "--num_processes": ("1",), "--num_machines": ("1",)}
 """Flags of TRL's launcher, and the values with which one process trains."""

@@ -10,8 +10,8 @@ from whet.errors import ConfigError
 from whet.trl.command import main, run
 
 ROWS = [{"prompt": f"{i}+{i}=", "completion": f"{2 * i}"} for i in range(8)]
-FLAGS = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu",
-         "--bf16", "false", "--disable_tqdm", "true", "--gradient_checkpointing", "false", "--save_strategy", "no"]  # fmt: skip
+FLAGS = ["--max_steps", "1", "--per_device_train_batch_size", "4", "--report_to", "none", "--use_cpu"]
+FLAGS += ["--bf16", "no", "--disable_tqdm", "yes", "--gradient_checkpointing", "no", "--save_strategy", "no"]
 
 
 @pytest.fixture

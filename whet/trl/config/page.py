@@ -10,6 +10,7 @@ import sys
 from whet.trl.config.dpo import DPO_FIELDS, OLD_DPO_FIELDS
 from whet.trl.config.field import STATES, Table
 from whet.trl.config.grpo import COMPAT, GRPO_FIELDS, OLD_GRPO_FIELDS
+from whet.trl.config.kto import KTO_FIELDS
 from whet.trl.config.reward import REWARD_FIELDS
 from whet.trl.config.rloo import RLOO_FIELDS
 from whet.trl.config.sft import OLD_SFT_FIELDS, SFT_FIELDS
@@ -23,6 +24,7 @@ PAGES: dict[str, Table] = {
     "RLOOConfig": RLOO_FIELDS,
     "SFTConfig": SFT_FIELDS,
     "DPOConfig": DPO_FIELDS,
+    "KTOConfig": KTO_FIELDS,
     "RewardConfig": REWARD_FIELDS,
     "From transformers.TrainingArguments": TRAINING_FIELDS,
     "Of these, otherwise in SFTConfig, DPOConfig and RewardConfig": SUPERVISED_FIELDS,
